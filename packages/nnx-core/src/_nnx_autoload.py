@@ -1,0 +1,3 @@
+"""x"""
+def autoload() -> None:
+    """x"""

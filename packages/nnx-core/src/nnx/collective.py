@@ -1,0 +1,97 @@
+"""Acting together: what all ranks of a group must agree on.
+
+One rank that fails alone leaves the others waiting in their next collective. Everything in nnx
+that can fail on some ranks only runs inside `together`, so that every rank gets the same error.
+Control messages travel over a CPU (gloo) group, so that they work while a GPU is busy or broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar, cast
+
+import torch.distributed as dist
+
+from nnx.errors import NnxError
+
+__all__ = ["all_gather_object", "broadcast_object", "control_group", "is_distributed", "together"]
+
+T = TypeVar("T")
+
+_control_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+def is_distributed() -> bool:
+    """Whether a process group with more than one rank exists in this process."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def control_group() -> dist.ProcessGroup | None:
+    """The gloo group over all ranks for control messages; None in a single process.
+
+    The first call is collective: every rank must make it at the same point.
+    """
+    if not is_distributed():
+        return None
+    world = dist.distributed_c10d._get_default_group()
+    if dist.get_backend(world) == "gloo":
+        return world
+    if world not in _control_groups:
+        _control_groups.clear()  # groups of a world that was destroyed since
+        _control_groups[world] = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+    return _control_groups[world]
+
+
+def all_gather_object(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Every rank's value, in rank order; just this one without a group."""
+    if group is None:
+        return [value]
+    values: list[T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return cast("list[T]", values)
+
+
+def broadcast_object(value: T, group: dist.ProcessGroup | None) -> T:
+    """Rank 0's value on every rank."""
+    if group is None:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    return box[0]
+
+
+@contextmanager
+def together(group: dist.ProcessGroup | None, *, doing: str) -> Iterator[None]:
+    """Run a block that may fail on some ranks, and make it fail on all of them or none.
+
+    The block itself must not contain collectives that a failing rank would leave open.
+
+    Args:
+        group: Ranks that take part; None outside distributed runs.
+        doing: What the block does, for the message on the ranks that did not fail themselves.
+
+    Raises:
+        NnxError: The error of the lowest failing rank, of its own class, on every rank.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    failures = all_gather_object(_portable(error), group)
+    if error is not None and (group is None or isinstance(error, NnxError)):
+        raise error
+    failed = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
+    if failed:
+        rank, failure = failed[0]
+        others = f" (and {len(failed) - 1} other ranks)" if len(failed) > 1 else ""
+        message = f"{doing} failed on rank {rank}{others}: {failure.message}"
+        raise type(failure)(message, remedy=failure.remedy) from error
+
+
+def _portable(error: Exception | None) -> NnxError | None:
+    """An error that survives the trip to another rank."""
+    if error is None or isinstance(error, NnxError):
+        return error
+    return NnxError(f"{type(error).__name__}: {error}")

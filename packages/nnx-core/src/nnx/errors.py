@@ -1,0 +1,71 @@
+"""Every error that nnx raises on purpose, in one tree.
+
+A message says what failed, the value seen, what was expected, and the remedy. The
+remedy is kept apart so that the command line can print it on a line of its own.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "NnxError",
+    "OptionError",
+    "PluginError",
+    "StrategyNotFoundError",
+    "StrategyNotInstalledError",
+    "UnsupportedError",
+]
+
+
+class NnxError(Exception):
+    """Base of all errors raised by nnx.
+
+    Args:
+        message: What failed, the value seen and what was expected.
+        remedy: What the user can do about it, as an imperative sentence.
+
+    Example:
+        >>> str(NnxError("cannot read 'x.ckpt': no such directory.", remedy="Check the path."))
+        "cannot read 'x.ckpt': no such directory. Check the path."
+    """
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message, remedy)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.remedy}".strip()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The default would call the class with positional arguments only, and lose the remedy
+        # when an error travels from one rank to the others.
+        return (_rebuild, (type(self), self.message, self.remedy))
+
+
+def _rebuild(cls: type[NnxError], message: str, remedy: str) -> NnxError:
+    return cls(message, remedy=remedy)
+
+
+class PluginError(NnxError):
+    """A plugin could not be loaded, or declared something invalid."""
+
+
+class StrategyNotFoundError(NnxError, ValueError):
+    """No strategy of that name is known; the message suggests the nearest names."""
+
+
+class StrategyNotInstalledError(NnxError, ImportError):
+    """The name is in the catalog but the distribution that provides it is not installed."""
+
+
+class OptionError(NnxError, ValueError):
+    """An option of a strategy is unknown, of the wrong type, or contradicts another."""
+
+
+class UnsupportedError(NnxError, RuntimeError):
+    """The combination asked for (device, precision, model) is not supported by this backend."""
+
+
+class CheckpointError(NnxError):
+    """A checkpoint could not be written, read or verified; nothing committed before is lost."""
