@@ -1,0 +1,1 @@
+"""Helpers for testing strategies: a pool of worker processes that stay warm between tests."""

@@ -1,0 +1,372 @@
+"""A pool of worker processes that stay alive between tests.
+
+Importing torch and Lightning costs seconds of CPU per process, so tests that need several ranks share
+a few workers. Each job runs an importable function in as many workers as it has ranks, under the
+environment that torchrun would give it, and leaves the workers clean for the next one.
+This module owns starting, feeding, watching and killing the workers. It knows nothing of Lightning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import inspect
+import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Literal
+
+__all__ = ["JobError", "WorkerPool"]
+
+START_TIMEOUT = 120.0
+"""Seconds that a worker may take to start and import torch, on a machine busy with other things."""
+GRACE = 10.0
+"""Seconds that the other ranks get to notice that one of them failed."""
+
+
+class JobError(RuntimeError):
+    """A job failed on at least one rank.
+
+    Attributes:
+        failures: What went wrong on each failing rank: a traceback, how it died, or that it hung.
+        output: What each rank printed during the job.
+    """
+
+    def __init__(self, job: str, failures: Mapping[int, str], output: Sequence[str]) -> None:
+        self.failures = dict(failures)
+        self.output = list(output)
+        parts = [f"job {job} failed on {len(failures)} of {len(output)} ranks"]
+        for rank, text in enumerate(output):
+            if rank in self.failures:
+                parts.append(f"---- rank {rank} ----\n{self.failures[rank].rstrip()}")
+            if text.strip():
+                parts.append(f"---- output of rank {rank} ----\n{text.rstrip()}")
+        super().__init__("\n".join(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What travels to a worker; `function` is found by name, or by file where the name is not importable."""
+
+    module: str
+    name: str
+    file: str
+    args: bytes
+    env: dict[str, str]
+    path: list[str]
+    init: Literal["gloo"] | None
+
+
+class WorkerPool:
+    """Long-lived workers that run functions as the ranks of a distributed job.
+
+    Worker *i* is always rank *i*. Workers start when a job first needs them, and are replaced after a
+    job in which one died or hung; a job that merely raised leaves them in use.
+
+    Args:
+        size: Most ranks that a job may have.
+
+    Example:
+        >>> import math
+        >>> with WorkerPool(size=1) as pool:
+        ...     pool.run(math.sqrt, 9.0, world_size=1)
+        [3.0]
+    """
+
+    def __init__(self, size: int = 4) -> None:
+        self.size = size
+        self.output: list[str] = []
+        """What each rank of the latest job printed."""
+        self._workers: list[_Worker] = []
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        world_size: int = 2,
+        timeout: float = 120.0,
+        env: Mapping[str, str] | None = None,
+        init: Literal["gloo"] | None = None,
+    ) -> list[Any]:
+        """Call a function once per rank and collect what the ranks return.
+
+        The function sees the variables that torchrun sets (on one node), so that a Lightning Trainer
+        inside it joins a group instead of launching processes. Random seeds are fixed beforehand.
+        Afterwards the process group, environment and working directory are put back.
+
+        Args:
+            fn: A module-level function of an importable module, or of a test file.
+            *args: Its arguments, the same on every rank; they and the results travel by pickle.
+            world_size: Number of ranks.
+            timeout: Seconds after which the job counts as hung.
+            env: Further environment variables for the job.
+            init: ``"gloo"`` creates the default process group before the call.
+
+        Returns:
+            The results in rank order.
+
+        Raises:
+            JobError: A rank raised, died or hung; the message has every rank's traceback and output.
+            ValueError: More ranks were asked for than the pool has.
+        """
+        if not 1 <= world_size <= self.size:
+            raise ValueError(f"world_size={world_size} but the pool has {self.size} workers")
+        self._start(world_size)
+        workers = self._workers[:world_size]
+        port = _free_port()
+        for rank, worker in enumerate(workers):
+            worker.submit(_job(fn, args, _environment(rank, world_size, port) | dict(env or {}), init))
+        replies, failures = _collect(workers, timeout)
+        self.output = [worker.output() for worker in workers]
+        if any(not worker.healthy for worker in workers):
+            self.close()
+        if failures:
+            raise JobError(f"{fn.__module__}.{fn.__qualname__}", failures, self.output)
+        return replies
+
+    def close(self) -> None:
+        """Kill all workers and what they started; the next `run` starts new ones."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.kill()
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, count: int) -> None:
+        if any(worker.process.poll() is not None for worker in self._workers):
+            self.close()
+        new = [_Worker() for _ in range(count - len(self._workers))]
+        self._workers += new
+        for worker in new:
+            worker.wait_until_ready()
+
+
+class _Worker:
+    """The parent's side of one worker process."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = Pipe()
+        self.healthy = True
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
+        self._log_start = 0
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from nnx.testing.pool import _serve; _serve({theirs.fileno()})"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+
+    def wait_until_ready(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            if self.connection.poll(START_TIMEOUT) and self.connection.recv_bytes() == b"ready":
+                return
+        text = self.output()
+        self.kill()
+        raise RuntimeError(f"a worker process did not start:\n{text}")
+
+    def submit(self, job: _Job) -> None:
+        self._log_start = os.fstat(self._log.fileno()).st_size
+        self.connection.send_bytes(pickle.dumps(job))
+
+    def output(self) -> str:
+        size = os.fstat(self._log.fileno()).st_size - self._log_start
+        return os.pread(self._log.fileno(), size, self._log_start).decode(errors="replace")
+
+    def dump_stacks(self) -> None:
+        """Make a hung worker print where it hangs."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+
+    def kill(self) -> None:
+        self.healthy = False
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.connection.close()
+        self._log.close()
+
+
+def _collect(workers: Sequence[_Worker], timeout: float) -> tuple[list[Any], dict[int, str]]:
+    """Wait for every rank's answer, for a shorter while once one has failed."""
+    ranks = {worker.connection: rank for rank, worker in enumerate(workers)}
+    waiting: set[Connection] = {worker.connection for worker in workers}
+    replies: list[Any] = [None] * len(workers)
+    failures: dict[int, str] = {}
+    deadline = time.monotonic() + timeout
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            waiting.discard(connection)
+            rank = ranks[connection]
+            failure, replies[rank] = _receive(workers[rank])
+            if failure:
+                failures[rank] = failure
+                deadline = min(deadline, time.monotonic() + GRACE)
+    hung = [ranks[connection] for connection in waiting]
+    for rank in hung:
+        workers[rank].healthy = False
+        workers[rank].dump_stacks()
+        failures[rank] = f"no answer in time ({timeout:g} s, or {GRACE:g} s after another rank's failure)"
+    if hung:
+        time.sleep(0.5)  # the stacks go to the worker's output
+    return replies, failures
+
+
+def _receive(worker: _Worker) -> tuple[str, Any]:
+    """A rank's failure (or an empty string) and its result."""
+    try:
+        ok, value = pickle.loads(worker.connection.recv_bytes())
+    except (EOFError, OSError):
+        worker.healthy = False
+        return f"the process died with exit code {worker.process.wait()}", None
+    except Exception as error:
+        return f"its result cannot be unpickled: {error!r}", None
+    return ("", value) if ok else (value, None)
+
+
+def _job(
+    fn: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], init: Literal["gloo"] | None
+) -> _Job:
+    file = ""
+    with contextlib.suppress(TypeError):  # a builtin has no file
+        file = inspect.getsourcefile(fn) or ""
+    return _Job(fn.__module__, fn.__qualname__, file, pickle.dumps(args), env, list(sys.path), init)
+
+
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "NODE_RANK": "0",
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# ---- what follows runs in the worker -----------------------------------------------------------------
+
+
+def _serve(fd: int) -> None:
+    """Run jobs until the parent goes away."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    threading.Thread(target=_die_with_parent, args=(os.getppid(),), daemon=True).start()
+    import torch.distributed  # the point of staying alive
+
+    torch.set_num_threads(1)
+    connection = Connection(fd)
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(_answer(message))
+
+
+def _die_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _answer(message: bytes) -> bytes:
+    environment, directory = dict(os.environ), Path.cwd()
+    try:
+        reply = pickle.dumps((True, _execute(pickle.loads(message))))
+    except (Exception, SystemExit, KeyboardInterrupt):
+        reply = pickle.dumps((False, traceback.format_exc()))
+    try:
+        _clean_up(environment, directory)
+    except Exception:
+        reply = pickle.dumps((False, "while cleaning up after the job:\n" + traceback.format_exc()))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return reply
+
+
+def _execute(job: _Job) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    sys.path.extend(entry for entry in job.path if entry not in sys.path)
+    os.environ.update(job.env)
+    random.seed(0)
+    torch.manual_seed(0)
+    function = _find(job)
+    args = pickle.loads(job.args)
+    if job.init:
+        dist.init_process_group(job.init)
+    return function(*args)
+
+
+def _find(job: _Job) -> Callable[..., Any]:
+    """Import the job's function by module name, or else from its file (test files have no name)."""
+    try:
+        found: Any = importlib.import_module(job.module)
+    except ModuleNotFoundError:
+        spec = importlib.util.spec_from_file_location(job.module, job.file)
+        if spec is None or spec.loader is None:
+            raise
+        found = importlib.util.module_from_spec(spec)
+        sys.modules[job.module] = found
+        spec.loader.exec_module(found)
+    for part in job.name.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+def _clean_up(environment: dict[str, str], directory: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    gc.collect()

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from jobs import pool_jobs
+from nnx.testing.pool import JobError, WorkerPool
+
+
+def add_in_this_file(a: int, b: int) -> tuple[int, str]:
+    return a + b, os.environ["RANK"]
+
+
+def test_a_job_sees_what_torchrun_would_set(pool: WorkerPool) -> None:
+    for world_size in (1, 2):
+        results = pool.run(pool_jobs.describe, world_size=world_size)
+        for rank, result in enumerate(results):
+            assert result["env"] == {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "NODE_RANK": "0",
+                "GROUP_RANK": "0",
+                "MASTER_ADDR": "127.0.0.1",
+            }
+
+
+def test_workers_stay_the_same_between_jobs(pool: WorkerPool) -> None:
+    first = [result["pid"] for result in pool.run(pool_jobs.describe)]
+    assert first == [result["pid"] for result in pool.run(pool_jobs.describe)]
+    assert os.getpid() not in first
+
+
+def test_collectives_work_in_a_group_that_the_pool_made(pool: WorkerPool) -> None:
+    assert pool.run(pool_jobs.sum_of_ranks, world_size=2, init="gloo") == [(2, 3.0), (2, 3.0)]
+    assert pool.run(pool_jobs.sum_of_ranks, world_size=1, init="gloo") == [(1, 1.0)]
+    assert pool.run(pool_jobs.sum_of_ranks, world_size=2, init="gloo") == [(2, 3.0), (2, 3.0)]
+
+
+def test_a_job_leaves_no_trace(pool: WorkerPool, tmp_path: Path) -> None:
+    import torch
+
+    before = pool.run(pool_jobs.describe)
+    assert pool.run(pool_jobs.leave_a_mess, str(tmp_path), env={"NNX_TEST_EXTRA": "x"}) == ["x", "x"]
+    after = pool.run(pool_jobs.describe)
+    assert [r["cwd"] for r in after] == [r["cwd"] for r in before]
+    assert pool.run(pool_jobs.find_a_mess) == [(None, None, torch.float32, False)] * 2
+
+
+def test_a_function_of_a_test_file_can_be_run(pool: WorkerPool) -> None:
+    assert pool.run(add_in_this_file, 1, 2) == [(3, "0"), (3, "1")]
+
+
+def test_a_rank_that_raises_is_reported_and_the_pool_goes_on(pool: WorkerPool) -> None:
+    before = [result["pid"] for result in pool.run(pool_jobs.describe)]
+    with pytest.raises(JobError, match="planted on rank 1") as caught:
+        pool.run(pool_jobs.raise_on, 1, init="gloo")
+    assert "ValueError" in caught.value.failures[1]
+    assert "in raise_on" in caught.value.failures[1]
+    assert "printed by 0" in str(caught.value)
+    assert caught.value.output[1].startswith("printed by 1")
+    assert before == [result["pid"] for result in pool.run(pool_jobs.describe)]
+
+
+def test_a_rank_that_exits_is_a_failure(pool: WorkerPool) -> None:
+    with pytest.raises(JobError, match="SystemExit: 3"):
+        pool.run(pool_jobs.exit_on, 0)
+
+
+def test_a_rank_that_dies_is_reported_and_replaced() -> None:
+    with WorkerPool(size=2) as own:
+        with pytest.raises(JobError, match="died with exit code -9") as caught:
+            own.run(pool_jobs.die_on, 1)
+        assert list(caught.value.failures) == [1]
+        assert len(own.run(pool_jobs.describe)) == 2
+
+
+def test_a_rank_that_hangs_is_reported_with_its_stack_and_killed() -> None:
+    with WorkerPool(size=1) as own:
+        (before,) = own.run(pool_jobs.describe, world_size=1)
+        start = time.monotonic()
+        with pytest.raises(JobError, match="no answer in time") as caught:
+            own.run(pool_jobs.hang_on, 0, world_size=1, timeout=1)
+        assert time.monotonic() - start < 20
+        assert "hang_on" in caught.value.output[0]
+        with pytest.raises(ProcessLookupError):
+            os.kill(before["pid"], 0)
+        (after,) = own.run(pool_jobs.describe, world_size=1)
+        assert after["pid"] != before["pid"]
+
+
+def test_too_many_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="world_size=3 but the pool has 2 workers"):
+        WorkerPool(size=2).run(pool_jobs.describe, world_size=3)

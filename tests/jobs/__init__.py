@@ -1,0 +1,1 @@
+"""Functions that worker processes run by name; one module per subject."""

@@ -1,0 +1,59 @@
+"""Jobs that test the worker pool itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SEEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR")
+
+
+def describe() -> dict[str, Any]:
+    return {"pid": os.getpid(), "cwd": str(Path.cwd()), "env": {k: os.environ.get(k) for k in SEEN}}
+
+
+def leave_a_mess(directory: str) -> str | None:
+    os.chdir(directory)
+    seen = os.environ.get("NNX_TEST_EXTRA")
+    os.environ["NNX_TEST_MESS"] = "1"
+    torch.set_default_dtype(torch.float64)
+    return seen
+
+
+def find_a_mess() -> tuple[str | None, str | None, torch.dtype, bool]:
+    extra, mess = os.environ.get("NNX_TEST_EXTRA"), os.environ.get("NNX_TEST_MESS")
+    return extra, mess, torch.get_default_dtype(), dist.is_initialized()
+
+
+def sum_of_ranks() -> tuple[int, float]:
+    value = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(value)
+    return dist.get_world_size(), value.item()
+
+
+def raise_on(rank: int) -> None:
+    print(f"printed by {os.environ['RANK']}")
+    if int(os.environ["RANK"]) == rank:
+        raise ValueError(f"planted on rank {rank}")
+    dist.barrier()  # fails once the other rank has left the group
+
+
+def die_on(rank: int) -> None:
+    if int(os.environ["RANK"]) == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang_on(rank: int) -> None:
+    if int(os.environ["RANK"]) == rank:
+        time.sleep(600)
+
+
+def exit_on(rank: int) -> None:
+    if int(os.environ["RANK"]) == rank:
+        raise SystemExit(3)
