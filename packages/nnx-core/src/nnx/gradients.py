@@ -1,0 +1,134 @@
+"""Gradients as each rank holds them: norms over all ranks, clipping, overflow detection.
+
+Works on local tensors, so that plain, DTensor and engine-owned gradients can be mixed freely,
+which ``torch.nn.utils.clip_grad_norm_`` refuses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from nnx.collective import is_distributed
+
+__all__ = ["Gradient", "clip_gradients_by_norm", "gradients_of", "unscale_gradients"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gradient:
+    """One gradient on this rank.
+
+    Attributes:
+        local: The elements this rank holds; in-place changes reach the optimizer.
+        replicas: How many ranks hold these same elements, so that a norm counts them once.
+    """
+
+    local: Tensor
+    replicas: int
+
+
+@torch.no_grad()
+def gradients_of(optimizer: Optimizer, *, world_size: int) -> list[Gradient]:
+    """Handles on ``param.grad`` of an optimizer over plain (replicated) or DTensor parameters."""
+    gradients = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            gradients.append(_gradient(parameter.grad, world_size))
+    return gradients
+
+
+def _gradient(grad: Tensor, world_size: int) -> Gradient:
+    if not isinstance(grad, DTensor):
+        return Gradient(grad, world_size)
+    sizes = zip(grad.placements, grad.device_mesh.shape, strict=True)
+    replicas = math.prod(size for placement, size in sizes if isinstance(placement, Replicate))
+    # A mesh may span only part of the world (one expert, one pipeline stage); what it does not
+    # span is not replicated by it.
+    return Gradient(grad.to_local(), replicas)
+
+
+@torch.no_grad()
+def clip_gradients_by_norm(
+    gradients: Sequence[Gradient],
+    *,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    device: torch.device,
+) -> Tensor:
+    """Scale gradients in place so that their norm over all ranks is at most `max_norm`. Collective.
+
+    Args:
+        gradients: This rank's gradients.
+        max_norm: Upper bound of the norm.
+        norm_type: Order of the norm; ``inf`` for the largest absolute value.
+        error_if_nonfinite: Raise instead of scaling by a non-finite norm.
+        device: Where the norm is reduced.
+
+    Returns:
+        The norm before clipping, 0-d, equal on every rank.
+
+    Raises:
+        RuntimeError: The norm is not finite and `error_if_nonfinite` is set.
+    """
+    total = _global_norm(gradients, norm_type, device)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is {total.item()}, so it cannot be "
+            "clipped. Set `error_if_nonfinite=False` to scale by the non-finite norm anyway."
+        )
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    factors: dict[torch.device, Tensor] = {}
+    for gradient in gradients:
+        local = gradient.local
+        local.mul_(factors.setdefault(local.device, factor.to(local.device)).to(local.dtype))
+    return total
+
+
+def _global_norm(gradients: Sequence[Gradient], norm_type: float, device: torch.device) -> Tensor:
+    wide = any(gradient.local.dtype == torch.float64 for gradient in gradients)
+    dtype = torch.float64 if wide else torch.float32
+    parts = [gradient for gradient in gradients if gradient.local.numel()]
+    norms = [torch.linalg.vector_norm(part.local, norm_type, dtype=dtype).to(device) for part in parts]
+    if math.isinf(norm_type):
+        total = torch.stack(norms).max() if norms else torch.zeros((), dtype=dtype, device=device)
+        return _all_reduce(total, dist.ReduceOp.MAX)
+    powers = [norm.pow(norm_type) / part.replicas for norm, part in zip(norms, parts, strict=True)]
+    total = torch.stack(powers).sum() if powers else torch.zeros((), dtype=dtype, device=device)
+    return _all_reduce(total, dist.ReduceOp.SUM).pow(1.0 / norm_type)
+
+
+def _all_reduce(value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+    if is_distributed():
+        # A rank may see float64 gradients only: agree on the wider dtype by always reducing in float64.
+        wide = value.double()
+        dist.all_reduce(wide, op=op)
+        return wide.to(value.dtype)
+    return value
+
+
+@torch.no_grad()
+def unscale_gradients(gradients: Sequence[Gradient], inverse_scale: Tensor, device: torch.device) -> Tensor:
+    """Multiply gradients by `inverse_scale` in place and look for overflow on any rank. Collective.
+
+    Returns:
+        ``found_inf``: a float32 tensor of shape ``(1,)`` on `device`, 1.0 if any rank saw a non-finite value.
+    """
+    found = torch.zeros(1, dtype=torch.float32, device=device)
+    for gradient in gradients:
+        local = gradient.local
+        local.mul_(inverse_scale.to(local.device, local.dtype))
+        if local.numel():
+            found = torch.maximum(found, (~torch.isfinite(local)).any().to(device, torch.float32).view(1))
+    if is_distributed():
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found

@@ -1,0 +1,173 @@
+"""Training state described as shards under parameter names: what every checkpoint holds.
+
+A `State` is handles on this rank's tensors. Nothing here copies or communicates. Who saves and
+fills it: `nnx.lightning.checkpoint`; who produces it: `nnx.backend.Backend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from nnx.errors import CheckpointError
+from nnx.layout import Shard
+
+__all__ = [
+    "ModelState",
+    "OptimizerState",
+    "State",
+    "describe_model",
+    "describe_optimizer",
+    "new_state_tensor",
+    "parameter_names",
+    "repoint_optimizer",
+]
+
+ShardOf = Callable[[Tensor], Shard]
+
+
+@dataclass(slots=True)
+class ModelState:
+    """Parameters and persistent buffers of a module.
+
+    Attributes:
+        tensors: This rank's shard of every logical tensor, by fully qualified name.
+        aliases: For tied tensors, every further name and the name it is stored under.
+        extra: Values of ``get_extra_state`` hooks, by name.
+    """
+
+    tensors: dict[str, Shard] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class OptimizerState:
+    """State of one optimizer, by parameter name, for any torch optimizer.
+
+    Attributes:
+        groups: Hyper-parameters of each param group; ``"params"`` holds parameter names in order.
+        tensors: Shards by ``(parameter name, state name)``, such as ``("fc.weight", "exp_avg")``.
+        values: Everything in the state that is not one tensor, by the same keys.
+    """
+
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    tensors: dict[tuple[str, str], Shard] = field(default_factory=dict)
+    values: dict[tuple[str, str], Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class State:
+    """Model and optimizers of one rank."""
+
+    model: ModelState
+    optimizers: list[OptimizerState] = field(default_factory=list)
+
+
+def describe_model(module: nn.Module, shard_of: ShardOf) -> ModelState:
+    """Describe a module's parameters and persistent buffers as its ``state_dict`` names them.
+
+    Args:
+        module: The module, laid out or not.
+        shard_of: Maps a tensor as the engine holds it to its shard.
+    """
+    state = ModelState()
+    stored: dict[int, str] = {}
+    tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            state.extra[name] = value
+        elif id(value) in stored:
+            state.aliases[name] = stored[id(value)]
+        else:
+            if id(value) in tensors:
+                stored[id(value)] = name
+            state.tensors[name] = shard_of(value)
+    return state
+
+
+def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
+    """The stored name of every parameter: of tied parameters, the first."""
+    return {parameter: name for name, parameter in module.named_parameters()}
+
+
+def describe_optimizer(module: nn.Module, optimizer: Optimizer, shard_of: ShardOf) -> OptimizerState:
+    """Describe an optimizer's state under the names of the module's parameters.
+
+    Raises:
+        CheckpointError: The optimizer holds a parameter that is not the module's.
+    """
+    names = parameter_names(module)
+    described = OptimizerState()
+    for index, group in enumerate(optimizer.param_groups):
+        hyper = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        described.groups.append(
+            {**hyper, "params": [_name(names, p, optimizer, index) for p in group["params"]]}
+        )
+    for parameter, values in optimizer.state.items():
+        name = names[parameter]
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                described.tensors[name, key] = shard_of(value)
+            else:
+                described.values[name, key] = value
+    return described
+
+
+def _name(
+    names: Mapping[nn.Parameter, str], parameter: nn.Parameter, optimizer: Optimizer, group: int
+) -> str:
+    if parameter in names:
+        return names[parameter]
+    raise CheckpointError(
+        f"{type(optimizer).__name__} holds in param group {group} a parameter of shape "
+        f"{tuple(parameter.shape)} that is not a parameter of the module, so its state has no name to be saved under.",
+        remedy="Register it on the LightningModule, or build the optimizer from `self.parameters()`.",
+    )
+
+
+def new_state_tensor(
+    parameter: nn.Parameter,
+    name: str,
+    *,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    group: Mapping[str, Any],
+) -> Tensor:
+    """Allocate a state tensor the way torch's optimizers do when they first step.
+
+    Args:
+        parameter: A plain or DTensor parameter.
+        name: Name of the state tensor.
+        shape: Logical shape wanted.
+        dtype: Dtype wanted.
+        group: The param group of the parameter.
+    """
+    if name == "step" and not shape and not (group.get("fused") or group.get("capturable")):
+        # Step counters stay on the host unless the kernels read them on the device.
+        return torch.zeros((), dtype=dtype)
+    if shape == tuple(parameter.shape):
+        return torch.zeros_like(parameter.detach(), dtype=dtype, memory_format=torch.preserve_format)
+    if shape:
+        return parameter.detach().new_zeros(shape, dtype=dtype)
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return torch.zeros((), dtype=dtype, device=local.device)
+
+
+def repoint_optimizer(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Make an optimizer that was built earlier hold the parameters that took the old ones' place.
+
+    Its param group dicts stay the same objects, so schedulers and callbacks keep working.
+    """
+    if not replaced:
+        return
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+    for old in [parameter for parameter in optimizer.state if parameter in replaced]:
+        optimizer.state[replaced[old]] = optimizer.state.pop(old)
