@@ -1,3 +1,109 @@
-"""x"""
+"""The zero-import hook: `import torch` calls `autoload`, so that Lightning knows every nnx strategy.
+
+torch loads and calls each entry point of the group ``torch.backends``, and an exception there breaks
+`import torch` for everybody. So this file stands outside the package `nnx`, needs the standard library
+only, and catches everything. It waits until one of Lightning's four modules that hold a registry of
+strategies has been imported, and then asks `nnx.lightning.registration` to fill that registry.
+It never imports nnx, Lightning or torch by itself. ``NNX_AUTOLOAD=0`` turns it off; `import nnx`
+installs the same hook explicitly.
+"""
+
+import os
+import sys
+
+__all__ = ["TARGETS", "autoload", "failures", "install"]
+
+TARGETS = (
+    "lightning.pytorch.strategies",
+    "lightning.fabric.strategies",
+    "pytorch_lightning.strategies",
+    "lightning_fabric.strategies",
+)
+
+failures: list[str] = []
+"""What kept strategies from being registered in this process; `nnx doctor` shows it."""
+
+
+class _Finder:
+    """Finds the target modules as Python would, and calls `_register` when one has been executed."""
+
+    @staticmethod
+    def find_spec(fullname, path=None, target=None):  # type: ignore[no-untyped-def] # noqa: ANN
+        if fullname not in TARGETS:
+            return None
+        for finder in sys.meta_path:
+            if finder is _FINDER or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                try:
+                    _call_after_execution(spec.loader, fullname)
+                except Exception as error:
+                    _remember(fullname, error)
+                return spec
+        return None
+
+
+_FINDER = _Finder()
+
+
+def _call_after_execution(loader, fullname):  # type: ignore[no-untyped-def]
+    """Wrap this loader's `exec_module` once, and leave nothing behind afterwards."""
+    execute = loader.exec_module
+
+    def exec_module(module):  # type: ignore[no-untyped-def]
+        # A zip archive has one loader for all its modules.
+        if module.__name__ != fullname:
+            return execute(module)
+        del loader.exec_module
+        execute(module)
+        _register(fullname)
+
+    loader.exec_module = exec_module
+
+
+def _register(fullname: str) -> None:
+    try:
+        from nnx.lightning.registration import fill
+
+        fill(fullname)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # A plugin's own CI asks for the exception; everybody else keeps a working Lightning.
+        if os.environ.get("NNX_STRICT_PLUGINS") == "1":
+            raise
+        _remember(fullname, error)
+
+
+def _remember(fullname: str, error: BaseException) -> None:
+    failures.append(f"{fullname}: {type(error).__name__}: {error}")
+    try:
+        import warnings
+
+        warnings.warn(
+            f"nnx could not register its strategies in {failures[-1]}. Run `nnx doctor`.", stacklevel=2
+        )
+    except Exception:
+        # Warnings may be errors in this process; a hook of `import` must not raise.
+        return
+
+
+def install() -> None:
+    """Fill the registries that exist and watch for those that are imported later. Idempotent."""
+    if _FINDER in sys.meta_path:
+        return
+    sys.meta_path.insert(0, _FINDER)
+    for fullname in TARGETS:
+        module = sys.modules.get(fullname)
+        if module is not None:
+            _register(fullname)
+
+
 def autoload() -> None:
-    """x"""
+    """What `import torch` calls."""
+    try:
+        if os.environ.get("NNX_AUTOLOAD", "1") != "0":
+            install()
+    except Exception as error:
+        _remember("import torch", error)

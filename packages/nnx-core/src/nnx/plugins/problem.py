@@ -1,0 +1,37 @@
+"""What went wrong with one plugin, as a record: never an exception that stops the others."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+__all__ = ["Problem"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why a plugin, or one of its names, is not available.
+
+    Attributes:
+        kind: ``import`` (its module cannot be loaded), ``hook`` (a hook raised or is unknown),
+            ``result`` (a hook returned something else than specs), ``api`` (written for another
+            version of nnx), ``collision`` (the name is taken) or ``selection`` (``NNX_LOAD_PLUGINS``
+            names a plugin that is not installed).
+        plugin: Name of its entry point.
+        distribution: The installed package and version that declare it.
+        detail: What happened.
+        remedy: What the user can do.
+    """
+
+    kind: str
+    plugin: str
+    distribution: str
+    detail: str
+    remedy: str
+
+    def __str__(self) -> str:
+        owner = f" of {self.distribution}" if self.distribution else ""
+        return f"plugin {self.plugin!r}{owner}: {self.detail} {self.remedy}"
+
+    def as_dict(self) -> dict[str, str]:
+        """This record as plain data for JSON."""
+        return asdict(self)

@@ -1,0 +1,286 @@
+"""What a plugin declares: a strategy's name, where its class lives and what it can do.
+
+Specs are data. This module needs the standard library only, so that listing strategies never
+imports torch, Lightning or an engine. It never loads a plugin (see `nnx.plugins`) and never builds
+a strategy (see `nnx.lightning`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from nnx.errors import PluginError
+
+__all__ = [
+    "API_VERSION",
+    "LIGHTNING_NAMES",
+    "Capabilities",
+    "CheckpointFormatSpec",
+    "StrategySpec",
+    "import_reference",
+    "name_remarks",
+]
+
+API_VERSION = (1, 0)
+"""Version of what plugins see: same major, and a minor not above this one, is accepted."""
+
+LIGHTNING_NAMES = frozenset(
+    ["auto", "dp", "fsdp", "fsdp_cpu_offload", "single_device", "single_tpu", "single_xla"]
+    + ["xla", "xla_debug", "xla_fsdp", "deepspeed", "deepspeed_stage_3_offload_nvme"]
+    + [f"deepspeed_stage_{stage}{where}" for stage in (1, 2, 3) for where in ("", "_offload")]
+    + [
+        f"ddp{how}{unused}"
+        for how in ("", "_spawn", "_fork", "_notebook")
+        for unused in ("", "_find_unused_parameters_true", "_find_unused_parameters_false")
+    ]
+)
+"""Names that Lightning 2.6 owns, in Trainer or in Fabric; a test compares them with its registries."""
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+# Lightning 2.6: fabric/cli.py hides what matches this from the choices of `fabric run --strategy`.
+_HIDDEN_FROM_FABRIC_RUN = re.compile("spawn|fork|notebook|xla|tpu|offload")
+
+
+def _flag(default: bool, meaning: str) -> Any:
+    return field(default=default, metadata={"help": meaning})
+
+
+def _choices(default: tuple[str, ...], meaning: str) -> Any:
+    return field(default=default, metadata={"help": meaning})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a strategy promises to do; the conformance suite checks what is declared here.
+
+    Each field carries its meaning as ``metadata["help"]``, which `nnx show` prints.
+
+    Example:
+        >>> Capabilities(shards_parameters=True).shards_parameters
+        True
+    """
+
+    accelerators: tuple[str, ...] = _choices(("cpu", "cuda"), "devices it runs on")
+    precisions: tuple[str, ...] = _choices(("32-true",), "values of Lightning's `precision=` that it accepts")
+    shards_parameters: bool = _flag(False, "a rank stores only its part of the parameters between steps")
+    shards_gradients: bool = _flag(False, "a rank stores only its part of the gradients")
+    shards_optimizer: bool = _flag(False, "a rank stores only its part of the optimizer state")
+    tensor_parallel: bool = _flag(False, "single operators are split over ranks")
+    pipeline: bool = _flag(False, "consecutive layers run on different ranks, in stages")
+    offload: bool = _flag(False, "states can live in host memory while the device computes")
+    manual_wrap: bool = _flag(False, "the user may choose the units that are sharded together")
+    activation_checkpointing: bool = _flag(False, "activations of chosen layers can be recomputed")
+    meta_initialization: bool = _flag(
+        False, "a model built on the meta device is materialised shard by shard"
+    )
+    torch_compile: bool = _flag(False, "the distributed module can be compiled by torch.compile")
+    needs_sample: bool = _flag(False, "it must see example inputs before the first step")
+    multiple_optimizers: bool = _flag(True, "more than one optimizer at a time")
+    parameter_groups: bool = _flag(True, "optimizers with several parameter groups")
+    gradient_accumulation: bool = _flag(True, "several backward passes before one optimizer step")
+    clip_by_norm: bool = _flag(True, "gradient clipping by the global norm")
+    clip_by_value: bool = _flag(True, "gradient clipping by value")
+    manual_optimization: bool = _flag(True, "LightningModules with automatic_optimization=False")
+    trainer: bool = _flag(True, "usable as Trainer(strategy=...)")
+    fabric: bool = _flag(True, "usable as Fabric(strategy=...)")
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value, expected = getattr(self, item.name), type(item.default)
+            if not isinstance(value, expected) or (
+                expected is tuple and not all(isinstance(entry, str) for entry in value)
+            ):
+                wanted = "a tuple of strings" if expected is tuple else "True or False"
+                raise PluginError(
+                    f"Capabilities({item.name}={value!r}) is not valid: expected {wanted}.",
+                    remedy="Correct the declaration in the plugin.",
+                )
+
+    def as_dict(self) -> dict[str, bool | list[str]]:
+        """These capabilities as plain data for JSON."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StrategySpec:
+    """One strategy as a plugin declares it.
+
+    Attributes:
+        name: What users write in ``strategy="..."``: lower case letters, digits and underscores.
+        target: ``"pkg.module:Class"`` of a `Backend` or of any Lightning `Strategy`. Only
+            `StrategyRegistry.register` may put the class object itself here.
+        init_params: Keyword arguments that the target always gets; the user's own ones win.
+        description: One line that says what it is.
+        use_when: One line that says when to choose it.
+        docs_url: Where its documentation is.
+        capabilities: What it promises to do.
+        api_version: The version of this API that the plugin was written for.
+        options: ``"pkg.module:Dataclass"`` of its options, in a module that does not import torch.
+        checkpoint_io: A Lightning CheckpointIO, or a callable without arguments that makes one, to be
+            used in place of the strategy's own.
+
+    Example:
+        >>> StrategySpec("fsdp_auto", "nnx_fsdp.backend:FSDPBackend").name
+        'fsdp_auto'
+    """
+
+    name: str
+    target: str | type[Any]
+    init_params: Mapping[str, Any] = field(default_factory=dict, hash=False, kw_only=True)
+    description: str = field(default="", kw_only=True)
+    use_when: str = field(default="", kw_only=True)
+    docs_url: str = field(default="", kw_only=True)
+    capabilities: Capabilities = field(default_factory=Capabilities, kw_only=True)
+    api_version: tuple[int, int] = field(default=(1, 0), kw_only=True)
+    options: str = field(default="", kw_only=True)
+    checkpoint_io: Any = field(default=None, kw_only=True, hash=False)
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        if not isinstance(self.target, type):
+            _check_reference(self.target, name=self.name, what="target")
+        if self.options:
+            _check_reference(self.options, name=self.name, what="options")
+        _check_version(self.api_version, name=self.name)
+        if not isinstance(self.capabilities, Capabilities):
+            raise PluginError(
+                f"strategy {self.name!r} declares capabilities={self.capabilities!r}.",
+                remedy="Pass an instance of nnx.Capabilities.",
+            )
+        # A private copy: the plugin's own dict may change later.
+        object.__setattr__(self, "init_params", dict(self.init_params))
+
+    @property
+    def reference(self) -> str:
+        """The target as text, also where it is a class object."""
+        if isinstance(self.target, str):
+            return self.target
+        return f"{self.target.__module__}:{self.target.__qualname__}"
+
+    def resolve(self) -> Any:
+        """Import the target's module and return the class; nothing before this imports an engine."""
+        if isinstance(self.target, str):
+            return import_reference(self.target, what=f"strategy {self.name!r}")
+        return self.target
+
+    def as_dict(self) -> dict[str, Any]:
+        """This spec as plain data for JSON; values that JSON cannot hold appear as their repr."""
+        return {
+            "name": self.name,
+            "target": self.reference,
+            "init_params": {key: _plain(value) for key, value in self.init_params.items()},
+            "description": self.description,
+            "use_when": self.use_when,
+            "docs_url": self.docs_url,
+            "capabilities": self.capabilities.as_dict(),
+            "api_version": list(self.api_version),
+            "options": self.options,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFormatSpec:
+    """A foreign checkpoint format that a plugin can read or write.
+
+    Attributes:
+        name: Lower case name, as in ``nnx ckpt convert --to NAME``.
+        target: ``"pkg.module:Class"`` of its reader and writer.
+        description: One line that says what it is.
+        api_version: The version of this API that the plugin was written for.
+    """
+
+    name: str
+    target: str
+    description: str = field(default="", kw_only=True)
+    api_version: tuple[int, int] = field(default=(1, 0), kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        _check_reference(self.target, name=self.name, what="target")
+        _check_version(self.api_version, name=self.name)
+
+
+def import_reference(reference: str, *, what: str) -> Any:
+    """Import ``"pkg.module:attribute"``.
+
+    Args:
+        reference: What to import.
+        what: The thing it belongs to, for the message.
+
+    Raises:
+        PluginError: The module cannot be imported or has no such attribute.
+    """
+    module_name, _, path = reference.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for attribute in path.split("."):
+            found = getattr(found, attribute)
+    except Exception as error:
+        raise PluginError(
+            f"{what} is declared as {reference!r}, which cannot be loaded: {type(error).__name__}: {error}.",
+            remedy="Install what is missing, or upgrade or remove the plugin that declares it.",
+        ) from error
+    return found
+
+
+def name_remarks(name: str) -> list[str]:
+    """What Lightning's rules on parts of a name will do to this one.
+
+    Example:
+        >>> name_remarks("nnscaler_deduped")
+        []
+        >>> name_remarks("my_offload")
+        ["`fabric run` does not offer names that contain 'offload'; Fabric(strategy=...) accepts it"]
+    """
+    remarks = []
+    if hidden := _HIDDEN_FROM_FABRIC_RUN.search(name):
+        remarks.append(
+            f"`fabric run` does not offer names that contain {hidden.group()!r}; "
+            "Fabric(strategy=...) accepts it"
+        )
+    if caught := next((part for part in ("ddp", "deepspeed") if part in name), ""):
+        remarks.append(f"on a machine with MPS, Lightning refuses names that contain {caught!r}")
+    elif "dp" in name:
+        remarks.append("on a machine with MPS, Fabric refuses names that contain 'dp'")
+    return remarks
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and _NAME.fullmatch(name):
+        return
+    # Lightning lower-cases what the user writes, so other names could be registered but never chosen.
+    suggestion = re.sub(r"\W+", "_", name).strip("_").lower() if isinstance(name, str) else ""
+    example = f", for example {suggestion!r}" if _NAME.fullmatch(suggestion) else ""
+    raise PluginError(
+        f"{name!r} is not a valid name: expected lower case letters, digits and underscores, "
+        "beginning with a letter.",
+        remedy=f"Choose another name{example}.",
+    )
+
+
+def _check_reference(reference: object, *, name: str, what: str) -> None:
+    if isinstance(reference, str) and _REFERENCE.fullmatch(reference):
+        return
+    raise PluginError(
+        f"{name!r} declares {what}={reference!r}: expected 'pkg.module:Name'.",
+        remedy="Write the module and the name in it, with one colon between them.",
+    )
+
+
+def _check_version(version: object, *, name: str) -> None:
+    if isinstance(version, tuple) and [type(part) for part in version] == [int, int]:
+        return
+    raise PluginError(
+        f"{name!r} declares api_version={version!r}: expected two numbers.",
+        remedy=f"Write api_version={API_VERSION}.",
+    )
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
