@@ -28,7 +28,7 @@ class _Finder:
     """Finds the target modules as Python would, and calls `_register` when one has been executed."""
 
     @staticmethod
-    def find_spec(fullname, path=None, target=None):  # type: ignore[no-untyped-def] # noqa: ANN
+    def find_spec(fullname, path=None, target=None):  # type: ignore[no-untyped-def]
         if fullname not in TARGETS:
             return None
         for finder in sys.meta_path:

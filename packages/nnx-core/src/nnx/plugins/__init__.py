@@ -7,11 +7,12 @@
         return [StrategySpec("mine", "my_package.backend:MyBackend")]
 
 A distribution declares such a module as an entry point of the group ``nnx``. Read `hookspecs` for the
-hooks, `discovery` for how they are called, `problem` for what is recorded when one fails.
+hooks, `discovery` for how plugins are visited, `guard` for one plugin's turn, `records` for what is
+kept of it.
 """
 
-from nnx.plugins.discovery import Inventory, Plugin, checkpoint_formats, inventory, refresh
+from nnx.plugins.discovery import Inventory, checkpoint_formats, inventory, refresh
 from nnx.plugins.hookspecs import hookimpl
-from nnx.plugins.problem import Problem
+from nnx.plugins.records import Plugin, Problem
 
 __all__ = ["Inventory", "Plugin", "Problem", "checkpoint_formats", "hookimpl", "inventory", "refresh"]

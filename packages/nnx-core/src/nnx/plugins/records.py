@@ -1,10 +1,34 @@
-"""What went wrong with one plugin, as a record: never an exception that stops the others."""
+"""What discovery records of each plugin: who it is, and what went wrong with it."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-__all__ = ["Problem"]
+__all__ = ["Plugin", "Problem"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """One installed entry point.
+
+    Attributes:
+        name: Name of the entry point.
+        distribution: Name of the installed package that declares it.
+        version: Version of that package.
+        status: ``ok``, ``broken`` or ``disabled`` (by an environment variable, before import).
+        strategies: The names that it provides, without those that were refused.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    status: str
+    strategies: tuple[str, ...] = ()
+
+    @property
+    def owner(self) -> str:
+        """Distribution and version, as shown to the user."""
+        return f"{self.distribution} {self.version}".strip()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,151 @@
+"""One plugin's turn: import it, register it, call it, and turn whatever it does into a `RefusedError`.
+
+Nothing of the plugin stays registered when it is refused. Which plugins are visited, and what
+becomes of a refusal, is decided in `discovery`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pluggy
+
+from nnx.errors import NnxError
+from nnx.plugins import hookspecs
+from nnx.plugins.records import Plugin
+from nnx.spec import API_VERSION, CheckpointFormatSpec, StrategySpec
+
+__all__ = ["RefusedError", "call", "load", "new_manager"]
+
+
+class RefusedError(Exception):
+    """Ends one plugin's turn; carries what its `Problem` says."""
+
+    def __init__(self, kind: str, detail: str, remedy: str) -> None:
+        super().__init__(detail)
+        self.kind, self.detail, self.remedy = kind, detail, remedy
+
+
+def new_manager() -> pluggy.PluginManager:
+    """A plugin manager that knows the hooks of nnx and no plugin."""
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def load(manager: pluggy.PluginManager, entry: EntryPoint, plugin: Plugin) -> list[StrategySpec]:
+    """Import and call one plugin; afterwards it is registered whole or not at all.
+
+    Raises:
+        RefusedError: Whatever the plugin did wrong.
+    """
+    key = _key(plugin)
+    if manager.has_plugin(key):
+        raise RefusedError(
+            "collision",
+            f"{plugin.distribution} declares this entry point twice.",
+            "Report this to the authors of the plugin.",
+        )
+    module = _guarded("import", plugin, entry.load)
+    try:
+        _guarded("hook", plugin, lambda: manager.register(module, name=key))
+        _check_hooks(manager, module)
+        return call(manager, plugin, "nnx_strategies", StrategySpec)
+    except BaseException:
+        if manager.has_plugin(key):
+            manager.unregister(name=key)
+        raise
+
+
+def call(manager: pluggy.PluginManager, plugin: Plugin, hook: str, wanted: type[Any]) -> list[Any]:
+    """Call one hook of one plugin, and accept nothing but a list of valid specs.
+
+    Raises:
+        RefusedError: The hook raised, or returned something else.
+    """
+    key = _key(plugin)
+    others = [module for name, module in manager.list_name_plugin() if name != key and module is not None]
+    caller = manager.subset_hook_caller(hook, remove_plugins=others)
+    answers = _guarded("hook", plugin, caller)
+    implemented = any(
+        _key(plugin) == impl.plugin_name for impl in getattr(manager.hook, hook).get_hookimpls()
+    )
+    # pluggy leaves None out of the answers, and a forgotten `return` would pass for an empty list.
+    specs = answers[0] if answers else None if implemented else []
+    if not isinstance(specs, (list, tuple)) or not all(isinstance(spec, wanted) for spec in specs):
+        raise RefusedError(
+            "result",
+            f"{hook}() returned {_short(specs)}: expected a list of {wanted.__name__}.",
+            "Report this to the authors of the plugin.",
+        )
+    for spec in specs:
+        _check_spec(spec)
+    return list(specs)
+
+
+def _check_hooks(manager: pluggy.PluginManager, module: Any) -> None:
+    """Refuse a plugin that implements nothing, or a hook that this version does not call."""
+    callers = manager.get_hookcallers(module) or []
+    unknown = sorted(
+        caller.name
+        for caller in callers
+        if not caller.has_spec()
+        and any(impl.plugin is module and not impl.optionalhook for impl in caller.get_hookimpls())
+    )
+    if unknown:
+        raise RefusedError(
+            "api",
+            f"it implements {', '.join(unknown)}, which nnx {_dotted(API_VERSION)} does not have.",
+            "Check the spelling, or run `pip install --upgrade nnx-core`.",
+        )
+    if not callers:
+        raise RefusedError(
+            "result",
+            "it implements no hook of nnx.",
+            "Decorate its function `nnx_strategies` with nnx.hookimpl, or remove the entry point.",
+        )
+
+
+def _check_spec(spec: StrategySpec | CheckpointFormatSpec) -> None:
+    major, minor = spec.api_version
+    if major != API_VERSION[0] or minor > API_VERSION[1]:
+        older = (major, minor) < API_VERSION
+        raise RefusedError(
+            "api",
+            f"{spec.name!r} is written for API {major}.{minor} of nnx; this is {_dotted(API_VERSION)}.",
+            "Upgrade the plugin." if older else "Run `pip install --upgrade nnx-core`.",
+        )
+    if not isinstance(spec.target, str):
+        raise RefusedError(
+            "result",
+            f"{spec.name!r} declares the class {spec.target!r} as its target.",
+            "Declare 'pkg.module:Class' instead, so that listing does not import the engine.",
+        )
+
+
+def _guarded(kind: str, plugin: Plugin, action: Callable[[], Any]) -> Any:
+    """Run the plugin's code; whatever it raises, an exit of the process included, is its problem."""
+    try:
+        return action()
+    except KeyboardInterrupt:
+        raise
+    except NnxError as error:
+        raise RefusedError(kind, error.message, error.remedy) from error
+    except BaseException as error:
+        remedy = f"Reinstall or upgrade {plugin.distribution}, or set NNX_DISABLE_PLUGINS={plugin.name}."
+        raise RefusedError(kind, f"{type(error).__name__}: {error}.", remedy) from error
+
+
+def _key(plugin: Plugin) -> str:
+    return f"{plugin.distribution}:{plugin.name}"
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
