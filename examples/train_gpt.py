@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from gpt.report import Losses, comparison_table, differences, draw, read_losses
+from gpt.report import Losses, comparison_table, draw, largest_difference, read_losses
 from rich.console import Console
 
 __all__ = ["main"]
@@ -73,7 +73,7 @@ def train(
 
 def judge(console: Console, reference: Losses, resumed: dict[str, Losses], *, tolerance: float) -> int:
     """Say whether the resumed losses equal the uninterrupted ones, as an exit code."""
-    worst = max(max(differences(reference, losses)) for losses in resumed.values())
+    worst = largest_difference(reference, *resumed.values())
     if not worst <= tolerance:  # also when it is not a number
         console.print(f"[red]The losses differ by up to {worst:.1e}, more than {tolerance:.0e}.[/red]")
         return 1

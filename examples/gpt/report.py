@@ -6,6 +6,7 @@ Never trains anything. The numbers come from the CSV files that Lightning wrote.
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from rich.table import Table
 
-__all__ = ["Losses", "comparison_table", "differences", "draw", "read_losses"]
+__all__ = ["Losses", "comparison_table", "draw", "largest_difference", "read_losses"]
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,21 @@ def _column(rows: Sequence[Mapping[str, str]], name: str) -> dict[int, float]:
     return {int(row["step"]) + 1: float(row[name]) for row in rows if row.get(name)}
 
 
-def differences(reference: Losses, resumed: Losses) -> list[float]:
-    """The absolute difference of every training and validation loss of the resumed run.
+def largest_difference(reference: Losses, *resumed: Losses) -> float:
+    """The largest absolute difference of any training or validation loss; NaN if one is not a number.
 
     Raises:
-        ValueError: The resumed run has no steps, or one that the reference lacks.
+        ValueError: A resumed run has no steps, or one that the reference lacks.
 
     Example:
-        >>> differences(Losses({1: 5.0, 2: 4.0}, {2: 3.0}), Losses({2: 4.5}, {2: 3.0}))
-        [0.5, 0.0]
+        >>> largest_difference(Losses({1: 5.0, 2: 4.0}, {2: 3.0}), Losses({2: 4.5}, {2: 3.0}))
+        0.5
     """
+    differences = [difference for run in resumed for difference in _differences(reference, run)]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
+
+
+def _differences(reference: Losses, resumed: Losses) -> list[float]:
     missing = sorted(resumed.train.keys() - reference.train.keys())
     if not resumed.train or missing:
         raise ValueError(
@@ -77,7 +83,7 @@ def comparison_table(reference: Losses, resumed: Mapping[str, Losses], *, rows: 
     table.add_section()
     summary = [f"{len(steps)} steps", ""]
     for losses in resumed.values():
-        summary += ["largest", f"{max(differences(reference, losses)):.1e}"]
+        summary += ["largest", f"{largest_difference(reference, losses):.1e}"]
     table.add_row(*summary, style="bold")
     return table
 
@@ -101,7 +107,9 @@ def draw(path: Path, reference: Losses, resumed: Mapping[str, Losses], *, refere
         axes.plot(*_points(reference.train), color="0.35", linewidth=1.2, label=reference_name)
         axes.plot(*_points(reference.val), "D", color="black", markersize=5, label="validation loss")
         for (name, losses), mark in zip(resumed.items(), ("o", "x", "+", "s"), strict=False):
-            axes.plot(*_points(losses.train), mark, markersize=5, fillstyle="none", label=name)
+            every = max(1, len(losses.train) // 25)
+            points = _points(losses.train)
+            axes.plot(*points, mark, markersize=5, fillstyle="none", markevery=every, label=name)
         first = min(step for losses in resumed.values() for step in losses.train)
         axes.axvline(first - 0.5, color="0.7", linestyle=":", linewidth=1)
         axes.set(

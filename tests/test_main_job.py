@@ -1,0 +1,120 @@
+"""The main job end to end: three real trainings, processes started by Lightning, and their comparison."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+ROOT = Path(__file__).parents[1]
+STEPS = 6
+
+
+def train_gpt(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "examples/train_gpt.py", f"--out={out}", *arguments]
+    # A width of its own, so that no cell of the table is folded when the test has a narrow terminal.
+    environment = os.environ | {"COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    out = tmp_path_factory.mktemp("train_gpt")
+    return out, train_gpt(out, f"--steps={STEPS}")
+
+
+def test_the_main_job_ends_well(job):
+    _, finished = job
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "The resumed losses equal the uninterrupted ones" in finished.stdout
+
+
+def test_its_table_compares_every_step_after_the_resume(job):
+    _, finished = job
+    rows = re.findall(
+        r"^│ +(\d+) │ +([\d.]+) │ +([\d.]+) │ +(\S+) │ +([\d.]+) │", finished.stdout, re.MULTILINE
+    )
+    assert [int(row[0]) for row in rows] == list(range(STEPS // 2 + 1, STEPS + 1))
+    for _, uninterrupted, on_one, _, on_three in rows:
+        assert float(on_one) == pytest.approx(float(uninterrupted), abs=1e-4)
+        assert float(on_three) == pytest.approx(float(uninterrupted), abs=1e-4)
+
+
+def test_its_curves_are_drawn(job):
+    out, _ = job
+    picture = (out / "losses.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(picture) > 10_000
+
+
+def test_it_saves_a_directory_in_the_middle_and_at_the_end(job):
+    out, _ = job
+    saved = sorted(out.glob("uninterrupted/checkpoints/*.ckpt"))
+    assert [path.name for path in saved] == [f"step-{STEPS // 2}.ckpt", f"step-{STEPS}.ckpt"]
+    assert all((path / "manifest.json").is_file() for path in saved)
+
+
+@pytest.mark.parametrize(("shift", "code"), [(0.0, 0), (9e-5, 0), (1e-3, 1), (float("nan"), 1)])
+@pytest.mark.parametrize("which", ["train", "val"])
+def test_it_fails_when_a_loss_differs_by_more_than_the_tolerance(which, shift, code, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import train_gpt
+    from gpt.report import Losses
+
+    losses = {"train": {1: 5.0, 2: 4.0, 3: 3.0}, "val": {3: 3.5}}
+    shifted = losses | {which: {3: losses[which][3] + shift}}
+    resumed = {"resumed on 1": Losses(**losses), "resumed on 3": Losses(**shifted)}
+    assert train_gpt.judge(Console(), Losses(**losses), resumed, tolerance=1e-4) == code
+
+
+def test_it_compares_nothing_with_a_run_that_took_no_steps(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from gpt.report import Losses, largest_difference
+
+    with pytest.raises(ValueError, match="the resumed run has 0 steps"):
+        largest_difference(Losses({1: 5.0}, {}), Losses({}, {}))
+
+
+def test_every_global_batch_is_the_same_at_any_world_size(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from gpt.data import GlobalBatches
+
+    def served(world: int, skip: int = 0) -> list[list[int]]:
+        shares = [
+            GlobalBatches(1000, batches=4, global_batch=12, seed=7, num_replicas=world, rank=rank)
+            for rank in range(world)
+        ]
+        for share in shares:
+            share.skip(skip)
+        return [[*chain(*parts)] for parts in zip(*shares, strict=True)]
+
+    assert len(served(1)) == 4
+    assert served(1) == served(2) == served(3)
+    assert served(3, skip=2) == served(1)[2:]
+
+
+def test_a_batch_that_cannot_be_shared_equally_is_refused(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from gpt.data import GlobalBatches
+
+    with pytest.raises(ValueError, match=r"12 windows cannot be shared equally by 5 processes\. Choose"):
+        GlobalBatches(1000, batches=1, global_batch=12, seed=7, num_replicas=5)
+
+
+def test_it_refuses_a_training_without_a_middle(tmp_path):
+    finished = train_gpt(tmp_path, "--steps=1")
+    assert finished.returncode == 2
+    assert "1 steps have no middle to save in; give at least 2" in finished.stderr
+
+
+def test_it_says_which_run_failed(tmp_path):
+    finished = train_gpt(tmp_path, "--steps=2", "--strategy=no_such_strategy")
+    assert finished.returncode == 1
+    assert "uninterrupted failed (exit code 1); its error stands above." in finished.stdout
+    assert "no_such_strategy" in finished.stderr

@@ -1,0 +1,182 @@
+"""Ratchets: what must stay true of the repository itself, measured instead of asked for."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # tomli is what pytest itself needs below 3.11
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+SOURCES = sorted(path for package in PACKAGES for path in package.glob("src/**/*.py"))
+MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/README.md")])
+
+FILE_LINES = 400
+FUNCTION_LINES = 60
+
+
+def project(package: Path) -> dict:
+    return tomllib.loads((package / "pyproject.toml").read_text())["project"]
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(markdown: Path, language: str) -> list[tuple[int, str]]:
+    """The fenced blocks of one language, each with the line it starts on."""
+    found, fence, start = [], None, 0
+    for number, line in enumerate(markdown.read_text().splitlines(), start=1):
+        opening = re.match(r"\s*```(\w*)", line)
+        if fence is None and opening:
+            fence, start, body = opening[1], number, []
+        elif fence is not None and line.strip() == "```":
+            if fence == language:
+                found.append((start, "\n".join(body)))
+            fence = None
+        elif fence is not None:
+            body.append(line)
+    return found
+
+
+def readme_commands() -> list[str]:
+    """The commands of the README's first two shell blocks: the main job, then all tests."""
+    return [text.strip() for _, text in blocks(ROOT / "README.md", "bash")[:2]]
+
+
+def test_the_first_readme_command_makes_an_environment_and_runs_the_main_job():
+    main_job, _ = readme_commands()
+    assert main_job == (
+        "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt"
+        " && .venv/bin/python examples/train_gpt.py"
+    )
+
+
+def test_ci_ends_with_the_very_command_by_which_the_readme_runs_the_tests():
+    _, tests = readme_commands()
+    assert tests == (
+        "python3 -m venv .venv && .venv/bin/pip install -r requirements-dev.txt && .venv/bin/python -m pytest"
+    )
+    assert (ROOT / ".ci/run").read_text().rstrip().splitlines()[-1] == tests
+
+
+def test_ci_can_be_executed_and_stops_at_the_first_failure():
+    script = ROOT / ".ci/run"
+    assert script.stat().st_mode & 0o111
+    assert "set -euo pipefail" in script.read_text()
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_every_package_has_the_same_version():
+    versions = {project(package)["name"]: project(package)["version"] for package in PACKAGES}
+    assert len(set(versions.values())) == 1, versions
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_every_plugin_accepts_just_the_cores_of_its_own_minor_version(package):
+    if package.name == "nnx-core":
+        return
+    major, minor, _ = project(package)["version"].split(".")
+    wanted = f"nnx-core>={major}.{minor},<{major}.{int(minor) + 1}"
+    assert wanted in project(package)["dependencies"]
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_every_package_is_typed_and_introduces_itself(package):
+    modules = [path.parent for path in package.glob("src/*/__init__.py")]
+    assert modules
+    assert all((module / "py.typed").is_file() for module in modules)
+    readme = (package / "README.md").read_text()
+    assert f"pip install {package.name}" in readme
+    assert len(readme.splitlines()) > 5
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_every_package_is_listed_in_the_requirements_and_searched_for_tests(package):
+    assert f"-e packages/{package.name}" in (ROOT / "requirements.txt").read_text().splitlines()
+    paths = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["testpaths"]
+    assert f"packages/{package.name}/tests" in paths
+
+
+def test_the_changelog_has_an_entry_for_the_version():
+    version = project(PACKAGES[0])["version"]
+    assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_no_source_file_grows_beyond_what_one_reads_at_a_sitting(path):
+    assert len(path.read_text().splitlines()) <= FILE_LINES
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_no_function_grows_beyond_what_fits_on_a_screen(path):
+    assert long_functions(path.read_text(), limit=FUNCTION_LINES) == []
+
+
+def test_a_long_function_would_be_found():
+    body = "\n".join("    x = 1" for _ in range(FUNCTION_LINES))
+    assert long_functions(f"def f():\n{body}", limit=FUNCTION_LINES) == [f"f: {FUNCTION_LINES + 1} lines"]
+
+
+def long_functions(source: str, *, limit: int) -> list[str]:
+    sizes = ((node.name, node.end_lineno - node.lineno + 1) for node in functions(ast.parse(source)))
+    return [f"{name}: {size} lines" for name, size in sizes if size > limit]
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_the_import_contracts_hold():
+    script = Path(sysconfig.get_path("scripts")) / "lint-imports"
+    finished = subprocess.run([script, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+def test_what_import_torch_runs_needs_only_the_standard_library_and_nnx():
+    tree = ast.parse((ROOT / "packages/nnx-core/src/_nnx_autoload.py").read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    tops = {name.partition(".")[0] for name in imported}
+    assert tops - {"nnx"} <= sys.stdlib_module_names
+    at_import = {name for node in tree.body if isinstance(node, ast.ImportFrom) for name in [node.module]}
+    assert not any(name.startswith("nnx") for name in at_import)
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+@pytest.mark.parametrize(("name", "version"), sorted(pins().items()))
+def test_what_is_installed_is_what_the_constraints_pin(name, version):
+    installed = importlib.metadata.version(name).partition("+")[0]  # torch says 2.13.0+cpu
+    assert installed == version, f"run: pip install -r requirements-dev.txt (found {name} {installed})"
+
+
+PYTHON_BLOCKS = [(path, line, text) for path in MARKDOWN for line, text in blocks(path, "python")]
+PYTHON_BLOCK_IDS = [f"{relative(path)}:{line}" for path, line, _ in PYTHON_BLOCKS]
+
+
+@pytest.mark.parametrize(("path", "line", "text"), PYTHON_BLOCKS, ids=PYTHON_BLOCK_IDS)
+def test_python_in_the_documentation_compiles(path, line, text):
+    compile(text, f"{relative(path)}:{line}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@pytest.mark.parametrize("path", MARKDOWN, ids=relative)
+def test_files_that_the_documentation_links_to_exist(path):
+    targets = re.findall(r"\]\(([^)#\s]+)", path.read_text())
+    local = [target for target in targets if "://" not in target and not target.startswith("mailto:")]
+    assert [target for target in local if not (path.parent / target).exists()] == []
