@@ -8,8 +8,17 @@ It never imports nnx, Lightning or torch by itself. ``NNX_AUTOLOAD=0`` turns it 
 installs the same hook explicitly.
 """
 
+from __future__ import annotations
+
 import os
 import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
 
 __all__ = ["TARGETS", "autoload", "failures", "install"]
 
@@ -28,13 +37,16 @@ class _Finder:
     """Finds the target modules as Python would, and calls `_register` when one has been executed."""
 
     @staticmethod
-    def find_spec(fullname, path=None, target=None):  # type: ignore[no-untyped-def]
+    def find_spec(
+        fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Part of Python's import protocol."""
         if fullname not in TARGETS:
             return None
         for finder in sys.meta_path:
             if finder is _FINDER or not hasattr(finder, "find_spec"):
                 continue
-            spec = finder.find_spec(fullname, path, target)
+            spec: ModuleSpec | None = finder.find_spec(fullname, path, target)
             if spec is not None:
                 try:
                     _call_after_execution(spec.loader, fullname)
@@ -47,14 +59,15 @@ class _Finder:
 _FINDER = _Finder()
 
 
-def _call_after_execution(loader, fullname):  # type: ignore[no-untyped-def]
+def _call_after_execution(loader: Any, fullname: str) -> None:
     """Wrap this loader's `exec_module` once, and leave nothing behind afterwards."""
     execute = loader.exec_module
 
-    def exec_module(module):  # type: ignore[no-untyped-def]
+    def exec_module(module: ModuleType) -> None:
         # A zip archive has one loader for all its modules.
         if module.__name__ != fullname:
-            return execute(module)
+            execute(module)
+            return
         del loader.exec_module
         execute(module)
         _register(fullname)

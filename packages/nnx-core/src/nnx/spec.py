@@ -91,11 +91,9 @@ class Capabilities:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value, expected = getattr(self, item.name), type(item.default)
-            if not isinstance(value, expected) or (
-                expected is tuple and not all(isinstance(entry, str) for entry in value)
-            ):
-                wanted = "a tuple of strings" if expected is tuple else "True or False"
+            value, is_flag = getattr(self, item.name), isinstance(item.default, bool)
+            if not (isinstance(value, bool) if is_flag else _is_strings(value)):
+                wanted = "True or False" if is_flag else "a tuple of strings"
                 raise PluginError(
                     f"Capabilities({item.name}={value!r}) is not valid: expected {wanted}.",
                     remedy="Correct the declaration in the plugin.",
@@ -280,6 +278,10 @@ def _check_version(version: object, *, name: str) -> None:
         f"{name!r} declares api_version={version!r}: expected two numbers.",
         remedy=f"Write api_version={API_VERSION}.",
     )
+
+
+def _is_strings(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(entry, str) for entry in value)
 
 
 def _plain(value: object) -> object:

@@ -1,0 +1,88 @@
+"""What to tell a user whose strategy name cannot be used: why, and what to do about it.
+
+Reads the catalog and what discovery found; changes nothing and raises nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nnx.catalog import CatalogEntry, historical, known
+from nnx.errors import NnxError, StrategyNotFoundError, StrategyNotInstalledError
+from nnx.plugins import Plugin, inventory
+from nnx.spec import LIGHTNING_NAMES
+
+__all__ = ["explain"]
+
+
+def explain(name: str, *, usable: Sequence[str]) -> NnxError:
+    """The error for a name that is not usable.
+
+    Args:
+        name: The name that was asked for.
+        usable: The names that are.
+
+    Example:
+        >>> explain("ddp_sharded", usable=["fsdp_auto"]).remedy
+        "Use 'fsdp_auto' instead."
+    """
+    if name in historical():
+        return _explain_historical(name, usable)
+    if name in known():
+        return _explain_catalogued(known()[name])
+    return _explain_unknown(name, usable)
+
+
+def _explain_historical(name: str, usable: Sequence[str]) -> NnxError:
+    old = historical()[name]
+    remedy = f"Use {old.successor!r} instead."
+    if old.successor in known() and old.successor not in usable:
+        remedy += f" It comes with `pip install {known()[old.successor].distribution}`."
+    return StrategyNotFoundError(f"the strategy {name!r} no longer exists; it was {old.was}.", remedy=remedy)
+
+
+def _explain_catalogued(entry: CatalogEntry) -> NnxError:
+    plugins = [plugin for plugin in inventory().plugins if plugin.distribution == entry.distribution]
+    if not plugins:
+        return StrategyNotInstalledError(
+            f"the strategy {entry.name!r} is provided by the package {entry.distribution}, "
+            "which is not installed.",
+            remedy=f"Run `pip install {entry.distribution}`.",
+        )
+    return _explain_unusable(entry.name, plugins[0])
+
+
+def _explain_unusable(name: str, plugin: Plugin) -> NnxError:
+    """The distribution is there, but does not provide the name."""
+    start = f"the strategy {name!r} is provided by {plugin.distribution}"
+    if plugin.status == "disabled":
+        return StrategyNotFoundError(
+            f"{start}, which is switched off here.", remedy="Change NNX_DISABLE_PLUGINS or NNX_LOAD_PLUGINS."
+        )
+    for problem in inventory().problems:
+        concerned = plugin.status == "broken" or repr(name) in problem.detail
+        if problem.plugin == plugin.name and problem.distribution == plugin.owner and concerned:
+            return StrategyNotFoundError(
+                f"{start}, but the installed {plugin.owner} cannot be used: {problem.detail}",
+                remedy=problem.remedy,
+            )
+    return StrategyNotFoundError(
+        f"{start}, but not by the installed version {plugin.version}, or it was removed in this process.",
+        remedy=f"Run `pip install --upgrade {plugin.distribution}`.",
+    )
+
+
+def _explain_unknown(name: str, usable: Sequence[str]) -> NnxError:
+    from difflib import get_close_matches
+
+    candidates = {*usable, *known(), *historical(), *LIGHTNING_NAMES}
+    # One more than is shown: an installed name goes before one that must be installed first.
+    near = get_close_matches(name.lower(), sorted(candidates), n=3, cutoff=0.7)
+    near.sort(key=lambda candidate: candidate not in usable and candidate not in LIGHTNING_NAMES)
+    remedy = f"Did you mean {near[0]!r}?" if near else "Run `nnx list` to see the names."
+    if near and near[0] in known() and near[0] not in usable:
+        remedy += f" It comes with `pip install {known()[near[0]].distribution}`."
+    broken = [problem.distribution for problem in inventory().problems if problem.kind != "collision"]
+    if broken:
+        remedy += f" Some plugins could not be loaded ({', '.join(sorted(set(broken)))}): see `nnx doctor`."
+    return StrategyNotFoundError(f"no strategy is called {name!r}.", remedy=remedy)
