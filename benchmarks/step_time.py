@@ -1,0 +1,173 @@
+"""Step time of `fsdp_auto` against Lightning's ModelParallelStrategy with `fully_shard` written by hand.
+
+    python benchmarks/step_time.py
+
+Both sides train the same GPT, sharded at the same units (which is checked), in the same processes of one run.
+They take turns over several rounds, each side first in every other round, so that whatever else the machine
+does falls on both. Printed are the medians over all steps and their ratio; exit code 1 if it is above the bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+LABELS = {"nnx": "nnx: fsdp_auto", "lightning": "Lightning: ModelParallelStrategy + fully_shard"}
+
+
+def main() -> int:
+    """Start the processes, or be one of them."""
+    arguments = parse_arguments()
+    if "LOCAL_RANK" in os.environ:
+        return measure(arguments)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={arguments.processes}", __file__, *sys.argv[1:]]
+    return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    """Let both sides take turns, in this process and the others at once."""
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric", "nnx"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    times: dict[str, list[list[float]]] = {side: [] for side in LABELS}
+    units: dict[str, object] = {}
+    for turn in range(arguments.rounds):
+        for side in list(LABELS)[:: 1 if turn % 2 == 0 else -1]:
+            step_times, units[side] = train(side, arguments)
+            times[side].append(step_times)
+    if units["nnx"] != units["lightning"]:
+        print(f"The two sides shard other units, so their times say nothing: {units}", file=sys.stderr)
+        return 2
+    return report(times, arguments) if os.environ["RANK"] == "0" else 0
+
+
+def train(side: str, arguments: argparse.Namespace) -> tuple[list[float], object]:
+    """One short training by one side: the time of each step after warming up, and the units."""
+    import torch
+    from lightning.pytorch import Callback, Trainer, seed_everything
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Stopwatch(Callback):
+        def __init__(self) -> None:
+            self.starts: list[float] = []
+            self.units: object = None
+
+        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+            if arguments.accelerator == "cuda":
+                torch.cuda.synchronize()
+            self.starts.append(time.perf_counter())
+            self.units = self.units or units_of(module)
+
+    seed_everything(0, verbose=False)
+    steps = arguments.warmup + arguments.steps + 1
+    tokens = torch.randint(256, (steps * arguments.batch, arguments.context + 1))
+    data = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=arguments.batch)
+    stopwatch = Stopwatch()
+    trainer = Trainer(
+        accelerator=arguments.accelerator,
+        devices=arguments.processes,
+        strategy=strategy(side, arguments),
+        max_epochs=1,
+        callbacks=stopwatch,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model(side, arguments), data)
+    laps = [after - before for before, after in zip(stopwatch.starts, stopwatch.starts[1:], strict=False)]
+    return laps[arguments.warmup :], stopwatch.units
+
+
+def strategy(side: str, arguments: argparse.Namespace) -> Any:
+    """What Trainer gets as `strategy=`."""
+    if side == "nnx":
+        return "fsdp_auto"
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    return ModelParallelStrategy(data_parallel_size=arguments.processes, tensor_parallel_size=1)
+
+
+def model(side: str, arguments: argparse.Namespace) -> Any:
+    """The same GPT; Lightning's side needs the sharding written out."""
+    from gpt.model import GPTConfig
+    from gpt.module import LitGPT
+    from torch.distributed.fsdp import fully_shard
+
+    class ShardedByHand(LitGPT):
+        def configure_model(self) -> None:
+            mesh = self.device_mesh["data_parallel"]
+            for block in self.model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+
+    build: Callable[..., Any] = LitGPT if side == "nnx" else ShardedByHand
+    size = {"layers": arguments.layers, "width": arguments.width, "context": arguments.context}
+    return build(GPTConfig(**size), steps=arguments.steps)
+
+
+def units_of(module: Any) -> object:
+    """Which parameters are gathered together: a unit is what has the same nearest FSDP module above it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded = {name for name, child in module.named_modules() if isinstance(child, FSDPModule)}
+    units: dict[str | None, set[str]] = {}
+    for name, _ in module.named_parameters():
+        above = [name[:end] for end in range(len(name)) if name[end] == "."]
+        owner = next((path for path in [*reversed(above), ""] if path in sharded), None)
+        units.setdefault(owner, set()).add(name)
+    return sorted(sorted(names) for names in units.values()), None in units
+
+
+def report(times: dict[str, list[list[float]]], arguments: argparse.Namespace) -> int:
+    """Print the medians, the ratio of each round and of all, and judge."""
+    medians = {
+        side: statistics.median(lap for laps in rounds for lap in laps) for side, rounds in times.items()
+    }
+    ratio = medians["nnx"] / medians["lightning"]
+    by_round = [
+        statistics.median(ours) / statistics.median(theirs)
+        for ours, theirs in zip(times["nnx"], times["lightning"], strict=True)
+    ]
+    print(
+        f"GPT of {arguments.layers} layers, width {arguments.width}, {arguments.batch} x {arguments.context} tokens "
+        f"per rank; {arguments.processes} processes on {arguments.accelerator}; "
+        f"{arguments.rounds} rounds of {arguments.steps} steps a side"
+    )
+    for side, label in LABELS.items():
+        print(f"{label:46} {medians[side] * 1e3:8.2f} ms per step (median)")
+    print(f"{'ratio':46} {ratio:8.3f}    bar: {arguments.bar}")
+    print(f"{'ratio round by round':46}   {' '.join(f'{one:.3f}' for one in by_round)}")
+    return 0 if ratio <= arguments.bar else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each side")
+    parser.add_argument("--steps", type=int, default=30, help="timed steps in a turn")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before them that are not timed")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=4, help="sequences per rank")
+    parser.add_argument("--bar", type=float, default=1.05, help="the largest ratio that passes")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
