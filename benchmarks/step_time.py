@@ -2,9 +2,10 @@
 
     python benchmarks/step_time.py
 
-Both sides train the same GPT, sharded at the same units (which is checked), in the same processes of one run.
-They take turns over several rounds, each side first in every other round, so that whatever else the machine
-does falls on both. Printed are the medians over all steps and their ratio; exit code 1 if it is above the bar.
+Both sides train the same GPT, sharded at the same units (which is checked), in the same processes of one
+run. They take turns over several rounds, each side first in every other round, so that whatever else the
+machine does falls on both. Printed are the medians over all steps and their ratio; exit code 1 if it is
+above the bar, 2 if the two cannot be compared.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ def main() -> int:
 
 def measure(arguments: argparse.Namespace) -> int:
     """Let both sides take turns, in this process and the others at once."""
+    import lightning.pytorch  # noqa: F401 (it sets its own log level, so it comes first)
+
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "nnx"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -108,6 +112,7 @@ def model(side: str, arguments: argparse.Namespace) -> Any:
 
     class ShardedByHand(LitGPT):
         def configure_model(self) -> None:
+            assert self.device_mesh is not None
             mesh = self.device_mesh["data_parallel"]
             for block in self.model.blocks:
                 fully_shard(block, mesh=mesh)
@@ -133,17 +138,16 @@ def units_of(module: Any) -> object:
 
 def report(times: dict[str, list[list[float]]], arguments: argparse.Namespace) -> int:
     """Print the medians, the ratio of each round and of all, and judge."""
-    medians = {
-        side: statistics.median(lap for laps in rounds for lap in laps) for side, rounds in times.items()
-    }
+    medians = {side: statistics.median(chain(*rounds)) for side, rounds in times.items()}
     ratio = medians["nnx"] / medians["lightning"]
     by_round = [
         statistics.median(ours) / statistics.median(theirs)
         for ours, theirs in zip(times["nnx"], times["lightning"], strict=True)
     ]
     print(
-        f"GPT of {arguments.layers} layers, width {arguments.width}, {arguments.batch} x {arguments.context} tokens "
-        f"per rank; {arguments.processes} processes on {arguments.accelerator}; "
+        f"GPT of {arguments.layers} layers, width {arguments.width}, "
+        f"{arguments.batch} x {arguments.context} tokens per rank; "
+        f"{arguments.processes} processes on {arguments.accelerator}; "
         f"{arguments.rounds} rounds of {arguments.steps} steps a side"
     )
     for side, label in LABELS.items():
