@@ -36,8 +36,7 @@ def explain(name: str, *, usable: Sequence[str]) -> NnxError:
 def _explain_historical(name: str, usable: Sequence[str]) -> NnxError:
     old = historical()[name]
     remedy = f"Use {old.successor!r} instead."
-    if old.successor in known() and old.successor not in usable:
-        remedy += f" It comes with `pip install {known()[old.successor].distribution}`."
+    remedy += _how_to_get(old.successor, usable)
     return StrategyNotFoundError(f"the strategy {name!r} no longer exists; it was {old.was}.", remedy=remedy)
 
 
@@ -72,6 +71,13 @@ def _explain_unusable(name: str, plugin: Plugin) -> NnxError:
     )
 
 
+def _how_to_get(name: str, usable: Sequence[str]) -> str:
+    installed = {plugin.distribution for plugin in inventory().plugins}
+    if name in usable or name not in known() or known()[name].distribution in installed:
+        return ""
+    return f" It comes with `pip install {known()[name].distribution}`."
+
+
 def _explain_unknown(name: str, usable: Sequence[str]) -> NnxError:
     from difflib import get_close_matches
 
@@ -80,8 +86,7 @@ def _explain_unknown(name: str, usable: Sequence[str]) -> NnxError:
     near = get_close_matches(name.lower(), sorted(candidates), n=3, cutoff=0.7)
     near.sort(key=lambda candidate: candidate not in usable and candidate not in LIGHTNING_NAMES)
     remedy = f"Did you mean {near[0]!r}?" if near else "Run `nnx list` to see the names."
-    if near and near[0] in known() and near[0] not in usable:
-        remedy += f" It comes with `pip install {known()[near[0]].distribution}`."
+    remedy += _how_to_get(near[0], usable) if near else ""
     broken = [problem.distribution for problem in inventory().problems if problem.kind != "collision"]
     if broken:
         remedy += f" Some plugins could not be loaded ({', '.join(sorted(set(broken)))}): see `nnx doctor`."

@@ -219,7 +219,7 @@ def import_reference(reference: str, *, what: str) -> Any:
         found: Any = importlib.import_module(module_name)
         for attribute in path.split("."):
             found = getattr(found, attribute)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(
             f"{what} is declared as {reference!r}, which cannot be loaded: {type(error).__name__}: {error}.",
             remedy="Install what is missing, or upgrade or remove the plugin that declares it.",

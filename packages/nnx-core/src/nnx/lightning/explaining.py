@@ -51,7 +51,8 @@ class ExplainingList(list[str]):
         error = self._explain(value)
         if error is not None:
             prefix = f"You selected an invalid strategy name: `strategy={value!r}`."
-            raise type(error)(f"{prefix} {error.message}", remedy=error.remedy)
+            message = f"{error.message[0].upper()}{error.message[1:]}"
+            raise type(error)(f"{prefix} {message}", remedy=error.remedy)
         return False
 
     def _explain(self, value: object) -> NnxError | None:

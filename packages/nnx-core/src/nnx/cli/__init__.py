@@ -1,0 +1,91 @@
+"""The `nnx` command: what is installed, what it can do, and what is wrong with it.
+
+Exit codes: 0 when all is well, 1 when something was found wrong, 2 for wrong usage. Each verb has a
+module of its own and imports what it needs when it runs, so that listing stays fast and never imports
+torch. `output` decides how things look.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from nnx.cli.output import print_error
+from nnx.errors import NnxError
+
+__all__ = ["main"]
+
+_CHECKPOINT_HELP = "Look into checkpoints and verify them."
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main() -> None:
+    """The entry point of the console script."""
+    try:
+        _application(sys.argv[1:])()
+    except NnxError as error:
+        print_error(error)
+        raise SystemExit(1) from error
+
+
+def _application(arguments: list[str]) -> typer.Typer:
+    app = typer.Typer(
+        name="nnx",
+        help="Strategies for PyTorch Lightning: list them, describe them, check the installation.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.command("list")(list_strategies)
+    app.command("show")(show_strategy)
+    app.command("doctor")(check_installation)
+    app.add_typer(_checkpoint_commands(arguments), name="ckpt", help=_CHECKPOINT_HELP)
+    return app
+
+
+def _checkpoint_commands(arguments: list[str]) -> typer.Typer:
+    """The verbs on checkpoints; only their name and help unless this call is about them."""
+    if arguments[:1] == ["ckpt"] or "_NNX_COMPLETE" in os.environ:
+        from nnx.cli.ckpt import app
+
+        return app
+    placeholder = typer.Typer()
+    placeholder.callback()(lambda: None)
+    return placeholder
+
+
+def list_strategies(
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also what could be installed, and names of the past.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """List the strategies that can be used by name."""
+    from nnx.cli.listing import run
+
+    raise typer.Exit(run(everything=everything, as_json=as_json))
+
+
+def show_strategy(
+    name: Annotated[str, typer.Argument(help="Name of a strategy.")],
+    as_json: _Json = False,
+) -> None:
+    """Describe one strategy: when to use it, what it can do, its options."""
+    from nnx.cli.showing import run
+
+    raise typer.Exit(run(name, as_json=as_json))
+
+
+def check_installation(
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Also import every strategy, and take remarks for problems.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Check versions and plugins, and say how to mend what is broken."""
+    from nnx.cli.doctor import run
+
+    raise typer.Exit(run(strict=strict, as_json=as_json))
