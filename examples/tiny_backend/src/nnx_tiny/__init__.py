@@ -1,0 +1,1 @@
+"""A complete third-party plugin for nnx; read `plugin`, then `backend`."""

@@ -1,0 +1,25 @@
+"""Options of the strategy `averaged`: apart from the engine, so that `nnx show` need not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nnx.errors import OptionError
+from nnx.options import option
+
+__all__ = ["AveragedOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragedOptions:
+    """Keyword arguments of ``nnx.strategy("averaged", ...)``."""
+
+    bucket_megabytes: float = option(
+        25.0, help="Gradients are averaged in pieces of about this size: fewer calls or less memory."
+    )
+
+    def __post_init__(self) -> None:
+        if self.bucket_megabytes <= 0:
+            raise OptionError(
+                f"bucket_megabytes={self.bucket_megabytes!r} is not a positive size.", remedy="Pass, say, 25."
+            )

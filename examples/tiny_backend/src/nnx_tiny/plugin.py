@@ -1,0 +1,22 @@
+"""What nnx-tiny provides, as data: imports neither torch nor the engine."""
+
+from __future__ import annotations
+
+from nnx import Capabilities, StrategySpec, hookimpl
+
+__all__ = ["nnx_strategies"]
+
+
+@hookimpl
+def nnx_strategies() -> list[StrategySpec]:
+    """One strategy."""
+    return [
+        StrategySpec(
+            "averaged",
+            "nnx_tiny.backend:AveragedBackend",
+            description="Data parallel: every rank holds the whole model, gradients are averaged",
+            use_when="you want to see how small a backend can be",
+            capabilities=Capabilities(precisions=("32-true", "bf16-mixed")),
+            options="nnx_tiny.options:AveragedOptions",
+        )
+    ]
