@@ -160,8 +160,8 @@ class Backend(ABC, Generic[OptionsT]):
         return nullcontext()
 
     def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients; arguments after the loss are those of ``torch.autograd.backward``."""
-        torch.autograd.backward(loss, *args, **kwargs)
+        """Compute gradients; arguments after the loss are those of ``Tensor.backward``."""
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def gradients(self, optimizer: Optimizer) -> list[Gradient]:
         """Handles on the local gradients of the optimizer's parameters, where they live.

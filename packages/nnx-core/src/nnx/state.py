@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,19 +47,16 @@ class ModelState:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class OptimizerState:
-    """State of one optimizer, by parameter name, for any torch optimizer.
+class OptimizerState(TypedDict):
+    """State of one optimizer, in the shape of ``Optimizer.state_dict()`` but keyed by parameter name.
 
-    Attributes:
-        groups: Hyper-parameters of each param group; ``"params"`` holds parameter names in order.
-        tensors: Shards by ``(parameter name, state name)``, such as ``("fc.weight", "exp_avg")``.
-        values: Everything in the state that is not one tensor, by the same keys.
+    It holds for any torch optimizer and any number of param groups.
     """
 
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    tensors: dict[tuple[str, str], Shard] = field(default_factory=dict)
-    values: dict[tuple[str, str], Any] = field(default_factory=dict)
+    state: dict[str, dict[str, Any]]
+    """By parameter name, then by state name: a `Shard` for every tensor, other values as they are."""
+    param_groups: list[dict[str, Any]]
+    """Hyper-parameters of each group; ``"params"`` holds parameter names in order."""
 
 
 @dataclass(slots=True)
@@ -104,20 +101,18 @@ def describe_optimizer(module: nn.Module, optimizer: Optimizer, shard_of: ShardO
         CheckpointError: The optimizer holds a parameter that is not the module's.
     """
     names = parameter_names(module)
-    described = OptimizerState()
+    groups = []
     for index, group in enumerate(optimizer.param_groups):
         hyper = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        described.groups.append(
-            {**hyper, "params": [_name(names, p, optimizer, index) for p in group["params"]]}
-        )
-    for parameter, values in optimizer.state.items():
-        name = names[parameter]
-        for key, value in values.items():
-            if isinstance(value, Tensor):
-                described.tensors[name, key] = shard_of(value)
-            else:
-                described.values[name, key] = value
-    return described
+        params = [_name(names, parameter, optimizer, index) for parameter in group["params"]]
+        groups.append({**hyper, "params": params})
+    state = {
+        names[cast("nn.Parameter", parameter)]: {
+            key: shard_of(value) if isinstance(value, Tensor) else value for key, value in values.items()
+        }
+        for parameter, values in optimizer.state.items()
+    }
+    return OptimizerState(state=state, param_groups=groups)
 
 
 def _name(
@@ -127,7 +122,7 @@ def _name(
         return names[parameter]
     raise CheckpointError(
         f"{type(optimizer).__name__} holds in param group {group} a parameter of shape "
-        f"{tuple(parameter.shape)} that is not a parameter of the module, so its state has no name to be saved under.",
+        f"{tuple(parameter.shape)} that is not a parameter of the module: its state has no name.",
         remedy="Register it on the LightningModule, or build the optimizer from `self.parameters()`.",
     )
 
@@ -169,5 +164,5 @@ def repoint_optimizer(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.P
         return
     for group in optimizer.param_groups:
         group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
-    for old in [parameter for parameter in optimizer.state if parameter in replaced]:
+    for old in [cast("nn.Parameter", key) for key in optimizer.state if key in replaced]:
         optimizer.state[replaced[old]] = optimizer.state.pop(old)

@@ -1,1 +1,4 @@
-"""FSDP2 strategies."""
+"""Fully sharded data parallel (FSDP2) for PyTorch Lightning, as an nnx plugin.
+
+Importing this package imports neither torch nor Lightning; `nnx_fsdp.backend` is the engine.
+"""

@@ -1,0 +1,186 @@
+"""Between Lightning's checkpoint dict and the shared checkpoint, for nnx's own strategies.
+
+Saving is collective and moves handles; loading opens the checkpoint first, so that hooks see it, and
+reads each rank's part afterwards. Every step that can fail on one rank fails on all of them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import nnx.checkpoint as storage
+from nnx.backend import Backend
+from nnx.canonical import (
+    LazyStateDict,
+    collect,
+    fill_model,
+    fill_optimizer,
+    positional_optimizer_state,
+    stored_optimizer_states,
+)
+from nnx.collective import control_group, together
+from nnx.errors import CheckpointError
+from nnx.layout import Shard
+from nnx.lightning.checkpoint_io import CheckpointIO, numbered_optimizer_state
+from nnx.lightning.routing import unwrap_optimizer
+from nnx.state import parameter_names
+
+__all__ = [
+    "gather_full",
+    "load_lightning_checkpoint",
+    "module_state_dict",
+    "open_together",
+    "restore_model",
+    "restore_optimizers",
+    "save_lightning_checkpoint",
+]
+
+
+def module_state_dict(backend: Backend[Any], module: nn.Module) -> dict[str, Any]:
+    """A module's state dict as handles on this rank's shards; tied names share one handle. Collective."""
+    backend.sync_buffers(module)
+    state = backend.model_state(module)
+    tied = {alias: state.tensors[name] for alias, name in state.aliases.items()}
+    return {**state.tensors, **tied, **state.extra}
+
+
+def save_lightning_checkpoint(
+    strategy: Any, checkpoint: dict[str, Any], path: Any, storage_options: Any
+) -> None:
+    """Save Lightning's dict through the strategy's CheckpointIO. Collective.
+
+    With `nnx.CheckpointIO` every rank writes its shards. Any other IO gets complete tensors, gathered to
+    rank 0, so that a plain ``.ckpt`` file can be had from every strategy.
+    """
+    io = strategy.checkpoint_io
+    if isinstance(io, CheckpointIO):
+        rest = dict(checkpoint)
+        saved = collect(rest.pop("state_dict", None), rest.pop("optimizer_states", None), rest)
+        io.save_sharded(saved, path, provenance=_provenance(strategy))
+        return
+    full = _gather_tree(checkpoint)
+    with together(control_group(), doing=f"saving {str(path)!r}"):
+        if strategy.global_rank == 0:
+            states = full.get("optimizer_states", ())
+            if states:
+                full["optimizer_states"] = [numbered_optimizer_state(state) for state in states]
+            io.save_checkpoint(full, path, storage_options=storage_options)
+
+
+def _provenance(strategy: Any) -> dict[str, Any]:
+    return {
+        "strategy": strategy.name,
+        "world_size": strategy.world_size,
+        "torch": torch.__version__,
+        "lightning": version(strategy.root.partition(".")[0]),
+        "nnx": version("nnx-core"),
+    }
+
+
+def _gather_tree(value: Any) -> Any:
+    """Replace every shard in a tree by the complete tensor on rank 0, and by None elsewhere."""
+    if isinstance(value, Shard):
+        return gather_full(value)
+    if isinstance(value, dict):
+        return {key: _gather_tree(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(_gather_tree(item) for item in value)
+    return value
+
+
+def gather_full(shard: Shard) -> Tensor | None:
+    """The complete tensor on rank 0 and None on the others. Collective."""
+    group = control_group()
+    pieces = [(box, view.detach().cpu()) for box, view in zip(shard.boxes, shard.data, strict=True)]
+    if group is None:
+        parts = [pieces]
+    else:
+        is_target = dist.get_rank(group) == 0
+        gathered: list[Any] | None = [None] * dist.get_world_size(group) if is_target else None
+        dist.gather_object(pieces, gathered, group=group, group_dst=0)
+        if gathered is None:
+            return None
+        parts = gathered
+    full = torch.empty(shard.shape, dtype=shard.dtype)
+    for part in parts:
+        for box, piece in part:
+            full[box.slices] = piece
+    return full
+
+
+def open_together(path: Any) -> storage.Checkpoint:
+    """Open an nnx checkpoint on every rank; if one cannot, none does. Collective."""
+    with together(control_group(), doing=f"opening {str(path)!r}"):
+        stored = storage.open_checkpoint(path)
+    return stored
+
+
+def load_lightning_checkpoint(strategy: Any, path: Any, weights_only: bool | None) -> dict[str, Any]:
+    """Open a checkpoint as Lightning's dict; its ``state_dict`` stays on disk until it is used. Collective."""
+    if not Path(path).is_dir():
+        with together(control_group(), doing=f"reading {str(path)!r}"):
+            loaded: dict[str, Any] = strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        return loaded
+    stored = open_together(path)
+    checkpoint = dict(stored.objects["trainer"])
+    checkpoint["state_dict"] = LazyStateDict(stored)
+    states = stored_optimizer_states(stored)
+    if states is not None:
+        checkpoint["optimizer_states"] = states
+    return checkpoint
+
+
+def restore_model(
+    backend: Backend[Any], module: nn.Module, source: Mapping[str, Any], *, strict: bool
+) -> None:
+    """Fill the module's parameters and buffers in place. Collective."""
+    state = backend.model_state(module)
+    with together(control_group(), doing="restoring the model"):
+        fill_model(module, state, source, strict=strict)
+    backend.finish_load(module, [])
+
+
+def restore_optimizers(
+    backend: Backend[Any], module: nn.Module, optimizers: Sequence[Any], saved: Sequence[Mapping[str, Any]]
+) -> None:
+    """Fill the state of every optimizer in place, by parameter name. Collective.
+
+    Args:
+        backend: The engine.
+        module: Owner of the parameters.
+        optimizers: To be restored.
+        saved: One state each: by name as ours, or numbered as torch's own.
+    """
+    with together(control_group(), doing="restoring the optimizers"):
+        if len(optimizers) != len(saved):
+            raise CheckpointError(
+                f"this run has {len(optimizers)} optimizers and the checkpoint has {len(saved)}.",
+                remedy="Return the same optimizers from `configure_optimizers` as when it was saved.",
+            )
+        for wrapped, state in zip(optimizers, saved, strict=True):
+            optimizer = unwrap_optimizer(wrapped)
+            fill_optimizer(backend, module, optimizer, _by_name(module, optimizer, state))
+    backend.finish_load(module, [unwrap_optimizer(optimizer) for optimizer in optimizers])
+
+
+def _by_name(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> Any:
+    """A state in torch's own, numbered form gets the names of the parameters at the same positions."""
+    if not any(isinstance(number, int) for group in state["param_groups"] for number in group["params"]):
+        return state
+    names = parameter_names(module)
+    order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    saved = sum(len(group["params"]) for group in state["param_groups"])
+    if saved != len(order):
+        raise CheckpointError(
+            f"{type(optimizer).__name__} has {len(order)} parameters and the checkpoint has {saved}.",
+            remedy="Build the optimizer as it was when the checkpoint was saved.",
+        )
+    return positional_optimizer_state(state, order)

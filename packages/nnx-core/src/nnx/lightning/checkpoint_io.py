@@ -1,0 +1,221 @@
+"""`nnx.CheckpointIO`: the shared checkpoint as a CheckpointIO plugin of Lightning.
+
+nnx's own strategies write with it from all ranks (`CheckpointIO.save_sharded`). Lightning's own,
+such as ``ddp``, call `CheckpointIO.save_checkpoint` on rank 0 only, with complete tensors; the
+directory that results is the same format, and each resumes under the other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import nnx.checkpoint as storage
+from nnx.canonical import (
+    LazyStateDict,
+    Saved,
+    StoredName,
+    StoredTensors,
+    collect,
+    positional_optimizer_state,
+    stored_optimizer_states,
+)
+from nnx.errors import CheckpointError
+from nnx.options import StateDictType
+from nnx.state import OptimizerState
+
+__all__ = ["CheckpointIO", "exists", "numbered_optimizer_state"]
+
+_instances: weakref.WeakSet[CheckpointIO] = weakref.WeakSet()
+
+
+def exists() -> bool:
+    """Whether this process has made a `CheckpointIO`."""
+    return len(_instances) > 0
+
+
+class CheckpointIO:
+    """Reads and writes the nnx checkpoint directory; reads Lightning's single files too.
+
+    Args:
+        state_dict_type: ``"deduped"`` stores each element once over the ranks, ``"sharded"`` every rank's
+            whole local state.
+        opaque_objects: ``"error"`` refuses objects that have no JSON form; ``"pickle"`` stores them, to be
+            loaded by torch's restricted unpickler only.
+
+    Example:
+        ``Trainer(strategy="ddp", plugins=[nnx.CheckpointIO()])``
+    """
+
+    def __init__(
+        self,
+        *,
+        state_dict_type: StateDictType = "deduped",
+        opaque_objects: Literal["error", "pickle"] = "error",
+    ) -> None:
+        self.state_dict_type: StateDictType = state_dict_type
+        self.opaque_objects: Literal["error", "pickle"] = opaque_objects
+        self._join_lightning()
+        _instances.add(self)
+
+    @classmethod
+    def _join_lightning(cls) -> None:
+        """Be a CheckpointIO to every copy of Lightning in this process, without inheriting from one."""
+        roots = [root for root in ("lightning.fabric", "lightning_fabric") if root in sys.modules]
+        for root in roots or ["lightning.fabric"]:
+            importlib.import_module(f"{root}.plugins.io.checkpoint_io").CheckpointIO.register(cls)
+
+    # --- Lightning's interface: one process, complete tensors ------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint from this process alone.
+
+        Args:
+            checkpoint: Lightning's dict, with complete tensors.
+            path: Directory to write; an nnx checkpoint there is replaced atomically.
+            storage_options: Not supported.
+
+        Raises:
+            CheckpointError: An optimizer's parameters have no names, or writing failed.
+        """
+        _refuse_storage_options(storage_options)
+        rest = dict(checkpoint)
+        model = rest.pop("state_dict", None)
+        states = rest.pop("optimizer_states", None)
+        named = None if states is None else [_named(state, i) for i, state in enumerate(states)]
+        self._save(collect(model, named, rest), path, provenance={}, collective=False)
+
+    def load_checkpoint(
+        self,
+        path: Any,
+        map_location: Callable[..., Any] | None = None,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read a checkpoint completely, as Lightning's dict.
+
+        Args:
+            path: A directory of ours, or a single ``.ckpt`` file of Lightning's.
+            map_location: Passed to ``torch.load`` for single files.
+            weights_only: Passed to ``torch.load`` for single files; safe loading unless False. Directories
+                hold no pickles.
+
+        Raises:
+            CheckpointError: There is no checkpoint, or it is damaged.
+        """
+        if Path(path).is_file():
+            return load_single_file(path, map_location, weights_only)
+        stored = storage.open_checkpoint(path)
+        checkpoint = dict(stored.objects["trainer"])
+        state_dict = dict(LazyStateDict(stored))
+        if state_dict:
+            checkpoint["state_dict"] = state_dict
+        states = stored_optimizer_states(stored)
+        if states is not None:
+            checkpoint["optimizer_states"] = [numbered_optimizer_state(_read(state)) for state in states]
+        return checkpoint
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete a checkpoint; nothing happens where there is none."""
+        target = Path(path)
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        else:
+            target.unlink(missing_ok=True)
+
+    def teardown(self) -> None:
+        """Nothing is pending after a save."""
+
+    # --- nnx's own strategies: all ranks, shards ------------------------------------------------
+
+    def save_sharded(self, saved: Saved, path: Any, *, provenance: Mapping[str, Any]) -> None:
+        """Write a checkpoint from all ranks. Collective.
+
+        Args:
+            saved: This rank's shards, and the objects of rank 0.
+            path: Directory to write; an nnx checkpoint there is replaced atomically.
+            provenance: Who wrote it; nothing depends on it.
+        """
+        self._save(saved, path, provenance=provenance, collective=True)
+
+    def _save(self, saved: Saved, path: Any, *, provenance: Mapping[str, Any], collective: bool) -> None:
+        storage.save(
+            path,
+            tensors=saved.tensors,
+            objects=saved.objects,
+            aliases=saved.aliases,
+            state_dict_type=self.state_dict_type,
+            provenance=provenance,
+            opaque=self.opaque_objects,
+            collective=collective,
+        )
+
+
+def load_single_file(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
+    """Read a single-file checkpoint of Lightning's, mapped into memory rather than copied."""
+    safe = weights_only is not False
+    try:
+        loaded: dict[str, Any] = torch.load(
+            path, map_location=map_location or "cpu", weights_only=safe, mmap=True
+        )
+    except Exception as error:
+        raise CheckpointError(
+            f"cannot read {str(path)!r}: {type(error).__name__}: {error}",
+            remedy="If you trust the file, pass `weights_only=False` to Trainer.fit." if safe else "",
+        ) from error
+    return loaded
+
+
+def numbered_optimizer_state(state: OptimizerState) -> dict[str, Any]:
+    """A state by parameter name in the form of torch's ``Optimizer.state_dict()``, numbered in group order."""
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in state["param_groups"]:
+        for name in group["params"]:
+            numbers.setdefault(name, len(numbers))
+        groups.append({**group, "params": [numbers[name] for name in group["params"]]})
+    return {
+        "state": {numbers[name]: values for name, values in state["state"].items()},
+        "param_groups": groups,
+    }
+
+
+def _read(state: OptimizerState) -> OptimizerState:
+    def read(value: Any) -> Any:
+        if not isinstance(value, StoredName):
+            return value
+        source: StoredTensors = value.stored
+        return source.read(value.key)
+
+    entries = {
+        name: {key: read(value) for key, value in values.items()} for name, values in state["state"].items()
+    }
+    return OptimizerState(state=entries, param_groups=state["param_groups"])
+
+
+def _named(state: Mapping[str, Any], index: int) -> OptimizerState:
+    groups = state["param_groups"]
+    if not all("param_names" in group for group in groups):
+        raise CheckpointError(
+            f"optimizer {index} numbers its parameters, and nothing says which number is which, so its state "
+            "cannot be saved by name.",
+            remedy="Build it from `self.named_parameters()`, or save through Trainer.",
+        )
+    names: dict[int, str] = {}
+    for group in groups:
+        names.update(zip(group["params"], group["param_names"], strict=True))
+    return positional_optimizer_state(state, [names[number] for number in range(len(names))])
+
+
+def _refuse_storage_options(storage_options: Any) -> None:
+    if storage_options is not None:
+        raise CheckpointError(
+            f"storage_options={storage_options!r} is not supported by nnx.CheckpointIO.",
+            remedy="Set options on `nnx.CheckpointIO(...)` or on the strategy instead.",
+        )

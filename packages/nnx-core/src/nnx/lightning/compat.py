@@ -1,0 +1,42 @@
+"""Every private name of Lightning that nnx uses, in one place.
+
+Checked against Lightning 2.6.6. The functions take the root of a module tree, because the two
+copies of Lightning each have their own classes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["is_wrapping_checkpoint_io", "make_launcher", "make_optimizers"]
+
+
+def make_launcher(root: str, strategy: Any, *, start_method: str, num_processes: int, num_nodes: int) -> Any:
+    """The object with which Lightning starts the other processes of a node.
+
+    Upstream: ``strategies.launchers`` of each tree.
+    """
+    launchers = importlib.import_module(f"{root}.strategies.launchers")
+    if start_method == "popen":
+        return launchers._SubprocessScriptLauncher(strategy.cluster_environment, num_processes, num_nodes)
+    return launchers._MultiProcessingLauncher(strategy, start_method=start_method)
+
+
+def make_optimizers(root: str, module: Any) -> tuple[list[Any], list[Any]]:
+    """Call ``configure_optimizers`` and its checks; returns optimizers and scheduler configs.
+
+    Upstream: ``core.optimizer._init_optimizers_and_lr_schedulers``.
+    """
+    core = importlib.import_module(f"{root}.core.optimizer")
+    optimizers, schedulers = core._init_optimizers_and_lr_schedulers(module)
+    return optimizers, schedulers
+
+
+def is_wrapping_checkpoint_io(root: str, checkpoint_io: Any) -> bool:
+    """Whether an IO plugin wraps another one, as ``AsyncCheckpointIO`` does.
+
+    Upstream: ``plugins.io.wrapper._WrappingCheckpointIO``, of Trainer's trees only.
+    """
+    wrapper = importlib.import_module(f"{root}.plugins.io.wrapper")
+    return isinstance(checkpoint_io, wrapper._WrappingCheckpointIO)

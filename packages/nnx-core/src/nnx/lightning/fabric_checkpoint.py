@@ -1,0 +1,192 @@
+"""Fabric's ``save`` and ``load`` on the shared checkpoint.
+
+Fabric users choose their own keys. Modules and optimizers are stored under the same logical names as
+Trainer's, and the keys beside them, so that either resumes the other's run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from nnx.canonical import LazyStateDict, stored_optimizer_states
+from nnx.errors import CheckpointError
+from nnx.lightning.checkpoint import (
+    open_together,
+    restore_model,
+    restore_optimizers,
+    save_lightning_checkpoint,
+)
+from nnx.lightning.engine_module import unwrap_engine
+from nnx.lightning.routing import unwrap_optimizer
+
+__all__ = ["load_fabric_checkpoint", "save_fabric_checkpoint"]
+
+_KEYS = "nnx-fabric-keys"
+
+
+def save_fabric_checkpoint(
+    strategy: Any,
+    path: Any,
+    state: Mapping[str, Any],
+    storage_options: Any,
+    filters: Mapping[str, Callable[[str, Any], bool]],
+) -> None:
+    """Save Fabric's state dict. Collective."""
+    modules = {key: unwrap_engine(value) for key, value in state.items() if isinstance(value, nn.Module)}
+    optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
+    checkpoint: dict[str, Any] = {
+        key: value.state_dict() if hasattr(value, "state_dict") else value
+        for key, value in state.items()
+        if key not in modules and key not in optimizers
+    }
+    if modules:
+        checkpoint["state_dict"] = {
+            f"{prefix}{name}": value
+            for key, prefix in _prefixes(modules).items()
+            for name, value in strategy.get_module_state_dict(modules[key]).items()
+            if key not in filters or filters[key](name, value)
+        }
+    if optimizers:
+        checkpoint["optimizer_states"] = [
+            _prefixed(strategy, modules, optimizer) for optimizer in optimizers.values()
+        ]
+    checkpoint[_KEYS] = {"modules": list(modules), "optimizers": list(optimizers)}
+    save_lightning_checkpoint(strategy, checkpoint, path, storage_options)
+
+
+def _prefixes(modules: Mapping[str, Any]) -> dict[str, str]:
+    """A single module is stored under plain names, as Trainer stores it; several under their keys."""
+    return {key: "" if len(modules) == 1 else f"{key}." for key in modules}
+
+
+def _prefixed(strategy: Any, modules: Mapping[str, nn.Module], optimizer: Optimizer) -> Any:
+    state = strategy.get_optimizer_state(optimizer)
+    owner = strategy._owner(unwrap_optimizer(optimizer))
+    prefix = next((p for key, p in _prefixes(modules).items() if modules[key] is owner), "")
+    return _rename(state, lambda name: f"{prefix}{name}")
+
+
+def load_fabric_checkpoint(
+    strategy: Any, path: Any, state: Any, strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
+    """Restore `state` in place and return what is left. Collective."""
+    source = _Source(strategy, path, weights_only)
+    if isinstance(state, nn.Module):
+        restore_model(strategy.backend, unwrap_engine(state), source.model(None), strict=strict)
+        return {}
+    if isinstance(state, Optimizer):
+        source.restore_optimizer(state, None, 0)
+        return {}
+    if not state:
+        return source.everything()
+    modules = [key for key, value in state.items() if isinstance(value, nn.Module)]
+    optimizers = [key for key, value in state.items() if isinstance(value, Optimizer)]
+    for key in modules:
+        if source.has_model(key, strict):
+            restore_model(strategy.backend, unwrap_engine(state[key]), source.model(key), strict=strict)
+    for index, key in enumerate(optimizers):
+        if source.has_optimizer(key, index, strict):
+            source.restore_optimizer(state[key], key, index)
+    for key in [key for key in state if key not in modules and key not in optimizers]:
+        if source.has(key, strict):
+            value = source.rest.pop(key)
+            if hasattr(state[key], "load_state_dict"):
+                state[key].load_state_dict(value)
+            else:
+                state[key] = value
+    return source.rest
+
+
+class _Source:
+    """An opened checkpoint, looked up by the user's keys.
+
+    A directory of ours holds one model and numbered optimizers under Trainer's names; a file of
+    ``torch.save`` holds the state dicts under the user's own keys.
+    """
+
+    def __init__(self, strategy: Any, path: Any, weights_only: bool | None) -> None:
+        self.strategy = strategy
+        self.path = path
+        self.stored = open_together(path) if Path(path).is_dir() else None
+        if self.stored is not None:
+            self.rest = dict(self.stored.objects["trainer"])
+            self.optimizers = stored_optimizer_states(self.stored)
+        else:
+            self.rest = strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            self.optimizers = self.rest.pop("optimizer_states", None)
+        self.keys = self.rest.pop(_KEYS, {"modules": [], "optimizers": []})
+
+    def everything(self) -> dict[str, Any]:
+        """The whole checkpoint, tensors included, for users who ask for no particular object."""
+        model = {} if self.stored is None else {"state_dict": LazyStateDict(self.stored)}
+        states = {} if self.optimizers is None else {"optimizer_states": self.optimizers}
+        return {**self.rest, **model, **states}
+
+    def has(self, key: str, strict: bool) -> bool:
+        """Whether the rest has this key; a missing one is an error if `strict`."""
+        return self._found(key in self.rest, key, strict)
+
+    def has_model(self, key: str, strict: bool) -> bool:
+        """Whether there are weights for this key."""
+        saved = self.keys["modules"]
+        single = self.stored is not None and len(saved) <= 1
+        return self._found(
+            single or key in saved or key in self.rest or "state_dict" in self.rest, key, strict
+        )
+
+    def has_optimizer(self, key: str, index: int, strict: bool) -> bool:
+        """Whether there is an optimizer state for this key."""
+        numbered = self.optimizers is not None and self._position(key, index) < len(self.optimizers)
+        return self._found(numbered or key in self.rest, key, strict)
+
+    def _found(self, found: bool, key: str, strict: bool) -> bool:
+        if strict and not found:
+            raise CheckpointError(
+                f"the checkpoint {str(self.path)!r} has nothing under the key {key!r}.",
+                remedy="Remove it from `state`, or pass `strict=False`.",
+            )
+        return found
+
+    def model(self, key: str | None) -> Mapping[str, Any]:
+        """The state dict for a key; for None, the only one there is."""
+        if self.stored is not None:
+            several = len(self.keys["modules"]) > 1
+            return LazyStateDict(self.stored, prefix=f"{key}." if several else "")
+        found: Mapping[str, Any] = self.rest.pop(key if key in self.rest else "state_dict", self.rest)
+        return found
+
+    def restore_optimizer(self, wrapped: Optimizer, key: str | None, index: int) -> None:
+        """Fill one optimizer in place."""
+        optimizer = unwrap_optimizer(wrapped)
+        if self.optimizers is None:
+            state = self.rest if key is None else self.rest.pop(key)
+        else:
+            state = self.optimizers[self._position(key, index)]
+        module = self.strategy._owner(optimizer)
+        prefix = "" if len(self.keys["modules"]) <= 1 else _common_prefix(state, self.keys["modules"])
+        states = [_without_prefix(state, prefix)]
+        restore_optimizers(self.strategy.backend, module, [optimizer], states)
+
+    def _position(self, key: str | None, index: int) -> int:
+        saved: list[str] = self.keys["optimizers"]
+        return saved.index(key) if key in saved else index
+
+
+def _common_prefix(state: Mapping[str, Any], keys: list[str]) -> str:
+    """The module key that all parameter names of an optimizer state begin with."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    return next((f"{key}." for key in keys if all(name.startswith(f"{key}.") for name in names)), "")
+
+
+def _without_prefix(state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    return _rename(state, lambda name: name.removeprefix(prefix)) if prefix else state
+
+
+def _rename(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    groups = [{**g, "params": [rename(name) for name in g["params"]]} for g in state["param_groups"]]
+    return {"state": {rename(k): v for k, v in state["state"].items()}, "param_groups": groups}

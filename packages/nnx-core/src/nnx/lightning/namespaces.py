@@ -1,0 +1,60 @@
+"""The four module trees a strategy can be built for, and what each calls its parts."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from nnx.errors import OptionError
+
+__all__ = ["NAMESPACES", "Namespace", "get_namespace"]
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """One of Lightning's module trees.
+
+    Attributes:
+        name: The tree's root, such as ``lightning.pytorch``.
+        is_fabric: Whether its strategies serve Fabric rather than Trainer.
+        adapter: Module of nnx that holds the strategy class for this tree.
+    """
+
+    name: str
+    is_fabric: bool
+    adapter: str
+
+    def strategy_class(self) -> Any:
+        """The adapter class for this tree; imports Lightning."""
+        return importlib.import_module(self.adapter).NnxStrategy
+
+    def base_class(self) -> Any:
+        """Lightning's own base class of strategies in this tree."""
+        return importlib.import_module(f"{self.name}.strategies").Strategy
+
+
+NAMESPACES = {
+    space.name: space
+    for space in (
+        Namespace("lightning.pytorch", False, "nnx.lightning.strategies_lightning_pytorch"),
+        Namespace("pytorch_lightning", False, "nnx.lightning.strategies_pytorch_lightning"),
+        Namespace("lightning.fabric", True, "nnx.lightning.strategies_lightning_fabric"),
+        Namespace("lightning_fabric", True, "nnx.lightning.strategies_lightning_fabric_mirror"),
+    )
+}
+
+
+def get_namespace(name: str) -> Namespace:
+    """Look a namespace up.
+
+    Raises:
+        OptionError: There is no such tree.
+
+    Example:
+        >>> get_namespace("lightning.fabric").is_fabric
+        True
+    """
+    if name not in NAMESPACES:
+        raise OptionError(f"namespace={name!r} is unknown.", remedy=f"Use one of {', '.join(NAMESPACES)}.")
+    return NAMESPACES[name]

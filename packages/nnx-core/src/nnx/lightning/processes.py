@@ -1,0 +1,244 @@
+"""What both adapters need to be one process among several: ranks, launch, groups, collectives."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor, nn
+
+from nnx.backend import Backend, ParallelContext
+from nnx.errors import UnsupportedError
+from nnx.lightning.checkpoint_io import CheckpointIO
+from nnx.lightning.compat import make_launcher
+from nnx.options import CommonOptions
+
+__all__ = ["ParallelProcesses", "example_inputs"]
+
+T = TypeVar("T")
+
+_REDUCTIONS = {
+    "mean": dist.ReduceOp.SUM,  # gloo has no AVG: divided afterwards
+    "avg": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+class ParallelProcesses:
+    """Mixin for a strategy of Trainer or Fabric whose work is done by a `Backend`.
+
+    Lightning looks several of these members up by name; without ``is_distributed`` a Trainer silently
+    injects no sampler and ignores ``sync_dist``.
+    """
+
+    is_distributed: ClassVar[bool] = True
+    root: ClassVar[str]
+    """Root of the Lightning tree this class was built on."""
+
+    cluster_environment: Any
+    parallel_devices: list[torch.device] | None
+    accelerator: Any
+    _launcher: Any
+    global_rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+
+    def _init_processes(self, backend: Backend[Any], name: str, common: CommonOptions) -> None:
+        self.backend = backend
+        self.name = name
+        self.common = common
+        self._num_nodes = 1
+        self._backend_is_set_up = False
+
+    # --- who is who ---------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        if not self.parallel_devices:
+            return torch.device("cpu")
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes; Trainer sets it."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which share of the data this process reads: the backend's data-parallel rank and size."""
+        if self._backend_is_set_up:
+            rank, size = self.backend.data_parallel_rank_and_size
+        else:
+            rank, size = self.global_rank, self.num_nodes * self.num_processes
+        return {"num_replicas": size, "rank": rank}
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment this process's global rank."""
+        if self.cluster_environment is None:
+            return
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    # --- start --------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        if self.cluster_environment.creates_processes_externally:
+            return
+        self._launcher = make_launcher(
+            self.root,
+            self,
+            start_method=self.common.start_method,
+            num_processes=self.num_processes,
+            num_nodes=self.num_nodes,
+        )
+
+    def setup_environment(self) -> None:
+        """Join the process group and set the backend up. Collective."""
+        self.accelerator.setup_device(self.root_device)
+        self.set_world_ranks()
+        self._join_process_group()
+        if not self._backend_is_set_up:
+            self.backend.setup(self._parallel_context())
+            self._backend_is_set_up = True
+
+    def _join_process_group(self) -> None:
+        if dist.is_initialized():
+            return
+        os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+        os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+        device = self.root_device
+        dist.init_process_group(
+            self.process_group_backend,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=self.common.timeout),
+            device_id=None if device.type == "cpu" else device,
+        )
+        if self.process_group_backend == "nccl":
+            atexit.register(_leave_process_group)
+
+    @property
+    def process_group_backend(self) -> str:
+        """Name of the torch.distributed backend in use."""
+        default = dist.Backend.default_device_backend_map.get(self.root_device.type, "gloo")
+        return self.common.process_group_backend or default
+
+    def _parallel_context(self) -> ParallelContext:
+        return ParallelContext(
+            device=self.root_device,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            local_rank=self.local_rank,
+            local_world_size=self.num_processes,
+            num_nodes=self.num_nodes,
+            precision=self._precision_name(),
+        )
+
+    def _precision_name(self) -> str:
+        raise NotImplementedError  # each adapter names its precision plugin differently
+
+    # --- collectives --------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until every process has come here."""
+        if not dist.is_initialized():
+            return
+        device = self.root_device
+        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """The object of rank `src`, on every rank."""
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def _reduce(self, value: Any, group: Any, reduce_op: Any) -> Any:
+        """All-reduce a tensor; the result reaches every rank. Other values pass through."""
+        if not isinstance(value, Tensor) or not dist.is_initialized():
+            return value
+        name = reduce_op.lower() if isinstance(reduce_op, str) else None
+        op = _REDUCTIONS[name] if name is not None else (reduce_op or dist.ReduceOp.SUM)
+        is_mean = name in ("mean", "avg") or op == dist.ReduceOp.AVG
+        if op == dist.ReduceOp.AVG:
+            op = dist.ReduceOp.SUM
+        result = value.to(self.root_device) if value.device.type == "cpu" else value.clone()
+        result = result.clone() if result is value else result
+        if is_mean and not (result.is_floating_point() or result.is_complex()):
+            result = result.float()
+        dist.all_reduce(result, op=op, group=group)
+        return result / dist.get_world_size(group) if is_mean else result
+
+    # --- evaluation ---------------------------------------------------------------------------
+
+    def _evaluation_context(self) -> AbstractContextManager[Any]:
+        """Turn inference mode off where its tensors would end up inside parameters."""
+        if self.backend.evaluation_without_inference_mode and torch.is_inference_mode_enabled():
+            return _NormalNoGrad()
+        return nullcontext()
+
+    def _own_checkpoint_io(self) -> CheckpointIO:
+        return CheckpointIO(
+            state_dict_type=self.common.state_dict_type, opaque_objects=self.common.opaque_objects
+        )
+
+
+def example_inputs(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs of the module's forward: its ``example_input_array``.
+
+    Returns:
+        Positional and keyword arguments.
+
+    Raises:
+        UnsupportedError: The module has none.
+    """
+    example: Any = getattr(module, "example_input_array", None)
+    if example is None:
+        raise UnsupportedError(
+            f"{type(module).__name__} has no example inputs to trace its forward with.",
+            remedy="Set `self.example_input_array` in its `__init__`.",
+        )
+    if isinstance(example, dict):
+        return (), example
+    return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
+
+
+class _NormalNoGrad:
+    """``no_grad`` outside of inference mode, even when Lightning entered inference mode before."""
+
+    def __enter__(self) -> None:
+        self._inference = torch.inference_mode(False)
+        self._no_grad = torch.no_grad()
+        self._inference.__enter__()
+        self._no_grad.__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._no_grad.__exit__(*exc_info)
+        self._inference.__exit__(*exc_info)
+
+
+def _leave_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

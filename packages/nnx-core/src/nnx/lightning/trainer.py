@@ -1,0 +1,226 @@
+"""Trainer's side: Lightning's `Strategy` interface on top of a `Backend`.
+
+The order in which Trainer calls these members is in ``docs/tour.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nnx.backend import Backend
+from nnx.lightning.checkpoint import (
+    load_lightning_checkpoint,
+    module_state_dict,
+    restore_model,
+    restore_optimizers,
+    save_lightning_checkpoint,
+)
+from nnx.lightning.compat import is_wrapping_checkpoint_io, make_optimizers
+from nnx.lightning.processes import ParallelProcesses, example_inputs
+from nnx.lightning.routing import (
+    route_clipping,
+    route_optimizer_steps,
+    route_precision,
+    unwrap_optimizer,
+)
+from nnx.options import CommonOptions
+from nnx.state import repoint_optimizer
+
+__all__ = ["TrainerAdapter"]
+
+
+class TrainerAdapter(ParallelProcesses):
+    """Mixin that makes a `Backend` a strategy of Trainer; combined with the tree's ``ParallelStrategy``."""
+
+    model: nn.Module | None
+    lightning_module: Any
+    optimizers: list[Optimizer]
+    lr_scheduler_configs: list[Any]
+    _forward_redirection: Any
+    _precision_plugin: Any
+    _checkpoint_io: Any
+    _layer_sync: Any
+
+    def _init_adapter(self, backend: Backend[Any], name: str, common: CommonOptions) -> None:
+        self._init_processes(backend, name, common)
+
+    # --- precision ----------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Lightning's precision plugin; its clipping and loss scaling go through the backend."""
+        return self._precision_plugin if self._precision_plugin is not None else self._default_precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        self._precision_plugin = plugin
+
+    def _default_precision(self) -> Any:
+        raise NotImplementedError  # the concrete class knows its tree's Precision
+
+    def _precision_name(self) -> str:
+        return str(self.precision_plugin.precision)
+
+    def setup_precision_plugin(self) -> None:
+        """Connect the plugin, and send clipping, loss scaling and backward through the backend."""
+        plugin = self.precision_plugin
+        self.model, self.optimizers, self.lr_scheduler_configs = plugin.connect(
+            self.model, self.optimizers, self.lr_scheduler_configs
+        )
+        route_clipping(plugin, self.backend)
+        route_precision(plugin, self.backend)
+        self._precision_plugin = plugin
+
+    # --- set up -------------------------------------------------------------------------------
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Where new tensors are made: on the device, or on ``meta`` when `empty_init` is asked for."""
+        device = torch.device("meta") if empty_init else self.root_device
+        with device, self.precision_plugin.tensor_init_context():
+            yield
+
+    def model_sharded_context(self) -> AbstractContextManager[Any]:
+        """Active inside ``configure_model`` and ``configure_sharded_model``."""
+        return self.backend.module_init_context()
+
+    def setup(self, trainer: Any) -> None:
+        """Lay the model out and build the optimizers. Collective."""
+        self.accelerator.setup(trainer)
+        module = self.precision_plugin.convert_module(self.lightning_module)
+        if self._layer_sync is not None:
+            module = self._layer_sync.apply(module)
+        self.model = module
+        replaced = self.backend.parallelize(module, lambda: example_inputs(module))
+        for optimizer in self.optimizers:
+            repoint_optimizer(optimizer, replaced)
+        fitting = trainer.state.fn == "fit"
+        if fitting:
+            self.setup_optimizers(trainer)
+        optimizers = [unwrap_optimizer(optimizer) for optimizer in self.optimizers] if fitting else []
+        self.backend.setup_optimizers(module, optimizers)
+        route_optimizer_steps(optimizers, self.backend)
+        self.setup_precision_plugin()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Call ``configure_optimizers`` now that the parameters have their final objects."""
+        self.optimizers, self.lr_scheduler_configs = make_optimizers(self.root, self.lightning_module)
+
+    def model_to_device(self) -> None:
+        """Nothing: `Backend.parallelize` moves the module, part by part if it must."""
+
+    def teardown(self) -> None:
+        """Give the module its plain parameters and class back, on the host. Collective."""
+        module = self.lightning_module
+        if module is not None and self._backend_is_set_up:
+            replaced = self.backend.unparallelize(module)
+            for optimizer in self.optimizers:
+                repoint_optimizer(optimizer, replaced)
+            module.cpu()
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``training_step`` through the engine."""
+        with self.precision_plugin.train_step_context():
+            return self._step("training_step", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``validation_step`` through the engine, without gradients."""
+        with self.precision_plugin.val_step_context(), self._evaluation_context():
+            return self._step("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``test_step`` through the engine, without gradients."""
+        with self.precision_plugin.test_step_context(), self._evaluation_context():
+            return self._step("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``predict_step`` through the engine, without gradients."""
+        with self.precision_plugin.predict_step_context(), self._evaluation_context():
+            return self._step("predict_step", args, kwargs)
+
+    def _step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        step = getattr(self.lightning_module, name)
+        return self.backend.run_step(self.lightning_module, step, *args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within it backward only accumulates; Trainer enters it on all but the last micro batch."""
+        with self.backend.no_sync(self.lightning_module):
+            yield
+
+    def on_validation_start(self) -> None:
+        """Evaluate with rank 0's buffers on every rank."""
+        self.backend.sync_buffers(self.lightning_module)
+
+    on_test_start = on_validation_start
+    on_predict_start = on_validation_start
+
+    # --- collectives --------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks; the result reaches every rank."""
+        return self._reduce(tensor, group, reduce_op)
+
+    # --- checkpoints --------------------------------------------------------------------------
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """`nnx.CheckpointIO` unless the user brought another; wrappers get it as their base."""
+        io = self._checkpoint_io
+        if io is None:
+            self._checkpoint_io = self._own_checkpoint_io()
+        elif is_wrapping_checkpoint_io(self.root, io) and io.checkpoint_io is None:
+            io.checkpoint_io = self._own_checkpoint_io()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, checkpoint_io: Any) -> None:
+        self._checkpoint_io = checkpoint_io
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Weights are read straight into the laid-out parameters."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's shards by parameter name; handles, not copies."""
+        return module_state_dict(self.backend, self.lightning_module)
+
+    def optimizer_state(self, optimizer: Optimizer) -> Any:
+        """This rank's optimizer state by parameter name; handles, not copies."""
+        return self.backend.optimizer_state(self.lightning_module, unwrap_optimizer(optimizer))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint, all ranks together."""
+        save_lightning_checkpoint(self, checkpoint, self.broadcast(filepath), storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Open a checkpoint; its tensors are read later, in `load_model_state_dict`."""
+        return load_lightning_checkpoint(self, self.broadcast(checkpoint_path), weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Read this rank's part of the weights in place."""
+        restore_model(self.backend, self.lightning_module, checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Read this rank's part of every optimizer's state in place."""
+        restore_optimizers(
+            self.backend, self.lightning_module, self.optimizers, checkpoint["optimizer_states"]
+        )
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete a checkpoint, from rank 0."""
+        if self.global_rank == 0:
+            self.checkpoint_io.remove_checkpoint(filepath)

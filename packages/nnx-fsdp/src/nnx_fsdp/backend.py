@@ -1,0 +1,295 @@
+"""The FSDP2 engine behind the fsdp_* strategies."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import enable_wrap
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from nnx.backend import Backend, ParallelContext, Sample
+from nnx.errors import OptionError, UnsupportedError
+from nnx.state import ModelState
+from nnx_fsdp._torch_compat import can_be_sharded, remove_fully_shard
+from nnx_fsdp.materialize import broadcast_module, materialize, move_to
+from nnx_fsdp.options import FSDPOptions
+from nnx_fsdp.replicate import ReplicatedParameters
+from nnx_fsdp.units import UnitChoice, as_classes, choose_units, refuse_tied
+
+__all__ = ["FSDPBackend"]
+
+T = TypeVar("T")
+log = logging.getLogger("nnx.fsdp")
+
+
+class FSDPBackend(Backend[FSDPOptions]):
+    """Shards parameters, gradients and optimizer state over the ranks with torch's FSDP2.
+
+    Every parameter becomes a DTensor under its own name on the user's own module; the module's class
+    gets FSDP2's prefix while it is laid out, and its own back in `unparallelize`.
+    """
+
+    Options = FSDPOptions
+
+    def __init__(self, options: FSDPOptions) -> None:
+        super().__init__(options)
+        self._plain: dict[nn.Parameter, nn.Parameter] = {}  # sharded parameter -> the user's own object
+        self._forwards: list[nn.Module] = []  # modules whose forward was replaced on the instance
+        self._replicated: ReplicatedParameters | None = None
+
+    # --- set up -------------------------------------------------------------------------------
+
+    def setup(self, context: ParallelContext) -> None:
+        """Make the mesh: one axis, or (replicate, shard) for hybrid sharding."""
+        super().setup(context)
+        self._checkpointed = as_classes(
+            self.options.activation_checkpointing or (), option="activation_checkpointing"
+        )
+        self._mesh = self._make_mesh(context)
+
+    def _make_mesh(self, context: ParallelContext) -> DeviceMesh:
+        replicas = self.options.replicate_size
+        if replicas is None and self.options.hybrid:
+            replicas = context.num_nodes
+        if replicas is None:
+            return init_device_mesh(context.device.type, (context.world_size,), mesh_dim_names=("shard",))
+        if context.world_size % replicas:
+            raise OptionError(
+                f"replicate_size={replicas} does not divide the world size {context.world_size}.",
+                remedy="Choose a divisor of the number of ranks.",
+            )
+        shape = (replicas, context.world_size // replicas)
+        return init_device_mesh(context.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """With manual wrapping, torch's ``wrap()`` shards its module at once; else it does nothing."""
+        if self.options.auto_wrap:
+            return nullcontext()
+        return enable_wrap(wrapper_cls=self._wrap)
+
+    def _wrap(self, module: nn.Module, **_: Any) -> nn.Module:
+        if not isinstance(module, FSDPModule):
+            self._shard_unit(module, name=type(module).__name__)
+        return module
+
+    def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Shard the chosen units bottom-up and the rest with the root."""
+        if self._is_laid_out(module):
+            return {}
+        for name, unit in self._choose_units(module).units:
+            self._shard_unit(unit, name=name)
+        for name, unit in module.named_modules():
+            if isinstance(unit, FSDPModule):
+                refuse_tied(module, name, unit)
+        self._shard_root(module)
+        return {plain: sharded for sharded, plain in self._plain.items()}
+
+    def _is_laid_out(self, module: nn.Module) -> bool:
+        return isinstance(module, FSDPModule) or self._replicated is not None
+
+    def _choose_units(self, root: nn.Module) -> UnitChoice:
+        if not self.options.auto_wrap:
+            return UnitChoice((), "wrap() in configure_model chose them")
+        policy = self.options.auto_wrap_policy
+        choice = choose_units(root, policy=policy, min_num_params=self.options.min_num_params)
+        if self.context.rank == 0:
+            log.info(choice.describe(root))
+        return choice
+
+    def _shard_unit(self, unit: nn.Module, *, name: str) -> None:
+        self._prepare(unit, name=name)
+        self._recompute_and_compile(unit, is_unit=True)
+        self._fully_shard(unit, ignored=self._scalars(unit), is_root=False)
+
+    def _shard_root(self, root: nn.Module) -> None:
+        self._prepare(root, name="")
+        self._recompute_and_compile(root, is_unit=False)
+        replicated = self._scalars(root)
+        if can_be_sharded(root):
+            self._fully_shard(root, ignored=replicated, is_root=True)
+        else:
+            self._shard_children(root)
+            replicated |= {p for p in root.parameters() if not isinstance(p, DTensor)}
+        self._replicated = ReplicatedParameters(replicated)
+
+    def _shard_children(self, root: nn.Module) -> None:
+        """Where the root's class cannot take FSDP2's prefix, its children become units of their own."""
+        for name, child in root.named_children():
+            plain = [p for p in child.parameters() if not isinstance(p, DTensor) and p.ndim]
+            if plain and can_be_sharded(child):
+                refuse_tied(root, name, child)
+                self._fully_shard(child, ignored=self._scalars(child), is_root=False)
+
+    def _prepare(self, module: nn.Module, *, name: str) -> None:
+        """Real, equal weights on this rank's device."""
+        materialize(module, self.context.device, name=name)
+        move_to(module, self.context.device)
+        if self.options.sync_module_states:
+            broadcast_module(module)
+
+    def _scalars(self, module: nn.Module) -> set[nn.Parameter]:
+        return {p for p in module.parameters() if p.ndim == 0 and not isinstance(p, DTensor)}
+
+    def _fully_shard(self, module: nn.Module, *, ignored: set[nn.Parameter], is_root: bool) -> None:
+        before = dict(module.named_parameters())
+        reshard = self.options.reshard_after_forward
+        fully_shard(
+            module,
+            mesh=self._mesh,
+            # FSDP2 keeps the root's parameters from forward to backward unless told otherwise.
+            reshard_after_forward=reshard if reshard is not None or is_root else True,
+            mp_policy=self._mixed_precision(),
+            offload_policy=self._offload_policy(),
+            ignored_params=ignored or None,
+        )
+        for name, sharded in module.named_parameters():
+            plain = before[name]
+            if sharded is not plain:
+                self._plain[sharded] = plain
+                plain.grad = None
+                plain.data = plain.data.new_empty(0)  # the user's object stays alive without its storage
+
+    def _mixed_precision(self) -> MixedPrecisionPolicy:
+        wanted = self.options.mixed_precision
+        if wanted is None:
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(
+            param_dtype=_dtype(wanted.param_dtype),
+            reduce_dtype=_dtype(wanted.reduce_dtype),
+            output_dtype=_dtype(wanted.output_dtype),
+            cast_forward_inputs=wanted.cast_forward_inputs,
+        )
+
+    def _offload_policy(self) -> OffloadPolicy:
+        if not self.options.cpu_offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.context.device.type == "cuda")
+
+    def _recompute_and_compile(self, module: nn.Module, *, is_unit: bool) -> None:
+        """Replace forwards on the instances, so that no name in the model changes."""
+        if self.options.compile and is_unit:
+            arguments = self.options.compile if isinstance(self.options.compile, dict) else {}
+            self._replace_forward(module, torch.compile(module.forward, **arguments))
+        for submodule in module.modules():
+            if isinstance(submodule, self._checkpointed) and not hasattr(submodule, "_nnx_checkpointed"):
+                submodule._nnx_checkpointed = True  # type: ignore[assignment]
+                self._replace_forward(submodule, partial(checkpoint, submodule.forward, use_reentrant=False))
+
+    def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        module.forward = forward
+        self._forwards.append(module)
+
+    def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Gather every parameter into the user's own object and take FSDP2 off the modules."""
+        self._reshard(module)
+        replaced = dict(self._plain)
+        full = {sharded: _gather(sharded) for sharded in replaced}
+        for submodule in module.modules():
+            remove_fully_shard(submodule)
+            for name, parameter in submodule._parameters.items():
+                if parameter is not None and parameter in replaced:
+                    submodule._parameters[name] = replaced[parameter]
+        for sharded, plain in replaced.items():
+            plain.data = full[sharded]
+            plain.requires_grad_(sharded.requires_grad)
+        for changed in self._forwards:
+            changed.__dict__.pop("forward", None)
+            changed.__dict__.pop("_nnx_checkpointed", None)
+        if self._replicated is not None:
+            self._replicated.remove()
+        self._plain, self._forwards, self._replicated = {}, [], None
+        return replaced
+
+    # --- step ---------------------------------------------------------------------------------
+
+    def run_step(self, module: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run the step inside the root's forward, because that is what FSDP2's root hooks hang on."""
+        result: T
+        if step is module:
+            result = module(*args, **kwargs)
+        else:
+            with _forward_as(module, step):
+                result = module(*args, **kwargs)  # `step` ran in it
+        if not torch.is_grad_enabled():
+            # No backward will free what the root gathered, and code that walks over parameters
+            # between steps must find the sharded ones.
+            self._reshard(module)
+        return result
+
+    @contextmanager
+    def no_sync(self, module: nn.Module) -> Iterator[None]:
+        """Keep gradients on this rank until the first backward outside of it."""
+        self._set_synchronize(module, False)
+        try:
+            yield
+        finally:
+            self._set_synchronize(module, True)
+
+    def _set_synchronize(self, module: nn.Module, synchronize: bool) -> None:
+        for submodule in module.modules():
+            if isinstance(submodule, FSDPModule):
+                submodule.set_requires_gradient_sync(synchronize, recurse=False)
+        if self._replicated is not None:
+            self._replicated.synchronize = synchronize
+
+    def _reshard(self, module: nn.Module) -> None:
+        for submodule in module.modules():
+            if isinstance(submodule, FSDPModule):
+                submodule.reshard()
+
+    # --- state --------------------------------------------------------------------------------
+
+    def model_state(self, module: nn.Module) -> ModelState:
+        """Handles on the shards; whatever is gathered at the moment is freed first."""
+        self._reshard(module)
+        return super().model_state(module)
+
+
+@contextmanager
+def _forward_as(module: nn.Module, step: Callable[..., Any]) -> Iterator[None]:
+    """Make the next call of the module run `step`; inside it the module's own forward is back."""
+    own = module.__dict__.get("forward")
+
+    def restore() -> None:
+        if own is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.forward = own
+
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        restore()
+        return step(*args, **kwargs)
+
+    module.forward = redirected
+    try:
+        yield
+    finally:
+        restore()
+
+
+def _gather(parameter: nn.Parameter) -> torch.Tensor:
+    """The complete parameter in host memory. Collective."""
+    shard: Any = parameter.detach()
+    if shard.device.type != shard.device_mesh.device_type:  # offloaded: gathered through the device
+        shard = shard.to(shard.device_mesh.device_type)
+    full: torch.Tensor = shard.full_tensor()
+    return full.cpu()
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)

@@ -1,0 +1,106 @@
+"""Options of the FSDP strategies. Standard library only, so that `nnx show` need not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nnx.errors import OptionError
+from nnx.options import check_choice, option
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["FSDPOptions", "MixedPrecision"]
+
+LayerClasses = "type[nn.Module] | Iterable[type[nn.Module]]"
+WrapPolicy = Callable[["nn.Module"], bool]
+
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPrecision:
+    """Dtypes of FSDP2's own mixed precision, by their torch names; None keeps the parameters' dtype.
+
+    This is on top of Trainer's ``precision=``, which uses autocast: it makes the all-gathers and the
+    computation of every unit run in `param_dtype` while the shards stay as they are.
+    """
+
+    param_dtype: str | None = option(
+        None, help="Dtype units are gathered and computed in.", choices=(None, *_DTYPES)
+    )
+    reduce_dtype: str | None = option(None, help="Dtype gradients are reduced in.", choices=(None, *_DTYPES))
+    output_dtype: str | None = option(
+        None, help="Dtype the outputs of each unit are cast to.", choices=(None, *_DTYPES)
+    )
+    cast_forward_inputs: bool = option(True, help="Cast floating inputs of each unit to param_dtype.")
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            check_choice(name, getattr(self, name), (None, *_DTYPES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPOptions:
+    """What changes how FSDP2 is applied to a model."""
+
+    auto_wrap: bool = option(
+        True, help="Choose the units to shard together; False leaves it to `wrap()` in `configure_model`."
+    )
+    auto_wrap_policy: Any = option(
+        None,
+        help="What becomes a unit: a layer class or several, or a function from module to bool. By default "
+        "repeated layers are found in the model, and the choice is printed with its reason.",
+    )
+    min_num_params: int | None = option(
+        None,
+        help="Modules with fewer parameters are never a unit of their own. By default 100,000 when units "
+        "are chosen automatically.",
+    )
+    activation_checkpointing: Any = option(
+        None,
+        help="A layer class or several whose activations are recomputed in backward instead of stored: less "
+        "memory for about a third more computation.",
+    )
+    cpu_offload: bool = option(
+        False,
+        help="Keep shards, gradients and optimizer state in host memory; slower, and much larger models fit.",
+    )
+    mixed_precision: MixedPrecision | None = option(
+        None, help="FSDP2's own mixed precision (nnx_fsdp.MixedPrecision), on top of `precision=`."
+    )
+    reshard_after_forward: bool | int | None = option(
+        None,
+        help="True frees gathered parameters after forward, False keeps them until backward (faster, more "
+        "memory), a number reshards to that many ranks. By default True for all units but the root.",
+    )
+    replicate_size: int | None = option(
+        None,
+        help="With a number, parameters are sharded over world_size / replicate_size ranks and replicated "
+        "over replicate_size groups (HSDP). `fsdp_hybrid` uses the number of nodes.",
+    )
+    hybrid: bool = option(False, help="Shard within a node and replicate over nodes (HSDP).")
+    compile: Any = option(
+        False, help="torch.compile every unit: True, or a dict of torch.compile's arguments."
+    )
+    sync_module_states: bool = option(
+        True, help="Start every rank from rank 0's weights and buffers, whatever the others were seeded with."
+    )
+
+    def __post_init__(self) -> None:
+        if self.min_num_params is not None and self.min_num_params < 0:
+            raise OptionError(
+                f"min_num_params={self.min_num_params} is negative.", remedy="Pass a number of parameters."
+            )
+        if self.replicate_size is not None and self.replicate_size < 1:
+            raise OptionError(
+                f"replicate_size={self.replicate_size} is not positive.",
+                remedy="Pass a divisor of the world size.",
+            )
+        if not self.auto_wrap and self.auto_wrap_policy is not None:
+            raise OptionError(
+                "auto_wrap_policy has no effect with manual wrapping.",
+                remedy="Use strategy 'fsdp_auto', or call `wrap()` in `configure_model` without a policy.",
+            )

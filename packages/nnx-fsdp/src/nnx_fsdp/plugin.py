@@ -1,0 +1,69 @@
+"""The front door of the plugin: what it offers, as data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nnx import Capabilities, StrategySpec, hookimpl
+
+_CAPABILITIES = Capabilities(
+    accelerators=("cpu", "cuda"),
+    precisions=("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"),
+    shards_parameters=True,
+    shards_gradients=True,
+    shards_optimizer=True,
+    multiple_optimizers=True,
+    gradient_accumulation=True,
+)
+
+
+def _spec(
+    name: str,
+    description: str,
+    use_when: str,
+    *,
+    capabilities: Capabilities = _CAPABILITIES,
+    **init_params: object,
+) -> StrategySpec:
+    return StrategySpec(
+        name=name,
+        target="nnx_fsdp.backend:FSDPBackend",
+        options="nnx_fsdp.options:FSDPOptions",
+        description=description,
+        use_when=use_when,
+        docs_url="docs/backends/fsdp.md",
+        capabilities=capabilities,
+        init_params=init_params,
+    )
+
+
+@hookimpl
+def nnx_strategies() -> list[StrategySpec]:
+    """The FSDP2 strategies."""
+    return [
+        _spec(
+            "fsdp_auto",
+            "FSDP2 that finds the layers to shard by itself and says which and why",
+            "the model or its optimizer state does not fit one device, or you want less memory than ddp",
+        ),
+        _spec(
+            "fsdp_manual",
+            "FSDP2 where you choose the units with wrap() in configure_model",
+            "the model must be built and sharded layer by layer, or the automatic choice does not suit",
+            capabilities=replace(_CAPABILITIES, manual_wrap=True),
+            auto_wrap=False,
+        ),
+        _spec(
+            "fsdp_offload",
+            "FSDP2 with shards, gradients and optimizer state in host memory",
+            "the model does not fit the devices even when sharded, and host memory is large",
+            capabilities=replace(_CAPABILITIES, offload=True),
+            cpu_offload=True,
+        ),
+        _spec(
+            "fsdp_hybrid",
+            "FSDP2 sharded within a node and replicated over nodes (HSDP)",
+            "several nodes with slow links between them, and a model that fits one node when sharded",
+            hybrid=True,
+        ),
+    ]

@@ -1,0 +1,183 @@
+"""Which modules are sharded together: the choice of units, and the reason for it.
+
+A unit is gathered and freed as one, so it should be one layer of a deep model: large enough to make its
+collective worthwhile, small enough that one or two at a time fit beside the shards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from nnx.errors import OptionError, UnsupportedError
+
+__all__ = ["DEFAULT_MIN_NUM_PARAMS", "UnitChoice", "as_classes", "choose_units", "tied_across"]
+
+DEFAULT_MIN_NUM_PARAMS = 100_000
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitChoice:
+    """The units of a model beside its root, children before parents.
+
+    Attributes:
+        units: Name and module of each.
+        reason: Why these, as one sentence.
+    """
+
+    units: tuple[tuple[str, nn.Module], ...]
+    reason: str
+
+    def describe(self, root: nn.Module) -> str:
+        """One line for the log."""
+        total = _count(root)
+        if not self.units:
+            return f"fsdp_auto: one unit of {total:,} parameters; {self.reason}"
+        classes = Counter(type(module).__name__ for _, module in self.units)
+        names = ", ".join(f"{count} x {name}" for name, count in classes.items())
+        largest = max(_count(module) for _, module in self.units)
+        return (
+            f"fsdp_auto: {len(self.units)} units ({names}; the largest has {largest:,} parameters) and the root, "
+            f"{total:,} parameters in all; {self.reason}"
+        )
+
+
+def as_classes(
+    value: type[nn.Module] | Iterable[type[nn.Module]], *, option: str
+) -> tuple[type[nn.Module], ...]:
+    """One layer class or several, as a tuple.
+
+    Raises:
+        OptionError: Something in it is not a module class.
+    """
+    classes = (value,) if isinstance(value, type) else tuple(value)
+    for cls in classes:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise OptionError(
+                f"{option} holds {cls!r}, which is not a module class.",
+                remedy="Pass a subclass of torch.nn.Module, such as TransformerBlock, or a list of them.",
+            )
+    return classes
+
+
+def choose_units(root: nn.Module, *, policy: object = None, min_num_params: int | None = None) -> UnitChoice:
+    """Choose the modules under `root` to be sharded as units.
+
+    Args:
+        root: The whole model, which is always the last unit.
+        policy: Layer class or classes, or a function from module to bool; None finds repeated layers.
+        min_num_params: Smaller modules are left to the unit above them.
+
+    Raises:
+        OptionError: The policy is of the wrong type or matches nothing.
+
+    Example:
+        >>> model = nn.Sequential(*(nn.Linear(400, 400) for _ in range(3)))
+        >>> [name for name, _ in choose_units(model).units]
+        ['0', '1', '2']
+    """
+    if policy is None:
+        return _repeated_layers(root, DEFAULT_MIN_NUM_PARAMS if min_num_params is None else min_num_params)
+    minimum = min_num_params or 0
+    if isinstance(policy, (type, list, tuple, set, frozenset)):
+        classes = as_classes(policy, option="auto_wrap_policy")
+        names = ", ".join(cls.__name__ for cls in classes)
+        choice = _matching(
+            root, lambda module: isinstance(module, classes), minimum, f"auto_wrap_policy names {names}"
+        )
+    elif callable(policy):
+        choice = _matching(root, policy, minimum, "auto_wrap_policy, a function, chose them")
+    else:
+        raise OptionError(
+            f"auto_wrap_policy={policy!r} is of type {type(policy).__name__}.",
+            remedy="Pass a layer class, several, or a function from module to bool.",
+        )
+    if not choice.units:
+        raise OptionError(
+            f"auto_wrap_policy matches no module of {type(root).__name__} with at least {minimum:,} parameters.",
+            remedy="Check the layer classes, lower min_num_params, or leave the policy out.",
+        )
+    return choice
+
+
+def _matching(root: nn.Module, wanted: Callable[[nn.Module], bool], minimum: int, reason: str) -> UnitChoice:
+    units = [
+        (name, module)
+        for name, module in root.named_modules()
+        if module is not root
+        and not isinstance(module, _CONTAINERS)
+        and wanted(module)
+        and _is_unit(module, minimum)
+    ]
+    return UnitChoice(_bottom_up(_without_tied(root, units)), reason)
+
+
+def _repeated_layers(root: nn.Module, minimum: int) -> UnitChoice:
+    """Layers of one class that repeat inside a container: the blocks of a transformer, the stages of a CNN."""
+    repeated: list[tuple[str, nn.Module]] = []
+    for name, container in root.named_modules():
+        inside_a_unit = any(name.startswith(f"{unit}.") for unit, _ in repeated)
+        if inside_a_unit or not isinstance(container, _CONTAINERS):
+            continue
+        by_class: dict[type, list[tuple[str, nn.Module]]] = defaultdict(list)
+        for child_name, child in container.named_children():
+            by_class[type(child)].append((f"{name}.{child_name}" if name else child_name, child))
+        for layers in by_class.values():
+            large = [layer for layer in layers if _is_unit(layer[1], minimum)]
+            if len(layers) > 1 and not isinstance(layers[0][1], _CONTAINERS):
+                repeated += large
+    untied = _without_tied(root, repeated)
+    if untied:
+        return UnitChoice(
+            _bottom_up(untied), f"they repeat in a container and have at least {minimum:,} parameters each"
+        )
+    if repeated:
+        return UnitChoice((), "every repeated layer shares parameters with modules outside of it")
+    return UnitChoice((), f"no layers of at least {minimum:,} parameters repeat in a container")
+
+
+def _is_unit(module: nn.Module, minimum: int) -> bool:
+    return _count(module) >= max(minimum, 1)
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _bottom_up(units: list[tuple[str, nn.Module]]) -> tuple[tuple[str, nn.Module], ...]:
+    return tuple(sorted(units, key=lambda unit: -unit[0].count(".")))
+
+
+def _without_tied(root: nn.Module, units: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    return [unit for unit in units if not tied_across(root, unit[1])]
+
+
+def tied_across(root: nn.Module, unit: nn.Module) -> list[str]:
+    """Names of parameters that are used both inside and outside of `unit`: they cannot be in its group."""
+    inside = {id(module) for module in unit.modules()}
+    own = {id(parameter) for parameter in unit.parameters()}
+    return [
+        f"{name}.{parameter_name}" if name else parameter_name
+        for name, module in root.named_modules()
+        if id(module) not in inside
+        for parameter_name, parameter in module.named_parameters(recurse=False)
+        if id(parameter) in own
+    ]
+
+
+def refuse_tied(root: nn.Module, name: str, unit: nn.Module) -> None:
+    """Refuse a unit the user chose that shares parameters with the rest of the model.
+
+    Raises:
+        UnsupportedError: Names the parameters.
+    """
+    tied = tied_across(root, unit)
+    if tied:
+        raise UnsupportedError(
+            f"unit {name!r} shares parameters with modules outside of it: {', '.join(tied)}.",
+            remedy="Do not wrap it: what is not wrapped is sharded with the root, tied or not.",
+        )
