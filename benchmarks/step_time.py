@@ -45,18 +45,22 @@ def measure(arguments: argparse.Namespace) -> int:
     for name in ("lightning.pytorch", "lightning.fabric", "nnx"):
         logging.getLogger(name).setLevel(logging.ERROR)
     times: dict[str, list[list[float]]] = {side: [] for side in LABELS}
-    units: dict[str, object] = {}
+    units: dict[str, list[list[str]]] = {}
     for turn in range(arguments.rounds):
         for side in list(LABELS)[:: 1 if turn % 2 == 0 else -1]:
             step_times, units[side] = train(side, arguments)
             times[side].append(step_times)
+    if os.environ["RANK"] != "0":
+        return 0
     if units["nnx"] != units["lightning"]:
-        print(f"The two sides shard other units, so their times say nothing: {units}", file=sys.stderr)
+        print("The two sides do not shard the same units, so their times say nothing.", file=sys.stderr)
+        for side, found in units.items():
+            print(f"{LABELS[side]}: {found}", file=sys.stderr)
         return 2
-    return report(times, arguments) if os.environ["RANK"] == "0" else 0
+    return report(times, arguments)
 
 
-def train(side: str, arguments: argparse.Namespace) -> tuple[list[float], object]:
+def train(side: str, arguments: argparse.Namespace) -> tuple[list[float], list[list[str]]]:
     """One short training by one side: the time of each step after warming up, and the units."""
     import torch
     from lightning.pytorch import Callback, Trainer, seed_everything
@@ -65,7 +69,7 @@ def train(side: str, arguments: argparse.Namespace) -> tuple[list[float], object
     class Stopwatch(Callback):
         def __init__(self) -> None:
             self.starts: list[float] = []
-            self.units: object = None
+            self.units: list[list[str]] = []
 
         def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
             if arguments.accelerator == "cuda":
@@ -123,7 +127,7 @@ def model(side: str, arguments: argparse.Namespace) -> Any:
     return build(GPTConfig(**size), steps=arguments.steps)
 
 
-def units_of(module: Any) -> object:
+def units_of(module: Any) -> list[list[str]]:
     """Which parameters are gathered together: a unit is what has the same nearest FSDP module above it."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -133,7 +137,8 @@ def units_of(module: Any) -> object:
         above = [name[:end] for end in range(len(name)) if name[end] == "."]
         owner = next((path for path in [*reversed(above), ""] if path in sharded), None)
         units.setdefault(owner, set()).add(name)
-    return sorted(sorted(names) for names in units.values()), None in units
+    unsharded = sorted(units.pop(None, ()))
+    return [unsharded, *sorted(sorted(names) for names in units.values())]
 
 
 def report(times: dict[str, list[list[float]]], arguments: argparse.Namespace) -> int:
