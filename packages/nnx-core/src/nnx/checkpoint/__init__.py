@@ -1,0 +1,56 @@
+"""One checkpoint format for every strategy: written by all ranks, read at any world size.
+
+`docs/checkpoint-format.md` specifies the format. Importing this package is light: torch is loaded only
+by what needs it, so that the command line can inspect and verify without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nnx.checkpoint.codec import EnumName
+    from nnx.checkpoint.dcp import Handle, Reader, Writer
+    from nnx.checkpoint.index import TensorEntry
+    from nnx.checkpoint.manifest import Manifest
+    from nnx.checkpoint.reading import Checkpoint, open_checkpoint
+    from nnx.checkpoint.saving import save
+    from nnx.checkpoint.source import is_checkpoint
+    from nnx.checkpoint.verifying import Damage, verify
+
+__all__ = [
+    "Checkpoint",
+    "Damage",
+    "EnumName",
+    "Handle",
+    "Manifest",
+    "Reader",
+    "TensorEntry",
+    "Writer",
+    "is_checkpoint",
+    "open_checkpoint",
+    "save",
+    "verify",
+]
+
+_HOME = {
+    "Checkpoint": "reading",
+    "Damage": "verifying",
+    "EnumName": "codec",
+    "Handle": "dcp",
+    "Manifest": "manifest",
+    "Reader": "dcp",
+    "TensorEntry": "index",
+    "Writer": "dcp",
+    "is_checkpoint": "source",
+    "open_checkpoint": "reading",
+    "save": "saving",
+    "verify": "verifying",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"nnx.checkpoint.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,255 @@
+"""Saving: all ranks together, in two rounds.
+
+1. Every rank describes its shards; the coordinator checks them, assigns the boxes and makes the save's
+   directory.
+2. Every rank writes its boxes and its own objects; the coordinator writes the index and the common
+   objects, and commits.
+
+Planning, writing and committing live in their own modules; this one only puts them in order.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from nnx.checkpoint.codec import Encoder
+from nnx.checkpoint.commit import begin, commit, discard, now
+from nnx.checkpoint.files import sync_directory, write_file
+from nnx.checkpoint.index import INDEX, encode_index
+from nnx.checkpoint.manifest import FileEntry, Manifest, digest
+from nnx.checkpoint.plan import Description, Mode, Plan, describe, make_plan, place
+from nnx.checkpoint.rounds import exchange, rank_and_size
+from nnx.checkpoint.shardfile import StoredBox, rank_file, write_rank_file
+from nnx.collective import control_group
+from nnx.errors import CheckpointError
+from nnx.layout import Box, Shard, shard_of
+
+__all__ = ["OBJECTS", "SaveRequest", "objects_file", "save", "write_objects"]
+
+OBJECTS = "objects.json"
+Files = dict[str, FileEntry]
+
+
+def save(
+    path: str | os.PathLike[str],
+    *,
+    tensors: Mapping[str, Shard],
+    objects: Mapping[str, Any],
+    rank_objects: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    state_dict_type: Literal["sharded", "deduped"] = "deduped",
+    provenance: Mapping[str, Any] | None = None,
+    opaque: Literal["error", "pickle"] = "error",
+    keep_previous: int = 0,
+) -> None:
+    """Write a checkpoint; collective over all ranks, a plain call in a single process.
+
+    The previous checkpoint at this path stays loadable until the new one is complete and on disk.
+
+    Args:
+        path: Directory of the checkpoint: new, empty, or a checkpoint to replace.
+        tensors: This rank's shards of every logical tensor.
+        objects: Everything else. Rank 0's tree is stored; tensors, DTensors and shards anywhere in it are
+            lifted out (of a plain tensor rank 0's value; of a DTensor or shard every rank's part, which
+            takes the same tree on all ranks).
+        rank_objects: A tree of this rank alone, such as its random state; it may hold small tensors.
+        aliases: Tied names that share storage with a tensor stored under another name.
+        state_dict_type: ``"deduped"`` stores each box once across the world; ``"sharded"`` stores every
+            rank's whole local state, so that each rank resumes from its own file.
+        provenance: Plain JSON that says where the checkpoint comes from. Nothing depends on it.
+        opaque: ``"pickle"`` stores objects that have no safe encoding; ``"error"`` refuses them.
+        keep_previous: How many earlier saves at this path to keep on disk.
+
+    Raises:
+        CheckpointError: On every rank, if any rank could not describe or write its part. What was saved
+            at this path before is then intact.
+    """
+    if state_dict_type not in ("sharded", "deduped"):
+        raise CheckpointError(
+            f"unknown state_dict_type {state_dict_type!r}.", remedy='Use "sharded" or "deduped".'
+        )
+    request = SaveRequest(
+        path=Path(path),
+        tensors=tensors,
+        objects=objects,
+        rank_objects=rank_objects,
+        aliases=aliases or {},
+        mode=state_dict_type,
+        provenance=provenance or {},
+        opaque=opaque,
+        keep_previous=keep_previous,
+    )
+    _Save(request).run()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What `save` was asked to do."""
+
+    path: Path
+    tensors: Mapping[str, Shard]
+    objects: Mapping[str, Any]
+    rank_objects: Mapping[str, Any] | None
+    aliases: Mapping[str, str]
+    mode: Mode
+    provenance: Mapping[str, Any]
+    opaque: Literal["error", "pickle"]
+    keep_previous: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What the coordinator tells a rank after planning."""
+
+    save_id: str
+    stored: list[StoredBox]
+    keep: list[int]
+
+
+class _Save:
+    """One save on one rank."""
+
+    def __init__(self, request: SaveRequest) -> None:
+        self.request = request
+        self.group = control_group()
+        self.rank, self.size = rank_and_size(self.group)
+        self.doing = f"saving '{request.path}'"
+        self.save_id = ""
+        self.plan: Plan | None = None
+        self.aliases: dict[str, str] = {}
+
+    def run(self) -> None:
+        told = exchange(self.group, self._describe, self._decide, doing=self.doing, give_up=self._give_up)
+        self.save_id = told.save_id
+        exchange(
+            self.group,
+            lambda: self._write(told),
+            self._commit,
+            doing=self.doing,
+            give_up=self._give_up,
+        )
+
+    def _describe(self) -> tuple[Description, dict[str, str]]:
+        request = self.request
+        common = Encoder("objects", request.opaque if self.rank == 0 else "skip")
+        self.objects = (common.encode(request.objects), common.opaque_objects)
+        own = Encoder(f"rank.{self.rank}", request.opaque)
+        self.own = (None if request.rank_objects is None else own.encode(request.rank_objects), own)
+        shards = dict(request.tensors)
+        lifted = _shards_of(common.tensors, keep_plain=self.rank == 0) | _shards_of(own.tensors)
+        for name, shard in lifted.items():
+            if name in shards:
+                raise CheckpointError(
+                    f"the tensor name '{name}' is reserved for a tensor inside the saved objects.",
+                    remedy="Rename the tensor; names starting with 'objects.' and 'rank.' are taken.",
+                )
+            shards[name] = shard
+        self.views = [view for shard in shards.values() for view in shard.data]
+        return describe(shards), dict(request.aliases)
+
+    def _decide(self, descriptions: list[tuple[Description, dict[str, str]]]) -> list[_Told]:
+        self.plan = make_plan([description for description, _ in descriptions], self.request.mode)
+        for _, aliases in descriptions:
+            self.aliases |= aliases
+        for alias, target in self.aliases.items():
+            if target not in self.plan.tensors or alias in self.plan.tensors:
+                raise CheckpointError(
+                    f"alias '{alias}' of '{target}': the target must be stored and the alias must not.",
+                    remedy="Map every tied name to the one name under which its tensor is given.",
+                )
+        self.save_id = begin(self.request.path)
+        return [
+            _Told(self.save_id, stored, keep)
+            for stored, keep in zip(self.plan.stored, self.plan.keep, strict=True)
+        ]
+
+    def _write(self, told: _Told) -> Files:
+        directory = self.request.path / told.save_id
+        files = write_rank_file(directory, self.rank, told.stored, [self.views[i] for i in told.keep])
+        tree, encoder = self.own
+        if tree is not None:
+            files |= write_objects(directory, self.rank, tree, encoder.opaque_objects)
+        if files and self.rank:
+            sync_directory(directory)
+        return files
+
+    def _commit(self, files_of_ranks: list[Files]) -> list[None]:
+        assert self.plan is not None
+        directory = self.request.path / self.save_id
+        files = {name: entry for files in files_of_ranks for name, entry in files.items()}
+        files |= write_objects(directory, None, *self.objects)
+        headers = [files[name].digested if (name := rank_file(r)) in files else 0 for r in range(self.size)]
+        index = encode_index(place(self.plan, headers), self.aliases)
+        write_file(directory / INDEX, index)
+        files[INDEX] = FileEntry(len(index), digest(index), len(index))
+        manifest = Manifest(
+            save_id=self.save_id,
+            created=now().isoformat(timespec="microseconds"),
+            files=files,
+            writer=writer_info(self.size),
+            provenance=self.request.provenance,
+        )
+        commit(self.request.path, manifest, keep_previous=self.request.keep_previous)
+        return [None] * self.size
+
+    def _give_up(self) -> None:
+        if self.save_id:
+            discard(self.request.path, self.save_id)
+
+
+def writer_info(world_size: int) -> dict[str, Any]:
+    """What the manifest records about the program that writes."""
+    return {"world_size": world_size, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+def objects_file(rank: int | None) -> str:
+    """Name of the file with the objects of one rank, or with the common ones."""
+    return OBJECTS if rank is None else f"r{rank:05d}.{OBJECTS}"
+
+
+def write_objects(directory: Path, rank: int | None, tree: Any, opaque: Mapping[str, Any]) -> Files:
+    """Write an encoded tree, and beside it what was set aside for pickle."""
+    name = objects_file(rank)
+    data = {name: json.dumps(tree, separators=(",", ":"), allow_nan=False).encode() + b"\n"}
+    if opaque:
+        buffer = io.BytesIO()
+        _pickle(dict(opaque), buffer)
+        data[f"{name.rsplit('.', 1)[0]}.bin"] = buffer.getvalue()
+    for file, content in data.items():
+        write_file(directory / file, content)
+    return {file: FileEntry(len(raw), digest(raw), len(raw)) for file, raw in data.items()}
+
+
+def _pickle(objects: dict[str, Any], buffer: io.BytesIO) -> None:
+    try:
+        torch.save(objects, buffer)
+    except Exception as error:  # pickle raises what the object's own methods raise
+        raise CheckpointError(
+            f"an object among {sorted(objects)} cannot be pickled: {error}.",
+            remedy="Remove it from what is saved.",
+        ) from error
+
+
+def _shards_of(lifted: Mapping[str, Tensor | Shard], *, keep_plain: bool = True) -> dict[str, Shard]:
+    """Describe lifted tensors; on ranks that do not store plain ones, leave those out."""
+    shards: dict[str, Shard] = {}
+    for name, value in lifted.items():
+        if isinstance(value, Shard):
+            shards[name] = value
+        elif isinstance(value, DTensor):
+            shards[name] = shard_of(value)
+        elif keep_plain:
+            tensor = value.detach()
+            shards[name] = Shard(tuple(value.shape), value.dtype, (Box.whole(value.shape),), (tensor,))
+    return shards

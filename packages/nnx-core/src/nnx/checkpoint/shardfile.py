@@ -1,0 +1,183 @@
+"""One rank's file: the boxes it writes, as a safetensors file, and the checksums beside it.
+
+Any safetensors tool reads the file. Its header is padded so that the data starts on a page; the data
+is gapless, widest elements first so that all stay aligned. Besides the standard fields the header
+says which logical tensor and box each entry is, so that the index can be rebuilt from the headers.
+This module owns that layout and never communicates.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from nnx.box import Box
+from nnx.checkpoint.dtypes import DTYPES
+from nnx.checkpoint.files import write_file
+from nnx.checkpoint.manifest import BLOCK, FileEntry, digest
+from nnx.checkpoint.stream import ALIGNMENT, StreamWriter
+
+__all__ = ["ShardWriter", "StoredBox", "file_order", "flat_bytes", "rank_file", "write_rank_file"]
+
+_SLAB = 8 << 20
+"""Most bytes that are copied at once out of memory that cannot be written from directly."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBox:
+    """One box that a rank stores, without its data."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype_name: str
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        """Its length in the file."""
+        return self.box.numel * DTYPES[self.dtype_name].itemsize
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file that this rank writes."""
+    return f"r{rank:05d}.safetensors"
+
+
+def file_order(boxes: Sequence[StoredBox]) -> list[int]:
+    """The order in which boxes stand in a file: widest numbers first, else as given."""
+    return sorted(range(len(boxes)), key=lambda i: -_width(boxes[i].dtype_name))
+
+
+def _width(dtype_name: str) -> int:
+    stored = DTYPES[dtype_name]
+    return stored.itemsize // stored.parts
+
+
+def write_rank_file(
+    directory: Path, rank: int, boxes: Sequence[StoredBox], data: Sequence[Tensor]
+) -> dict[str, FileEntry]:
+    """Write this rank's boxes and their checksums.
+
+    Args:
+        directory: The save directory.
+        rank: Which rank this is.
+        boxes: What to store, in any order.
+        data: The tensor for each box; of any device and stride.
+
+    Returns:
+        What the manifest must say about the two files; nothing where there is nothing to store.
+    """
+    if not boxes:
+        return {}
+    order = file_order(boxes)
+    header = _header([boxes[i] for i in order])
+    size = len(header) + sum(box.nbytes for box in boxes)
+    name = rank_file(rank)
+    with StreamWriter(directory / name, size=size) as stream:
+        stream.append(memoryview(header))
+        writer = ShardWriter(stream)
+        for i in order:
+            writer.add(data[i])
+        stream.finish()
+    sums = struct.pack(f"<{len(writer.sums)}Q", *writer.sums)
+    sums_name = f"{name.rsplit('.', 1)[0]}.sums"
+    write_file(directory / sums_name, sums)
+    return {
+        name: FileEntry(size, digest(header), len(header)),
+        sums_name: FileEntry(len(sums), digest(sums), len(sums)),
+    }
+
+
+class ShardWriter:
+    """Appends tensors to a stream and collects a checksum of every block of each."""
+
+    def __init__(self, stream: StreamWriter) -> None:
+        self.sums: list[int] = []
+        self._stream = stream
+
+    def add(self, tensor: Tensor) -> None:
+        """Append one tensor; its blocks start anew at its first byte."""
+        block = xxhash.xxh3_64()
+        missing = BLOCK
+        for slab in flat_bytes(tensor):
+            position = 0
+            while position < len(slab):
+                part = slab[position : position + missing]
+                block.update(self._stream.append(part))
+                position += len(part)
+                missing -= len(part)
+                if missing == 0:
+                    self.sums.append(block.intdigest())
+                    block.reset()
+                    missing = BLOCK
+        if missing < BLOCK:
+            self.sums.append(block.intdigest())
+
+
+def flat_bytes(tensor: Tensor, limit: int = _SLAB) -> Iterator[memoryview]:
+    """The bytes of a tensor in row-major order, copying at most `limit` bytes at once.
+
+    Memory on the CPU that is contiguous is not copied at all.
+    """
+    if tensor.numel() == 0:
+        return
+    if tensor.is_conj() or tensor.is_neg() or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        if tensor.numel() * tensor.element_size() > limit:
+            dim = next(d for d, extent in enumerate(tensor.shape) if extent > 1)
+            half = tensor.shape[dim] // 2
+            yield from flat_bytes(tensor.narrow(dim, 0, half), limit)
+            yield from flat_bytes(tensor.narrow(dim, half, tensor.shape[dim] - half), limit)
+            return
+        tensor = tensor.resolve_conj().resolve_neg().to("cpu").contiguous()
+    # The stride of a dim of extent 1 may be anything, which `reshape` would keep.
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    yield memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+def _header(boxes: Sequence[StoredBox]) -> bytes:
+    entries: dict[str, object] = {}
+    origin: dict[str, object] = {}
+    offsets: dict[str, object] = {}
+    taken = {"__metadata__"} | {box.name for box in boxes}
+    start = 0
+    for box in boxes:
+        key = _key(box.name, entries, taken)
+        taken.add(key)
+        stored = DTYPES[box.dtype_name]
+        parts = [stored.parts] if stored.parts > 1 else []
+        stop = start + box.nbytes
+        entries[key] = {
+            "dtype": stored.code,
+            "shape": [*box.box.size, *parts],
+            "data_offsets": [start, stop],
+        }
+        origin[key] = {
+            "name": box.name,
+            "dtype": box.dtype_name,
+            "shape": box.shape,
+            "offset": box.box.offset,
+        }
+        # torch's own Hugging Face reader looks for this entry.
+        offsets[key] = {"saved_offsets": [*box.box.offset, *(0 for _ in parts)]}
+        start = stop
+    metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets), "nnx": json.dumps(origin)}
+    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _key(name: str, used: dict[str, object], taken: set[str]) -> str:
+    """The tensor's name for its first box in this file, a numbered one for further boxes."""
+    if name not in used and name != "__metadata__":
+        return name
+    number = 1
+    while f"{name}#{number}" in taken:
+        number += 1
+    return f"{name}#{number}"

@@ -1,0 +1,184 @@
+"""Writing one large file at the speed of the disk with a bounded amount of memory.
+
+Bytes are collected in a few page-aligned buffers that a thread writes out while the caller fills the
+next one. Direct I/O avoids the page cache, which is slower and would push out what training needs;
+where the file system refuses it, the same code writes through the cache.
+This module knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import queue
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from nnx.checkpoint.files import explained
+
+__all__ = ["ALIGNMENT", "StreamWriter"]
+
+ALIGNMENT = 4096
+"""Direct I/O needs positions, lengths and memory aligned to this (at most, on known file systems)."""
+
+_BUFFER = 8 << 20
+_BUFFERS = 3
+
+_spare: list[mmap.mmap] = []
+_spare_lock = threading.Lock()
+
+
+class StreamWriter:
+    """Create a file and append bytes to it; the file is on disk after `finish`.
+
+    Used as a context manager: leaving it by an exception stops the thread and closes the file.
+
+    Args:
+        path: The file, which must not exist.
+        size: How long it will be; direct I/O writes whole pages, and what is too much is cut off again.
+
+    Raises:
+        CheckpointError: The file cannot be created or written. Errors of the thread surface in the next
+            `append` or in `finish`.
+    """
+
+    def __init__(self, path: Path, *, size: int) -> None:
+        self.path = path
+        self.position = 0
+        self._size = size
+        self._error: BaseException | None = None
+        self._free: queue.Queue[mmap.mmap] = queue.Queue()
+        self._full: queue.Queue[tuple[mmap.mmap, int, int] | None] = queue.Queue()
+        with explained("write", path):
+            self._fd = _create(path)
+        for buffer in _borrow():
+            self._free.put(buffer)
+        self._buffer = self._free.get()
+        self._view = memoryview(self._buffer)
+        self._filled = 0
+        self._thread = threading.Thread(target=self._drain, name="nnx-save", daemon=True)
+        self._thread.start()
+
+    def append(self, data: memoryview) -> memoryview:
+        """Add bytes to the file.
+
+        Returns:
+            The copy of the bytes that will be written, if it is in one piece, else the bytes themselves.
+            It is fresh in the processor's cache, and valid until the next call.
+        """
+        room = _BUFFER - self._filled
+        if len(data) > room:
+            self._put(data[:room])
+            self._put(data[room:])
+            return data
+        return self._put(data)
+
+    def finish(self) -> None:
+        """Write what is left and force it to disk."""
+        self._submit(last=True)
+        self._stop()
+        with explained("write", self.path):
+            if self._error is not None:
+                raise self._error
+            os.ftruncate(self._fd, self._size)
+            os.fsync(self._fd)
+
+    def __enter__(self) -> StreamWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+        os.close(self._fd)
+        self._view.release()
+        buffers = [self._buffer]
+        with contextlib.suppress(queue.Empty):
+            while True:
+                buffers.append(self._free.get_nowait())
+        _give_back(buffers)
+
+    def _put(self, data: memoryview) -> memoryview:
+        if self._filled == _BUFFER:
+            self._submit(last=False)
+        place = self._view[self._filled : self._filled + len(data)]
+        place[:] = data
+        self._filled += len(data)
+        self.position += len(data)
+        return place
+
+    def _submit(self, *, last: bool) -> None:
+        if self._error is not None:
+            with explained("write", self.path):
+                raise self._error
+        length = -(-self._filled // ALIGNMENT) * ALIGNMENT  # the tail is cut off again by `finish`
+        self._view[self._filled : length] = bytes(length - self._filled)
+        self._view.release()
+        self._full.put((self._buffer, self.position - self._filled, length))
+        self._buffer = self._free.get()
+        self._view = memoryview(self._buffer)
+        self._filled = 0
+        if last:
+            self._full.put(None)
+
+    def _stop(self) -> None:
+        if self._thread.is_alive():
+            self._full.put(None)
+            self._thread.join()
+
+    def _drain(self) -> None:
+        while (item := self._full.get()) is not None:
+            buffer, position, length = item
+            if self._error is None:
+                try:
+                    with memoryview(buffer) as view:
+                        self._write(view[:length], position)
+                except BaseException as error:  # handed to the caller
+                    self._error = error
+            self._free.put(buffer)
+
+    def _write(self, data: memoryview, position: int) -> None:
+        while data:
+            try:
+                written = os.pwrite(self._fd, data, position)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not _leave_direct(self._fd):
+                    raise
+                continue
+            data, position = data[written:], position + written
+
+
+def _create(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    with contextlib.suppress(FileNotFoundError):  # some kernels create it before they refuse
+        path.unlink()
+    return os.open(path, flags, 0o666)
+
+
+def _leave_direct(fd: int) -> bool:
+    """Continue through the page cache; false if that is what happened already."""
+    direct = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~direct)
+    return bool(flags & direct)
+
+
+def _borrow() -> list[mmap.mmap]:
+    with _spare_lock:
+        buffers, _spare[:] = _spare[:_BUFFERS], _spare[_BUFFERS:]
+    return buffers + [mmap.mmap(-1, _BUFFER) for _ in range(_BUFFERS - len(buffers))]
+
+
+def _give_back(buffers: list[mmap.mmap]) -> None:
+    """Keep one set for the next save: fresh memory costs more than writing to it."""
+    with _spare_lock:
+        _spare.extend(buffers[: max(0, _BUFFERS - len(_spare))])
