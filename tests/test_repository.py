@@ -180,3 +180,22 @@ def test_files_that_the_documentation_links_to_exist(path):
     targets = re.findall(r"\]\(([^)#\s]+)", path.read_text())
     local = [target for target in targets if "://" not in target and not target.startswith("mailto:")]
     assert [target for target in local if not (path.parent / target).exists()] == []
+
+
+def places_in_the_tour() -> list[str]:
+    return sorted(set(re.findall(r"`(\w+(?:\.\w+)*:\w+(?:\.\w+)*)`", (ROOT / "docs/tour.md").read_text())))
+
+
+@pytest.mark.parametrize("place", [place for place in places_in_the_tour() if place != "module:name"])
+def test_every_place_that_the_tour_visits_exists(place):
+    module, _, name = place.partition(":")
+    sources = [package / "src" / module.replace(".", "/") for package in PACKAGES]
+    files = [
+        file for path in sources for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()
+    ]
+    assert len(files) == 1, f"no module {module}"
+    body = ast.parse(files[0].read_text()).body
+    for part in name.split("."):
+        found = [node for node in body if getattr(node, "name", None) == part]
+        assert found, f"{module} does not define {name}"
+        body = getattr(found[0], "body", [])
