@@ -52,6 +52,7 @@ def save(
     provenance: Mapping[str, Any] | None = None,
     opaque: Literal["error", "pickle"] = "error",
     keep_previous: int = 0,
+    collective: bool = True,
 ) -> None:
     """Write a checkpoint; collective over all ranks, a plain call in a single process.
 
@@ -70,6 +71,8 @@ def save(
         provenance: Plain JSON that says where the checkpoint comes from. Nothing depends on it.
         opaque: ``"pickle"`` stores objects that have no safe encoding; ``"error"`` refuses them.
         keep_previous: How many earlier saves at this path to keep on disk.
+        collective: False writes from this process alone, which must hold every tensor whole; for
+            strategies that save from one rank.
 
     Raises:
         CheckpointError: On every rank, if any rank could not describe or write its part. What was saved
@@ -89,6 +92,7 @@ def save(
         provenance=provenance or {},
         opaque=opaque,
         keep_previous=keep_previous,
+        collective=collective,
     )
     _Save(request).run()
 
@@ -106,6 +110,7 @@ class SaveRequest:
     provenance: Mapping[str, Any]
     opaque: Literal["error", "pickle"]
     keep_previous: int
+    collective: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +127,7 @@ class _Save:
 
     def __init__(self, request: SaveRequest) -> None:
         self.request = request
-        self.group = control_group()
+        self.group = control_group() if request.collective else None
         self.rank, self.size = rank_and_size(self.group)
         self.doing = f"saving '{request.path}'"
         self.save_id = ""
