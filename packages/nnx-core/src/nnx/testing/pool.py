@@ -264,7 +264,9 @@ def _job(
     file = ""
     with contextlib.suppress(TypeError):  # a builtin has no file
         file = inspect.getsourcefile(fn) or ""
-    return _Job(fn.__module__, fn.__qualname__, file, pickle.dumps(args), env, list(sys.path), init)
+    # A script's functions have to be found by its file: the worker's main module is another one.
+    module = f"nnx_script_{Path(file).stem}" if fn.__module__ == "__main__" else fn.__module__
+    return _Job(module, fn.__qualname__, file, pickle.dumps(args), env, list(sys.path), init)
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
