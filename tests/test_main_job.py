@@ -116,5 +116,5 @@ def test_it_refuses_a_training_without_a_middle(tmp_path):
 def test_it_says_which_run_failed(tmp_path):
     finished = train_gpt(tmp_path, "--steps=2", "--strategy=no_such_strategy")
     assert finished.returncode == 1
-    assert "uninterrupted failed (exit code 1); its error stands above." in finished.stdout
+    assert "uninterrupted failed with exit code 1; its error stands above." in finished.stdout
     assert "no_such_strategy" in finished.stderr
