@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from jobs import tiny_backend_jobs as jobs
 
 TINY = Path(__file__).parents[1] / "examples/tiny_backend"

@@ -9,12 +9,21 @@ STEPS = 4
 
 
 def train(strategy: str, directory: Path, resume: Path | None = None) -> dict[str, list[float]]:
-    """A few steps of the example's GPT, with accumulation and clipping: the global loss of each batch."""
-    import nnx
+    """A few steps of the example's GPT, with accumulation and clipping: the global loss of each batch.
+
+    With SGD, and clipping that spares most elements: Adam, or clipping by norm, would hide a wrong scale.
+    """
+    import torch
     from gpt.data import StandardLibrary
     from gpt.model import GPTConfig
     from gpt.module import LitGPT
     from lightning.pytorch import Callback, Trainer, seed_everything
+
+    import nnx
+
+    class Descent(LitGPT):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.5)
 
     class Record(Callback):
         def __init__(self) -> None:
@@ -36,7 +45,8 @@ def train(strategy: str, directory: Path, resume: Path | None = None) -> dict[st
             strategy=strategy,
             max_epochs=1,
             accumulate_grad_batches=2,
-            gradient_clip_val=0.1,
+            gradient_clip_val=0.01,
+            gradient_clip_algorithm="value",
             callbacks=record,
             limit_val_batches=2,
             num_sanity_val_steps=0,
@@ -47,7 +57,7 @@ def train(strategy: str, directory: Path, resume: Path | None = None) -> dict[st
             enable_model_summary=False,
         )
         data = StandardLibrary(steps=2 * STEPS, global_batch=12, context=32, limit=50_000)
-        module = LitGPT(config, steps=STEPS)
+        module = Descent(config, steps=STEPS)
         if resume is None:
             trainer.fit(module, datamodule=data)
             trainer.save_checkpoint(directory / "last.ckpt")

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import nnx
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import nnx
 from nnx_tiny.options import AveragedOptions
 
 __all__ = ["AveragedBackend"]
