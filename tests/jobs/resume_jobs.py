@@ -1,0 +1,69 @@
+"""One cell of the resume matrix: save in one run, resume in another, and report exact values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed.tensor import DTensor
+
+from jobs.training import Net, Run, digest_of, make_trainer
+
+
+@dataclass
+class Seen:
+    """What a run saw: exact training state at the moment of saving or resuming, and the losses after."""
+
+    weights: str
+    optimizer: str
+    losses: list[float]
+
+
+class Snapshot(Callback):
+    """Hashes weights and optimizer state when the run has come to a given step."""
+
+    def __init__(self, step: int, save: str | None) -> None:
+        self.step, self.save, self.seen = step, save, ("", "")
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if trainer.global_step == self.step and self.save is None:
+            self.seen = exact_state(trainer, module)
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == self.step and self.save is not None:
+            trainer.save_checkpoint(self.save)
+            self.seen = exact_state(trainer, module)
+
+
+def exact_state(trainer: Trainer, module: LightningModule) -> tuple[str, str]:
+    """Hashes of all weights and of all optimizer state, complete, by name; collective."""
+    weights = {name: _full(value) for name, value in module.state_dict().items()}
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    state: dict[str, torch.Tensor] = {}
+    for index, optimizer in enumerate(trainer.optimizers):
+        for parameter, entries in optimizer.state.items():
+            for key, value in entries.items():
+                state[f"{index}.{names[parameter]}.{key}"] = _full(value)
+        for number, group in enumerate(optimizer.param_groups):
+            for key in ("lr", "weight_decay", "betas", "momentum"):
+                if key in group:
+                    state[f"{index}.group{number}.{key}"] = torch.tensor(group[key], dtype=torch.float64)
+    return digest_of(weights), digest_of(state)
+
+
+def _full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
+
+
+def run_cell(run: Run, step: int) -> Seen:
+    """Train a run that saves at `step`, or one that resumes from a checkpoint of that step."""
+    import nnx
+
+    module = Net(run)
+    snapshot = Snapshot(step, run.save)
+    plugins = [nnx.CheckpointIO()] if run.strategy in ("ddp", "auto") else None
+    trainer = make_trainer(run, callbacks=[snapshot], plugins=plugins)
+    trainer.fit(module, ckpt_path=run.resume)
+    return Seen(*snapshot.seen, module.losses)
