@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-__all__ = ["TARGETS", "autoload", "failures", "install"]
+__all__ = ["TARGETS", "autoload", "callbacks", "failures", "install", "mirror_callbacks"]
 
 TARGETS = (
     "lightning.pytorch.strategies",
@@ -120,3 +120,23 @@ def autoload() -> None:
             install()
     except Exception as error:
         _remember("import torch", error)
+
+
+def callbacks() -> list[Any]:
+    """What each Trainer of ``lightning.pytorch`` asks for: our callbacks, where nnx is in use."""
+    return _callbacks("callbacks")
+
+
+def mirror_callbacks() -> list[Any]:
+    """The same for ``pytorch_lightning``."""
+    return _callbacks("mirror_callbacks")
+
+
+def _callbacks(maker: str) -> list[Any]:
+    # A Trainer that has nothing to do with nnx must not import it, nor fail because it is broken.
+    if "nnx.lightning.checkpoint_io" not in sys.modules:
+        return []
+    from nnx.lightning import parameter_names
+
+    found: list[Any] = getattr(parameter_names, maker)()
+    return found

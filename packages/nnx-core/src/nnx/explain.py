@@ -82,9 +82,11 @@ def _explain_unknown(name: str, usable: Sequence[str]) -> NnxError:
     from difflib import get_close_matches
 
     candidates = {*usable, *known(), *historical(), *LIGHTNING_NAMES}
-    # One more than is shown: an installed name goes before one that must be installed first.
-    near = get_close_matches(name.lower(), sorted(candidates), n=3, cutoff=0.7)
-    near.sort(key=lambda candidate: candidate not in usable and candidate not in LIGHTNING_NAMES)
+    # More than is shown: a name that works goes before one to install, and that before one of the past.
+    near = get_close_matches(name.lower(), sorted(candidates), n=3)
+    near.sort(
+        key=lambda found: 0 if found in usable else 2 if found in historical() else int(found in known())
+    )
     remedy = f"Did you mean {near[0]!r}?" if near else "Run `nnx list` to see the names."
     remedy += _how_to_get(near[0], usable) if near else ""
     broken = [problem.distribution for problem in inventory().problems if problem.kind != "collision"]

@@ -51,7 +51,6 @@ class _State:
     lock = threading.RLock()
     found: Inventory | None = None
     unfinished: Inventory | None = None
-    asked_early = False
 
 
 def inventory() -> Inventory:
@@ -62,12 +61,10 @@ def inventory() -> Inventory:
     """
     with _State.lock:
         if _State.unfinished is not None:
-            # A plugin's own module asks, most likely because it imports Lightning while it is loaded.
-            _State.asked_early = True
+            # A plugin's own module asks while it is loaded.
             return _State.unfinished
         if _State.found is None:
             _State.found = _discover(entry_points(group=GROUP))
-            _complete_early_answers()
         if _State.found.problems and os.environ.get("NNX_STRICT_PLUGINS") == "1":
             raise PluginError(
                 "; ".join(str(problem) for problem in _State.found.problems),
@@ -89,14 +86,6 @@ def refresh() -> Inventory:
         found = inventory()
     StrategyRegistry.synchronize()
     return found
-
-
-def _complete_early_answers() -> None:
-    if _State.asked_early:
-        from nnx.registry import StrategyRegistry
-
-        _State.asked_early = False
-        StrategyRegistry.synchronize()
 
 
 def checkpoint_formats() -> dict[str, CheckpointFormatSpec]:

@@ -6,6 +6,8 @@ becomes of a refusal, is decided in `discovery`.
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -28,6 +30,36 @@ class RefusedError(Exception):
         self.kind, self.detail, self.remedy = kind, detail, remedy
 
 
+class EngineImportError(NnxError, ImportError):
+    """The module of a plugin's entry point imports an engine, which is for the target's module to do."""
+
+
+class _Barrier:
+    """Keeps engines from being imported while a plugin is loaded.
+
+    That would make listing slow. It would also break Lightning: plugins are loaded while Lightning is
+    being imported, and importing more of it out of turn leaves it damaged.
+    """
+
+    engines = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_fabric"})
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if fullname.partition(".")[0] in self.engines and threading.get_ident() == self._thread:
+            raise EngineImportError(
+                f"it imports {fullname} as soon as it is loaded.",
+                remedy="Its authors should declare targets as text, and import engines in those modules.",
+            )
+
+    def __enter__(self) -> None:
+        sys.meta_path.insert(0, self)
+
+    def __exit__(self, *_: object) -> None:
+        sys.meta_path.remove(self)
+
+
 def new_manager() -> pluggy.PluginManager:
     """A plugin manager that knows the hooks of nnx and no plugin."""
     manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -48,7 +80,13 @@ def load(manager: pluggy.PluginManager, entry: EntryPoint, plugin: Plugin) -> li
             f"{plugin.distribution} declares this entry point twice.",
             "Report this to the authors of the plugin.",
         )
-    module = _guarded("import", plugin, entry.load)
+    with _Barrier():
+        module = _guarded("import", plugin, entry.load)
+        return _register(manager, plugin, module)
+
+
+def _register(manager: pluggy.PluginManager, plugin: Plugin, module: Any) -> list[StrategySpec]:
+    key = _key(plugin)
     try:
         _guarded("hook", plugin, lambda: manager.register(module, name=key))
         _check_hooks(manager, module)

@@ -1,0 +1,263 @@
+"""What Lightning's Trainer and Fabric see, in all four of its module trees."""
+
+import importlib
+import pickle
+
+import lightning.fabric
+import lightning.pytorch
+import lightning_fabric
+import pytest
+import pytorch_lightning
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import StrategyRegistry as Lightnings
+
+import nnx
+from nnx.errors import OptionError, PluginError, StrategyNotFoundError, StrategyNotInstalledError
+from nnx.lightning.explaining import ExplainingList
+from nnx.lightning.factory import default_namespace
+from nnx.lightning.registration import StrategyFactory
+from nnx.spec import LIGHTNING_NAMES
+
+pytestmark = [
+    pytest.mark.usefixtures("clean_names"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+Registry = nnx.StrategyRegistry
+TREES = {
+    "lightning.pytorch": lightning.pytorch.Trainer,
+    "pytorch_lightning": pytorch_lightning.Trainer,
+    "lightning.fabric": lightning.fabric.Fabric,
+    "lightning_fabric": lightning_fabric.Fabric,
+}
+DDP = {tree: f"{tree}.strategies:DDPStrategy" for tree in TREES}
+each_tree = pytest.mark.parametrize("tree", TREES)
+
+
+class MyDDP(DDPStrategy):
+    pass
+
+
+class MyIO(TorchCheckpointIO):
+    pass
+
+
+def registry_of(tree):
+    module = importlib.import_module(f"{tree}.strategies")
+    return module.STRATEGY_REGISTRY if "fabric" in tree else module.StrategyRegistry
+
+
+def chosen(tree, strategy):
+    quiet = {} if "fabric" in tree else {"logger": False, "enable_progress_bar": False}
+    user = TREES[tree](strategy=strategy, accelerator="cpu", devices=1, **quiet)
+    return user.strategy
+
+
+@each_tree
+def test_a_registration_is_visible_at_once_and_its_removal_too(tree):
+    Registry.register("mine", DDP[tree], description="my own", process_group_backend="gloo")
+    assert "mine" in registry_of(tree).available_strategies()
+    assert registry_of(tree)["mine"]["description"] == "my own"
+    assert type(chosen(tree, "mine")).__module__ == f"{tree}.strategies.ddp"
+    assert chosen(tree, "mine").process_group_backend == "gloo"
+    Registry.remove("mine")
+    assert "mine" not in registry_of(tree).available_strategies()
+
+
+@each_tree
+def test_every_name_of_nnx_is_in_lightnings_registry_and_lightnings_are_untouched(tree):
+    offered = set(registry_of(tree))
+    assert set(Registry.names()) <= offered
+    own = {name for name in offered if not isinstance(registry_of(tree)[name]["strategy"], StrategyFactory)}
+    assert own <= LIGHTNING_NAMES
+    assert "ddp" in own
+
+
+def test_the_names_that_we_leave_to_lightning_are_all_that_it_has():
+    theirs = {
+        name
+        for tree in TREES
+        for name, data in registry_of(tree).items()
+        if not isinstance(data["strategy"], StrategyFactory)
+    }
+    assert theirs <= LIGHTNING_NAMES
+    # The rest are aliases that nobody lists, and combinations that only some versions have.
+    assert LIGHTNING_NAMES - theirs <= {
+        "auto",
+        *(name for name in LIGHTNING_NAMES if name.startswith("ddp_")),
+    }
+
+
+def test_a_class_of_this_process_can_be_chosen_by_name():
+    Registry.register("mine", MyDDP, static_graph=True)
+    assert type(chosen("lightning.pytorch", "mine")) is MyDDP
+    assert chosen("lightning.pytorch", "MINE")._ddp_kwargs == {"static_graph": True}
+
+
+def test_a_strategy_class_of_another_tree_is_refused_with_the_reason():
+    Registry.register("mine", MyDDP)
+    with pytest.raises(OptionError, match="not a pytorch_lightning strategy"):
+        chosen("pytorch_lightning", "mine")
+
+
+@pytest.mark.parametrize("given", [MyIO, MyIO(), lambda: MyIO()], ids=["class", "instance", "function"])
+def test_a_strategy_can_be_registered_with_its_own_checkpoint_io(given):
+    Registry.register("mine", MyDDP, checkpoint_io=given)
+    assert type(chosen("lightning.pytorch", "mine").checkpoint_io) is MyIO
+    other = TorchCheckpointIO()
+    assert nnx.strategy("mine", checkpoint_io=other).checkpoint_io is other
+
+
+def test_overriding_a_name_of_lightnings_lasts_until_it_is_removed():
+    Registry.register("ddp", MyDDP, override=True)
+    assert type(chosen("lightning.pytorch", "ddp")) is MyDDP
+    Registry.synchronize()
+    Registry.remove("ddp")
+    assert type(chosen("lightning.pytorch", "ddp")) is DDPStrategy
+
+
+def test_a_name_that_somebody_else_gave_to_lightning_is_not_taken_and_nothing_is_half_registered():
+    Lightnings.register("theirs", MyDDP)
+    try:
+        with pytest.raises(PluginError) as caught:
+            Registry.register("theirs", "a:B")
+        assert "the registry of lightning.pytorch already provides that name" in str(caught.value)
+        assert "theirs" not in Registry
+        assert not any("theirs" in registry_of(tree) for tree in TREES if tree != "lightning.pytorch")
+        assert Lightnings["theirs"]["strategy"] is MyDDP
+        assert type(nnx.strategy("theirs", static_graph=True)) is MyDDP
+    finally:
+        Lightnings.remove("theirs")
+
+
+def test_a_strategy_for_one_front_end_is_not_offered_to_the_other(site):
+    site.add(
+        "aa-fabric",
+        """
+        from nnx import Capabilities, StrategySpec, hookimpl
+
+        @hookimpl
+        def nnx_strategies():
+            return [StrategySpec("only_fabric", "a:B", capabilities=Capabilities(trainer=False))]
+        """,
+    )
+    Registry.synchronize()
+    assert "only_fabric" in registry_of("lightning.fabric")
+    assert "only_fabric" not in registry_of("lightning.pytorch")
+    with pytest.raises(ValueError, match=r"'only_fabric' does not support Trainer\. Use it with Fabric"):
+        chosen("lightning.pytorch", "only_fabric")
+
+
+@each_tree
+def test_a_mistyped_name_is_lightnings_error_with_a_suggestion(tree):
+    with pytest.raises(ValueError) as caught:
+        chosen(tree, "fspd_auto")
+    assert type(caught.value) is StrategyNotFoundError
+    assert str(caught.value) == (
+        "You selected an invalid strategy name: `strategy='fspd_auto'`. No strategy is called 'fspd_auto'. "
+        "Did you mean 'fsdp_auto'?"
+    )
+
+
+@each_tree
+def test_a_name_whose_package_is_missing_says_what_to_install(tree):
+    with pytest.raises(StrategyNotInstalledError) as caught:
+        chosen(tree, "ColossalAI")
+    assert str(caught.value).startswith("You selected an invalid strategy name: `strategy='colossalai'`. ")
+    assert str(caught.value).endswith("Run `pip install nnx-colossalai`.")
+
+
+@each_tree
+def test_a_name_of_the_past_says_what_to_use(tree):
+    with pytest.raises(ValueError, match=r"it was fairscale's ShardedDDP\. Use 'fsdp_auto' instead"):
+        chosen(tree, "ddp_sharded")
+
+
+def test_fabric_still_has_the_name_that_trainer_lost():
+    assert chosen("lightning.fabric", "dp") is not None
+    with pytest.raises(ValueError, match="it was torch's DataParallel"):
+        chosen("lightning.pytorch", "dp")
+
+
+def test_a_name_with_capitals_in_lightnings_registry_is_explained():
+    Lightnings.register("MyStrategy", MyDDP)
+    try:
+        with pytest.raises(
+            ValueError, match="registered as 'MyStrategy', but Lightning looks names up in lower"
+        ):
+            chosen("lightning.pytorch", "MyStrategy")
+    finally:
+        Lightnings.remove("MyStrategy")
+
+
+@each_tree
+def test_a_strategy_object_of_another_tree_is_explained(tree):
+    other = next(name for name in TREES if name != tree)
+    strategy = nnx.strategy("ddp", namespace=other)
+    with pytest.raises(ValueError) as caught:
+        chosen(tree, strategy)
+    assert f"It is a strategy of {other}, and this is {tree}: each has its own classes." in str(caught.value)
+    assert f"namespace={tree!r}" in caught.value.remedy
+
+
+@each_tree
+def test_strategy_objects_of_the_right_tree_pass(tree):
+    strategy = nnx.strategy("ddp", namespace=tree)
+    assert chosen(tree, strategy) is strategy
+
+
+def test_something_that_is_no_strategy_gets_lightnings_own_message():
+    with pytest.raises(ValueError, match="It must be either a string or an instance of"):
+        chosen("lightning.pytorch", 3)
+
+
+def test_everybody_but_lightnings_connectors_gets_a_plain_list():
+    names = Lightnings.available_strategies()
+    assert type(names) is list
+    assert names == list(Lightnings)
+    assert "banana" not in names
+
+
+def test_the_explaining_list_survives_pickling_as_a_spawned_trainer_needs():
+    names = ExplainingList(["one"], "lightning.fabric")
+    copy = pickle.loads(pickle.dumps(names))
+    assert (type(copy), copy, copy.namespace) == (ExplainingList, names, "lightning.fabric")
+    trainer = lightning.pytorch.Trainer(strategy="ddp_spawn", accelerator="cpu", devices=2, logger=False)
+    pickle.dumps(trainer._accelerator_connector._registered_strategies)
+
+
+@each_tree
+def test_the_factories_are_picklable(tree):
+    for name in Registry.names():
+        factory = registry_of(tree)[name]["strategy"]
+        assert pickle.loads(pickle.dumps(factory)) == factory
+
+
+def test_nnx_strategy_builds_any_name_with_options():
+    Registry.register("mine", MyDDP, static_graph=True, find_unused_parameters=True)
+    built = nnx.strategy("mine", find_unused_parameters=False)
+    assert built._ddp_kwargs == {"static_graph": True, "find_unused_parameters": False}
+    own = nnx.strategy("ddp_find_unused_parameters_true", static_graph=True)
+    assert own._ddp_kwargs == {"find_unused_parameters": True, "static_graph": True}
+
+
+@each_tree
+def test_nnx_strategy_builds_for_the_tree_that_is_asked_for(tree):
+    module = importlib.import_module(f"{tree}.strategies")
+    assert isinstance(nnx.strategy("ddp", namespace=tree), module.DDPStrategy)
+    assert default_namespace() == "lightning.pytorch"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"),
+    [
+        ("FSDP_AUTO", {}, StrategyNotFoundError, "Did you mean 'fsdp_auto'?"),
+        ("colossalai", {}, StrategyNotInstalledError, "pip install nnx-colossalai"),
+        ("ddp", {"namespace": "lightning"}, OptionError, "namespace='lightning' is unknown."),
+        ("mine", {}, StrategyNotFoundError, "no strategy is called 'mine'"),
+    ],
+)
+def test_nnx_strategy_explains_what_it_cannot_build(name, options, error, message):
+    with pytest.raises(error) as caught:
+        nnx.strategy(name, **options)
+    assert message in str(caught.value)
