@@ -22,6 +22,7 @@ __all__ = [
     "FORMAT",
     "MANIFEST",
     "VERSION",
+    "DamagedManifestError",
     "FileEntry",
     "Manifest",
     "decode_manifest",
@@ -86,6 +87,10 @@ class Manifest:
     requires: tuple[str, ...] = ()
 
 
+class DamagedManifestError(CheckpointError):
+    """A manifest is there, but it is not what was written."""
+
+
 def digest(data: bytes | bytearray | memoryview) -> str:
     """xxh3-128 in hexadecimal: the digest of every file that is not tensor data."""
     return xxhash.xxh3_128_hexdigest(data)
@@ -143,7 +148,7 @@ def decode_manifest(raw: bytes, *, source: str) -> Manifest:
         CheckpointError: It is damaged, not an nnx manifest, or of a version that this nnx cannot read.
     """
     body = _parse(raw, source)
-    if body.get("format") != FORMAT:
+    if body.get("format") != FORMAT and not raw.startswith(_HEAD):
         raise CheckpointError(
             f"'{source}' is not the manifest of an nnx checkpoint (format {body.get('format')!r}).",
             remedy="Check the path.",
@@ -209,8 +214,8 @@ def _file_entry(name: str, entry: dict[str, Any]) -> FileEntry:
     return FileEntry(size, hexadecimal, digested)
 
 
-def _damaged(source: str, why: str) -> CheckpointError:
-    return CheckpointError(
+def _damaged(source: str, why: str) -> DamagedManifestError:
+    return DamagedManifestError(
         f"'{source}' is damaged: {why}.",
         remedy="Restore it from a backup, or resume from another checkpoint.",
     )

@@ -135,8 +135,6 @@ class Checkpoint:
         """Read one tensor, or one box of it, into new memory on the CPU."""
         entry = self.entry(name)
         box = box or Box.whole(entry.shape)
-        if box.intersection(Box.whole(entry.shape)) != box and box.numel:
-            raise CheckpointError(f"{box} lies outside tensor '{name}' of shape {entry.shape}.")
         tensor = torch.empty(box.size, dtype=entry.dtype)
         self.fill({name: Shard(entry.shape, entry.dtype, (box,), (tensor,))})
         return tensor
@@ -197,3 +195,8 @@ def _require_same(entry: TensorEntry, name: str, shard: Shard, path: Path) -> No
             f"tensor '{name}' is {entry.dtype} in checkpoint '{path}', but {shard.dtype} in the model.",
             remedy="Load with the precision that was saved, and convert the model afterwards.",
         )
+    for box in shard.boxes:
+        if any(a + n > full for a, n, full in zip(box.offset, box.size, entry.shape, strict=True)):
+            raise CheckpointError(
+                f"{box} lies outside tensor '{name}' of shape {entry.shape}.", remedy="Ask for a box inside."
+            )

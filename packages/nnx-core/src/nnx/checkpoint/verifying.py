@@ -14,9 +14,9 @@ from pathlib import Path
 import xxhash
 
 from nnx.checkpoint.files import read_exactly
-from nnx.checkpoint.index import Index
-from nnx.checkpoint.manifest import MANIFEST, FileEntry
-from nnx.checkpoint.source import Source, is_checkpoint, read_manifest
+from nnx.checkpoint.index import INDEX, Index
+from nnx.checkpoint.manifest import MANIFEST, DamagedManifestError, FileEntry
+from nnx.checkpoint.source import Source, read_manifest
 from nnx.errors import CheckpointError
 
 __all__ = ["Damage", "verify"]
@@ -59,9 +59,7 @@ def verify(
     root = Path(path)
     try:
         manifest = read_manifest(root)
-    except CheckpointError as error:
-        if not is_checkpoint(root) or " is damaged: " not in error.message:
-            raise
+    except DamagedManifestError as error:
         return [Damage(MANIFEST, 0, (root / MANIFEST).stat().st_size, error.message)]
     return _Verification(Source(root, manifest), progress).run()
 
@@ -117,12 +115,12 @@ class _Verification:
             self._report(MANIFEST, 0, len(expected), f"'{path}' differs from the checkpoint's manifest.")
 
     def _index(self) -> Index | None:
-        if self.found and any(damage.file.endswith("/index.json") for damage in self.found):
+        if any(damage.file.endswith(f"/{INDEX}") for damage in self.found):
             return None
         try:
             return self.source.index
         except CheckpointError as error:
-            self._report("index.json", 0, 0, error.message)
+            self._report(INDEX, 0, 0, error.message)
             return None
 
     def _check_blocks(self, name: str, entry: FileEntry, index: Index | None, whole: set[str]) -> None:

@@ -1,0 +1,264 @@
+"""Saves that cannot succeed: one error on every rank, and the previous checkpoint intact."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nnx.checkpoint
+from jobs import checkpoint_jobs
+from nnx.checkpoint.files import _REMEDIES, explained
+from nnx.errors import CheckpointError
+from nnx.layout import Box, Shard, shard_of
+from nnx.testing.pool import JobError, WorkerPool
+
+
+def names(path: Path) -> set[str]:
+    return {entry.name for entry in path.iterdir()}
+
+
+def save(path: Path, **more: Any) -> None:
+    nnx.checkpoint.save(path, tensors={"w": shard_of(torch.ones(3))}, **{"objects": {}, **more})
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (
+            "file size limit",
+            r"failed on rank 1: cannot write '.*r00001.safetensors': File too large. .*ulimit",
+        ),
+        (
+            "shape",
+            r"ranks disagree about tensor 'model.scalar': float32 \(\) on rank 0, float32 \(2,\) on rank 1",
+        ),
+        (
+            "dtype",
+            r"ranks disagree about tensor 'model.scalar': float32 \(\) on rank 0, int64 \(\) on rank 1",
+        ),
+        ("gap", r"tensor 'model.rows' do not make up its shape \(301, 400\): the boxes hold 60400 of 120400"),
+        ("overlap", r"tensor 'model.rows' do not make up .*: box .* overlaps box \(0, 0\)\+"),
+        ("opaque", r"failed on rank 1: the object at 'sampler' is a builtins.object, which has no safe"),
+        ("alias", r"alias 'model.tied' of 'model.nowhere': the target must be stored"),
+        ("name", r"failed on rank 1: the tensor name 'rank.1.y' is reserved"),
+    ],
+)
+def test_a_fault_on_one_rank_is_the_same_error_on_both(
+    pool: WorkerPool, tmp_path: Path, fault: str, message: str
+) -> None:
+    import re
+
+    path = tmp_path / "a"
+    pool.run(checkpoint_jobs.save_all, str(path), "deduped", world_size=2, init="gloo")
+    before = names(path)
+    first, second = pool.run(checkpoint_jobs.attempt, str(path), fault, world_size=2, init="gloo")
+    assert first == second
+    assert first is not None
+    assert first[0] == "CheckpointError"
+    assert re.search(message, first[1]), first[1]
+    assert names(path) == before  # nothing is left of the failed save
+    assert nnx.checkpoint.verify(path) == []
+    assert pool.run(checkpoint_jobs.load_all, str(path), world_size=2, init="gloo") == [[], []]
+
+
+def test_without_a_fault_the_same_job_saves(pool: WorkerPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "a")
+    assert pool.run(checkpoint_jobs.attempt, path, "none", world_size=2, init="gloo") == [None, None]
+
+
+def test_a_failed_first_save_leaves_nothing(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    pool.run(checkpoint_jobs.attempt, str(path), "file size limit", world_size=2, init="gloo")
+    assert not path.exists()
+
+
+def test_a_rank_that_dies_during_a_save_neither_hangs_nor_harms(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    with WorkerPool(size=2) as own:
+        own.run(checkpoint_jobs.save_all, str(path), "deduped", world_size=2, init="gloo")
+        with pytest.raises(JobError, match="died with exit code 9") as caught:
+            own.run(checkpoint_jobs.leave_during_save, str(path), world_size=2, init="gloo", timeout=60)
+        assert list(caught.value.failures) == [1]  # rank 0 got a CheckpointError and returned
+        assert nnx.checkpoint.verify(path) == []
+        assert nnx.checkpoint.open_checkpoint(path).objects["version"] == 1
+        orphans = names(path) - {"manifest.json", nnx.checkpoint.open_checkpoint(path).manifest.save_id}
+        assert len(orphans) == 1
+        own.run(checkpoint_jobs.save_all, str(path), "deduped", world_size=2, init="gloo")
+        assert names(path) == {"manifest.json", nnx.checkpoint.open_checkpoint(path).manifest.save_id}
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a single-file checkpoint")
+    with pytest.raises(CheckpointError, match=r"cannot save to '.*/a': it is a file. Choose a new path"):
+        save(tmp_path / "a")
+    assert (tmp_path / "a").read_text() == "a single-file checkpoint"
+
+
+def test_a_directory_with_other_things_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"it holds other things, such as 'notes.txt'"):
+        save(tmp_path)
+    assert names(tmp_path) == {"notes.txt"}
+
+
+def test_an_empty_directory_is_used(tmp_path: Path) -> None:
+    save(tmp_path)
+    assert nnx.checkpoint.is_checkpoint(tmp_path)
+
+
+def test_other_files_in_a_checkpoint_are_never_removed(tmp_path: Path) -> None:
+    save(tmp_path)
+    (tmp_path / "README").write_text("mine")
+    (tmp_path / "20260101").mkdir()
+    save(tmp_path)
+    assert {"README", "20260101", "manifest.json"} < names(tmp_path)
+
+
+def test_a_path_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(
+        CheckpointError, match=r"cannot create '.*': Not a directory. Choose a path below dir"
+    ):
+        save(tmp_path / "file" / "a")
+
+
+def test_a_file_system_that_refuses_is_explained() -> None:
+    with pytest.raises(CheckpointError, match=r"cannot create '/proc/nnx-test.ckpt': "):
+        save(Path("/proc/nnx-test.ckpt"))
+
+
+@pytest.mark.parametrize("code", sorted(_REMEDIES))
+def test_every_known_error_of_the_system_has_a_remedy(code: int) -> None:
+    with pytest.raises(CheckpointError) as caught, explained("write", "/x"):
+        raise OSError(code, os.strerror(code))
+    assert str(caught.value) == f"cannot write '/x': {os.strerror(code)}. {_REMEDIES[code]}"
+
+
+def test_an_unknown_error_of_the_system_is_explained_too() -> None:
+    with (
+        pytest.raises(CheckpointError, match=r"cannot write '/x': odd. Check the path"),
+        explained("write", "/x"),
+    ):
+        raise OSError("odd")
+
+
+def test_a_link_to_a_directory_is_saved_through_and_read(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "last.ckpt").symlink_to("real")
+    save(tmp_path / "last.ckpt")
+    save(tmp_path / "last.ckpt", objects={"n": 2})
+    assert (tmp_path / "last.ckpt").is_symlink()
+    assert nnx.checkpoint.open_checkpoint(tmp_path / "last.ckpt").objects == {"n": 2}
+    assert nnx.checkpoint.open_checkpoint(tmp_path / "real").objects == {"n": 2}
+
+
+def test_saving_again_replaces_the_old_and_collects_it(tmp_path: Path) -> None:
+    for step in range(3):
+        save(tmp_path / "a", objects={"step": step})
+        checkpoint = nnx.checkpoint.open_checkpoint(tmp_path / "a")
+        assert checkpoint.objects == {"step": step}
+        assert names(tmp_path / "a") == {"manifest.json", checkpoint.manifest.save_id}
+
+
+def test_earlier_saves_can_be_kept(tmp_path: Path) -> None:
+    ids = []
+    for step in range(4):
+        save(tmp_path / "a", objects={"step": step}, keep_previous=2)
+        ids.append(nnx.checkpoint.open_checkpoint(tmp_path / "a").manifest.save_id)
+    assert names(tmp_path / "a") == {"manifest.json", *ids[1:]}
+    # A kept save is whole: putting its copy of the manifest back goes back to it.
+    (tmp_path / "a" / "manifest.json").write_bytes((tmp_path / "a" / ids[1] / "manifest.json").read_bytes())
+    assert nnx.checkpoint.verify(tmp_path / "a") == []
+    assert nnx.checkpoint.open_checkpoint(tmp_path / "a").objects == {"step": 1}
+
+
+def test_a_reader_that_opened_the_old_save_gets_old_data_or_a_clear_error(tmp_path: Path) -> None:
+    save(tmp_path / "a")
+    old = nnx.checkpoint.open_checkpoint(tmp_path / "a")
+    save(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="No such file"):
+        old.read("w")
+
+
+def test_two_runs_saving_to_one_path_never_commit_a_mixture(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+
+    def run(value: int) -> None:
+        for _ in range(10):
+            try:
+                nnx.checkpoint.save(
+                    path,
+                    tensors={"w": shard_of(torch.full((1000,), value))},
+                    objects={"value": value},
+                )
+            except CheckpointError:
+                continue  # the other one collected this save's directory
+
+    threads = [threading.Thread(target=run, args=(value,)) for value in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    save(path, objects={"value": 3})
+    assert nnx.checkpoint.verify(path) == []
+
+
+def test_a_missing_tensor_is_listed(tmp_path: Path) -> None:
+    save(tmp_path / "a")
+    checkpoint = nnx.checkpoint.open_checkpoint(tmp_path / "a")
+    wanted = {f"x{i}": shard_of(torch.zeros(3)) for i in range(12)} | {"w": shard_of(torch.zeros(3))}
+    with pytest.raises(CheckpointError, match=r"has no tensor 'x0', 'x1', .*, \.\.\. \(12 missing\)"):
+        checkpoint.fill(wanted)
+    assert wanted["w"].data[0].tolist() == [0, 0, 0]
+    with pytest.raises(CheckpointError, match="has no tensor 'y'"):
+        checkpoint.read("y")
+
+
+def test_another_shape_is_refused_naming_both(tmp_path: Path) -> None:
+    save(tmp_path / "a")
+    checkpoint = nnx.checkpoint.open_checkpoint(tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"'w' has shape \(3,\) in .*, but shape \(4,\) in the"):
+        checkpoint.fill({"w": shard_of(torch.zeros(4))})
+
+
+def test_another_dtype_is_refused_naming_both(tmp_path: Path) -> None:
+    save(tmp_path / "a")
+    checkpoint = nnx.checkpoint.open_checkpoint(tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"'w' is torch.float32 in .*, but torch.bfloat16 in the model"):
+        checkpoint.fill({"w": shard_of(torch.zeros(3).bfloat16())})
+
+
+def test_a_box_outside_the_tensor_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "a")
+    checkpoint = nnx.checkpoint.open_checkpoint(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="lies outside tensor 'w'"):
+        checkpoint.read("w", Box((2,), (2,)))
+    outside = Shard((3,), torch.float32, (Box((2,), (2,)),), (torch.zeros(2),))
+    with pytest.raises(CheckpointError, match="lies outside tensor 'w'"):
+        checkpoint.fill({"w": outside})
+
+
+def test_an_unstorable_dtype_is_refused(tmp_path: Path) -> None:
+    shard = Shard((2,), torch.float8_e5m2fnuz, (), ())
+    with pytest.raises(CheckpointError, match="'w' has dtype float8_e5m2fnuz, which a checkpoint"):
+        nnx.checkpoint.save(tmp_path / "a", tensors={"w": shard}, objects={})
+    sparse = torch.eye(3).to_sparse()
+    view = Shard((3, 3), torch.float32, (Box.whole((3, 3)),), (sparse,))
+    with pytest.raises(CheckpointError, match=r"is torch.float32 with layout torch.sparse_coo, expected"):
+        nnx.checkpoint.save(tmp_path / "a", tensors={"w": view}, objects={})
+
+
+def test_an_unknown_state_dict_type_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="unknown state_dict_type 'full'"):
+        save(tmp_path / "a", state_dict_type="full")
+
+
+def test_provenance_must_be_json(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="the provenance of a checkpoint is not plain JSON"):
+        save(tmp_path / "a", provenance={"x": object()})
+    assert not (tmp_path / "a").exists()
