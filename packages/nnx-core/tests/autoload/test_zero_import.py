@@ -61,6 +61,8 @@ def test_names_work_in_a_script_for_trainer_fabric_and_both_mirrors(probes, run_
         assert "probe_classes" not in sys.modules and "nnx_fsdp.backend" not in sys.modules
         quiet = dict(accelerator="cpu", devices=1, logger=False)
         assert type(Trainer(strategy="probe_trainer", **quiet).strategy).__name__ == "TrainerProbe"
+        # Every Trainer asks nnx-core for callbacks, which must cost nothing where nnx is not in use.
+        assert not [name for name in sys.modules if name.startswith("nnx.lightning.parameter")]
         fabric = Fabric(strategy="probe_fabric", accelerator="cpu", devices=1)
         assert type(fabric.strategy).__name__ == "FabricProbe"
         assert fabric.strategy.process_group_backend == "gloo"

@@ -39,7 +39,7 @@ def print_error(error: NnxError) -> None:
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows under a header."""
-    if not sys.stdout.isatty():
+    if not _on_terminal():
         _print_plain([[title.upper() for title in header], *rows])
         return
     from rich.console import Console
@@ -56,6 +56,10 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
     """Print names with their values, leaving out the empty ones."""
     _print_plain([[f"{name}:", value] for name, value in pairs if value])
+
+
+def _on_terminal() -> bool:
+    return sys.stdout.isatty()
 
 
 def _print_plain(rows: Sequence[Sequence[str]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, Field, fields, is_dataclass
+from inspect import formatannotation
 from typing import Any
 
 from nnx.catalog import historical, known
@@ -107,10 +108,14 @@ def _option(item: Field[Any], spec: StrategySpec) -> dict[str, str]:
     choices = item.metadata.get("choices", ())
     return {
         "name": item.name,
-        "type": " | ".join(map(repr, choices)) if choices else str(item.type),
+        "type": " | ".join(map(repr, choices)) if choices else _type(item),
         "default": _default(item, spec),
         "help": _help(item),
     }
+
+
+def _type(item: Field[Any]) -> str:
+    return item.type if isinstance(item.type, str) else formatannotation(item.type)
 
 
 def _default(item: Field[Any], spec: StrategySpec) -> str:

@@ -1,0 +1,290 @@
+import json
+import sys
+
+import pytest
+
+from nnx.cli import main
+from nnx.registry import StrategyRegistry
+
+FULL = """
+from nnx import Capabilities, StrategySpec, hookimpl
+
+@hookimpl
+def nnx_strategies():
+    return [
+        StrategySpec(
+            "acme_full",
+            "acme_backend:Backend",
+            init_params={"size": 7},
+            description="does everything [really]",
+            use_when="nothing else will do",
+            docs_url="https://acme.example/full",
+            capabilities=Capabilities(offload=True, precisions=("32-true", "bf16-mixed")),
+            options="acme_options:Options",
+        )
+    ]
+"""
+OPTIONS = """
+from dataclasses import dataclass, field
+
+@dataclass(frozen=True)
+class Options:
+    mode: str = field(default="fast", metadata={"help": "how it goes", "choices": ("fast", "slow")})
+    size: int = field(default=3, metadata={"help": "how large"})
+    layers: list = field(default_factory=list)
+    needed: int = field(kw_only=True)
+    timeout: float = field(default=5.0, metadata={"help": "of its own"})
+"""
+
+
+@pytest.fixture
+def nnx_command(capsys, monkeypatch):
+    """Run the command in this process; returns exit code, standard output and error."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["nnx", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        captured = capsys.readouterr()
+        return caught.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def acme(site):
+    site.add("acme", FULL, version="3.1", modules={"acme_options": OPTIONS})
+    return site
+
+
+def rows(output):
+    return {line.split()[0]: line for line in output.splitlines() if line.strip()}
+
+
+def test_list_shows_what_is_installed_and_nothing_else(acme, nnx_command):
+    code, output, error = nnx_command("list")
+    assert (code, error) == (0, "")
+    assert rows(output)["NAME"].split() == ["NAME", "STATUS", "PROVIDED", "BY", "DESCRIPTION"]
+    assert rows(output)["acme_full"].split(maxsplit=4) == [
+        *("acme_full", "installed", "acme", "3.1"),
+        "does everything [really]",
+    ]
+    assert "colossalai" not in rows(output)
+
+
+def test_list_all_shows_what_could_be_installed_what_is_broken_and_the_past(site, nnx_command, monkeypatch):
+    site.add("nnx-nnscaler", "import does_not_exist")
+    site.provide("nnx-fairscale", "fairscale_fsdp")
+    site.provide("nnx-deepspeed", "nnx_deepspeed_1")
+    monkeypatch.setenv("NNX_DISABLE_PLUGINS", "nnx-deepspeed")
+    code, output, error = nnx_command("list", "--all")
+    assert code == 0
+    found = rows(output)
+    assert found["colossalai"].split()[1:4] == ["not", "installed", "nnx-colossalai"]
+    assert found["nnscaler"].split()[1] == "broken"
+    assert found["fairscale_fsdp"].split()[1] == "installed"
+    assert found["fairscale_oss"].split()[1] == "missing"
+    assert found["nnx_deepspeed_1"].split()[1] == "disabled"
+    assert found["ddp_sharded"].split(maxsplit=2)[1:] == [
+        "historical",
+        "use fsdp_auto; it was fairscale's ShardedDDP",
+    ]
+    assert error == "1 problem(s) with plugins: run `nnx doctor`.\n"
+
+
+def test_list_as_json_is_complete_and_alone_on_standard_output(acme, nnx_command):
+    acme.add("bb-broken", "import does_not_exist")
+    code, output, _ = nnx_command("list", "--all", "--json")
+    assert code == 0
+    content = json.loads(output)
+    strategies = {entry["name"]: entry for entry in content["strategies"]}
+    assert strategies["acme_full"]["provided_by"] == "acme 3.1"
+    assert strategies["acme_full"]["capabilities"]["precisions"] == ["32-true", "bf16-mixed"]
+    assert strategies["colossalai"]["status"] == "not installed"
+    assert strategies["ddp_sharded"]["successor"] == "fsdp_auto"
+    assert [problem["kind"] for problem in content["problems"]] == ["import"]
+
+
+def test_list_without_any_strategy_says_where_to_find_some(site, nnx_command, monkeypatch):
+    monkeypatch.setenv("NNX_DISABLE_PLUGINS", "nnx-fsdp")
+    for name in StrategyRegistry.names():
+        StrategyRegistry.remove(name)
+    assert nnx_command("list") == (0, "", "No strategy is installed. `nnx list --all` shows what could be.\n")
+
+
+def test_show_prints_everything_that_is_declared(acme, nnx_command):
+    code, output, error = nnx_command("show", "acme_full")
+    assert (code, error) == (0, "")
+    lines = [" ".join(line.split()) for line in output.splitlines()]
+    for expected in (
+        "name: acme_full",
+        "use when: nothing else will do",
+        "provided by: acme 3.1",
+        "target: acme_backend:Backend",
+        "docs: https://acme.example/full",
+        "offload yes states can live in host memory while the device computes",
+        "pipeline no consecutive layers run on different ranks, in stages",
+        "mode 'fast' | 'slow' 'fast' how it goes",
+        "size int 7 how large",
+        "layers list []",
+        "needed int required",
+        "timeout float 5.0 of its own",
+    ):
+        assert expected in lines, expected
+    assert [line for line in lines if line.startswith("timeout ")] == ["timeout float 5.0 of its own"]
+    assert any(line.startswith("state_dict_type ") for line in lines)
+
+
+def test_show_as_json_has_the_options_and_remarks(acme, nnx_command):
+    code, output, _ = nnx_command("show", "acme_full", "--json")
+    assert code == 0
+    content = json.loads(output)
+    assert content["options"][0] == {
+        "name": "mode",
+        "type": "'fast' | 'slow'",
+        "default": "'fast'",
+        "help": "how it goes",
+    }
+    assert content["remarks"] == []
+
+
+def test_show_warns_of_what_lightning_does_to_parts_of_a_name(site, nnx_command):
+    site.provide("acme", "acme_offload")
+    _, output, _ = nnx_command("show", "acme_offload")
+    assert "remark:       `fabric run` does not offer names that contain 'offload'" in output
+
+
+def test_show_explains_a_name_that_could_be_installed(nnx_command, clean_names):
+    code, output, _ = nnx_command("show", "colossalai")
+    assert code == 0
+    assert "remedy:       Run `pip install nnx-colossalai`." in output
+    code, output, _ = nnx_command("show", "colossalai", "--json")
+    assert code == 0
+    assert json.loads(output)["status"] == "not installed"
+
+
+def test_show_explains_a_name_of_the_past_and_one_of_lightnings(nnx_command, clean_names):
+    code, output, _ = nnx_command("show", "horovod", "--json")
+    assert (code, json.loads(output)["remedy"]) == (0, "Use 'ddp' instead.")
+    code, output, _ = nnx_command("show", "ddp")
+    assert code == 0
+    assert "Lightning itself" in output
+
+
+def test_show_of_a_strategy_whose_plugin_is_broken_finds_fault(site, nnx_command):
+    site.add("nnx-nnscaler", "import does_not_exist")
+    code, output, _ = nnx_command("show", "nnscaler")
+    assert code == 1
+    assert "No module named 'does_not_exist'" in output
+
+
+def test_show_of_an_unknown_name_is_wrong_usage_with_a_suggestion(nnx_command, clean_names):
+    assert nnx_command("show", "fspd_auto") == (
+        2,
+        "",
+        "error: no strategy is called 'fspd_auto'.\nremedy: Did you mean 'fsdp_auto'?\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("not_there:Options", "the options of strategy 'acme_full' is declared as 'not_there:Options'"),
+        ("acme_options:OPTIONS", "which is not a dataclass"),
+    ],
+)
+def test_show_of_options_that_cannot_be_read_finds_fault(site, nnx_command, options, message):
+    site.add("acme", FULL.replace("acme_options:Options", options), modules={"acme_options": "OPTIONS = 3"})
+    code, _, error = nnx_command("show", "acme_full")
+    assert code == 1
+    assert message in error
+    assert "\nremedy: " in error
+
+
+def test_doctor_is_content_with_healthy_plugins(acme, nnx_command, monkeypatch):
+    monkeypatch.delenv("NNX_AUTOLOAD", raising=False)
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+    code, output, _ = nnx_command("doctor")
+    assert code == 0
+    assert output.endswith("All is well.\n")
+    assert rows(output)["acme"].split() == ["acme", "acme", "3.1", "ok", "acme_full"]
+    code, output, _ = nnx_command("doctor", "--json")
+    content = json.loads(output)
+    assert (code, content["ok"], content["findings"]) == (0, True, [])
+    assert set(content["versions"]) == {"python", "nnx-core", "torch", "lightning", "pytorch-lightning"}
+    assert {plugin["name"]: plugin["status"] for plugin in content["plugins"]}["acme"] == "ok"
+
+
+def test_doctor_names_each_broken_plugin_with_its_remedy(site, nnx_command):
+    site.add("bb-broken", "raise SystemExit(4)", version="0.2")
+    code, output, _ = nnx_command("doctor")
+    assert code == 1
+    assert (
+        "problem: plugin bb_broken of bb-broken 0.2: [import] SystemExit: 4.\n  remedy: Reinstall" in output
+    )
+    code, output, _ = nnx_command("doctor", "--json")
+    assert code == 1
+    assert json.loads(output)["ok"] is False
+
+
+def test_doctor_remarks_on_a_hook_that_is_turned_off_and_strictly_objects(site, nnx_command, monkeypatch):
+    monkeypatch.setenv("NNX_AUTOLOAD", "0")
+    monkeypatch.setenv("NNX_DISABLE_PLUGINS", "nnx-fsdp")
+    code, output, _ = nnx_command("doctor")
+    assert code == 0
+    assert "remark: zero-import hook: NNX_AUTOLOAD=0 turns it off" in output
+    assert nnx_command("doctor", "--strict")[0] == 1
+
+
+def test_doctor_notices_that_the_zero_import_hook_is_missing(nnx_command, clean_names, monkeypatch):
+    monkeypatch.setattr("nnx.cli.doctor.entry_points", lambda group: ())
+    code, output, _ = nnx_command("doctor")
+    assert code == 1
+    assert "the entry point of nnx-core is missing" in output
+    assert "pip install --force-reinstall --no-deps nnx-core" in output
+
+
+def test_doctor_warns_of_versions_that_were_malicious(nnx_command, clean_names, monkeypatch):
+    monkeypatch.setattr("nnx.cli.doctor.version", lambda name: "2.6.3")
+    code, output, _ = nnx_command("doctor")
+    assert code == 1
+    assert "problem: lightning: version 2.6.3 was a malicious upload" in output
+
+
+def test_strict_doctor_imports_every_target(acme, nnx_command, monkeypatch):
+    monkeypatch.setenv("NNX_LOAD_PLUGINS", "acme")
+    assert nnx_command("doctor")[0] == 0
+    code, output, _ = nnx_command("doctor", "--strict")
+    assert code == 1
+    assert "problem: strategy acme_full: strategy 'acme_full' is declared as 'acme_backend:Backend'" in output
+    acme.module("acme_backend", "class Backend: pass")
+    assert nnx_command("doctor", "--strict")[0] == 0
+
+
+def test_strict_plugins_make_every_verb_fail_with_the_remedy(site, nnx_command, monkeypatch):
+    site.add("bb-broken", "import does_not_exist")
+    monkeypatch.setenv("NNX_STRICT_PLUGINS", "1")
+    code, output, error = nnx_command("list")
+    assert (code, output) == (1, "")
+    assert error.endswith("remedy: Mend or remove the plugin, or unset NNX_STRICT_PLUGINS.\n")
+
+
+@pytest.mark.parametrize("arguments", [["bogus"], ["list", "--bogus"], ["show"], ["show", "a", "b"]])
+def test_wrong_usage_is_exit_code_two(nnx_command, clean_names, arguments):
+    code, output, error = nnx_command(*arguments)
+    assert (code, output) == (2, "")
+    assert "Usage: nnx" in error
+
+
+def test_help_names_every_verb(nnx_command):
+    code, output, _ = nnx_command("--help")
+    assert code == 0
+    assert all(verb in output for verb in ("list", "show", "doctor", "ckpt"))
+
+
+def test_on_a_terminal_tables_are_drawn_and_brackets_are_not_markup(acme, nnx_command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("nnx.cli.output._on_terminal", lambda: True)
+    _, output, _ = nnx_command("list")
+    assert "does everything [really]" in output
+    assert "━" in output or "─" in output

@@ -1,0 +1,52 @@
+"""The verbs that must answer at once, in fresh processes as a user starts them."""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+
+VERBS = [["list"], ["list", "--all", "--json"], ["show", "fsdp_auto"], ["doctor"]]
+
+WITHOUT_TORCH = """
+import sys
+from nnx.cli import main
+sys.argv = ["nnx", *sys.argv[1:]]
+try:
+    main()
+finally:
+    heavy = {"torch", "lightning", "pytorch_lightning", "numpy", "nnx.checkpoint"} & set(sys.modules)
+    assert not heavy, heavy
+"""
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_the_verb_never_imports_torch(run_python, verb):
+    done = run_python(WITHOUT_TORCH, *verb)
+    assert "fsdp_auto" in done.stdout
+
+
+def test_listing_takes_less_than_half_a_second():
+    command = shutil.which("nnx", path=sysconfig.get_path("scripts"))
+    assert command, "the console script is not installed"
+    walls = []
+    for _ in range(5):
+        start = time.perf_counter()
+        subprocess.run([command, "list"], check=True, capture_output=True, timeout=60)
+        walls.append(time.perf_counter() - start)
+    # The best of five, because other work on the machine is not ours.
+    assert min(walls) < 0.5, walls
+
+
+def test_python_dash_m_nnx_is_the_same_command(run_python, tmp_path):
+    outputs = [
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, cwd=tmp_path).stdout
+        for command in (
+            [sys.executable, "-m", "nnx", "list"],
+            [str(Path(sysconfig.get_path("scripts")) / "nnx"), "list"],
+        )
+    ]
+    assert outputs[0] == outputs[1]
