@@ -15,7 +15,7 @@ from nnx.testing.pool import WorkerPool
 STEP, STEPS = 3, 5
 STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp_auto": {"strategy": "fsdp_auto", "options": {"min_num_params": 100}},
-    "fsdp_manual": {"strategy": "fsdp_manual", "wrap": True},
+    "fsdp_manual": {"strategy": "fsdp_manual", "model": "wrapped"},
     "ddp": {"strategy": "ddp"},
 }
 CELLS = [(name, devices) for name in STRATEGIES for devices in (1, 2, 3)]

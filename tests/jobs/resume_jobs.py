@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.tensor import DTensor
 
-from jobs.training import Net, Run, digest_of, make_trainer
+from jobs.training import MODELS, Run, digest_of, make_trainer
 
 
 @dataclass
@@ -61,7 +61,7 @@ def run_cell(run: Run, step: int) -> Seen:
     """Train a run that saves at `step`, or one that resumes from a checkpoint of that step."""
     import nnx
 
-    module = Net(run)
+    module = MODELS[run.model](run)
     snapshot = Snapshot(step, run.save)
     plugins = [nnx.CheckpointIO()] if run.strategy in ("ddp", "auto") else None
     trainer = make_trainer(run, callbacks=[snapshot], plugins=plugins)

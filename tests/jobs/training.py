@@ -7,7 +7,7 @@ test can compare one process with several.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,11 +91,6 @@ class Net(LightningModule):
             hidden = block(hidden)
         return (self.head(hidden) + 0.1 * self.back(hidden.tanh())) * self.scale
 
-    def configure_model(self) -> None:
-        if self.run.wrap:
-            for index, block in enumerate(self.blocks):
-                self.blocks[index] = wrap(block)
-
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor | None:
         inputs, targets = batch
         if self.automatic_optimization:
@@ -166,6 +161,17 @@ class Net(LightningModule):
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.1)
 
 
+class Wrapped(Net):
+    """Chooses its units itself."""
+
+    def configure_model(self) -> None:
+        for index, block in enumerate(self.blocks):
+            self.blocks[index] = wrap(block)
+
+
+MODELS: dict[str, type[Net]] = {"net": Net, "wrapped": Wrapped}
+
+
 @dataclass(frozen=True)
 class Run:
     """One training run, as data that travels to the workers."""
@@ -181,13 +187,13 @@ class Run:
     optimizers: int = 1
     optimizer: str = "adamw"
     scheduler: bool = False
-    wrap: bool = False
     precision: str = "32-true"
     dtype: str = "float32"
     validate_every: int | None = None
     resume: str | None = None
     save: str | None = None
     save_at: int | None = None
+    model: str = "net"
 
 
 @dataclass
@@ -252,15 +258,15 @@ def make_strategy(run: Run) -> Any:
     return nnx.strategy(run.strategy, **run.options)
 
 
-def train(run: Run) -> Outcome:
+def train(run: Run, *, module: Net | None = None, callbacks: Sequence[Callback] = ()) -> Outcome:
     """Train as described and report; the weights are complete on every rank."""
-    module = Net(run)
+    module = module if module is not None else MODELS[run.model](run)
     extra: dict[str, Any] = {}
     if run.strategy == "ddp":
         import nnx
 
         extra["plugins"] = [nnx.CheckpointIO()]
-    trainer = make_trainer(run, callbacks=[SaveAt(run)], **extra)
+    trainer = make_trainer(run, callbacks=[SaveAt(run), *callbacks], **extra)
     trainer.fit(module, ckpt_path=run.resume)
     weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

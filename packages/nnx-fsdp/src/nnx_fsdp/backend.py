@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -29,7 +30,7 @@ from nnx_fsdp._torch_compat import can_be_sharded, remove_fully_shard
 from nnx_fsdp.materialize import broadcast_module, materialize, move_to
 from nnx_fsdp.options import FSDPOptions
 from nnx_fsdp.replicate import ReplicatedParameters
-from nnx_fsdp.units import UnitChoice, as_classes, choose_units, refuse_tied
+from nnx_fsdp.units import UnitChoice, as_classes, choose_units
 
 __all__ = ["FSDPBackend"]
 
@@ -93,11 +94,19 @@ class FSDPBackend(Backend[FSDPOptions]):
             return {}
         for name, unit in self._choose_units(module).units:
             self._shard_unit(unit, name=name)
-        for name, unit in module.named_modules():
-            if isinstance(unit, FSDPModule):
-                refuse_tied(module, name, unit)
+        self._refuse_split_ties(module)
         self._shard_root(module)
         return {plain: sharded for sharded, plain in self._plain.items()}
+
+    def _refuse_split_ties(self, root: nn.Module) -> None:
+        """A unit took a parameter away that a module outside of it still holds."""
+        taken = {id(plain) for plain in self._plain.values()}
+        left = [n for n, p in root.named_parameters(remove_duplicate=False) if id(p) in taken]
+        if left:
+            raise UnsupportedError(
+                f"a unit shares parameters with modules outside of it: {', '.join(left)}.",
+                remedy="Do not wrap it: what is not wrapped is sharded with the root, tied or not.",
+            )
 
     def _is_laid_out(self, module: nn.Module) -> bool:
         return isinstance(module, FSDPModule) or self._replicated is not None
@@ -129,11 +138,13 @@ class FSDPBackend(Backend[FSDPOptions]):
 
     def _shard_children(self, root: nn.Module) -> None:
         """Where the root's class cannot take FSDP2's prefix, its children become units of their own."""
-        for name, child in root.named_children():
-            plain = [p for p in child.parameters() if not isinstance(p, DTensor) and p.ndim]
-            if plain and can_be_sharded(child):
-                refuse_tied(root, name, child)
-                self._fully_shard(child, ignored=self._scalars(child), is_root=False)
+        children = [child for child in _parts_with_forward(root) if can_be_sharded(child)]
+        users = Counter(p for child in children for p in set(child.parameters()))
+        tied = {parameter for parameter, count in users.items() if count > 1}
+        for child in children:
+            ignored = self._scalars(child) | (tied & set(child.parameters()))
+            if any(p not in ignored and not isinstance(p, DTensor) for p in child.parameters()):
+                self._fully_shard(child, ignored=ignored, is_root=False)
 
     def _prepare(self, module: nn.Module, *, name: str) -> None:
         """Real, equal weights on this rank's device."""
@@ -183,7 +194,7 @@ class FSDPBackend(Backend[FSDPOptions]):
     def _recompute_and_compile(self, module: nn.Module, *, is_unit: bool) -> None:
         """Replace forwards on the instances, so that no name in the model changes."""
         if self.options.compile and is_unit:
-            arguments = self.options.compile if isinstance(self.options.compile, dict) else {}
+            arguments = {} if self.options.compile is True else dict(self.options.compile)
             self._replace_forward(module, torch.compile(module.forward, **arguments))
         for submodule in module.modules():
             if isinstance(submodule, self._checkpointed) and not hasattr(submodule, "_nnx_checkpointed"):
@@ -280,6 +291,15 @@ def _forward_as(module: nn.Module, step: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+def _parts_with_forward(module: nn.Module) -> Iterator[nn.Module]:
+    """The children of a module; lists and dicts of modules are never called, so theirs instead."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _parts_with_forward(child)
+        else:
+            yield child
 
 
 def _gather(parameter: nn.Parameter) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,9 @@ from nnx.options import check_choice, option
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["FSDPOptions", "MixedPrecision"]
+    LayerClasses = type[nn.Module] | Iterable[type[nn.Module]]
 
-LayerClasses = "type[nn.Module] | Iterable[type[nn.Module]]"
-WrapPolicy = Callable[["nn.Module"], bool]
+__all__ = ["FSDPOptions", "MixedPrecision"]
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
@@ -49,7 +48,7 @@ class FSDPOptions:
     auto_wrap: bool = option(
         True, help="Choose the units to shard together; False leaves it to `wrap()` in `configure_model`."
     )
-    auto_wrap_policy: Any = option(
+    auto_wrap_policy: LayerClasses | Callable[[nn.Module], bool] | None = option(
         None,
         help="What becomes a unit: a layer class or several, or a function from module to bool. By default "
         "repeated layers are found in the model, and the choice is printed with its reason.",
@@ -59,7 +58,7 @@ class FSDPOptions:
         help="Modules with fewer parameters are never a unit of their own. By default 100,000 when units "
         "are chosen automatically.",
     )
-    activation_checkpointing: Any = option(
+    activation_checkpointing: LayerClasses | None = option(
         None,
         help="A layer class or several whose activations are recomputed in backward instead of stored: less "
         "memory for about a third more computation.",
@@ -82,7 +81,7 @@ class FSDPOptions:
         "over replicate_size groups (HSDP). `fsdp_hybrid` uses the number of nodes.",
     )
     hybrid: bool = option(False, help="Shard within a node and replicate over nodes (HSDP).")
-    compile: Any = option(
+    compile: bool | Mapping[str, Any] = option(
         False, help="torch.compile every unit: True, or a dict of torch.compile's arguments."
     )
     sync_module_states: bool = option(

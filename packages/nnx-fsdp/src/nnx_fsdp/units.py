@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from nnx.errors import OptionError, UnsupportedError
+from nnx.errors import OptionError
 
 __all__ = ["DEFAULT_MIN_NUM_PARAMS", "UnitChoice", "as_classes", "choose_units", "tied_across"]
 
@@ -41,8 +41,8 @@ class UnitChoice:
         names = ", ".join(f"{count} x {name}" for name, count in classes.items())
         largest = max(_count(module) for _, module in self.units)
         return (
-            f"fsdp_auto: {len(self.units)} units ({names}; the largest has {largest:,} parameters) and the root, "
-            f"{total:,} parameters in all; {self.reason}"
+            f"fsdp_auto: {len(self.units)} units ({names}; the largest has {largest:,} parameters) and the "
+            f"root, {total:,} parameters in all; {self.reason}"
         )
 
 
@@ -98,7 +98,8 @@ def choose_units(root: nn.Module, *, policy: object = None, min_num_params: int 
         )
     if not choice.units:
         raise OptionError(
-            f"auto_wrap_policy matches no module of {type(root).__name__} with at least {minimum:,} parameters.",
+            f"auto_wrap_policy matches no module of {type(root).__name__} with at least {minimum:,} "
+            "parameters.",
             remedy="Check the layer classes, lower min_num_params, or leave the policy out.",
         )
     return choice
@@ -167,17 +168,3 @@ def tied_across(root: nn.Module, unit: nn.Module) -> list[str]:
         for parameter_name, parameter in module.named_parameters(recurse=False)
         if id(parameter) in own
     ]
-
-
-def refuse_tied(root: nn.Module, name: str, unit: nn.Module) -> None:
-    """Refuse a unit the user chose that shares parameters with the rest of the model.
-
-    Raises:
-        UnsupportedError: Names the parameters.
-    """
-    tied = tied_across(root, unit)
-    if tied:
-        raise UnsupportedError(
-            f"unit {name!r} shares parameters with modules outside of it: {', '.join(tied)}.",
-            remedy="Do not wrap it: what is not wrapped is sharded with the root, tied or not.",
-        )

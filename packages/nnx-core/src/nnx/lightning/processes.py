@@ -17,6 +17,7 @@ from nnx.backend import Backend, ParallelContext
 from nnx.errors import UnsupportedError
 from nnx.lightning.checkpoint_io import CheckpointIO
 from nnx.lightning.compat import make_launcher
+from nnx.lightning.messages import show_messages
 from nnx.options import CommonOptions
 
 __all__ = ["ParallelProcesses", "example_inputs"]
@@ -57,6 +58,7 @@ class ParallelProcesses:
         self.backend = backend
         self.name = name
         self.common = common
+        show_messages()
         self._num_nodes = 1
         self._backend_is_set_up = False
 

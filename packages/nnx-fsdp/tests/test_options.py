@@ -1,0 +1,31 @@
+"""Bad options are refused before any process starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from nnx.errors import OptionError
+from nnx_fsdp.options import FSDPOptions, MixedPrecision
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_num_params": -1}, "min_num_params=-1 is negative. Pass a number of parameters."),
+        ({"replicate_size": 0}, "replicate_size=0 is not positive. Pass a divisor of the world size."),
+        (
+            {"auto_wrap": False, "auto_wrap_policy": int},
+            "auto_wrap_policy has no effect with manual wrapping.",
+        ),
+    ],
+)
+def test_contradictions_and_bad_values_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        FSDPOptions(**options)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_dtype_that_does_not_exist_is_refused_with_the_ones_that_do() -> None:
+    with pytest.raises(OptionError, match=r"param_dtype='bf16' is not allowed\. Use one of None, 'float32'"):
+        MixedPrecision(param_dtype="bf16")

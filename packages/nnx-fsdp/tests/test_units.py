@@ -1,0 +1,78 @@
+"""The automatic choice of units, on models that are not trained."""
+
+from __future__ import annotations
+
+import pytest
+from nnx.errors import OptionError
+from nnx_fsdp.units import as_classes, choose_units, tied_across
+from torch import nn
+
+
+def _names(model: nn.Module, **options: object) -> list[str]:
+    return [name for name, _ in choose_units(model, **options).units]  # type: ignore[arg-type]
+
+
+def test_transformer_layers_are_found_in_encoder_and_decoder() -> None:
+    model = nn.Transformer(64, 4, num_encoder_layers=2, num_decoder_layers=3, dim_feedforward=128)
+    assert _names(model, min_num_params=1000) == [
+        *(f"encoder.layers.{i}" for i in range(2)),
+        *(f"decoder.layers.{i}" for i in range(3)),
+    ]
+
+
+def test_layers_inside_a_unit_are_not_units() -> None:
+    block = lambda: nn.Sequential(nn.Linear(400, 400), nn.Linear(400, 400))  # noqa: E731
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.ModuleDict({"a": block()}) for _ in range(2))
+
+    assert _names(Stack()) == ["layers.0.a.0", "layers.0.a.1", "layers.1.a.0", "layers.1.a.1"]
+    assert _names(nn.Transformer(512, 8, 2, 1)) == ["encoder.layers.0", "encoder.layers.1"]
+
+
+def test_small_models_are_one_unit_and_the_reason_is_told() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    choice = choose_units(model)
+    assert choice.units == ()
+    assert choice.describe(model) == (
+        "fsdp_auto: one unit of 40 parameters; no layers of at least 100,000 parameters repeat in a container"
+    )
+
+
+def test_the_choice_is_told_with_classes_sizes_and_reason() -> None:
+    model = nn.Sequential(*(nn.Linear(400, 400) for _ in range(3)))
+    assert choose_units(model).describe(model) == (
+        "fsdp_auto: 3 units (3 x Linear; the largest has 160,400 parameters) and the root, 481,200 parameters in "
+        "all; they repeat in a container and have at least 100,000 parameters each"
+    )
+
+
+def test_layers_tied_to_the_outside_are_left_to_the_root() -> None:
+    model = nn.Sequential(*(nn.Linear(400, 400) for _ in range(3)))
+    model[2].weight = model[0].weight
+    assert _names(model) == ["1"]
+    assert tied_across(model, model[0]) == ["2.weight"]
+    model[1].weight = model[0].weight
+    assert choose_units(model).reason == "every repeated layer shares parameters with modules outside of it"
+
+
+def test_children_come_before_parents() -> None:
+    model = nn.Sequential(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 2))
+    names = _names(model, policy=[nn.TransformerEncoderLayer, nn.TransformerEncoder])
+    assert names == ["0.layers.0", "0.layers.1", "0"]
+
+
+def test_a_minimum_size_applies_to_policies_too() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(40, 40))
+    assert _names(model, policy=nn.Linear, min_num_params=100) == ["1"]
+    with pytest.raises(OptionError, match="matches no module of Sequential with at least 9,999 parameters"):
+        choose_units(model, policy=nn.Linear, min_num_params=9999)
+
+
+def test_layer_classes_are_checked() -> None:
+    assert as_classes(nn.Linear, option="x") == (nn.Linear,)
+    assert as_classes([nn.Linear, nn.Conv1d], option="x") == (nn.Linear, nn.Conv1d)
+    with pytest.raises(OptionError, match="x holds <class 'int'>, which is not a module class"):
+        as_classes([int], option="x")  # type: ignore[list-item]
