@@ -2,10 +2,11 @@
 
     python benchmarks/import_time.py [--rounds 15] [--json]
 
-Both sides run in one go: each round starts cold processes with the hook off and on, in alternating
-order, and times `import torch` inside the process. The difference is that of the medians; the hook by
-itself is timed as well, because it is far smaller than the noise of importing torch. Bars: under 5 ms
-added, and `nnx list` under 0.5 s with torch not imported.
+Each round starts cold processes with the hook off and on, in alternating order. Importing torch takes
+over a second and varies by tens of milliseconds, far more than the hook costs. So the bar is checked on
+the step of `import torch` that calls us, torch's own loop over its extensions, timed with our entry point
+hidden and visible; the whole import is timed on both sides as well and printed with its spread. Bars:
+under 5 ms added, and `nnx list` under 0.5 s with torch not imported.
 """
 
 from __future__ import annotations
@@ -31,15 +32,18 @@ assert "lightning" not in sys.modules
 assert ("_nnx_autoload" in sys.modules) == {loaded}
 """
 
-# What torch does for the entry point, once everything that it imports is there.
-HOOK_ALONE = """
-import time
-import os, sys, importlib.metadata
+# The part of `import torch` that finds and calls its extensions; metadata is read from disk either way.
+EXTENSIONS = """
+import importlib.metadata, time
+import torch
+everything = importlib.metadata.entry_points
+if {hidden}:
+    importlib.metadata.entry_points = lambda group: [e for e in everything(group=group) if e.name != "nnx"]
 start = time.perf_counter()
-(entry,) = [e for e in importlib.metadata.entry_points(group="torch.backends") if e.name == "nnx"]
-found = time.perf_counter()
-entry.load()()
-print((time.perf_counter() - found) * 1e3)
+torch._import_device_backends()
+print((time.perf_counter() - start) * 1e3)
+import sys
+assert ("_nnx_autoload" in sys.modules) != {hidden}
 """
 
 LIST_MODULES = "import sys; sys.argv = ['nnx', 'list']\nfrom nnx.cli import main\ntry: main()\n" + (
@@ -62,39 +66,40 @@ def main() -> int:
     arguments = parser.parse_args()
 
     times: dict[str, list[float]] = {side: [] for side in SIDES}
-    hook: list[float] = []
+    extensions: dict[bool, list[float]] = {True: [], False: []}
     listing: list[float] = []
     for number in range(arguments.rounds):
         order = list(SIDES) if number % 2 else list(reversed(SIDES))
         for side in order:
             loaded = "TORCH_DEVICE_BACKEND_AUTOLOAD" not in SIDES[side]
             times[side].append(_printed(IMPORT_TORCH.format(loaded=loaded), SIDES[side]))
-        hook.append(_printed(HOOK_ALONE, {}))
+        for hidden in (True, False) if number % 2 else (False, True):
+            program = EXTENSIONS.format(hidden=hidden)
+            extensions[hidden].append(_printed(program, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}))
         listing.append(_wall_of_list())
     _run([sys.executable, "-c", LIST_MODULES], {})
-    return _report(times, hook, listing, as_json=arguments.json)
+    return _report(times, extensions, listing, as_json=arguments.json)
 
 
-def _report(times: dict[str, list[float]], hook: list[float], listing: list[float], *, as_json: bool) -> int:
-    medians = {side: statistics.median(values) for side, values in times.items()}
-    added = medians["nnx autoload"] - medians["NNX_AUTOLOAD=0"]
-    hook_ms, list_s = statistics.median(hook), statistics.median(listing)
-    ok = added < ADDED_MS and hook_ms < ADDED_MS and list_s < LIST_S
+def _report(
+    times: dict[str, list[float]], extensions: dict[bool, list[float]], listing: list[float], *, as_json: bool
+) -> int:
+    hidden, visible = statistics.median(extensions[True]), statistics.median(extensions[False])
+    added, list_s = visible - hidden, statistics.median(listing)
+    ok = added < ADDED_MS and list_s < LIST_S
     if as_json:
-        result = {
-            "import_torch_ms": medians,
-            "added_ms": added,
-            "hook_ms": hook_ms,
-            "list_s": list_s,
-            "ok": ok,
-        }
-        print(json.dumps(result, indent=2))
+        imports = {side: statistics.median(values) for side, values in times.items()}
+        print(
+            json.dumps({"import_torch_ms": imports, "added_ms": added, "list_s": list_s, "ok": ok}, indent=2)
+        )
         return int(not ok)
     for side, values in times.items():
-        print(f"import torch, {side:<27} median {medians[side]:8.1f} ms   best {min(values):8.1f} ms")
-    print(f"added by the autoload                    {added:+15.2f} ms   (bar: < {ADDED_MS:.0f} ms)")
-    print(f"the hook by itself, loaded and called     median {hook_ms:7.2f} ms   (bar: < {ADDED_MS:.0f} ms)")
-    print(f"nnx list, wall                            median {list_s:7.3f} s    (bar: < {LIST_S} s)")
+        low, median, high = statistics.quantiles(values, n=4)
+        print(f"import torch, {side:<27} {median:8.1f} ms   (quartiles {low:.1f} to {high:.1f})")
+    print(f"torch's extensions, without ours          {hidden:8.2f} ms")
+    print(f"torch's extensions, with ours             {visible:8.2f} ms")
+    print(f"added to import torch                     {added:8.2f} ms   (bar: < {ADDED_MS:.0f} ms)")
+    print(f"nnx list, wall                            {list_s:8.3f} s    (bar: < {LIST_S} s)")
     print("all bars met" if ok else "A BAR IS MISSED")
     return int(not ok)
 

@@ -3,6 +3,10 @@
 Importing Lightning costs seconds, so each process checks several things.
 """
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 RAW = """
@@ -207,3 +211,21 @@ def test_strict_mode_reaches_whoever_imports_lightning(site, run_python):
     done = run_python("import lightning.pytorch", check=False, NNX_STRICT_PLUGINS="1")
     assert done.returncode == 1
     assert "nnx.errors.PluginError: plugin 'bb_broken' of bb-broken 1.0" in done.stderr
+
+
+def test_names_are_known_under_torchrun(probes, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from lightning.pytorch import Trainer\n"
+        "trainer = Trainer(strategy='probe_trainer', accelerator='cpu', devices=1, logger=False)\n"
+        "print(type(trainer.strategy).__name__, trainer.strategy.cluster_environment.__class__.__name__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", str(script)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(probes.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "TrainerProbe TorchElasticEnvironment" in done.stdout

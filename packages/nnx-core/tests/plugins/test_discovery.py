@@ -235,3 +235,25 @@ def test_discovery_and_listing_import_neither_torch_nor_lightning(site, run_pyth
         assert not heavy, heavy
         """
     )
+
+
+def test_a_plugin_without_metadata_is_still_visited(site):
+    site.provide("aa-damaged", "damaged")
+    (site.path / "aa_damaged-1.0.dist-info" / "METADATA").unlink()
+    site.provide("bb-fine", "healthy")
+    assert {"damaged", "healthy"} <= set(inventory().specs)
+    assert inventory().owners["damaged"] == "unknown"
+
+
+def test_a_malformed_entry_point_is_a_problem_of_its_own(site):
+    site.provide("aa-malformed", "malformed")
+    (site.path / "aa_malformed-1.0.dist-info" / "entry_points.txt").write_text("[nnx]\nodd = a b c\n")
+    site.provide("bb-fine", "healthy")
+    assert "healthy" in inventory().specs
+    assert only_problem("odd").kind == "import"
+
+
+def test_what_a_plugin_prints_goes_to_standard_error(site, capsys):
+    site.add("aa-chatty", "print('hello')\n" + HOOK + f"print('again'); return [{GOOD}]")
+    assert "fine" in inventory().specs
+    assert capsys.readouterr() == ("", "hello\nagain\n")

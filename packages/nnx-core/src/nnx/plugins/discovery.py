@@ -175,5 +175,8 @@ def _normal(name: str) -> str:
 
 
 def _origin(entry: EntryPoint) -> tuple[str, str]:
-    distribution = entry.dist
-    return (distribution.name, distribution.version) if distribution is not None else ("unknown", "")
+    """Name and version of the distribution, which a damaged installation may lack."""
+    try:
+        return entry.dist.name or "unknown", entry.dist.version or ""  # type: ignore[union-attr]
+    except Exception:
+        return "unknown", ""

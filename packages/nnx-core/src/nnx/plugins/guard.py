@@ -6,6 +6,7 @@ becomes of a refusal, is decided in `discovery`.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable
@@ -80,7 +81,8 @@ def load(manager: pluggy.PluginManager, entry: EntryPoint, plugin: Plugin) -> li
             f"{plugin.distribution} declares this entry point twice.",
             "Report this to the authors of the plugin.",
         )
-    with _Barrier():
+    # What a plugin prints must not end up in the answer of `nnx list --json`.
+    with _Barrier(), contextlib.redirect_stdout(sys.stderr):
         module = _guarded("import", plugin, entry.load)
         return _register(manager, plugin, module)
 
