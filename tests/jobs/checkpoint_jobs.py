@@ -305,6 +305,6 @@ def dcp_write_failure(path: str) -> str:
     with plant("file size limit", {"tensors": {}}) if rank == 1 else contextlib.nullcontext():
         try:
             dcp.save({f"own {rank}": torch.zeros(100_000)}, storage_writer=nnx.checkpoint.Writer(path))
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
+        except dcp.api.CheckpointException as error:  # not derived from Exception
+            return str(error)
     return ""

@@ -251,7 +251,7 @@ def decode(
 
     try:
         return visit(value)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"'{source}' is malformed: {type(error).__name__}: {error}.",
             remedy="It was written by another program or a newer nnx; upgrade, or resume from another "

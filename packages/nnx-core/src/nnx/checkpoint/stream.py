@@ -70,12 +70,14 @@ class StreamWriter:
             The copy of the bytes that will be written, if it is in one piece, else the bytes themselves.
             It is fresh in the processor's cache, and valid until the next call.
         """
-        room = _BUFFER - self._filled
-        if len(data) > room:
-            self._put(data[:room])
-            self._put(data[room:])
-            return data
-        return self._put(data)
+        if len(data) <= _BUFFER - self._filled:
+            return self._put(data)
+        rest = data
+        while rest:
+            part = rest[: _BUFFER - self._filled or _BUFFER]
+            self._put(part)
+            rest = rest[len(part) :]
+        return data
 
     def finish(self) -> None:
         """Write what is left and force it to disk."""
@@ -175,7 +177,9 @@ def _leave_direct(fd: int) -> bool:
 def _borrow() -> list[mmap.mmap]:
     with _spare_lock:
         buffers, _spare[:] = _spare[:_BUFFERS], _spare[_BUFFERS:]
-    return buffers + [mmap.mmap(-1, _BUFFER) for _ in range(_BUFFERS - len(buffers))]
+    # Private, because a forked process would otherwise write into the buffers of its parent and siblings.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return buffers + [mmap.mmap(-1, _BUFFER, flags=flags) for _ in range(_BUFFERS - len(buffers))]
 
 
 def _give_back(buffers: list[mmap.mmap]) -> None:

@@ -1,0 +1,234 @@
+"""Kill savers at random moments, and at every step that touches the file system; nothing may be lost.
+
+    python benchmarks/kill_saves.py [--kills 200] [--every-step] [--seed 0] [--directory DIR] [--json]
+
+A trial starts one or two processes that save over an existing checkpoint again and again, every save with
+other values. At a random moment one of them (or all) gets SIGKILL. The survivor must end with an error
+instead of hanging, and what is on disk must be, whole and verified, the last save that was acknowledged
+or the one after it. ``--every-step`` kills instead right before the first, second, third ... operation on
+a name or an open file of one save, until a save gets through.
+
+Savers are forked from this process, which has imported torch but started no threads: a trial costs
+a few hundredths of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+import nnx.checkpoint
+from nnx.errors import CheckpointError
+from nnx.layout import Box, Shard, shard_of
+
+ROWS, COLUMNS, TENSORS = 256, 1024, 4
+DEADLINE = 60.0
+STEPS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.listdir", "os.scandir"}
+
+
+class LostError(Exception):
+    """What was on disk after a kill was not a whole checkpoint of the right version."""
+
+
+def save(path: Path, version: int, rank: int, size: int) -> None:
+    """Save a state in which every element is the version."""
+    rows = ROWS // size
+    box = Box((rank * rows, 0), (rows, COLUMNS))
+    tensors = {
+        f"w{i}": Shard((ROWS, COLUMNS), torch.int64, (box,), (torch.full(box.size, version),))
+        for i in range(TENSORS)
+    }
+    tensors["replicated"] = shard_of(torch.full((50,), version))
+    nnx.checkpoint.save(path, tensors=tensors, objects={"version": version}, rank_objects={"v": version})
+
+
+def check(path: Path, acknowledged: int) -> int:
+    """The version on disk, after making sure that it is whole and not older than promised."""
+    damage = nnx.checkpoint.verify(path)
+    if damage:
+        raise LostError(f"damaged: {damage}")
+    checkpoint = nnx.checkpoint.open_checkpoint(path)
+    version = int(checkpoint.objects["version"])
+    if version not in (acknowledged, acknowledged + 1):
+        raise LostError(f"version {version} is there, {acknowledged} was acknowledged")
+    for name in checkpoint.tensors:
+        if not bool((checkpoint.read(name) == version).all()):
+            raise LostError(f"tensor {name} is not of version {version}: two saves are mixed")
+    for rank in range(checkpoint.world_size):
+        if checkpoint.rank_objects(rank) != {"v": version}:
+            raise LostError(f"the objects of rank {rank} are not of version {version}")
+    return version
+
+
+def save_forever(path: Path, start: int, rank: int, size: int, store: Path, acknowledge: int) -> NoReturn:
+    """A saver process; it ends by being killed, or by the error that a killed neighbour causes."""
+    status = 1
+    try:
+        if size > 1:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=30),
+            )
+        version = start
+        while True:
+            save(path, version, rank, size)
+            if rank == 0:
+                os.write(acknowledge, version.to_bytes(8, "little"))
+            version += 1
+    except CheckpointError as error:
+        status = 3 if "a rank left" in str(error) else 4
+        if status == 4:
+            print(error, file=sys.stderr)
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def trial(path: Path, start: int, size: int, dice: random.Random, scratch: Path) -> tuple[int, str]:
+    """Kill once; the version on disk afterwards and what was killed."""
+    read, write = os.pipe()
+    store = scratch / f"store-{start}-{dice.random()}"
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            os.close(read)
+            save_forever(path, start, rank, size, store, write)
+        children.append(child)
+    os.close(write)
+    acknowledged = _first_acknowledgement(read, children)
+    time.sleep(dice.uniform(0, 0.12))
+    victim = dice.randrange(size + 1) if size > 1 else 0
+    victims = children if victim == size else [children[victim]]
+    for child in victims:
+        os.kill(child, signal.SIGKILL)
+    _reap(children, victims)
+    while data := os.read(read, 8):
+        acknowledged = int.from_bytes(data, "little")
+    os.close(read)
+    what = "all" if victims == children else f"rank {victim}"
+    return check(path, acknowledged), f"{size} processes, {what}"
+
+
+def _first_acknowledgement(read: int, children: list[int]) -> int:
+    if not select.select([read], [], [], DEADLINE)[0] or not (data := os.read(read, 8)):
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        raise LostError("the savers did not start")
+    return int.from_bytes(data, "little")
+
+
+def _reap(children: list[int], victims: list[int]) -> None:
+    """Wait for all; a survivor must end by itself, with the error that says a rank left."""
+    limit = time.monotonic() + DEADLINE
+    for child in children:
+        pid, status = 0, 0
+        while pid == 0 and time.monotonic() < limit:
+            pid, status = os.waitpid(child, os.WNOHANG)
+            time.sleep(0.002)
+        if pid == 0:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise LostError("a survivor hung")
+        if child not in victims and os.waitstatus_to_exitcode(status) != 3:
+            raise LostError(f"a survivor ended with {os.waitstatus_to_exitcode(status)}, not with an error")
+
+
+def kill_before_step(path: Path, version: int, step: int) -> bool:
+    """Save once, killed right before its n-th file operation; whether it got through."""
+    child = os.fork()
+    if child == 0:
+        count = 0
+
+        def hook(event: str, _: tuple[Any, ...]) -> None:
+            nonlocal count
+            if event in STEPS:
+                count += 1
+                if count == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+        try:
+            save(path, version, 0, 1)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) == 0
+
+
+def every_step(path: Path) -> dict[str, int]:
+    """Kill one save before each of its file operations."""
+    save(path, 1, 0, 1)
+    version, outcomes, step = 1, {"old": 0, "new": 0}, 0
+    while True:
+        step += 1
+        finished = kill_before_step(path, version + 1, step)
+        found = check(path, version)
+        outcomes["new" if found > version else "old"] += 1
+        version = found
+        if finished:
+            return {"steps": step - 1, **outcomes}
+
+
+def random_kills(path: Path, kills: int, seed: int, scratch: Path) -> dict[str, int]:
+    """Kill at random moments, alternating between one and two savers."""
+    dice = random.Random(seed)
+    save(path, 1, 0, 1)
+    version = 1
+    outcomes: dict[str, int] = {}
+    for number in range(kills):
+        version, what = trial(path, version + 1, 1 + number % 2, dice, scratch)
+        outcomes[what] = outcomes.get(what, 0) + 1
+    return {"kills": kills, "saves": version, **outcomes}
+
+
+def main() -> None:
+    """Run the trials; the exit code is 1 if anything was lost."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--every-step", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--directory", default=None, help="where to write; default: the temporary directory")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    scratch = Path(tempfile.mkdtemp(prefix="nnx-kills-", dir=options.directory))
+    start = time.monotonic()
+    try:
+        path = scratch / "a.ckpt"
+        if options.every_step:
+            result = every_step(path)
+        else:
+            result = random_kills(path, options.kills, options.seed, scratch)
+    except LostError as error:
+        print(f"LOST: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    if options.json:
+        print(json.dumps(result))
+    else:
+        seconds = time.monotonic() - start
+        print(", ".join(f"{key}: {value}" for key, value in result.items()))
+        print(f"0 lost, 0 mixed, in {seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Killed savers: the old checkpoint or the new one, whole, every time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).parents[4] / "benchmarks" / "kill_saves.py"
+
+
+def run(*arguments: str, path: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--json", "--directory", str(path), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
+    kills = int(os.environ.get("NNX_KILLS", "12"))
+    result = run("--kills", str(kills), path=tmp_path)
+    assert result["kills"] == kills
+    assert result["saves"] > kills
+
+
+def test_a_kill_before_any_file_operation_loses_nothing(tmp_path: Path) -> None:
+    result = run("--every-step", path=tmp_path)
+    assert result["steps"] > 20
+    # Both outcomes occur, so the commit itself was among the steps.
+    assert result["old"] > 10
+    assert result["new"] > 3
