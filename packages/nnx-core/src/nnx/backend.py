@@ -197,6 +197,17 @@ class Backend(ABC, Generic[OptionsT]):
         for gradient in self.gradients(optimizer):
             gradient.local.clamp_(-clip_value, clip_value)
 
+    def grad_scaler(self, default: torch.amp.GradScaler) -> torch.amp.GradScaler | None:
+        """The loss scaler to use where Lightning would use `default`; None if the engine scales by itself.
+
+        By default one that unscales `gradients` and takes the same decision on every rank.
+        """
+        from nnx.grad_scaler import ParallelGradScaler
+
+        if isinstance(default, ParallelGradScaler):
+            return default
+        return ParallelGradScaler(self, replaces=default)
+
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the optimizer's step (already bound to its closure); an engine may defer or overlap it."""
         return step(*args, **kwargs)
@@ -244,6 +255,20 @@ class Backend(ABC, Generic[OptionsT]):
             group: The param group, for switches such as ``fused`` and ``capturable``.
         """
         return new_state_tensor(parameter, name, shape=shape, dtype=dtype, group=group)
+
+    def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
+        """Restore one optimizer in place. It must not communicate: each rank fills what it holds.
+
+        Engines whose optimizer does not hold the module's own parameters override this.
+
+        Args:
+            module: Owner of the parameters.
+            optimizer: To be restored.
+            saved: By parameter name; tensors are complete, or `nnx.canonical.StoredName` handles.
+        """
+        from nnx.restore import fill_optimizer
+
+        fill_optimizer(self, module, optimizer, saved)
 
     def finish_load(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Called after state was filled in place: refresh whatever is derived from it."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -78,11 +79,12 @@ def shard_of(tensor: Tensor) -> Shard:
     shape, dtype = tuple(tensor.shape), tensor.dtype
     if not isinstance(tensor, DTensor):
         return Shard(shape, dtype, (Box.whole(shape),), (tensor.detach(),))
-    chunk = tensor.__create_chunk_list__()[0]
+    chunk = tensor.__create_chunk_list__()[0]  # type: ignore[no-untyped-call]
     box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
     if box.numel == 0 and tensor.numel() > 0:
         return Shard(shape, dtype, (), ())
-    return Shard(shape, dtype, (box,), (tensor.detach().to_local(),))
+    detached = cast(DTensor, tensor.detach())
+    return Shard(shape, dtype, (box,), (detached.to_local(),))
 
 
 def shard_of_range(flat: Tensor, *, shape: Sequence[int], start: int) -> Shard:
@@ -99,6 +101,6 @@ def shard_of_range(flat: Tensor, *, shape: Sequence[int], start: int) -> Shard:
         A shard whose views alias `flat`.
     """
     boxes = boxes_of_range(shape, start, start + flat.numel())
-    pieces = flat.detach().split([box.numel for box in boxes]) if boxes else ()
+    pieces = torch.split(flat.detach(), [box.numel for box in boxes]) if boxes else ()
     views = tuple(piece.view(box.size) for piece, box in zip(pieces, boxes, strict=True))
     return Shard(tuple(shape), flat.dtype, tuple(boxes), views)

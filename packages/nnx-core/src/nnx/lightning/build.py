@@ -80,8 +80,8 @@ def _build_raw(
     if isinstance(strategy, space.base_class()):
         return strategy
     raise OptionError(
-        f"strategy {spec.name!r} builds a {type(strategy).__module__}.{type(strategy).__qualname__}, which is "
-        f"not a {space.name} strategy.",
+        f"strategy {spec.name!r} builds a {type(strategy).__module__}.{type(strategy).__qualname__}, "
+        f"which is not a {space.name} strategy.",
         remedy="Use the Trainer or Fabric of the package that the class comes from: `lightning.*` and "
         "`pytorch_lightning` / `lightning_fabric` are separate copies.",
     )

@@ -21,8 +21,6 @@ from nnx.backend import Backend
 from nnx.canonical import (
     LazyStateDict,
     collect,
-    fill_model,
-    fill_optimizer,
     positional_optimizer_state,
     stored_optimizer_states,
 )
@@ -31,6 +29,7 @@ from nnx.errors import CheckpointError
 from nnx.layout import Shard
 from nnx.lightning.checkpoint_io import CheckpointIO, numbered_optimizer_state
 from nnx.lightning.routing import unwrap_optimizer
+from nnx.restore import fill_model
 from nnx.state import parameter_names
 
 __all__ = [
@@ -124,7 +123,7 @@ def open_together(path: Any) -> storage.Checkpoint:
 
 
 def load_lightning_checkpoint(strategy: Any, path: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Open a checkpoint as Lightning's dict; its ``state_dict`` stays on disk until it is used. Collective."""
+    """Open a checkpoint as Lightning's dict; its ``state_dict`` stays on disk until used. Collective."""
     if not Path(path).is_dir():
         with together(control_group(), doing=f"reading {str(path)!r}"):
             loaded: dict[str, Any] = strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
@@ -167,7 +166,7 @@ def restore_optimizers(
             )
         for wrapped, state in zip(optimizers, saved, strict=True):
             optimizer = unwrap_optimizer(wrapped)
-            fill_optimizer(backend, module, optimizer, _by_name(module, optimizer, state))
+            backend.load_optimizer_state(module, optimizer, _by_name(module, optimizer, state))
     backend.finish_load(module, [unwrap_optimizer(optimizer) for optimizer in optimizers])
 
 

@@ -22,7 +22,6 @@ from nnx.canonical import (
     LazyStateDict,
     Saved,
     StoredName,
-    StoredTensors,
     collect,
     positional_optimizer_state,
     stored_optimizer_states,
@@ -173,7 +172,7 @@ def load_single_file(path: Any, map_location: Any, weights_only: bool | None) ->
 
 
 def numbered_optimizer_state(state: OptimizerState) -> dict[str, Any]:
-    """A state by parameter name in the form of torch's ``Optimizer.state_dict()``, numbered in group order."""
+    """A state by parameter name in the form of torch's ``Optimizer.state_dict()``: numbered."""
     numbers: dict[str, int] = {}
     groups = []
     for group in state["param_groups"]:
@@ -190,8 +189,7 @@ def _read(state: OptimizerState) -> OptimizerState:
     def read(value: Any) -> Any:
         if not isinstance(value, StoredName):
             return value
-        source: StoredTensors = value.stored
-        return source.read(value.key)
+        return value.stored.read(value.key)
 
     entries = {
         name: {key: read(value) for key, value in values.items()} for name, values in state["state"].items()

@@ -7,9 +7,10 @@ copies of Lightning each have their own classes.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["is_wrapping_checkpoint_io", "make_launcher", "make_optimizers"]
+__all__ = ["is_wrapping_checkpoint_io", "make_launcher", "make_optimizers", "running_stage_loader"]
 
 
 def make_launcher(root: str, strategy: Any, *, start_method: str, num_processes: int, num_nodes: int) -> Any:
@@ -40,3 +41,20 @@ def is_wrapping_checkpoint_io(root: str, checkpoint_io: Any) -> bool:
     """
     wrapper = importlib.import_module(f"{root}.plugins.io.wrapper")
     return isinstance(checkpoint_io, wrapper._WrappingCheckpointIO)
+
+
+def running_stage_loader(trainer: Any) -> Iterable[Any]:
+    """A loader of the stage that is being set up, made once more from where Trainer gets it.
+
+    Upstream: ``_data_source`` of ``trainer.fit_loop`` and of the evaluation and prediction loops.
+    """
+    loops = {
+        "fit": trainer.fit_loop,
+        "validate": trainer.validate_loop,
+        "test": trainer.test_loop,
+        "predict": trainer.predict_loop,
+    }
+    loader = loops[trainer.state.fn.value]._data_source.dataloader()
+    while isinstance(loader, (list, tuple)):
+        loader = loader[0] if loader else ()
+    return loader if isinstance(loader, Iterable) else ()

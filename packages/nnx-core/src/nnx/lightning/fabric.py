@@ -15,8 +15,9 @@ from nnx.errors import UnsupportedError
 from nnx.lightning.checkpoint import module_state_dict, restore_model
 from nnx.lightning.engine_module import EngineModule, unwrap_engine
 from nnx.lightning.fabric_checkpoint import load_fabric_checkpoint, save_fabric_checkpoint
-from nnx.lightning.processes import ParallelProcesses, example_inputs
+from nnx.lightning.processes import ParallelProcesses
 from nnx.lightning.routing import route_optimizer_steps, route_precision, unwrap_optimizer
+from nnx.lightning.sample import example_inputs
 from nnx.options import CommonOptions
 from nnx.state import repoint_optimizer
 
@@ -139,8 +140,8 @@ class FabricAdapter(ParallelProcesses):
                 return module
         raise UnsupportedError(
             f"{type(optimizer).__name__} holds no parameter of a module that was set up.",
-            remedy="Call `fabric.setup_module(model)` first and build the optimizer from `model.parameters()`, "
-            "or pass both to `fabric.setup(model, optimizer)`.",
+            remedy="Call `fabric.setup_module(model)` first and build the optimizer from "
+            "`model.parameters()`, or pass both to `fabric.setup(model, optimizer)`.",
         )
 
     # --- collectives --------------------------------------------------------------------------

@@ -11,16 +11,15 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import Tensor, nn
+from torch import Tensor
 
 from nnx.backend import Backend, ParallelContext
-from nnx.errors import UnsupportedError
 from nnx.lightning.checkpoint_io import CheckpointIO
 from nnx.lightning.compat import make_launcher
 from nnx.lightning.messages import show_messages
 from nnx.options import CommonOptions
 
-__all__ = ["ParallelProcesses", "example_inputs"]
+__all__ = ["ParallelProcesses"]
 
 T = TypeVar("T")
 
@@ -205,26 +204,6 @@ class ParallelProcesses:
         return CheckpointIO(
             state_dict_type=self.common.state_dict_type, opaque_objects=self.common.opaque_objects
         )
-
-
-def example_inputs(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Example inputs of the module's forward: its ``example_input_array``.
-
-    Returns:
-        Positional and keyword arguments.
-
-    Raises:
-        UnsupportedError: The module has none.
-    """
-    example: Any = getattr(module, "example_input_array", None)
-    if example is None:
-        raise UnsupportedError(
-            f"{type(module).__name__} has no example inputs to trace its forward with.",
-            remedy="Set `self.example_input_array` in its `__init__`.",
-        )
-    if isinstance(example, dict):
-        return (), example
-    return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
 
 
 class _NormalNoGrad:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx.backend import Backend
-from nnx.grad_scaler import ParallelGradScaler
 
 __all__ = ["route_clipping", "route_optimizer_steps", "route_precision", "unwrap_optimizer"]
 
@@ -31,8 +30,8 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 def route_precision(plugin: Any, backend: Backend[Any]) -> None:
     """Make loss scaling agree over the ranks and, where the engine has its own, replace backward."""
     scaler = getattr(plugin, "scaler", None)
-    if scaler is not None and not isinstance(scaler, ParallelGradScaler):
-        plugin.scaler = ParallelGradScaler(backend, replaces=scaler)
+    if scaler is not None:
+        plugin.scaler = backend.grad_scaler(scaler)
     if type(backend).backward is not Backend.backward:
 
         def backward(

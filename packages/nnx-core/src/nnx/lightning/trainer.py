@@ -22,13 +22,14 @@ from nnx.lightning.checkpoint import (
     save_lightning_checkpoint,
 )
 from nnx.lightning.compat import is_wrapping_checkpoint_io, make_optimizers
-from nnx.lightning.processes import ParallelProcesses, example_inputs
+from nnx.lightning.processes import ParallelProcesses
 from nnx.lightning.routing import (
     route_clipping,
     route_optimizer_steps,
     route_precision,
     unwrap_optimizer,
 )
+from nnx.lightning.sample import trainer_example_inputs
 from nnx.options import CommonOptions
 from nnx.state import repoint_optimizer
 
@@ -97,7 +98,7 @@ class TrainerAdapter(ParallelProcesses):
         if self._layer_sync is not None:
             module = self._layer_sync.apply(module)
         self.model = module
-        replaced = self.backend.parallelize(module, lambda: example_inputs(module))
+        replaced = self.backend.parallelize(module, lambda: trainer_example_inputs(trainer, module))
         for optimizer in self.optimizers:
             repoint_optimizer(optimizer, replaced)
         fitting = trainer.state.fn == "fit"
