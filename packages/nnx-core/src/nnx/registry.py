@@ -72,7 +72,6 @@ class Registry:
                     remedy="Choose another name, or pass override=True.",
                 )
             self._local[name] = spec
-            self._removed.discard(name)
             if override:
                 self._overriding.add(name)
             self.synchronize()

@@ -229,3 +229,24 @@ def test_names_are_known_under_torchrun(probes, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "TrainerProbe TorchElasticEnvironment" in done.stdout
+
+
+def test_a_script_that_uses_only_pytorch_lightning_gets_its_classes(site, run_python):
+    run_python(
+        """
+        import sys
+        import nnx
+        from pytorch_lightning.cli import LightningCLI
+        from pytorch_lightning.demos.boring_classes import BoringModel
+        from pytorch_lightning.strategies import DDPStrategy
+
+        assert type(nnx.strategy("ddp")) is DDPStrategy
+        sys.argv = ["script.py", "--trainer.accelerator=cpu", "--trainer.logger=false",
+                    "--trainer.strategy=nnx.strategy", "--trainer.strategy.name=ddp",
+                    "--trainer.strategy.dict_kwargs.static_graph=true"]
+        cli = LightningCLI(BoringModel, run=False, save_config_callback=None)
+        assert type(cli.trainer.strategy) is DDPStrategy
+        assert cli.trainer.strategy._ddp_kwargs == {"static_graph": True}
+        assert "lightning" not in sys.modules
+        """
+    )

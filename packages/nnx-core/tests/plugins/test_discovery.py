@@ -196,13 +196,16 @@ def test_a_plugin_that_asks_for_the_inventory_while_it_is_loaded_gets_what_is_th
     site.provide("aa-first", "first")
     site.add(
         "bb-curious",
-        "from nnx.plugins import inventory\nseen = sorted(inventory().specs)\n" + HOOK + f"return [{GOOD}]",
+        "from nnx.plugins import inventory\nanswer = inventory()\nseen = sorted(answer.specs)\n"
+        + HOOK
+        + f"return [{GOOD}]",
     )
     assert {"first", "fine"} <= set(inventory().specs)
     import bb_curious_plugin
 
     assert "first" in bb_curious_plugin.seen
     assert "fine" not in bb_curious_plugin.seen
+    assert bb_curious_plugin.answer is inventory()
 
 
 def test_an_entry_point_that_is_declared_twice_does_not_disturb_the_first(site):

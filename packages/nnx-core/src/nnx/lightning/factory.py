@@ -1,10 +1,9 @@
 """`nnx.strategy`: any strategy by its name, with options.
 
-Importing this module imports Lightning, because the return annotation must be a real class: that is
-what lets LightningCLI accept ``class_path: nnx.strategy`` and Hydra ``_target_: nnx.strategy``.
+Importing this module imports Lightning, because the return annotation must be a real class of the tree
+in use: that is what lets LightningCLI accept ``class_path: nnx.strategy``. So annotations are not
+postponed here.
 """
-
-from __future__ import annotations
 
 import importlib
 import sys
