@@ -132,6 +132,9 @@ def find_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str:
         >>> find_fault((4,), [Box((0,), (3,)), Box((2,), (2,))])
         'box (2,)+(2,) overlaps box (0,)+(3,)'
     """
+    boxes = list(boxes)
+    if len(boxes) == 1 and boxes[0] == Box.whole(shape):
+        return ""  # by far the most frequent case
     pieces = [box for box in boxes if box.numel > 0]
     for box in pieces:
         if len(box.size) != len(shape) or any(

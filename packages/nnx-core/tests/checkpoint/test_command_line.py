@@ -125,7 +125,7 @@ def test_what_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.00 KB"), (2_500_000, "2.50 MB"), (10**13, "10.00 TB")],,
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 KB"), (2_500_000, "2.50 MB"), (10**13, "10.00 TB")],
 )
 def test_sizes_are_shown_for_people(count: int, text: str) -> None:
     assert human_bytes(count) == text
