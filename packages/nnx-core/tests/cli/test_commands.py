@@ -282,6 +282,17 @@ def test_help_names_every_verb(nnx_command):
     assert all(verb in output for verb in ("list", "show", "doctor", "ckpt"))
 
 
+def test_the_verbs_on_checkpoints_are_reached_through_the_same_command(nnx_command, tmp_path):
+    code, output, _ = nnx_command("ckpt", "--help")
+    assert code == 0
+    assert "inspect" in output
+    assert "verify" in output
+    code, output, error = nnx_command("ckpt", "inspect", str(tmp_path / "nothing"))
+    assert (code, output) == (1, "")
+    assert error.startswith("error: ")
+    assert "\nremedy: " in error
+
+
 def test_on_a_terminal_tables_are_drawn_and_brackets_are_not_markup(acme, nnx_command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("nnx.cli.output._on_terminal", lambda: True)

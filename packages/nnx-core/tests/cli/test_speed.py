@@ -18,7 +18,7 @@ sys.argv = ["nnx", *sys.argv[1:]]
 try:
     main()
 finally:
-    heavy = {"torch", "lightning", "pytorch_lightning", "numpy", "nnx.checkpoint"} & set(sys.modules)
+    heavy = {"torch", "lightning", "pytorch_lightning", "numpy", "nnx.cli.ckpt"} & set(sys.modules)
     assert not heavy, heavy
 """
 
