@@ -308,3 +308,56 @@ def dcp_write_failure(path: str) -> str:
         except dcp.api.CheckpointException as error:  # not derived from Exception
             return str(error)
     return ""
+
+
+def golden_tensors() -> dict[str, tuple[Tensor, Cut]]:
+    """What the golden checkpoint holds; must never change."""
+    return {
+        "model.rows": (torch.arange(35.0).view(7, 5), "rows"),
+        "model.columns": (torch.arange(12, dtype=torch.int16).view(3, 4), "columns"),
+        "model.flat": (torch.arange(30).bfloat16().view(5, 6), "flat"),
+        "model.grid": (torch.arange(3000).view(50, 60), "grid"),
+        "model.mask": (torch.arange(9) % 2 == 0, "whole"),
+        "model.complex": (torch.complex(torch.arange(3.0), -torch.arange(3.0)), "whole"),
+        "model.empty": (torch.zeros(0, 3), "whole"),
+        "__metadata__": (torch.tensor([1, 2], dtype=torch.uint8), "whole"),
+        "optim.0.state.rows.step": (torch.tensor(7.0, dtype=torch.float64), "whole"),
+    }
+
+
+def golden_objects() -> dict[str, Any]:
+    """Objects of every kind that has an encoding."""
+    import argparse
+    import collections
+
+    import numpy as np
+
+    return {
+        "plain": [None, True, -3, 2.5, "text \u00e9", {"nested": {}}],
+        "tuple": (1, ("two",)),
+        "sets": [{1, 2}, frozenset({"a"})],
+        "deque": collections.deque([1, 2], maxlen=3),
+        "keys": {1: "int", (2, 3): "tuple", "$": "dollar"},
+        "ordered": collections.OrderedDict(b=1, a=2),
+        "default": collections.defaultdict(list, {"x": [1]}),
+        "namespace": argparse.Namespace(lr=0.1),
+        "numbers": [float("inf"), float("-inf"), 10**2000, complex(1, float("inf"))],
+        "bytes": [b"\x00\xff", bytearray(b"x")],
+        "path": Path("/a/b"),
+        "torch": [torch.Size([2, 3]), torch.bfloat16, torch.device("cuda", 1), torch.tensor([1.5, 2.5])],
+        "numpy": [np.float32(0.5), np.arange(3, dtype="<i4")],
+    }
+
+
+def save_golden(path: str) -> None:
+    """Write the golden checkpoint: two ranks, kept under packages/nnx-core/tests/checkpoint/golden."""
+    rank, size = rank_and_size()
+    parts = {name: cut(full, how, rank, size) for name, (full, how) in golden_tensors().items()}
+    nnx.checkpoint.save(
+        path,
+        tensors={name: part for name, part in parts.items() if part is not None},
+        objects=golden_objects(),
+        rank_objects={"rank": rank, "rng": torch.arange(4, dtype=torch.uint8) + rank},
+        aliases={"model.tied": "model.rows"},
+        provenance={"strategy": "golden", "step": 3},
+    )
