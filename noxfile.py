@@ -6,6 +6,7 @@ Sessions without a virtual environment of their own run in the one that nox runs
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -55,8 +56,7 @@ def wheels(session: nox.Session) -> None:
     install(session, *build(session, PACKAGES))
     for package in PACKAGES:
         session.run("python", "-I", "-c", f"import {package_module(package)} as m; print(m.__file__)")
-    session.run("nnx", "list")
-    session.run("nnx", "doctor")
+    ask(session)
 
 
 @nox.session(venv_backend="venv")
@@ -64,13 +64,25 @@ def wheels(session: nox.Session) -> None:
 def isolation(session: nox.Session, plugin: str) -> None:
     """Each plugin alone with the core: it needs no other plugin, and no file outside its wheel."""
     install(session, *build(session, ["nnx-core", plugin]))
-    session.run("nnx", "doctor")
-    session.run("nnx", "list")
+    ask(session)
 
 
 def run(session: nox.Session, *arguments: str) -> None:
     """Run the Python that runs nox."""
     session.run(sys.executable, *arguments, external=True, env={"PYTHONUNBUFFERED": "1"})
+
+
+def ask(session: nox.Session) -> None:
+    """Whether all is well, which strategies there are, and whether Lightning knows each without an import."""
+    session.run("nnx", "doctor")
+    session.run("nnx", "list")
+    listed = session.run("nnx", "list", "--json", silent=True)
+    names = [strategy["name"] for strategy in json.loads(str(listed))["strategies"]]
+    choose = (
+        "import sys; from lightning.pytorch import Trainer; Trainer(strategy=sys.argv[1], accelerator='cpu')"
+    )
+    for name in names:
+        session.run("python", "-I", "-c", choose, name, silent=True)
 
 
 def build(session: nox.Session, packages: list[str]) -> list[Path]:
