@@ -214,10 +214,14 @@ class Backend(ABC, Generic[OptionsT]):
 
     # --- state --------------------------------------------------------------------------------
 
-    def shard(self, tensor: Tensor) -> Shard:
-        """Where a parameter, buffer or state tensor of this rank lies in its logical tensor.
+    def shard(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
+        """Where a tensor of this rank lies in its logical tensor.
 
         Engines that keep local shards as plain tensors override this.
+
+        Args:
+            tensor: A parameter, a buffer, or a tensor of an optimizer's state.
+            parameter: For optimizer state, the parameter it belongs to.
         """
         return shard_of(tensor)
 
@@ -254,7 +258,10 @@ class Backend(ABC, Generic[OptionsT]):
             dtype: Its dtype.
             group: The param group, for switches such as ``fused`` and ``capturable``.
         """
-        return new_state_tensor(parameter, name, shape=shape, dtype=dtype, group=group)
+        like_parameter = shape == self.shard(parameter).shape
+        return new_state_tensor(
+            parameter, name, shape=shape, like_parameter=like_parameter, dtype=dtype, group=group
+        )
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
         """Restore one optimizer in place. It must not communicate: each rank fills what it holds.

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nnx.checkpoint import Checkpoint
@@ -172,10 +173,25 @@ class LazyStateDict(MutableMapping[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class StoredName:
-    """A tensor that is still in the checkpoint."""
+    """A tensor that is still in the checkpoint.
+
+    Attributes:
+        stored: The open checkpoint.
+        key: Its logical name there.
+    """
 
     stored: Checkpoint
     key: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its logical shape."""
+        return tuple(self.stored.tensors[self.key].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype it is stored in."""
+        return self.stored.tensors[self.key].dtype
 
 
 def stored_optimizer_states(stored: Checkpoint) -> list[OptimizerState] | None:

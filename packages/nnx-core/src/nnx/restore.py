@@ -147,14 +147,11 @@ def fill_optimizer(
 def _place(
     backend: Backend[Any], parameter: nn.Parameter, name: str, value: Any, group: Mapping[str, Any]
 ) -> Any:
-    if isinstance(value, StoredName):
-        entry = value.stored.tensors[value.key]
-        shape, dtype = tuple(entry.shape), entry.dtype
-    elif isinstance(value, Tensor):
-        shape, dtype = tuple(value.shape), value.dtype
-    else:
+    if not isinstance(value, (StoredName, Tensor)):
         return value
-    return backend.new_optimizer_state(parameter, name, shape=shape, dtype=dtype, group=group)
+    return backend.new_optimizer_state(
+        parameter, name, shape=tuple(value.shape), dtype=value.dtype, group=group
+    )
 
 
 def fill_optimizer_tensors(state: OptimizerState, saved: OptimizerState) -> None:

@@ -6,9 +6,9 @@ fills it: `nnx.lightning.checkpoint`; who produces it: `nnx.backend.Backend`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, cast
+from typing import Any, Protocol, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,13 @@ __all__ = [
     "repoint_optimizer",
 ]
 
-ShardOf = Callable[[Tensor], Shard]
+
+class ShardOf(Protocol):
+    """`Backend.shard`: where a tensor lies in its logical tensor."""
+
+    def __call__(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
+        """Describe `tensor`; for optimizer state, `parameter` is what it belongs to."""
+        ...
 
 
 @dataclass(slots=True)
@@ -106,12 +112,13 @@ def describe_optimizer(module: nn.Module, optimizer: Optimizer, shard_of: ShardO
         hyper = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         params = [_name(names, parameter, optimizer, index) for parameter in group["params"]]
         groups.append({**hyper, "params": params})
-    state = {
-        names[cast("nn.Parameter", parameter)]: {
-            key: shard_of(value) if isinstance(value, Tensor) else value for key, value in values.items()
+    state = {}
+    for key, values in optimizer.state.items():
+        parameter = cast("nn.Parameter", key)
+        state[names[parameter]] = {
+            name: shard_of(value, parameter=parameter) if isinstance(value, Tensor) else value
+            for name, value in values.items()
         }
-        for parameter, values in optimizer.state.items()
-    }
     return OptimizerState(state=state, param_groups=groups)
 
 
@@ -132,22 +139,24 @@ def new_state_tensor(
     name: str,
     *,
     shape: tuple[int, ...],
+    like_parameter: bool,
     dtype: torch.dtype,
     group: Mapping[str, Any],
 ) -> Tensor:
     """Allocate a state tensor the way torch's optimizers do when they first step.
 
     Args:
-        parameter: A plain or DTensor parameter.
+        parameter: The parameter as this rank holds it.
         name: Name of the state tensor.
         shape: Logical shape wanted.
+        like_parameter: Whether that is the parameter's own, so that it is laid out alike.
         dtype: Dtype wanted.
         group: The param group of the parameter.
     """
-    if name == "step" and not shape and not (group.get("fused") or group.get("capturable")):
+    if name == "step" and shape == () and not (group.get("fused") or group.get("capturable")):
         # Step counters stay on the host unless the kernels read them on the device.
         return torch.zeros((), dtype=dtype)
-    if shape == tuple(parameter.shape):
+    if like_parameter:
         return torch.zeros_like(parameter.detach(), dtype=dtype, memory_format=torch.preserve_format)
     if shape:
         return parameter.detach().new_zeros(shape, dtype=dtype)

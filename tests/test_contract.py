@@ -1,0 +1,49 @@
+"""The backend contract carries engines that are nothing like FSDP, and their checkpoints travel too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.contract_jobs import sampled, train_with_engines
+from jobs.training import Run
+from nnx.testing.pool import WorkerPool
+
+ENGINES = ["column_parallel", "flat_masters"]
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipping by norm": {"clip": 0.05},
+    "accumulation and groups": {"accumulate": 2, "steps": 5, "groups": 2},
+    "a scheduler": {"scheduler": True, "clip": 0.01, "clip_algorithm": "value"},
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", CASES)
+def test_an_engine_trains_like_one_process(pool: WorkerPool, engine: str, case: str) -> None:
+    run = Run(strategy=engine, **CASES[case])
+    alone = replace(run, strategy="auto", devices=1)
+    expected = pool.run(train_with_engines, alone, world_size=1)[0]
+    for outcome in pool.run(train_with_engines, run, world_size=2):
+        assert outcome.losses == pytest.approx(expected.losses, abs=1e-5)
+
+
+@pytest.mark.parametrize("source", [*ENGINES, "fsdp_auto"])
+def test_checkpoints_travel_between_engines(pool: WorkerPool, tmp_path: Path, source: str) -> None:
+    path, step, steps = tmp_path / "last.ckpt", 3, 5
+    first = Run(strategy=source, steps=steps, groups=2, save=str(path), save_at=step)
+    saved = pool.run(train_with_engines, first, world_size=2)[0]
+    for target, devices in (("column_parallel", 2), ("flat_masters", 3), ("fsdp_auto", 3), ("ddp", 1)):
+        run = replace(first, strategy=target, devices=devices, save=None, resume=str(path))
+        for outcome in pool.run(train_with_engines, run, world_size=devices):
+            assert outcome.losses == pytest.approx(saved.losses[step:], abs=1e-5), target
+
+
+def test_a_tracing_engine_is_given_the_first_batch_and_gives_whole_parameters_back(pool: WorkerPool) -> None:
+    run = Run(strategy="column_parallel", steps=2)
+    for shapes, whole in pool.run(sampled, run, world_size=2):
+        assert shapes == [(12, 6)]
+        assert whole
