@@ -253,6 +253,15 @@ def test_an_unstorable_dtype_is_refused(tmp_path: Path) -> None:
         nnx.checkpoint.save(tmp_path / "a", tensors={"w": view}, objects={})
 
 
+def test_a_tensor_without_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match="tensor 'w' is on the meta device and has no data. Materialise"
+    ):
+        nnx.checkpoint.save(
+            tmp_path / "a", tensors={"w": shard_of(torch.zeros(2, device="meta"))}, objects={}
+        )
+
+
 def test_an_unknown_state_dict_type_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="unknown state_dict_type 'full'"):
         save(tmp_path / "a", state_dict_type="full")

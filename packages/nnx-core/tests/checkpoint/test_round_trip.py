@@ -123,6 +123,19 @@ def test_non_contiguous_and_conjugated_tensors_are_saved(tmp_path: Path) -> None
     assert torch.equal(checkpoint.read("expanded"), expanded)
 
 
+def test_parameters_that_require_gradients_are_saved_and_filled(tmp_path: Path) -> None:
+    saved, loaded = torch.nn.Parameter(torch.randn(3)), torch.nn.Parameter(torch.zeros(3))
+    whole = (Box.whole((3,)),)
+    nnx.checkpoint.save(
+        tmp_path / "a", tensors={"w": Shard((3,), torch.float32, whole, (saved,))}, objects={"p": saved}
+    )
+    checkpoint = nnx.checkpoint.open_checkpoint(tmp_path / "a")
+    checkpoint.fill({"w": Shard((3,), torch.float32, whole, (loaded,))})
+    assert torch.equal(saved, loaded)
+    assert torch.equal(checkpoint.objects["p"], saved)
+    assert not checkpoint.objects["p"].requires_grad
+
+
 def test_a_checkpoint_without_tensors_or_objects_works(tmp_path: Path) -> None:
     nnx.checkpoint.save(tmp_path / "a", tensors={}, objects={})
     checkpoint = nnx.checkpoint.open_checkpoint(tmp_path / "a")

@@ -63,7 +63,6 @@ class Fetcher:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._blocks: dict[str, dict[int, int]] = {}
         self._own_file = rank_file(dist.get_rank() if dist.is_initialized() else 0)
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
@@ -79,7 +78,7 @@ class Fetcher:
         with ExitStack() as files:
             descriptors = {name: self._open(name, files) for name in {task.piece.file for task in tasks}}
             work = _Shared(tasks)
-            readers = [_Reader(self._source, descriptors, self._blocks) for _ in range(_THREADS)]
+            readers = [_Reader(self._source, descriptors) for _ in range(_THREADS)]
             threads = [threading.Thread(target=work.run, args=(reader,)) for reader in readers[1:]]
             for thread in threads if len(tasks) > 1 else ():
                 thread.start()
@@ -91,7 +90,6 @@ class Fetcher:
 
     def _open(self, name: str, files: ExitStack) -> int:
         self._source.sums(name)
-        self._blocks[name] = self._source.index.first_blocks(name, self._source.manifest.block)
         path = self._source.directory / name
         with explained("read", path):
             descriptor = os.open(path, os.O_RDONLY)
@@ -139,12 +137,9 @@ class _Shared:
 class _Reader:
     """What one thread needs: it keeps the last block that was read only in part."""
 
-    def __init__(
-        self, source: Source, descriptors: dict[str, int], blocks: dict[str, dict[int, int]]
-    ) -> None:
+    def __init__(self, source: Source, descriptors: dict[str, int]) -> None:
         self._source = source
         self._descriptors = descriptors
-        self._blocks = blocks
         self._size = source.manifest.block
         self._edge: tuple[Piece | None, int, bytearray] = (None, -1, bytearray())
 
@@ -216,7 +211,7 @@ class _Reader:
     def _verify(self, entry: TensorEntry, piece: Piece, block: int, data: memoryview) -> None:
         """Compare consecutive blocks with their checksums."""
         sums = self._source.sums(piece.file)
-        number = self._blocks[piece.file][piece.start] + block
+        number = self._source.first_blocks(piece.file)[piece.start] + block
         for begin in range(0, len(data), self._size):
             part = data[begin : begin + self._size]
             if xxhash.xxh3_64_intdigest(part) != sums[number]:

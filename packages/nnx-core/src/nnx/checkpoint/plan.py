@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from nnx.box import Box, find_fault
 from nnx.checkpoint.dtypes import DTYPES
 from nnx.checkpoint.index import Piece, TensorEntry
@@ -56,15 +59,24 @@ def describe(shards: Mapping[str, Shard]) -> Description:
                 remedy=f"Convert it to one of {', '.join(DTYPES)}.",
             )
         for view in shard.data:
-            if view.dtype != shard.dtype or view.layout.__repr__() != "torch.strided":
-                raise CheckpointError(
-                    f"a view of tensor '{name}' is {view.dtype} with layout {view.layout}, "
-                    f"expected {shard.dtype} with layout torch.strided.",
-                    remedy="Make it dense and of the shard's dtype.",
-                )
+            _require_data(name, shard, view)
         boxes = [(box.offset, box.size) for box in shard.boxes]
         description.append((name, dtype, shard.shape, boxes))
     return description
+
+
+def _require_data(name: str, shard: Shard, view: Tensor) -> None:
+    if view.dtype != shard.dtype or view.layout is not torch.strided:
+        raise CheckpointError(
+            f"a view of tensor '{name}' is {view.dtype} with layout {view.layout}, "
+            f"expected {shard.dtype} with layout torch.strided.",
+            remedy="Make it dense and of the shard's dtype.",
+        )
+    if view.is_meta:
+        raise CheckpointError(
+            f"tensor '{name}' is on the meta device and has no data.",
+            remedy="Materialise the module before saving it.",
+        )
 
 
 def make_plan(descriptions: Sequence[Description], mode: Mode) -> Plan:

@@ -106,7 +106,7 @@ class ShardWriter:
         """Append one tensor; its blocks start anew at its first byte."""
         block = xxhash.xxh3_64()
         missing = BLOCK
-        for slab in flat_bytes(tensor):
+        for slab in flat_bytes(tensor.detach()):
             position = 0
             while position < len(slab):
                 part = slab[position : position + missing]

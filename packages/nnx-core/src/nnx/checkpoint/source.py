@@ -67,6 +67,7 @@ class Source:
     path: Path
     manifest: Manifest
     _checked: dict[str, memoryview] = field(default_factory=dict)
+    _blocks: dict[str, dict[int, int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -120,6 +121,12 @@ class Source:
                 remedy=_RESTORE,
             )
         return raw
+
+    def first_blocks(self, file: str) -> dict[int, int]:
+        """For each position at which a piece of a rank file starts, the number of its first checksum."""
+        if file not in self._blocks:
+            self._blocks[file] = self.index.first_blocks(file, self.manifest.block)
+        return self._blocks[file]
 
     def sums(self, file: str) -> memoryview:
         """The checksums of a rank file's blocks, after checking that file's header too."""
