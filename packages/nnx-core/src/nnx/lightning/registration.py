@@ -50,10 +50,7 @@ def make_strategy(name: str, *, namespace: str, overrides: dict[str, Any]) -> An
     """
     from nnx.lightning.build import build
 
-    spec = StrategyRegistry.get(name)
-    if spec.checkpoint_io is not None:
-        overrides = {"checkpoint_io": _checkpoint_io(spec.checkpoint_io), **overrides}
-    return build(spec, namespace=namespace, overrides=overrides)
+    return build(StrategyRegistry.get(name), namespace=namespace, overrides=overrides)
 
 
 def fill(module_name: str) -> None:
@@ -120,7 +117,3 @@ def _registries() -> Iterator[tuple[Namespace, Any]]:
 def _registry_of(space: Namespace) -> Any:
     module = sys.modules.get(f"{space.name}.strategies")
     return getattr(module, "STRATEGY_REGISTRY" if space.is_fabric else "StrategyRegistry", None)
-
-
-def _checkpoint_io(given: Any) -> Any:
-    return given if hasattr(given, "save_checkpoint") and not isinstance(given, type) else given()
