@@ -7,6 +7,7 @@ Control messages travel over a CPU (gloo) group, so that they work while a GPU i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar, cast
@@ -15,7 +16,14 @@ import torch.distributed as dist
 
 from nnx.errors import NnxError
 
-__all__ = ["all_gather_object", "broadcast_object", "control_group", "is_distributed", "together"]
+__all__ = [
+    "all_arrive",
+    "all_gather_object",
+    "broadcast_object",
+    "control_group",
+    "is_distributed",
+    "together",
+]
 
 T = TypeVar("T")
 
@@ -59,6 +67,32 @@ def broadcast_object(value: T, group: dist.ProcessGroup | None) -> T:
     box = [value]
     dist.broadcast_object_list(box, group=group, group_src=0)
     return box[0]
+
+
+def all_arrive(place: str, *, timeout: float) -> bool:
+    """Whether every rank makes this call within a time. Usable where a collective would hang.
+
+    After an error on one rank the others may be in the middle of some collective; one more, unmatched,
+    would hang or abort the process. So this goes through the store that the group was started with.
+
+    Args:
+        place: Names the call; the ranks' first visits to it belong together, then their second ones.
+        timeout: Seconds to wait for the others.
+    """
+    if not is_distributed():
+        return True
+    store = dist.distributed_c10d._get_default_store()
+    deadline = time.monotonic() + timeout
+    try:
+        visit = store.add(f"nnx/{place}/of rank {dist.get_rank()}", 1)
+        key = f"nnx/{place}/visit {visit}"
+        arrived = store.add(key, 1)
+        while arrived < dist.get_world_size() and time.monotonic() < deadline:
+            time.sleep(0.05)
+            arrived = store.add(key, 0)
+    except RuntimeError:  # the rank that keeps the store is gone
+        return False
+    return arrived == dist.get_world_size()
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class ParallelGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        # torch 2.11-2.13 call this hook from `unscale_` and `step`; torch's ShardedGradScaler overrides it too.
+        # torch 2.11-2.13 call this hook from `unscale_` and `step`; its ShardedGradScaler overrides it too.
         device = self._nnx_backend.context.device
         found = unscale_gradients(self._nnx_backend.gradients(optimizer), inv_scale, device)
         return {device: found}

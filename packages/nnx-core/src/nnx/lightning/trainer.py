@@ -5,6 +5,7 @@ The order in which Trainer calls these members is in ``docs/tour.md``.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nnx.backend import Backend
+from nnx.collective import all_arrive
 from nnx.lightning.checkpoint import (
     load_lightning_checkpoint,
     module_state_dict,
@@ -22,6 +24,7 @@ from nnx.lightning.checkpoint import (
     save_lightning_checkpoint,
 )
 from nnx.lightning.compat import is_wrapping_checkpoint_io, make_optimizers
+from nnx.lightning.layer_sync import put_back, synchronize_layers
 from nnx.lightning.processes import ParallelProcesses
 from nnx.lightning.routing import (
     route_clipping,
@@ -34,6 +37,11 @@ from nnx.options import CommonOptions
 from nnx.state import repoint_optimizer
 
 __all__ = ["TrainerAdapter"]
+
+log = logging.getLogger("nnx.lightning")
+
+_TIME_TO_FAIL_TOGETHER = 5.0
+"""Seconds after an error in which the other ranks must have failed as well to count as failing together."""
 
 
 class TrainerAdapter(ParallelProcesses):
@@ -50,6 +58,8 @@ class TrainerAdapter(ParallelProcesses):
 
     def _init_adapter(self, backend: Backend[Any], name: str, common: CommonOptions) -> None:
         self._init_processes(backend, name, common)
+        self._replaced_layers: dict[str, nn.Module] = {}
+        self._has_failed = False
 
     # --- precision ----------------------------------------------------------------------------
 
@@ -95,15 +105,15 @@ class TrainerAdapter(ParallelProcesses):
         """Lay the model out and build the optimizers. Collective."""
         self.accelerator.setup(trainer)
         module = self.precision_plugin.convert_module(self.lightning_module)
-        if self._layer_sync is not None:
-            module = self._layer_sync.apply(module)
+        fitting = trainer.state.fn == "fit"
+        if fitting and self._layer_sync is not None:
+            self._replaced_layers = synchronize_layers(self._layer_sync, module)
         self.model = module
         replaced = self.backend.parallelize(module, lambda: trainer_example_inputs(trainer, module))
-        for optimizer in self.optimizers:
-            repoint_optimizer(optimizer, replaced)
-        fitting = trainer.state.fn == "fit"
         if fitting:
             self.setup_optimizers(trainer)
+        for optimizer in self.optimizers:  # they may have been built before, in the module's `__init__`
+            repoint_optimizer(optimizer, replaced)
         optimizers = [unwrap_optimizer(optimizer) for optimizer in self.optimizers] if fitting else []
         self.backend.setup_optimizers(module, optimizers)
         route_optimizer_steps(optimizers, self.backend)
@@ -119,15 +129,35 @@ class TrainerAdapter(ParallelProcesses):
     def teardown(self) -> None:
         """Give the module its plain parameters and class back, on the host. Collective."""
         module = self.lightning_module
-        if module is not None and self._backend_is_set_up:
+        if module is not None and self._backend_is_set_up and self._can_gather():
             replaced = self.backend.unparallelize(module)
             for optimizer in self.optimizers:
                 repoint_optimizer(optimizer, replaced)
+            put_back(module, self._replaced_layers)
+            self._replaced_layers = {}
             module.cpu()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Remember for `teardown` that this rank may be alone."""
+        self._has_failed = True
+
+    def _can_gather(self) -> bool:
+        """After an error, whether the other ranks have come to `teardown` too: gathering needs them."""
+        if not self._has_failed:
+            return True
+        self._has_failed = False
+        if all_arrive("teardown", timeout=_TIME_TO_FAIL_TOGETHER):
+            return True
+        log.warning(
+            "The ranks did not fail together, so the model of rank %d stays sharded. The error that "
+            "follows, or another rank's, is the cause.",
+            self.global_rank,
+        )
+        return False
 
     # --- steps --------------------------------------------------------------------------------
 
