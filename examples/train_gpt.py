@@ -84,7 +84,7 @@ def judge(console: Console, reference: Losses, resumed: dict[str, Losses], *, to
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=at_least_two, default=200, help="optimizer steps (default: 200)")
+    parser.add_argument("--steps", type=at_least_two, default=120, help="optimizer steps (default: 120)")
     parser.add_argument("--out", type=Path, default=Path("out/train_gpt"), help="directory for all output")
     parser.add_argument("--strategy", default="fsdp_auto", help="any name that `nnx list` shows")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="largest loss difference that is equal")

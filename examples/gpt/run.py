@@ -80,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="directory for losses and checkpoints")
     parser.add_argument("--devices", type=int, default=2, help="number of CPU processes")
     parser.add_argument("--strategy", default="fsdp_auto", help="any name that `nnx list` shows")
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps in all")
+    parser.add_argument("--steps", type=int, default=120, help="optimizer steps in all")
     parser.add_argument("--global-batch", type=int, default=12, help="sequences per step, over all processes")
     parser.add_argument("--seed", type=int, default=1, help="fixes initial weights and data order")
     parser.add_argument("--resume", type=Path, help="checkpoint to continue from")
