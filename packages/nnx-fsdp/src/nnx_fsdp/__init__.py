@@ -2,3 +2,9 @@
 
 Importing this package imports neither torch nor Lightning; `nnx_fsdp.backend` is the engine.
 """
+
+from __future__ import annotations
+
+from nnx_fsdp.options import FSDPOptions, MixedPrecision
+
+__all__ = ["FSDPOptions", "MixedPrecision"]

@@ -12,8 +12,9 @@ _CAPABILITIES = Capabilities(
     shards_parameters=True,
     shards_gradients=True,
     shards_optimizer=True,
-    multiple_optimizers=True,
-    gradient_accumulation=True,
+    activation_checkpointing=True,
+    meta_initialization=True,
+    torch_compile=True,
 )
 
 
