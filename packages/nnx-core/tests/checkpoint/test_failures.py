@@ -177,6 +177,47 @@ def test_earlier_saves_can_be_kept(tmp_path: Path) -> None:
     assert nnx.checkpoint.open_checkpoint(tmp_path / "a").objects == {"step": 1}
 
 
+def test_everything_is_on_disk_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, order = tmp_path / "a", []
+    real_sync, real_replace = os.fsync, Path.replace
+
+    def sync(fd: int) -> None:
+        order.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
+        real_sync(fd)
+
+    def replace(self: Path, target: Path) -> Path:
+        order.append("commit")
+        return real_replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "replace", replace)
+    save(path, rank_objects={"x": 1}, objects={"f": object}, opaque="pickle")
+    before, after = set(order[: order.index("commit")]), order[order.index("commit") + 1 :]
+    save_id = nnx.checkpoint.open_checkpoint(path).manifest.save_id
+    files = {str(file) for file in (path / save_id).iterdir()}
+    assert len(files) == 7
+    assert files | {str(path / save_id), str(path), str(tmp_path)} < before
+    assert f"{path}/.manifest.json.{save_id}.tmp" in before
+    assert after == [str(path)]
+
+
+def test_a_file_that_changed_before_the_commit_stops_it(tmp_path: Path) -> None:
+    from nnx.checkpoint.commit import begin, commit
+    from nnx.checkpoint.manifest import FileEntry, Manifest
+
+    save(tmp_path / "a", objects={"n": 1})
+    save_id = begin(tmp_path / "a")
+    manifest = Manifest(save_id, "", {"index.json": FileEntry(5, "0" * 32, 5)})
+    with pytest.raises(CheckpointError, match=r"cannot commit '.*index.json': No such file"):
+        commit(tmp_path / "a", manifest, keep_previous=0)
+    (tmp_path / "a" / save_id / "index.json").write_bytes(b"123")
+    with pytest.raises(
+        CheckpointError, match=r"cannot commit '.*index.json': it has 3 bytes, 5 were written"
+    ):
+        commit(tmp_path / "a", manifest, keep_previous=0)
+    assert nnx.checkpoint.open_checkpoint(tmp_path / "a").objects == {"n": 1}
+
+
 def test_a_reader_that_opened_the_old_save_gets_old_data_or_a_clear_error(tmp_path: Path) -> None:
     save(tmp_path / "a")
     old = nnx.checkpoint.open_checkpoint(tmp_path / "a")
@@ -254,12 +295,9 @@ def test_an_unstorable_dtype_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tensor_without_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match="tensor 'w' is on the meta device and has no data. Materialise"
-    ):
-        nnx.checkpoint.save(
-            tmp_path / "a", tensors={"w": shard_of(torch.zeros(2, device="meta"))}, objects={}
-        )
+    tensors = {"w": shard_of(torch.zeros(2, device="meta"))}
+    with pytest.raises(CheckpointError, match=r"'w' is on the meta device and has no data. Materialise"):
+        nnx.checkpoint.save(tmp_path / "a", tensors=tensors, objects={})
 
 
 def test_an_unknown_state_dict_type_is_refused(tmp_path: Path) -> None:
