@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from jobs import pool_jobs
 from nnx.testing.pool import JobError, WorkerPool
 
