@@ -432,7 +432,7 @@ class Exploding(Net):
         return loss * float("inf") if self.global_rank == 1 else loss
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        self.trainer.strategy.backend.clip_grad_norm(optimizer.optimizer, 1.0, error_if_nonfinite=True)
+        self.trainer.strategy.backend.clip_grad_norm(optimizer, 1.0, error_if_nonfinite=True)
 
 
 def explode(run: Run) -> str:

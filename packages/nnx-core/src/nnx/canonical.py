@@ -131,9 +131,10 @@ class LazyStateDict(MutableMapping[str, Any]):
     def __init__(self, stored: Checkpoint, prefix: str = "") -> None:
         self.stored = stored
         logical = f"model.{prefix}"
-        names = {**{key: key for key in stored.tensors}, **stored.aliases}
         self._names = {
-            name.removeprefix(logical): key for name, key in names.items() if name.startswith(logical)
+            name.removeprefix(logical): name
+            for name in (*stored.tensors, *stored.aliases)
+            if name.startswith(logical)
         }
         extra = stored.objects.get("extra", {})
         self._values: dict[str, Any] = {
@@ -147,9 +148,12 @@ class LazyStateDict(MutableMapping[str, Any]):
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of an entry, without reading it; None where it is not a tensor."""
         if name in self._names:
-            return tuple(self.stored.tensors[self._names[name]].shape)
+            return tuple(self.stored.entry(self._names[name]).shape)
         value = self._values[name]
         return tuple(value.shape) if isinstance(value, Tensor) else None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names or name in self._values  # the inherited one reads the tensor
 
     def __getitem__(self, name: str) -> Any:
         if name in self._names:
@@ -163,6 +167,10 @@ class LazyStateDict(MutableMapping[str, Any]):
     def __delitem__(self, name: str) -> None:
         if self._names.pop(name, None) is None:
             del self._values[name]
+
+    def __ior__(self, other: Mapping[str, Any]) -> LazyStateDict:
+        self.update(other)
+        return self
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self._names, *self._values))
@@ -192,6 +200,14 @@ class StoredName:
     def dtype(self) -> torch.dtype:
         """The dtype it is stored in."""
         return self.stored.tensors[self.key].dtype
+
+    @property
+    def parameter_dtype(self) -> torch.dtype | None:
+        """For optimizer state, the dtype its parameter is stored in; None if it is not stored."""
+        parameter, _, _ = self.key.partition(".state.")[2].rpartition(".")
+        name = f"model.{parameter}"
+        known = name in self.stored.tensors or name in self.stored.aliases
+        return self.stored.entry(name).dtype if known else None
 
 
 def stored_optimizer_states(stored: Checkpoint) -> list[OptimizerState] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -106,11 +107,11 @@ def _fill_casting(stored: Checkpoint, shards: Mapping[str, Shard]) -> None:
     exact: dict[str, Shard] = {}
     cast: dict[str, Shard] = {}
     for key, shard in shards.items():
-        same = stored.tensors[key].dtype == shard.dtype
+        same = stored.entry(key).dtype == shard.dtype
         (exact if same else cast)[key] = shard
     stored.fill(exact)
     for key, shard in cast.items():
-        dtype = stored.tensors[key].dtype
+        dtype = stored.entry(key).dtype
         if not (dtype.is_floating_point and shard.dtype.is_floating_point):
             raise CheckpointError(
                 f"{key} is {dtype} in the checkpoint and {shard.dtype} in the model.",
@@ -150,8 +151,18 @@ def _place(
     if not isinstance(value, (StoredName, Tensor)):
         return value
     return backend.new_optimizer_state(
-        parameter, name, shape=tuple(value.shape), dtype=value.dtype, group=group
+        parameter, name, shape=tuple(value.shape), dtype=_state_dtype(parameter, name, value), group=group
     )
+
+
+def _state_dtype(parameter: nn.Parameter, name: str, value: StoredName | Tensor) -> torch.dtype:
+    """The dtype as saved, unless the parameter's has changed since and the state's was the same as its."""
+    if not (value.dtype.is_floating_point and parameter.dtype.is_floating_point) or name == "step":
+        return value.dtype
+    if isinstance(value, Tensor):
+        return parameter.dtype  # what `Optimizer.load_state_dict` does: nothing tells what it was
+    saved = value.parameter_dtype
+    return parameter.dtype if saved == value.dtype else value.dtype
 
 
 def fill_optimizer_tensors(state: OptimizerState, saved: OptimizerState) -> None:
@@ -172,7 +183,7 @@ def fill_optimizer_tensors(state: OptimizerState, saved: OptimizerState) -> None
             elif isinstance(value, Tensor):
                 shard.fill_from(value)
     if source is not None:
-        source.fill(lazy)
+        _fill_casting(source, lazy)
 
 
 def _restore_groups(

@@ -27,7 +27,7 @@ from nnx.canonical import (
 from nnx.collective import control_group, together
 from nnx.errors import CheckpointError
 from nnx.layout import Shard
-from nnx.lightning.checkpoint_io import CheckpointIO, numbered_optimizer_state
+from nnx.lightning.checkpoint_io import CheckpointIO, numbered_optimizer_state, refuse_storage_options
 from nnx.lightning.routing import unwrap_optimizer
 from nnx.restore import fill_model
 from nnx.state import parameter_names
@@ -61,16 +61,18 @@ def save_lightning_checkpoint(
     """
     io = strategy.checkpoint_io
     if isinstance(io, CheckpointIO):
+        refuse_storage_options(storage_options)
         rest = dict(checkpoint)
         saved = collect(rest.pop("state_dict", None), rest.pop("optimizer_states", None), rest)
         io.save_sharded(saved, path, provenance=_provenance(strategy))
         return
-    full = _gather_tree(checkpoint)
+    full = _gather_tree(checkpoint, {})
     with together(control_group(), doing=f"saving {str(path)!r}"):
         if strategy.global_rank == 0:
             states = full.get("optimizer_states", ())
             if states:
-                full["optimizer_states"] = [numbered_optimizer_state(state) for state in states]
+                named = isinstance(_innermost(io), CheckpointIO)
+                full["optimizer_states"] = [numbered_optimizer_state(s, keep_names=named) for s in states]
             io.save_checkpoint(full, path, storage_options=storage_options)
 
 
@@ -84,14 +86,28 @@ def _provenance(strategy: Any) -> dict[str, Any]:
     }
 
 
-def _gather_tree(value: Any) -> Any:
-    """Replace every shard in a tree by the complete tensor on rank 0, and by None elsewhere."""
+def _innermost(io: Any) -> Any:
+    """What an IO plugin such as ``AsyncCheckpointIO`` writes with in the end."""
+    while not isinstance(io, CheckpointIO) and getattr(io, "checkpoint_io", None) is not None:
+        io = io.checkpoint_io
+    return io
+
+
+def _gather_tree(value: Any, seen: dict[int, Tensor | None]) -> Any:
+    """Replace every shard in a tree by the complete tensor on rank 0, and by None elsewhere.
+
+    Args:
+        value: The tree.
+        seen: What shards were replaced by, so that tied names go on sharing one tensor.
+    """
     if isinstance(value, Shard):
-        return gather_full(value)
+        if id(value) not in seen:
+            seen[id(value)] = gather_full(value)
+        return seen[id(value)]
     if isinstance(value, dict):
-        return {key: _gather_tree(item) for key, item in value.items()}
+        return {key: _gather_tree(item, seen) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_gather_tree(item) for item in value)
+        return type(value)(_gather_tree(item, seen) for item in value)
     return value
 
 

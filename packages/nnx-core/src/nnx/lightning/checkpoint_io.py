@@ -30,7 +30,7 @@ from nnx.errors import CheckpointError
 from nnx.options import StateDictType
 from nnx.state import OptimizerState
 
-__all__ = ["CheckpointIO", "exists", "numbered_optimizer_state"]
+__all__ = ["CheckpointIO", "exists", "numbered_optimizer_state", "refuse_storage_options"]
 
 _instances: weakref.WeakSet[CheckpointIO] = weakref.WeakSet()
 
@@ -84,7 +84,7 @@ class CheckpointIO:
         Raises:
             CheckpointError: An optimizer's parameters have no names, or writing failed.
         """
-        _refuse_storage_options(storage_options)
+        refuse_storage_options(storage_options)
         rest = dict(checkpoint)
         model = rest.pop("state_dict", None)
         states = rest.pop("optimizer_states", None)
@@ -171,14 +171,20 @@ def load_single_file(path: Any, map_location: Any, weights_only: bool | None) ->
     return loaded
 
 
-def numbered_optimizer_state(state: OptimizerState) -> dict[str, Any]:
-    """A state by parameter name in the form of torch's ``Optimizer.state_dict()``: numbered."""
+def numbered_optimizer_state(state: OptimizerState, *, keep_names: bool = False) -> dict[str, Any]:
+    """A state by parameter name in the form of torch's ``Optimizer.state_dict()``: numbered.
+
+    Args:
+        state: By parameter name.
+        keep_names: Leave the names in each group's ``param_names``, where `CheckpointIO` looks for them.
+    """
     numbers: dict[str, int] = {}
     groups = []
     for group in state["param_groups"]:
         for name in group["params"]:
             numbers.setdefault(name, len(numbers))
-        groups.append({**group, "params": [numbers[name] for name in group["params"]]})
+        kept = {"param_names": list(group["params"])} if keep_names else {}
+        groups.append({**group, "params": [numbers[name] for name in group["params"]], **kept})
     return {
         "state": {numbers[name]: values for name, values in state["state"].items()},
         "param_groups": groups,
@@ -211,7 +217,8 @@ def _named(state: Mapping[str, Any], index: int) -> OptimizerState:
     return positional_optimizer_state(state, [names[number] for number in range(len(names))])
 
 
-def _refuse_storage_options(storage_options: Any) -> None:
+def refuse_storage_options(storage_options: Any) -> None:
+    """Raise a `CheckpointError` for options that nothing would honour."""
     if storage_options is not None:
         raise CheckpointError(
             f"storage_options={storage_options!r} is not supported by nnx.CheckpointIO.",
