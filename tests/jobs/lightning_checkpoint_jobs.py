@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -320,8 +319,3 @@ def save_at_once(run: Run) -> list[float]:
         use_distributed_sampler=False,
     ).fit(module)
     return module.losses
-
-
-def present(path: str) -> list[str]:
-    """Names of the files and directories beside a checkpoint."""
-    return sorted(os.listdir(Path(path).parent))

@@ -58,8 +58,8 @@ def test_model_checkpoint_keeps_the_best_and_the_last_as_under_lightnings_own_st
         for key in ("scores", "test best", "losses", "resumed"):
             assert report[key] == pytest.approx(expected[key], abs=1e-5), key
         assert len(report["resumed"]) == 4 and "last.ckpt" in report["names"]
-    for name in expected["names"]:
-        assert storage.verify(tmp_path / "two" / name) == [], name
+    for entry in (tmp_path / "two").iterdir():
+        assert storage.verify(entry) == [], entry
 
 
 def test_weights_only_checkpoints_have_no_optimizer_entries(pool: WorkerPool, tmp_path: Path) -> None:
@@ -252,10 +252,8 @@ def test_another_model_gets_one_error_that_names_every_difference_on_every_rank(
     pool: WorkerPool, saved: str
 ) -> None:
     for error in pool.run(error_of, replace(RUN, model="wider", resume=saved), world_size=2, timeout=60):
-        assert error.startswith(
-            "CheckpointError: the checkpoint is of another model; missing in the checkpoint: "
-        )
-        missing, unexpected, shapes = error.split("; ")[1:4]
+        start, missing, unexpected, shapes = error.split("; ")[:4]
+        assert start == "CheckpointError: the checkpoint is of another model"
         assert missing == "missing in the checkpoint: top.weight, top.bias"
         assert unexpected.startswith("unexpected in the checkpoint: blocks.2.down.bias")
         assert "embed.weight is (10, 6) in the checkpoint and (11, 6) in the model" in shapes

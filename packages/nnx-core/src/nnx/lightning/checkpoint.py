@@ -81,9 +81,14 @@ def _provenance(strategy: Any) -> dict[str, Any]:
         "strategy": strategy.name,
         "world_size": strategy.world_size,
         "torch": torch.__version__,
-        "lightning": version(strategy.root.partition(".")[0]),
+        "lightning": _lightning_version(strategy),
         "nnx": version("nnx-core"),
     }
+
+
+def _lightning_version(strategy: Any) -> str:
+    distribution: str = strategy.root.partition(".")[0]
+    return version(distribution)
 
 
 def _innermost(io: Any) -> Any:
@@ -145,7 +150,9 @@ def load_lightning_checkpoint(strategy: Any, path: Any, weights_only: bool | Non
             loaded: dict[str, Any] = strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         return loaded
     stored = open_together(path)
-    checkpoint = dict(stored.objects["trainer"])
+    # What Trainer insists on and Fabric's checkpoints do not have.
+    required = {"pytorch-lightning_version": _lightning_version(strategy), "lr_schedulers": []}
+    checkpoint = {**required, **stored.objects["trainer"]}
     checkpoint["state_dict"] = LazyStateDict(stored)
     states = stored_optimizer_states(stored)
     if states is not None:
