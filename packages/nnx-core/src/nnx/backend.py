@@ -147,7 +147,7 @@ class Backend(ABC, Generic[OptionsT]):
         """
 
     def teardown(self) -> None:
-        """Release groups, threads and files. The world group is not the backend's to destroy."""
+        """Release threads and files; `setup` may follow again. The world group is not the backend's."""
 
     # --- step ---------------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ class FSDPBackend(Backend[FSDPOptions]):
         self._plain: dict[nn.Parameter, nn.Parameter] = {}  # sharded parameter -> the user's own object
         self._forwards: list[nn.Module] = []  # modules whose forward was replaced on the instance
         self._replicated: ReplicatedParameters | None = None
+        self._mesh: DeviceMesh | None = None
 
     # --- set up -------------------------------------------------------------------------------
 
@@ -61,7 +62,8 @@ class FSDPBackend(Backend[FSDPOptions]):
         self._checkpointed = as_classes(
             self.options.activation_checkpointing or (), option="activation_checkpointing"
         )
-        self._mesh = self._make_mesh(context)
+        if self._mesh is None:  # kept from one stage of a Trainer to the next
+            self._mesh = self._make_mesh(context)
 
     def _make_mesh(self, context: ParallelContext) -> DeviceMesh:
         replicas = self.options.replicate_size

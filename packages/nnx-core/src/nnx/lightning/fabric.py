@@ -18,7 +18,6 @@ from nnx.lightning.fabric_checkpoint import load_fabric_checkpoint, save_fabric_
 from nnx.lightning.processes import ParallelProcesses
 from nnx.lightning.routing import route_optimizer_steps, route_precision, unwrap_optimizer
 from nnx.lightning.sample import example_inputs
-from nnx.options import CommonOptions
 from nnx.state import repoint_optimizer
 
 __all__ = ["FabricAdapter"]
@@ -34,12 +33,12 @@ class _SyncControl:
 class FabricAdapter(ParallelProcesses):
     """Mixin that makes a `Backend` a strategy of Fabric; combined with the tree's ``ParallelStrategy``."""
 
-    _precision: Any
+    precision: Any
     _checkpoint_io: Any
 
-    def _init_adapter(self, backend: Backend[Any], name: str, common: CommonOptions) -> None:
-        self._init_processes(backend, name, common)
+    def __init__(self, backend: Backend[Any], **kwargs: Any) -> None:
         self._modules: list[nn.Module] = []
+        super().__init__(backend, **kwargs)
 
     @property
     def _backward_sync_control(self) -> _SyncControl:
@@ -50,18 +49,6 @@ class FabricAdapter(ParallelProcesses):
         """Fabric's base class sets None in its constructor."""
 
     # --- precision ----------------------------------------------------------------------------
-
-    @property
-    def precision(self) -> Any:
-        """Lightning's precision plugin; its loss scaling goes through the backend."""
-        return self._precision if self._precision is not None else self._default_precision()
-
-    @precision.setter
-    def precision(self, precision: Any) -> None:
-        self._precision = precision
-
-    def _default_precision(self) -> Any:
-        raise NotImplementedError  # the concrete class knows its tree's Precision
 
     def _precision_name(self) -> str:
         return str(self.precision.precision)

@@ -38,6 +38,12 @@ class ParallelProcesses:
 
     Lightning looks several of these members up by name; without ``is_distributed`` a Trainer silently
     injects no sampler and ignores ``sync_dist``.
+
+    Args:
+        backend: The engine.
+        name: Name it was registered under, for messages and provenance.
+        common: Options that every nnx strategy takes.
+        **lightning: Arguments of Lightning's own ``ParallelStrategy``.
     """
 
     is_distributed: ClassVar[bool] = True
@@ -53,13 +59,16 @@ class ParallelProcesses:
     node_rank: int
     world_size: int
 
-    def _init_processes(self, backend: Backend[Any], name: str, common: CommonOptions) -> None:
+    def __init__(
+        self, backend: Backend[Any], *, name: str, common: CommonOptions | None = None, **lightning: Any
+    ) -> None:
         self.backend = backend
         self.name = name
-        self.common = common
+        self.common = common or CommonOptions()
         show_messages()
         self._num_nodes = 1
         self._backend_is_set_up = False
+        super().__init__(**lightning)  # the tree's ParallelStrategy
 
     # --- who is who ---------------------------------------------------------------------------
 

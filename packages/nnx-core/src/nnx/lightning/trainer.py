@@ -33,7 +33,6 @@ from nnx.lightning.routing import (
     unwrap_optimizer,
 )
 from nnx.lightning.sample import trainer_example_inputs
-from nnx.options import CommonOptions
 from nnx.state import repoint_optimizer
 
 __all__ = ["TrainerAdapter"]
@@ -52,28 +51,17 @@ class TrainerAdapter(ParallelProcesses):
     optimizers: list[Optimizer]
     lr_scheduler_configs: list[Any]
     _forward_redirection: Any
+    precision_plugin: Any
     _precision_plugin: Any
     _checkpoint_io: Any
     _layer_sync: Any
 
-    def _init_adapter(self, backend: Backend[Any], name: str, common: CommonOptions) -> None:
-        self._init_processes(backend, name, common)
+    def __init__(self, backend: Backend[Any], **kwargs: Any) -> None:
         self._replaced_layers: dict[str, nn.Module] = {}
         self._has_failed = False
+        super().__init__(backend, **kwargs)
 
     # --- precision ----------------------------------------------------------------------------
-
-    @property
-    def precision_plugin(self) -> Any:
-        """Lightning's precision plugin; its clipping and loss scaling go through the backend."""
-        return self._precision_plugin if self._precision_plugin is not None else self._default_precision()
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Any) -> None:
-        self._precision_plugin = plugin
-
-    def _default_precision(self) -> Any:
-        raise NotImplementedError  # the concrete class knows its tree's Precision
 
     def _precision_name(self) -> str:
         return str(self.precision_plugin.precision)
@@ -136,6 +124,8 @@ class TrainerAdapter(ParallelProcesses):
             put_back(module, self._replaced_layers)
             self._replaced_layers = {}
             module.cpu()
+        self.backend.teardown()
+        self._backend_is_set_up = False
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
