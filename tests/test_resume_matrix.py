@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from jobs.resume_jobs import Seen, run_cell
 from jobs.training import Run
 from nnx.testing.pool import WorkerPool

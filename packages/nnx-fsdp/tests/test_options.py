@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from nnx.errors import OptionError
 from nnx_fsdp.options import FSDPOptions, MixedPrecision
 

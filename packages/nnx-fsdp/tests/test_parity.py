@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from jobs.training import Outcome, Run, train
 from nnx.testing.pool import WorkerPool
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from jobs.fsdp_jobs import (
     count_calls,
     evaluate_everything,

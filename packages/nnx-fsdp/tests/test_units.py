@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
+
 from nnx.errors import OptionError
 from nnx_fsdp.units import as_classes, choose_units, tied_across
-from torch import nn
 
 
 def _names(model: nn.Module, **options: object) -> list[str]:
