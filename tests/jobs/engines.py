@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,17 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx.backend import Backend, Sample
+from nnx.backend import Backend, NoOptions, Sample
 from nnx.gradients import Gradient
 from nnx.layout import Box, Shard, shard_of, shard_of_range
 from nnx.restore import fill_optimizer_tensors
 from nnx.state import ModelState, OptimizerState
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoOptions:
-    """These engines have none."""
-
 
 # --- a compiler's way ---------------------------------------------------------------------------
 
@@ -66,8 +59,6 @@ class _SumGradient(torch.autograd.Function):
 
 class ColumnParallel(Backend[NoOptions]):
     """Splits the rows of every Linear's weight whose size allows it; all ranks read the same data."""
-
-    Options = NoOptions
 
     @property
     def data_parallel_rank_and_size(self) -> tuple[int, int]:
@@ -154,7 +145,6 @@ class _Chunk:
 class FlatMasters(Backend[NoOptions]):
     """Plain parameters on the module; masters, gradients and optimizer state flat and split over ranks."""
 
-    Options = NoOptions
     _sync = True
 
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:

@@ -30,3 +30,18 @@ def test_contradictions_and_bad_values_are_named(options: dict[str, Any], messag
 def test_a_dtype_that_does_not_exist_is_refused_with_the_ones_that_do() -> None:
     with pytest.raises(OptionError, match=r"param_dtype='bf16' is not allowed\. Use one of None, 'float32'"):
         MixedPrecision(param_dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "remedy"),
+    [
+        ("min_num_params", "many", "Pass int."),
+        ("cpu_offload", "yes", "Pass bool."),
+        ("compile", "inductor", "Pass bool or Mapping."),
+        ("mixed_precision", "bf16", "Pass MixedPrecision."),
+    ],
+)
+def test_values_of_another_type_are_refused(option: str, value: Any, remedy: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        FSDPOptions(**{option: value})
+    assert str(caught.value) == f"{option}={value!r} is of type str. {remedy}"

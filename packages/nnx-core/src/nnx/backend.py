@@ -41,7 +41,7 @@ from nnx.state import (
     new_state_tensor,
 )
 
-__all__ = ["Backend", "ParallelContext", "Sample"]
+__all__ = ["Backend", "NoOptions", "ParallelContext", "Sample"]
 
 OptionsT = TypeVar("OptionsT")
 T = TypeVar("T")
@@ -74,6 +74,11 @@ class ParallelContext:
     precision: str = "32-true"
 
 
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """The options of an engine that has none of its own."""
+
+
 class Backend(ABC, Generic[OptionsT]):
     """One way of distributing a model.
 
@@ -81,13 +86,13 @@ class Backend(ABC, Generic[OptionsT]):
         options: An instance of the class's `Options`, checked by its own ``__post_init__``.
 
     Attributes:
-        Options: Frozen dataclass of the engine's keyword-only options.
+        Options: Frozen dataclass of the engine's keyword-only options; none unless the engine says so.
         context: Set by `setup`.
         evaluation_without_inference_mode: Whether evaluation must run under ``no_grad``, because tensors
             made in inference mode would end up in the engine's parameters.
     """
 
-    Options: ClassVar[type[Any]]
+    Options: ClassVar[type[Any]] = NoOptions
     evaluation_without_inference_mode: ClassVar[bool] = True
     context: ParallelContext
 

@@ -13,21 +13,24 @@ from typing import Any, Literal
 
 from nnx.errors import OptionError
 
-__all__ = ["CommonOptions", "check_choice", "option", "split_options"]
+__all__ = ["CommonOptions", "check_choice", "check_options", "option", "split_options"]
 
 StateDictType = Literal["sharded", "deduped"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
-def option(default: Any = MISSING, *, help: str, choices: tuple[Any, ...] = ()) -> Any:
+def option(
+    default: Any = MISSING, *, help: str, choices: tuple[Any, ...] = (), types: tuple[type, ...] = ()
+) -> Any:
     """A dataclass field with the help text that `nnx show` and the docs print.
 
     Args:
         default: Its default; an option without one is required.
         help: What changes when you turn it.
         choices: The allowed values, where they are few.
+        types: The allowed types, beside None where that is the default.
     """
-    metadata = {"help": help, "choices": choices}
+    metadata = {"help": help, "choices": choices, "types": types}
     if isinstance(default, (list, dict, set)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -44,9 +47,13 @@ class CommonOptions:
         choices=("deduped", "sharded"),
     )
     process_group_backend: str | None = option(
-        None, help="Backend of torch.distributed ('nccl', 'gloo', ...); by default the device's own."
+        None,
+        help="Backend of torch.distributed ('nccl', 'gloo', ...); by default the device's own.",
+        types=(str,),
     )
-    timeout: float = option(1800.0, help="Seconds after which a collective that hangs raises an error.")
+    timeout: float = option(
+        1800.0, help="Seconds after which a collective that hangs raises an error.", types=(int, float)
+    )
     start_method: StartMethod = option(
         "popen",
         help="How processes are started on one node: 'popen' runs the script again for each device, the "
@@ -61,11 +68,26 @@ class CommonOptions:
     )
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            check_choice(item.name, getattr(self, item.name), item.metadata["choices"])
+        check_options(self)
         if self.timeout <= 0:
             raise OptionError(
                 f"timeout={self.timeout!r} is not a positive number of seconds.", remedy="Pass, say, 1800."
+            )
+
+
+def check_options(options: Any) -> None:
+    """Refuse values that an options dataclass does not allow; call it in ``__post_init__``.
+
+    Raises:
+        OptionError: A value is outside of its option's choices, or of another type.
+    """
+    for item in fields(options):
+        value, types = getattr(options, item.name), item.metadata.get("types", ())
+        check_choice(item.name, value, item.metadata.get("choices", ()))
+        if types and not isinstance(value, types) and not (value is None and item.default is None):
+            allowed = " or ".join(each.__name__ for each in types)
+            raise OptionError(
+                f"{item.name}={value!r} is of type {type(value).__name__}.", remedy=f"Pass {allowed}."
             )
 
 

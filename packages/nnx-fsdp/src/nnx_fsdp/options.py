@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nnx.errors import OptionError
-from nnx.options import check_choice, option
+from nnx.options import check_options, option
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,11 +34,12 @@ class MixedPrecision:
     output_dtype: str | None = option(
         None, help="Dtype the outputs of each unit are cast to.", choices=(None, *_DTYPES)
     )
-    cast_forward_inputs: bool = option(True, help="Cast floating inputs of each unit to param_dtype.")
+    cast_forward_inputs: bool = option(
+        True, help="Cast floating inputs of each unit to param_dtype.", types=(bool,)
+    )
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-            check_choice(name, getattr(self, name), (None, *_DTYPES))
+        check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,9 @@ class FSDPOptions:
     """What changes how FSDP2 is applied to a model."""
 
     auto_wrap: bool = option(
-        True, help="Choose the units to shard together; False leaves it to `wrap()` in `configure_model`."
+        True,
+        help="Choose the units to shard together; False leaves it to `wrap()` in `configure_model`.",
+        types=(bool,),
     )
     auto_wrap_policy: LayerClasses | Callable[[nn.Module], bool] | None = option(
         None,
@@ -57,6 +60,7 @@ class FSDPOptions:
         None,
         help="Modules with fewer parameters are never a unit of their own. By default 100,000 when units "
         "are chosen automatically.",
+        types=(int,),
     )
     activation_checkpointing: LayerClasses | None = option(
         None,
@@ -66,29 +70,39 @@ class FSDPOptions:
     cpu_offload: bool = option(
         False,
         help="Keep shards, gradients and optimizer state in host memory; slower, and much larger models fit.",
+        types=(bool,),
     )
     mixed_precision: MixedPrecision | None = option(
-        None, help="FSDP2's own mixed precision (nnx_fsdp.MixedPrecision), on top of `precision=`."
+        None,
+        help="FSDP2's own mixed precision (nnx_fsdp.MixedPrecision), on top of `precision=`.",
+        types=(MixedPrecision,),
     )
     reshard_after_forward: bool | int | None = option(
         None,
         help="True frees gathered parameters after forward, False keeps them until backward (faster, more "
         "memory), a number reshards to that many ranks. By default True for all units but the root.",
+        types=(bool, int),
     )
     replicate_size: int | None = option(
         None,
         help="With a number, parameters are sharded over world_size / replicate_size ranks and replicated "
         "over replicate_size groups (HSDP). `fsdp_hybrid` uses the number of nodes.",
+        types=(int,),
     )
-    hybrid: bool = option(False, help="Shard within a node and replicate over nodes (HSDP).")
+    hybrid: bool = option(False, help="Shard within a node and replicate over nodes (HSDP).", types=(bool,))
     compile: bool | Mapping[str, Any] = option(
-        False, help="torch.compile every unit: True, or a dict of torch.compile's arguments."
+        False,
+        help="torch.compile every unit: True, or a dict of torch.compile's arguments.",
+        types=(bool, Mapping),
     )
     sync_module_states: bool = option(
-        True, help="Start every rank from rank 0's weights and buffers, whatever the others were seeded with."
+        True,
+        help="Start every rank from rank 0's weights and buffers, whatever the others were seeded with.",
+        types=(bool,),
     )
 
     def __post_init__(self) -> None:
+        check_options(self)
         if self.min_num_params is not None and self.min_num_params < 0:
             raise OptionError(
                 f"min_num_params={self.min_num_params} is negative.", remedy="Pass a number of parameters."

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -54,7 +55,9 @@ def as_classes(
     Raises:
         OptionError: Something in it is not a module class.
     """
-    classes = (value,) if isinstance(value, type) else tuple(value)
+    classes: tuple[Any, ...] = (value,)
+    if isinstance(value, Iterable) and not isinstance(value, type):
+        classes = tuple(value)
     for cls in classes:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise OptionError(
@@ -118,7 +121,7 @@ def _matching(root: nn.Module, wanted: Callable[[nn.Module], bool], minimum: int
 
 
 def _repeated_layers(root: nn.Module, minimum: int) -> UnitChoice:
-    """Layers of one class that repeat inside a container: the blocks of a transformer, the stages of a CNN."""
+    """Layers of one class that repeat inside a container: blocks of a transformer, stages of a CNN."""
     repeated: list[tuple[str, nn.Module]] = []
     for name, container in root.named_modules():
         inside_a_unit = any(name.startswith(f"{unit}.") for unit, _ in repeated)

@@ -10,7 +10,13 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["is_wrapping_checkpoint_io", "make_launcher", "make_optimizers", "running_stage_loader"]
+__all__ = [
+    "is_wrapping_checkpoint_io",
+    "make_launcher",
+    "make_optimizers",
+    "reset_seed",
+    "running_stage_loader",
+]
 
 
 def make_launcher(root: str, strategy: Any, *, start_method: str, num_processes: int, num_nodes: int) -> Any:
@@ -41,6 +47,15 @@ def is_wrapping_checkpoint_io(root: str, checkpoint_io: Any) -> bool:
     """
     wrapper = importlib.import_module(f"{root}.plugins.io.wrapper")
     return isinstance(checkpoint_io, wrapper._WrappingCheckpointIO)
+
+
+def reset_seed(root: str) -> None:
+    """Put the random state back to the seed of ``seed_everything``, as Lightning's ``ddp`` does.
+
+    Upstream: ``utilities.seed.reset_seed`` of Fabric's trees.
+    """
+    fabric = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+    importlib.import_module(f"{fabric.get(root, root)}.utilities.seed").reset_seed()
 
 
 def running_stage_loader(trainer: Any) -> Iterable[Any]:

@@ -13,5 +13,6 @@ def show_messages() -> None:
     if logger.handlers or logging.getLogger().handlers:
         return
     logger.addHandler(logging.StreamHandler())
-    logger.setLevel(logging.INFO)
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -15,7 +15,17 @@ __all__ = ["ParameterNames", "callbacks", "mirror_callbacks"]
 
 
 class ParameterNames:
-    """Mixin of a callback that writes ``param_names`` into each saved param group."""
+    """Mixin of a callback that writes ``param_names`` into each saved param group.
+
+    Attributes:
+        root: The tree of Lightning whose callback this is.
+    """
+
+    root: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Its class is made for one tree, so a spawned process makes it again."""
+        return (_make, (self.root,))
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Name the parameters of every optimizer state that numbers them."""
@@ -41,5 +51,9 @@ def _callbacks(root: str) -> list[Any]:
     checkpoint_io = sys.modules.get("nnx.lightning.checkpoint_io")
     if checkpoint_io is None or not checkpoint_io.exists():
         return []
+    return [_make(root)]
+
+
+def _make(root: str) -> Any:
     base = importlib.import_module(f"{root}.callbacks").Callback
-    return [type("NnxParameterNames", (ParameterNames, base), {})()]
+    return type("NnxParameterNames", (ParameterNames, base), {"root": root})()

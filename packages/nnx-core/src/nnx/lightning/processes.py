@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nnx.backend import Backend, ParallelContext
 from nnx.lightning.checkpoint_io import CheckpointIO
-from nnx.lightning.compat import make_launcher
+from nnx.lightning.compat import make_launcher, reset_seed
 from nnx.lightning.messages import show_messages
 from nnx.options import CommonOptions
 
@@ -126,6 +126,7 @@ class ParallelProcesses:
     def setup_environment(self) -> None:
         """Join the process group and set the backend up. Collective."""
         self.accelerator.setup_device(self.root_device)
+        reset_seed(self.root)
         self.set_world_ranks()
         self._join_process_group()
         if not self._backend_is_set_up:

@@ -1,0 +1,32 @@
+"""The callback that names parameters for Lightning's own strategies."""
+
+from __future__ import annotations
+
+import pickle
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
+
+import nnx
+from nnx.lightning.parameter_names import ParameterNames, callbacks
+
+
+def _quiet_trainer(**options: object) -> Trainer:
+    return Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, **options
+    )
+
+
+def test_it_joins_only_trainers_of_processes_that_use_our_checkpoint_io() -> None:
+    io = nnx.CheckpointIO()
+    found = [cb for cb in _quiet_trainer(plugins=[io]).callbacks if isinstance(cb, ParameterNames)]
+    assert len(found) == 1
+
+
+def test_it_can_be_sent_to_a_spawned_process() -> None:
+    io = nnx.CheckpointIO()  # kept alive: without one there are no callbacks
+    (callback,) = callbacks()
+    copy = pickle.loads(pickle.dumps(callback))
+    assert isinstance(copy, ParameterNames) and isinstance(copy, Callback)
+    assert copy.root == "lightning.pytorch"
+    assert io is not None
