@@ -24,12 +24,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from nnx.collective import is_distributed
+from nnx.collective import broadcast_tensor, is_distributed
 from nnx.gradients import Gradient, clip_gradients_by_norm, gradients_of
 from nnx.layout import Shard, shard_of
 from nnx.state import (
@@ -291,4 +290,4 @@ class Backend(ABC, Generic[OptionsT]):
             return
         buffers = [buffer for buffer in module.buffers() if not isinstance(buffer, DTensor)]
         for buffer in buffers:
-            dist.broadcast(buffer.detach(), src=0)
+            broadcast_tensor(buffer)

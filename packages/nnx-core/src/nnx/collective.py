@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from nnx.errors import NnxError
 
@@ -20,6 +22,7 @@ __all__ = [
     "all_arrive",
     "all_gather_object",
     "broadcast_object",
+    "broadcast_tensor",
     "control_group",
     "is_distributed",
     "together",
@@ -67,6 +70,23 @@ def broadcast_object(value: T, group: dist.ProcessGroup | None) -> T:
     box = [value]
     dist.broadcast_object_list(box, group=group, group_src=0)
     return box[0]
+
+
+@torch.no_grad()
+def broadcast_tensor(tensor: Tensor) -> None:
+    """Give a tensor rank 0's values on every rank of the world, in place, whatever its strides. Collective.
+
+    ``torch.distributed`` writes a tensor's elements one after the other from its first address on, also
+    where they do not lie so: for a slice that hits its neighbours, for an expanded tensor other objects.
+    """
+    data = tensor.detach()
+    data = data[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in data.stride())]
+    if data.numel() == 0:
+        return
+    dense = data.contiguous()
+    dist.broadcast(dense, src=0)
+    if dense is not data:
+        data.copy_(dense)
 
 
 def all_arrive(place: str, *, timeout: float) -> bool:
