@@ -346,6 +346,8 @@ def synchronized_batch_norm(devices: int) -> dict[str, Any]:
     return {
         "inside": look.classes,
         "error": error,
+        "after fit": [type(part).__name__ for part in module.modules()],
+        "batches": int(module.layers[1].num_batches_tracked),
         "after test": [type(part).__name__ for part in tested.modules()],
         "tested": outcome,
         "expected": plain.test(Noisy(), uneven(rank(), devices), verbose=False)[0]["error"],
