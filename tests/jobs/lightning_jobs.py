@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
+import traceback
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -368,10 +370,14 @@ class Failing(Net):
 
 
 def fail_on_one_rank(run: Run, failing: int) -> None:
-    """One rank's data is broken."""
+    """One rank's data is broken; its process ends with the error, as a script's would."""
     module = Failing(run)
     module.failing = (failing,)
-    make_trainer(run).fit(module)
+    try:
+        make_trainer(run).fit(module)
+    except ValueError:
+        traceback.print_exc()
+        os._exit(3)
 
 
 def fail_and_go_on(run: Run) -> dict[str, Any]:
@@ -424,6 +430,16 @@ class EMA(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.restored = state["average"]
         self.decay = state["decay"]
+
+
+def average_weights(run: Run) -> str:
+    """The error of Lightning's own averaging callback; the module is plain again afterwards."""
+    module = Net(run)
+    try:
+        make_trainer(run, callbacks=[EMAWeightAveraging(decay=0.5)]).fit(module)
+    except nnx.UnsupportedError as error:
+        return f"{error} {all(type(p) is nn.Parameter for p in module.parameters())}"
+    return "no error"
 
 
 class Exploding(Net):

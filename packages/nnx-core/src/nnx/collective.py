@@ -110,6 +110,8 @@ def all_arrive(place: str, *, timeout: float) -> bool:
         while arrived < dist.get_world_size() and time.monotonic() < deadline:
             time.sleep(0.05)
             arrived = store.add(key, 0)
+        if arrived < dist.get_world_size():
+            store.add(key, -1)  # whoever comes from now on must not count this rank
     except RuntimeError:  # the rank that keeps the store is gone
         return False
     return arrived == dist.get_world_size()

@@ -10,7 +10,10 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
+from torch import nn
+
 __all__ = [
+    "averaging_callbacks",
     "is_wrapping_checkpoint_io",
     "make_launcher",
     "make_optimizers",
@@ -56,6 +59,14 @@ def reset_seed(root: str) -> None:
     """
     fabric = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
     importlib.import_module(f"{fabric.get(root, root)}.utilities.seed").reset_seed()
+
+
+def averaging_callbacks(trainer: Any) -> list[Any]:
+    """Callbacks that hold a complete copy of the model to average into.
+
+    Upstream: ``_average_model`` of ``WeightAveraging`` and ``StochasticWeightAveraging``.
+    """
+    return [c for c in trainer.callbacks if isinstance(getattr(c, "_average_model", None), nn.Module)]
 
 
 def running_stage_loader(trainer: Any) -> Iterable[Any]:

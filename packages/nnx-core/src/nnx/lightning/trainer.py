@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from nnx.backend import Backend
 from nnx.collective import all_arrive
+from nnx.errors import UnsupportedError
 from nnx.lightning.checkpoint import (
     load_lightning_checkpoint,
     module_state_dict,
@@ -23,7 +24,7 @@ from nnx.lightning.checkpoint import (
     restore_optimizers,
     save_lightning_checkpoint,
 )
-from nnx.lightning.compat import is_wrapping_checkpoint_io, make_optimizers
+from nnx.lightning.compat import averaging_callbacks, is_wrapping_checkpoint_io, make_optimizers
 from nnx.lightning.layer_sync import put_back, synchronize_layers
 from nnx.lightning.processes import ParallelProcesses
 from nnx.lightning.routing import (
@@ -99,6 +100,7 @@ class TrainerAdapter(ParallelProcesses):
         self.model = module
         replaced = self.backend.parallelize(module, lambda: trainer_example_inputs(trainer, module))
         if fitting:
+            _refuse_averaging(trainer, replaced)
             self.setup_optimizers(trainer)
         for optimizer in self.optimizers:  # they may have been built before, in the module's `__init__`
             repoint_optimizer(optimizer, replaced)
@@ -245,3 +247,15 @@ class TrainerAdapter(ParallelProcesses):
         """Delete a checkpoint, from rank 0."""
         if self.global_rank == 0:
             self.checkpoint_io.remove_checkpoint(filepath)
+
+
+def _refuse_averaging(trainer: Any, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Lightning's averaging callbacks copy complete parameters from and into the module's."""
+    callbacks = averaging_callbacks(trainer) if replaced else []
+    if callbacks:
+        raise UnsupportedError(
+            f"{type(callbacks[0]).__name__} keeps a complete copy of the model, which cannot be averaged "
+            "with the sharded parameters of this strategy.",
+            remedy="Average `parameter.detach().clone()` of each parameter in a callback of your own, which "
+            "works on shards, or use strategy 'ddp'.",
+        )
