@@ -99,7 +99,7 @@ def test_a_run_resumes_at_another_world_size_with_the_users_own_objects(
     pool: WorkerPool, tmp_path: Path, devices: int
 ) -> None:
     path = str(tmp_path / "state.ckpt")
-    whole = pool.run(save, 1, str(tmp_path / "whole.ckpt"), 6, 1.0, world_size=1)[0].losses
+    whole = pool.run(save, 1, str(tmp_path / "whole.ckpt"), 6, world_size=1)[0].losses
     saved = pool.run(save, 2, path, world_size=2)[0]
     assert saved.losses == pytest.approx(whole[:3], abs=1e-5)
     for seen, objects in pool.run(load, devices, path, world_size=devices):
