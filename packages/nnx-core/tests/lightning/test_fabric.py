@@ -52,7 +52,6 @@ def test_accumulation_and_clipping_equal_one_process_and_return_the_norm(pool: W
     assert expected["norms"][-1] == pytest.approx(0.01)
 
 
-@pytest.mark.xfail(reason="the FSDP backend lays out only the first module of a Fabric", strict=True)
 def test_two_models_with_an_optimizer_each_are_sharded_trained_saved_and_resumed(
     pool: WorkerPool, tmp_path: Path
 ) -> None:

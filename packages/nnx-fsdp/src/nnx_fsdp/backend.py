@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -38,6 +39,21 @@ T = TypeVar("T")
 log = logging.getLogger("nnx.fsdp")
 
 
+@dataclass(slots=True)
+class _Layout:
+    """What was done to one root module, to be undone when its training ends.
+
+    Attributes:
+        plain: From each sharded parameter to the user's own object, which has no storage meanwhile.
+        forwards: Modules whose forward was replaced on the instance.
+        replicated: The parameters that could not be sharded.
+    """
+
+    plain: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    forwards: list[nn.Module] = field(default_factory=list)
+    replicated: ReplicatedParameters | None = None
+
+
 class FSDPBackend(Backend[FSDPOptions]):
     """Shards parameters, gradients and optimizer state over the ranks with torch's FSDP2.
 
@@ -49,9 +65,8 @@ class FSDPBackend(Backend[FSDPOptions]):
 
     def __init__(self, options: FSDPOptions) -> None:
         super().__init__(options)
-        self._plain: dict[nn.Parameter, nn.Parameter] = {}  # sharded parameter -> the user's own object
-        self._forwards: list[nn.Module] = []  # modules whose forward was replaced on the instance
-        self._replicated: ReplicatedParameters | None = None
+        self._layouts: dict[nn.Module, _Layout] = {}
+        self._unfinished = _Layout()  # of units that were wrapped before their root is known
         self._mesh: DeviceMesh | None = None
 
     # --- set up -------------------------------------------------------------------------------
@@ -92,26 +107,25 @@ class FSDPBackend(Backend[FSDPOptions]):
 
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
         """Shard the chosen units bottom-up and the rest with the root."""
-        if self._is_laid_out(module):
+        if module in self._layouts or isinstance(module, FSDPModule):
             return {}
         for name, unit in self._choose_units(module).units:
             self._shard_unit(unit, name=name)
         self._refuse_split_ties(module)
         self._shard_root(module)
-        return {plain: sharded for sharded, plain in self._plain.items()}
+        layout = self._layouts[module] = self._unfinished
+        self._unfinished = _Layout()
+        return {plain: sharded for sharded, plain in layout.plain.items()}
 
     def _refuse_split_ties(self, root: nn.Module) -> None:
         """A unit took a parameter away that a module outside of it still holds."""
-        taken = {id(plain) for plain in self._plain.values()}
+        taken = {id(plain) for plain in self._unfinished.plain.values()}
         left = [n for n, p in root.named_parameters(remove_duplicate=False) if id(p) in taken]
         if left:
             raise UnsupportedError(
                 f"a unit shares parameters with modules outside of it: {', '.join(left)}.",
                 remedy="Do not wrap it: what is not wrapped is sharded with the root, tied or not.",
             )
-
-    def _is_laid_out(self, module: nn.Module) -> bool:
-        return isinstance(module, FSDPModule) or self._replicated is not None
 
     def _choose_units(self, root: nn.Module) -> UnitChoice:
         if not self.options.auto_wrap:
@@ -136,7 +150,7 @@ class FSDPBackend(Backend[FSDPOptions]):
         else:
             self._shard_children(root)
             replicated |= {p for p in root.parameters() if not isinstance(p, DTensor)}
-        self._replicated = ReplicatedParameters(replicated)
+        self._unfinished.replicated = ReplicatedParameters(replicated)
 
     def _shard_children(self, root: nn.Module) -> None:
         """Where the root's class cannot take FSDP2's prefix, its children become units of their own."""
@@ -173,7 +187,7 @@ class FSDPBackend(Backend[FSDPOptions]):
         for name, sharded in module.named_parameters():
             plain = before[name]
             if sharded is not plain:
-                self._plain[sharded] = plain
+                self._unfinished.plain[sharded] = plain
                 plain.grad = None
                 plain.data = plain.data.new_empty(0)  # the user's object stays alive without its storage
 
@@ -205,12 +219,14 @@ class FSDPBackend(Backend[FSDPOptions]):
 
     def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         module.forward = forward
-        self._forwards.append(module)
+        self._unfinished.forwards.append(module)
 
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """Gather every parameter into the user's own object and take FSDP2 off the modules."""
+        layout = self._layouts.pop(module, self._unfinished)
+        self._unfinished = _Layout()
         self._reshard(module)
-        replaced = dict(self._plain)
+        replaced = layout.plain
         full = {sharded: _gather(sharded) for sharded in replaced}
         for submodule in module.modules():
             remove_fully_shard(submodule)
@@ -220,12 +236,11 @@ class FSDPBackend(Backend[FSDPOptions]):
         for sharded, plain in replaced.items():
             plain.data = full[sharded]
             plain.requires_grad_(sharded.requires_grad)
-        for changed in self._forwards:
+        for changed in layout.forwards:
             changed.__dict__.pop("forward", None)
             changed.__dict__.pop("_nnx_checkpointed", None)
-        if self._replicated is not None:
-            self._replicated.remove()
-        self._plain, self._forwards, self._replicated = {}, [], None
+        if layout.replicated is not None:
+            layout.replicated.remove()
         return replaced
 
     # --- step ---------------------------------------------------------------------------------
@@ -257,8 +272,9 @@ class FSDPBackend(Backend[FSDPOptions]):
         for submodule in module.modules():
             if isinstance(submodule, FSDPModule):
                 submodule.set_requires_gradient_sync(synchronize, recurse=False)
-        if self._replicated is not None:
-            self._replicated.synchronize = synchronize
+        layout = self._layouts.get(module)
+        if layout is not None and layout.replicated is not None:
+            layout.replicated.synchronize = synchronize
 
     def _reshard(self, module: nn.Module) -> None:
         for submodule in module.modules():
