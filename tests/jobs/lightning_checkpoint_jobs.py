@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import nnx
 import nnx.checkpoint as storage
-from jobs.lightning_jobs import EMA, trainer_for
+from jobs.lightning_jobs import trainer_for
 from jobs.resume_jobs import Seen, run_cell
+from jobs.trainer_edge_jobs import EMA
 from jobs.training import MODELS, Block, Net, Run, make_trainer
 
 PLUGINS: dict[str, Any] = {

@@ -12,16 +12,18 @@ import pytest
 from jobs.lightning_jobs import (
     OPTIONS,
     SAMPLES,
-    average_weights,
     call_collectives,
     evaluate_noisily,
     every_order,
+    log_and_gather,
+    save_when_fit_is_over,
+)
+from jobs.trainer_edge_jobs import (
+    average_weights,
     explode,
     fail_and_go_on,
     fail_on_one_rank,
     fit_early_optimizer,
-    log_and_gather,
-    save_when_fit_is_over,
     synchronized_batch_norm,
 )
 from jobs.training import Run, train
