@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import nnx
 from jobs.lightning_jobs import OPTIONS, full
@@ -21,9 +21,10 @@ from jobs.resume_jobs import Seen, run_cell
 from jobs.training import MODELS, Net, Outcome, Run, train
 from nnx.backend import Backend, Sample
 from nnx.collective import all_arrive, control_group, together
-from nnx.errors import CheckpointError
+from nnx.errors import CheckpointError, UnsupportedError
 from nnx.gradients import clip_gradients_by_norm, gradients_of, unscale_gradients
 from nnx.layout import shard_of
+from nnx_fsdp.materialize import broadcast_module
 
 CPU = torch.device("cpu")
 SHAPES = {"plain": (5, 4), "rows": (3, 4), "columns": (2, 7), "whole": (6,), "hybrid": (5, 3), "scalar": ()}
@@ -242,3 +243,29 @@ def save_and_resume(kinds: list[str], folder: str, devices: int) -> dict[str, tu
         first = run_cell(replace(run, save=path, save_at=2), 2)
         results[kind] = (first, run_cell(replace(run, resume=path), 2))
     return results
+
+
+def partial_gradient() -> str:
+    """The message for a gradient that nobody has reduced."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parameter = nn.Parameter(DTensor.from_local(torch.zeros(4), mesh, [Replicate()]))
+    parameter.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    try:
+        gradients_of(torch.optim.SGD([parameter], lr=1.0), world_size=dist.get_world_size())
+    except UnsupportedError as error:
+        return str(error)
+    return "no error"
+
+
+def broadcast_view_buffers() -> tuple[list[float], bool]:
+    """FSDP's broadcast of a buffer that is one number seen 500 times.
+
+    Returns:
+        Its values afterwards, and whether the memory beside it is as it was.
+    """
+    rank = float(dist.get_rank())
+    storage = torch.full((3,), rank)
+    module = nn.Module()
+    module.register_buffer("wide", storage[1:2].expand(500))
+    broadcast_module(module)
+    return module.wide.tolist(), storage[0].item() == rank and storage[2].item() == rank

@@ -128,7 +128,7 @@ def together(group: dist.ProcessGroup | None, *, doing: str) -> Iterator[None]:
         doing: What the block does, for the message on the ranks that did not fail themselves.
 
     Raises:
-        NnxError: The error of the lowest failing rank, of its own class, on every rank.
+        NnxError: On a rank that failed its own error, on the others that of the lowest failing rank.
     """
     error: Exception | None = None
     try:

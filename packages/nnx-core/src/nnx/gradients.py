@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from nnx.collective import is_distributed
+from nnx.errors import UnsupportedError
 
 __all__ = ["Gradient", "clip_gradients_by_norm", "gradients_of", "unscale_gradients"]
 
@@ -49,6 +50,11 @@ def gradients_of(optimizer: Optimizer, *, world_size: int) -> list[Gradient]:
 def _gradient(grad: Tensor, world_size: int) -> Gradient:
     if not isinstance(grad, DTensor):
         return Gradient(grad, world_size)
+    if any(placement.is_partial() for placement in grad.placements):
+        raise UnsupportedError(
+            f"a gradient of shape {tuple(grad.shape)} is still partial over {grad.device_mesh}.",
+            remedy="Reduce gradients before they are clipped, unscaled or stepped with.",
+        )
     sizes = zip(grad.placements, grad.device_mesh.shape, strict=True)
     replicas = math.prod(size for placement, size in sizes if isinstance(placement, Replicate))
     # A mesh may span only part of the world (one expert, one pipeline stage); what it does not

@@ -13,9 +13,11 @@ from jobs.unit_jobs import (
     OPTIMIZERS,
     SHAPES,
     arrive,
+    broadcast_view_buffers,
     clip,
     describe_shards,
     fail_together,
+    partial_gradient,
     save_and_resume,
     synchronize_views,
     train_buffers,
@@ -114,6 +116,18 @@ def test_buffers_that_are_views_are_synchronized_without_touching_what_lies_betw
         }
         assert report["around"] == [[rank, 0.0, rank]] * 4
         assert report["addresses"]
+
+
+def test_a_partial_gradient_is_refused(pool: WorkerPool) -> None:
+    for error in pool.run(partial_gradient, world_size=2, init="gloo"):
+        assert error.startswith("a gradient of shape (4,) is still partial over DeviceMesh(")
+        assert error.endswith("Reduce gradients before they are clipped, unscaled or stepped with.")
+
+
+def test_view_buffers_of_a_model_start_from_rank_0s_values(pool: WorkerPool) -> None:
+    for values, neighbour in pool.run(broadcast_view_buffers, world_size=2, init="gloo"):
+        assert values == [0.0] * 500
+        assert neighbour
 
 
 def test_buffers_of_every_dtype_reach_all_ranks(pool: WorkerPool, tmp_path: Path) -> None:

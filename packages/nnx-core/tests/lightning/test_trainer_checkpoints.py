@@ -294,5 +294,5 @@ def test_an_object_without_a_safe_form_is_named_by_its_key_path(pool: WorkerPool
     for error in pool.run(error_of, run, world_size=2, timeout=60):
         assert error.startswith("CheckpointError: ")
         assert "hyper_parameters" in error and "thing" in error and "Opaque" in error
-        assert 'allow pickle for such objects with opaque="pickle"' in error
+        assert 'allow pickle for such objects: opaque_objects="pickle" on the strategy' in error
     assert not (tmp_path / "x.ckpt").exists()

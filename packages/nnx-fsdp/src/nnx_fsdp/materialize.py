@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nnx.collective import is_distributed
+from nnx.collective import broadcast_tensor, is_distributed
 from nnx.errors import UnsupportedError
 
 __all__ = ["broadcast_module", "materialize", "move_to"]
@@ -60,7 +59,7 @@ def broadcast_module(module: nn.Module) -> None:
     if not is_distributed():
         return
     for tensor in _plain_tensors(module):
-        dist.broadcast(tensor.detach(), src=0)
+        broadcast_tensor(tensor)
 
 
 def _plain_tensors(module: nn.Module) -> Iterable[Tensor]:

@@ -182,7 +182,8 @@ class Encoder:
         raise CheckpointError(
             f"the object at '{_text(path)}' is a {kind.__module__}.{kind.__qualname__}, "
             "which has no safe encoding in a checkpoint.",
-            remedy='Remove or convert it, or allow pickle for such objects with opaque="pickle".',
+            remedy='Remove or convert it, or allow pickle for such objects: opaque_objects="pickle" on the '
+            'strategy or on nnx.CheckpointIO, opaque="pickle" in nnx.checkpoint.save.',
         )
 
 

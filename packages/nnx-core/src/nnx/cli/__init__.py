@@ -25,7 +25,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def main() -> None:
     """The entry point of the console script."""
     try:
-        _application(sys.argv[1:])()
+        _application(sys.argv[1:])(prog_name="nnx")
     except NnxError as error:
         print_error(error)
         raise SystemExit(1) from error
