@@ -176,3 +176,19 @@ def evaluate_everything(run: Run) -> dict[str, Any]:
     report["test"] = trainer.test(module, verbose=False)[0]["test_loss"]
     report["predict"] = torch.cat(trainer.predict(module)).double().sum().item()
     return report
+
+
+compilations: list[int] = []
+
+
+def counting_compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    """A backend of torch.compile that counts the graphs it is given and runs them as they are."""
+    compilations.append(len(inputs))
+    return graph.forward
+
+
+def count_compilations(run: Run) -> tuple[Outcome, int]:
+    """How many graphs a run compiled."""
+    compilations.clear()
+    torch._dynamo.reset()
+    return train(run), len(compilations)

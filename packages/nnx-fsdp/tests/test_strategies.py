@@ -10,6 +10,8 @@ import torch
 
 from jobs.fsdp_jobs import (
     count_calls,
+    count_compilations,
+    counting_compiler,
     evaluate_everything,
     fit_error,
     init_differently,
@@ -102,6 +104,14 @@ def test_activation_checkpointing_runs_the_forwards_again_and_changes_no_number(
     _, plain_calls = pool.run(count_calls, replace(run, options=BLOCKS), world_size=2)[0]
     assert outcome.losses == pytest.approx(expected.losses, abs=1e-5)
     assert calls >= 2 * plain_calls == 2 * 4 * 3
+
+
+@pytest.mark.parametrize("options", [BLOCKS, {}], ids=["units", "one unit"])
+def test_compiled_units_train_alike(pool: WorkerPool, expected: Outcome, options: dict[str, Any]) -> None:
+    compiled = {**options, "compile": {"backend": counting_compiler}}
+    for outcome, graphs in pool.run(count_compilations, Run(options=compiled, steps=4), world_size=2):
+        assert outcome.losses == pytest.approx(expected.losses, abs=1e-5)
+        assert graphs > 0
 
 
 @pytest.mark.parametrize("policy", [Block, [Block], {Block}, lambda module: isinstance(module, Block)])

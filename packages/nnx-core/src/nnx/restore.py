@@ -6,10 +6,12 @@ one rank fail on all.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["fill_model", "fill_optimizer", "fill_optimizer_tensors"]
 
+log = logging.getLogger(__name__)
+
 
 def fill_model(module: nn.Module, state: ModelState, source: Mapping[str, Any], *, strict: bool) -> None:
     """Fill a module's shards in place from a state dict, lazy or complete.
@@ -37,10 +41,9 @@ def fill_model(module: nn.Module, state: ModelState, source: Mapping[str, Any], 
     Raises:
         CheckpointError: With every missing and unexpected name and every shape that differs.
     """
-    targets = dict(state.tensors)
     _check_names(state, source, strict=strict)
     lazy: dict[str, Shard] = {}
-    for name, shard in targets.items():
+    for name, shard in state.tensors.items():
         found = _first_present(name, state, source)
         if found is None:
             continue
@@ -110,6 +113,10 @@ def _fill_casting(stored: Checkpoint, shards: Mapping[str, Shard]) -> None:
         same = stored.entry(key).dtype == shard.dtype
         (exact if same else cast)[key] = shard
     stored.fill(exact)
+    if cast and (not dist.is_initialized() or dist.get_rank() == 0):
+        log.warning(
+            "Converting %d tensors that were saved in another dtype: %s", len(cast), _shorten([*cast])
+        )
     for key, shard in cast.items():
         dtype = stored.entry(key).dtype
         if not (dtype.is_floating_point and shard.dtype.is_floating_point):

@@ -133,4 +133,5 @@ def test_filters_strictness_and_raw_state_dicts(pool: WorkerPool, tmp_path: Path
         assert report["without the frozen layer"] is True
         assert "has nothing under the key 'other'" in report["key True"] or "frozen" in report["key True"]
         assert report["key False"] == "loaded"
+        assert "has nothing under the key 'critic'" in report["another model's key"]
         assert report["raw"]

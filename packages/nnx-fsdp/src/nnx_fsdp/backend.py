@@ -45,12 +45,14 @@ class _Layout:
 
     Attributes:
         plain: From each sharded parameter to the user's own object, which has no storage meanwhile.
-        forwards: Modules whose forward was replaced on the instance.
+        compiled: Modules whose forward was replaced by a compiled one, on the instance.
+        checkpointed: Modules whose forward was replaced by one that recomputes activations.
         replicated: The parameters that could not be sharded.
     """
 
     plain: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
-    forwards: list[nn.Module] = field(default_factory=list)
+    compiled: set[nn.Module] = field(default_factory=set)
+    checkpointed: set[nn.Module] = field(default_factory=set)
     replicated: ReplicatedParameters | None = None
 
 
@@ -138,12 +140,16 @@ class FSDPBackend(Backend[FSDPOptions]):
 
     def _shard_unit(self, unit: nn.Module, *, name: str) -> None:
         self._prepare(unit, name=name)
-        self._recompute_and_compile(unit, is_unit=True)
+        self._compile(unit)
+        self._recompute(unit)
         self._fully_shard(unit, ignored=self._scalars(unit), is_root=False)
 
     def _shard_root(self, root: nn.Module) -> None:
         self._prepare(root, name="")
-        self._recompute_and_compile(root, is_unit=False)
+        if not self._unfinished.compiled:  # there are no units: compile what the root calls
+            for child in _parts_with_forward(root):
+                self._compile(child)
+        self._recompute(root)
         replicated = self._scalars(root)
         if can_be_sharded(root):
             self._fully_shard(root, ignored=replicated, is_root=True)
@@ -207,19 +213,19 @@ class FSDPBackend(Backend[FSDPOptions]):
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.context.device.type == "cuda")
 
-    def _recompute_and_compile(self, module: nn.Module, *, is_unit: bool) -> None:
-        """Replace forwards on the instances, so that no name in the model changes."""
-        if self.options.compile and is_unit:
-            arguments = {} if self.options.compile is True else dict(self.options.compile)
-            self._replace_forward(module, torch.compile(module.forward, **arguments))
-        for submodule in module.modules():
-            if isinstance(submodule, self._checkpointed) and not hasattr(submodule, "_nnx_checkpointed"):
-                submodule._nnx_checkpointed = True  # type: ignore[assignment]
-                self._replace_forward(submodule, partial(checkpoint, submodule.forward, use_reentrant=False))
+    # Forwards are replaced on the instances, so that no name in the model changes.
 
-    def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        module.forward = forward
-        self._unfinished.forwards.append(module)
+    def _compile(self, module: nn.Module) -> None:
+        if self.options.compile is not False:
+            arguments = {} if self.options.compile is True else dict(self.options.compile)
+            module.forward = torch.compile(module.forward, **arguments)
+            self._unfinished.compiled.add(module)
+
+    def _recompute(self, module: nn.Module) -> None:
+        for submodule in module.modules():
+            if isinstance(submodule, self._checkpointed) and submodule not in self._unfinished.checkpointed:
+                submodule.forward = partial(checkpoint, submodule.forward, use_reentrant=False)
+                self._unfinished.checkpointed.add(submodule)
 
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """Gather every parameter into the user's own object and take FSDP2 off the modules."""
@@ -236,9 +242,8 @@ class FSDPBackend(Backend[FSDPOptions]):
         for sharded, plain in replaced.items():
             plain.data = full[sharded]
             plain.requires_grad_(sharded.requires_grad)
-        for changed in layout.forwards:
+        for changed in layout.compiled | layout.checkpointed:
             changed.__dict__.pop("forward", None)
-            changed.__dict__.pop("_nnx_checkpointed", None)
         if layout.replicated is not None:
             layout.replicated.remove()
         return replaced

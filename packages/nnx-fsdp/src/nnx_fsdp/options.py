@@ -92,7 +92,8 @@ class FSDPOptions:
     hybrid: bool = option(False, help="Shard within a node and replicate over nodes (HSDP).", types=(bool,))
     compile: bool | Mapping[str, Any] = option(
         False,
-        help="torch.compile every unit: True, or a dict of torch.compile's arguments.",
+        help="torch.compile every unit, or what the root calls where there is none: True, or a dict of "
+        "torch.compile's arguments.",
         types=(bool, Mapping),
     )
     sync_module_states: bool = option(

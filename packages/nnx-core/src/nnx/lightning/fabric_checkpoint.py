@@ -134,15 +134,16 @@ class _Source:
     def has_model(self, key: str, strict: bool) -> bool:
         """Whether there are weights for this key."""
         saved = self.keys["modules"]
-        single = self.stored is not None and len(saved) <= 1
+        by_trainer = self.stored is not None and not saved
         return self._found(
-            single or key in saved or key in self.rest or "state_dict" in self.rest, key, strict
+            by_trainer or key in saved or key in self.rest or "state_dict" in self.rest, key, strict
         )
 
     def has_optimizer(self, key: str, index: int, strict: bool) -> bool:
         """Whether there is an optimizer state for this key."""
-        numbered = self.optimizers is not None and self._position(key, index) < len(self.optimizers)
-        return self._found(numbered or key in self.rest, key, strict)
+        saved = self.keys["optimizers"]
+        by_trainer = self.optimizers is not None and not saved and index < len(self.optimizers)
+        return self._found(by_trainer or key in saved or key in self.rest, key, strict)
 
     def _found(self, found: bool, key: str, strict: bool) -> bool:
         if strict and not found:
