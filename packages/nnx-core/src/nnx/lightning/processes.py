@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
@@ -33,7 +34,7 @@ _REDUCTIONS = {
 }
 
 
-class ParallelProcesses:
+class ParallelProcesses(ABC):
     """Mixin for a strategy of Trainer or Fabric whose work is done by a `Backend`.
 
     Lightning looks several of these members up by name; without ``is_distributed`` a Trainer silently
@@ -166,8 +167,9 @@ class ParallelProcesses:
             precision=self._precision_name(),
         )
 
+    @abstractmethod
     def _precision_name(self) -> str:
-        raise NotImplementedError  # each adapter names its precision plugin differently
+        """Lightning's precision string; Trainer and Fabric name their plugin differently."""
 
     # --- collectives --------------------------------------------------------------------------
 
