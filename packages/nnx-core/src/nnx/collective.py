@@ -21,7 +21,6 @@ from nnx.errors import NnxError
 __all__ = [
     "all_arrive",
     "all_gather_object",
-    "broadcast_object",
     "broadcast_tensor",
     "control_group",
     "is_distributed",
@@ -61,15 +60,6 @@ def all_gather_object(value: T, group: dist.ProcessGroup | None) -> list[T]:
     values: list[T | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return cast("list[T]", values)
-
-
-def broadcast_object(value: T, group: dist.ProcessGroup | None) -> T:
-    """Rank 0's value on every rank."""
-    if group is None:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, group=group, group_src=0)
-    return box[0]
 
 
 @torch.no_grad()

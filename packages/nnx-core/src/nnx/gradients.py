@@ -93,11 +93,15 @@ def clip_gradients_by_norm(
             "clipped. Set `error_if_nonfinite=False` to scale by the non-finite norm anyway."
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    factors: dict[torch.device, Tensor] = {}
-    for gradient in gradients:
-        local = gradient.local
-        local.mul_(factors.setdefault(local.device, factor.to(local.device)).to(local.dtype))
+    _scale(gradients, factor)
     return total
+
+
+def _scale(gradients: Sequence[Gradient], factor: Tensor) -> None:
+    """Multiply in place; the factor travels once to each device, not once for each gradient."""
+    factors = {device: factor.to(device) for device in {gradient.local.device for gradient in gradients}}
+    for gradient in gradients:
+        gradient.local.mul_(factors[gradient.local.device].to(gradient.local.dtype))
 
 
 def _global_norm(gradients: Sequence[Gradient], norm_type: float, device: torch.device) -> Tensor:
@@ -129,10 +133,10 @@ def unscale_gradients(gradients: Sequence[Gradient], inverse_scale: Tensor, devi
     Returns:
         ``found_inf``: a float32 tensor of shape ``(1,)`` on `device`, 1.0 if any rank saw a non-finite value.
     """
+    _scale(gradients, inverse_scale)
     found = torch.zeros(1, dtype=torch.float32, device=device)
     for gradient in gradients:
         local = gradient.local
-        local.mul_(inverse_scale.to(local.device, local.dtype))
         if local.numel():
             found = torch.maximum(found, (~torch.isfinite(local)).any().to(device, torch.float32).view(1))
     if is_distributed():

@@ -46,11 +46,7 @@ _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]
 _HIDDEN_FROM_FABRIC_RUN = re.compile("spawn|fork|notebook|xla|tpu|offload")
 
 
-def _flag(default: bool, meaning: str) -> Any:
-    return field(default=default, metadata={"help": meaning})
-
-
-def _choices(default: tuple[str, ...], meaning: str) -> Any:
+def _capability(default: bool | tuple[str, ...], meaning: str) -> Any:
     return field(default=default, metadata={"help": meaning})
 
 
@@ -65,29 +61,33 @@ class Capabilities:
         True
     """
 
-    accelerators: tuple[str, ...] = _choices(("cpu", "cuda"), "devices it runs on")
-    precisions: tuple[str, ...] = _choices(("32-true",), "values of Lightning's `precision=` that it accepts")
-    shards_parameters: bool = _flag(False, "a rank stores only its part of the parameters between steps")
-    shards_gradients: bool = _flag(False, "a rank stores only its part of the gradients")
-    shards_optimizer: bool = _flag(False, "a rank stores only its part of the optimizer state")
-    tensor_parallel: bool = _flag(False, "single operators are split over ranks")
-    pipeline: bool = _flag(False, "consecutive layers run on different ranks, in stages")
-    offload: bool = _flag(False, "states can live in host memory while the device computes")
-    manual_wrap: bool = _flag(False, "the user may choose the units that are sharded together")
-    activation_checkpointing: bool = _flag(False, "activations of chosen layers can be recomputed")
-    meta_initialization: bool = _flag(
+    accelerators: tuple[str, ...] = _capability(("cpu", "cuda"), "devices it runs on")
+    precisions: tuple[str, ...] = _capability(
+        ("32-true",), "values of Lightning's `precision=` that it accepts"
+    )
+    shards_parameters: bool = _capability(
+        False, "a rank stores only its part of the parameters between steps"
+    )
+    shards_gradients: bool = _capability(False, "a rank stores only its part of the gradients")
+    shards_optimizer: bool = _capability(False, "a rank stores only its part of the optimizer state")
+    tensor_parallel: bool = _capability(False, "single operators are split over ranks")
+    pipeline: bool = _capability(False, "consecutive layers run on different ranks, in stages")
+    offload: bool = _capability(False, "states can live in host memory while the device computes")
+    manual_wrap: bool = _capability(False, "the user may choose the units that are sharded together")
+    activation_checkpointing: bool = _capability(False, "activations of chosen layers can be recomputed")
+    meta_initialization: bool = _capability(
         False, "a model built on the meta device is materialised shard by shard"
     )
-    torch_compile: bool = _flag(False, "the distributed module can be compiled by torch.compile")
-    needs_sample: bool = _flag(False, "it must see example inputs before the first step")
-    multiple_optimizers: bool = _flag(True, "more than one optimizer at a time")
-    parameter_groups: bool = _flag(True, "optimizers with several parameter groups")
-    gradient_accumulation: bool = _flag(True, "several backward passes before one optimizer step")
-    clip_by_norm: bool = _flag(True, "gradient clipping by the global norm")
-    clip_by_value: bool = _flag(True, "gradient clipping by value")
-    manual_optimization: bool = _flag(True, "LightningModules with automatic_optimization=False")
-    trainer: bool = _flag(True, "usable as Trainer(strategy=...)")
-    fabric: bool = _flag(True, "usable as Fabric(strategy=...)")
+    torch_compile: bool = _capability(False, "the distributed module can be compiled by torch.compile")
+    needs_sample: bool = _capability(False, "it must see example inputs before the first step")
+    multiple_optimizers: bool = _capability(True, "more than one optimizer at a time")
+    parameter_groups: bool = _capability(True, "optimizers with several parameter groups")
+    gradient_accumulation: bool = _capability(True, "several backward passes before one optimizer step")
+    clip_by_norm: bool = _capability(True, "gradient clipping by the global norm")
+    clip_by_value: bool = _capability(True, "gradient clipping by value")
+    manual_optimization: bool = _capability(True, "LightningModules with automatic_optimization=False")
+    trainer: bool = _capability(True, "usable as Trainer(strategy=...)")
+    fabric: bool = _capability(True, "usable as Fabric(strategy=...)")
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -82,14 +82,14 @@ def describe_model(module: nn.Module, shard_of: ShardOf) -> ModelState:
     """
     state = ModelState()
     stored: dict[int, str] = {}
-    tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    owned = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for name, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             state.extra[name] = value
         elif id(value) in stored:
             state.aliases[name] = stored[id(value)]
         else:
-            if id(value) in tensors:
+            if id(value) in owned:
                 stored[id(value)] = name
             state.tensors[name] = shard_of(value)
     return state

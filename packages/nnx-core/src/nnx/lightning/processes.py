@@ -197,8 +197,8 @@ class ParallelProcesses(ABC):
         is_mean = name in ("mean", "avg") or op == dist.ReduceOp.AVG
         if op == dist.ReduceOp.AVG:
             op = dist.ReduceOp.SUM
-        result = value.to(self.root_device) if value.device.type == "cpu" else value.clone()
-        result = result.clone() if result is value else result
+        device = self.root_device if value.device.type == "cpu" else value.device
+        result = value.to(device, copy=True)
         if is_mean and not (result.is_floating_point() or result.is_complex()):
             result = result.float()
         dist.all_reduce(result, op=op, group=group)

@@ -51,7 +51,6 @@ class TrainerAdapter(ParallelProcesses):
     lightning_module: Any
     optimizers: list[Optimizer]
     lr_scheduler_configs: list[Any]
-    _forward_redirection: Any
     precision_plugin: Any
     _precision_plugin: Any
     _checkpoint_io: Any
