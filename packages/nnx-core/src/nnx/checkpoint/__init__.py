@@ -12,39 +12,47 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nnx.checkpoint.codec import EnumName
     from nnx.checkpoint.dcp import Handle, Reader, Writer
+    from nnx.checkpoint.formats import CheckpointFormat, open_checkpoint
     from nnx.checkpoint.index import TensorEntry
     from nnx.checkpoint.manifest import Manifest
-    from nnx.checkpoint.reading import Checkpoint, open_checkpoint
+    from nnx.checkpoint.opened import Checkpoint
+    from nnx.checkpoint.reading import NativeCheckpoint, open_native
     from nnx.checkpoint.saving import save
     from nnx.checkpoint.source import is_checkpoint
     from nnx.checkpoint.verifying import Damage, verify
 
 __all__ = [
     "Checkpoint",
+    "CheckpointFormat",
     "Damage",
     "EnumName",
     "Handle",
     "Manifest",
+    "NativeCheckpoint",
     "Reader",
     "TensorEntry",
     "Writer",
     "is_checkpoint",
     "open_checkpoint",
+    "open_native",
     "save",
     "verify",
 ]
 
 _HOME = {
-    "Checkpoint": "reading",
+    "Checkpoint": "opened",
+    "CheckpointFormat": "formats",
     "Damage": "verifying",
     "EnumName": "codec",
     "Handle": "dcp",
     "Manifest": "manifest",
+    "NativeCheckpoint": "reading",
     "Reader": "dcp",
     "TensorEntry": "index",
     "Writer": "dcp",
     "is_checkpoint": "source",
-    "open_checkpoint": "reading",
+    "open_checkpoint": "formats",
+    "open_native": "reading",
     "save": "saving",
     "verify": "verifying",
 }

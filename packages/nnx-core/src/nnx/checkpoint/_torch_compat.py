@@ -5,14 +5,16 @@ Nothing else in `nnx.checkpoint` uses a private name. `test_torch_compat.py` hol
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nnx.layout import Shard
 
-__all__ = ["Checkpointable"]
+__all__ = ["Checkpointable", "load_structure", "position_in_file"]
 
 
 class Checkpointable(Tensor):
@@ -43,3 +45,18 @@ class Checkpointable(Tensor):
     ) -> Any:
         """Refuse arithmetic: there is no data here."""
         raise TypeError(f"{cls.__name__} stands for a shard in a state dict and cannot compute {func}")
+
+
+def load_structure(path: Path) -> Any:
+    """Unpickle a file of ``torch.save`` safely, without reading the data of its tensors.
+
+    Under `torch._subclasses.fake_tensor.FakeTensorMode`, `torch.load` notes where each storage is in the file
+    instead of reading it (torch 2.11 to 2.13).
+    """
+    with FakeTensorMode():
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def position_in_file(tensor: Tensor) -> int:
+    """Where the storage of a tensor from `load_structure` is: ``_checkpoint_offset`` (torch 2.11 to 2.13)."""
+    return int(getattr(tensor.untyped_storage(), "_checkpoint_offset", None) or 0)

@@ -44,10 +44,11 @@ from nnx.checkpoint._torch_compat import Checkpointable
 from nnx.checkpoint.codec import Encoder
 from nnx.checkpoint.commit import begin, commit, discard, now
 from nnx.checkpoint.files import write_file
+from nnx.checkpoint.formats import open_checkpoint
 from nnx.checkpoint.index import INDEX, encode_index
 from nnx.checkpoint.manifest import FileEntry, Manifest, digest
+from nnx.checkpoint.opened import Checkpoint
 from nnx.checkpoint.plan import Plan, place
-from nnx.checkpoint.reading import Checkpoint, open_checkpoint
 from nnx.checkpoint.saving import write_objects, writer_info
 from nnx.checkpoint.shardfile import StoredBox, rank_file, write_rank_file
 from nnx.errors import CheckpointError

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: only the bytes that are asked for, each verified before it counts.
+"""Reading our own format: only the bytes that are asked for, each verified before it counts.
 
 Opening checks the manifest, that every file is there with its length, and the index. Filling copies
 the intersections of stored boxes and wanted boxes straight into the caller's memory. Nothing here
@@ -10,28 +10,28 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from typing_extensions import override
 
 from nnx.checkpoint.codec import decode
 from nnx.checkpoint.fetch import Fetcher, Wanted
 from nnx.checkpoint.index import Index, TensorEntry
 from nnx.checkpoint.manifest import Manifest
+from nnx.checkpoint.opened import Checkpoint
 from nnx.checkpoint.saving import objects_file
 from nnx.checkpoint.source import Source
 from nnx.errors import CheckpointError
-from nnx.layout import Box, Shard
 
-__all__ = ["Checkpoint", "open_checkpoint"]
+__all__ = ["NativeCheckpoint", "open_native"]
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True) -> Checkpoint:
-    """Open a checkpoint and check all that can be checked without reading tensor data.
+def open_native(path: str | os.PathLike[str], *, weights_only: bool = True) -> NativeCheckpoint:
+    """Open a checkpoint of our own format and check all that can be checked without reading tensor data.
 
     Args:
         path: Its directory, or a link to it.
@@ -45,18 +45,21 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True) 
         CheckpointError: There is no checkpoint, it is of a newer format, or a file is missing, truncated
             or damaged.
     """
-    return Checkpoint(Source.open(Path(path)), weights_only=weights_only)
+    return NativeCheckpoint(Source.open(Path(path)), weights_only=weights_only)
 
 
-class Checkpoint:
-    """A committed checkpoint; made by `open_checkpoint`."""
+class NativeCheckpoint(Checkpoint):
+    """A committed checkpoint of our own format; made by `open_native`."""
+
+    format = "nnx"
 
     def __init__(self, source: Source, *, weights_only: bool) -> None:
         self._source = source
         self._weights_only = weights_only
 
     @property
-    def path(self) -> Path:
+    @override
+    def path(self) -> Path:  # type: ignore[override]
         """The directory that was opened."""
         return self._source.path
 
@@ -71,73 +74,37 @@ class Checkpoint:
         return self._source.index
 
     @property
+    @override
     def tensors(self) -> Mapping[str, TensorEntry]:
-        """Every logical tensor by name, those lifted out of objects included."""
         return self.index.tensors
 
     @property
+    @override
     def aliases(self) -> Mapping[str, str]:
-        """Tied names, mapped to the name under which the data is stored."""
         return self.index.aliases
 
     @property
+    @override
     def world_size(self) -> int:
-        """How many ranks wrote the checkpoint."""
         return int(self.manifest.writer.get("world_size", 1))
+
+    @property
+    @override
+    def provenance(self) -> Mapping[str, Any]:
+        return self.manifest.provenance
 
     @cached_property
     def objects(self) -> Any:
         """The tree that was saved as `objects`, with its tensors."""
         return self._decoded(None)
 
+    @override
     def rank_objects(self, rank: int) -> Any | None:
-        """The tree that one rank saved for itself; None if it saved none."""
         return self._decoded(rank) if objects_file(rank) in self.manifest.files else None
 
-    def entry(self, name: str) -> TensorEntry:
-        """The tensor of a name, which may be an alias.
-
-        Raises:
-            CheckpointError: There is none.
-        """
-        found = self.tensors.get(self.aliases.get(name, name))
-        if found is None:
-            raise self._missing([name])
-        return found
-
-    def fill(self, shards: Mapping[str, Shard]) -> None:
-        """Copy stored data into shards, in place.
-
-        Each rank fills its own and reads only the bytes it needs, whatever world wrote them. After an
-        error some of the shards may be filled and others not.
-
-        Args:
-            shards: What to fill, by name or alias.
-
-        Raises:
-            CheckpointError: A name is missing, a shape or dtype differs, or a file is damaged.
-        """
-        missing = [name for name in shards if self.aliases.get(name, name) not in self.tensors]
-        if missing:
-            raise self._missing(missing)
-        wanted: list[Wanted] = []
-        for name, shard in shards.items():
-            entry = self.entry(name)
-            _require_same(entry, name, shard, self.path)
-            wanted += [
-                Wanted(entry, box, view)
-                for box, view in zip(shard.boxes, shard.data, strict=True)
-                if box.numel
-            ]
+    @override
+    def _fetch(self, wanted: Sequence[Wanted]) -> None:
         Fetcher(self._source).fetch(wanted)
-
-    def read(self, name: str, box: Box | None = None) -> Tensor:
-        """Read one tensor, or one box of it, into new memory on the CPU."""
-        entry = self.entry(name)
-        box = box or Box.whole(entry.shape)
-        tensor = torch.empty(box.size, dtype=entry.dtype)
-        self.fill({name: Shard(entry.shape, entry.dtype, (box,), (tensor,))})
-        return tensor
 
     def _decoded(self, rank: int | None) -> Any:
         name = objects_file(rank)
@@ -148,13 +115,6 @@ class Checkpoint:
             raise CheckpointError(f"'{place}' is malformed: {error}.") from error
         opaque = _Opaque(self._source, f"{name.rsplit('.', 1)[0]}.bin", self._weights_only)
         return decode(tree, tensor=self.read, opaque=opaque, source=place)
-
-    def _missing(self, names: list[str]) -> CheckpointError:
-        shown = ", ".join(f"'{name}'" for name in names[:10]) + (", ..." if len(names) > 10 else "")
-        return CheckpointError(
-            f"checkpoint '{self.path}' has no tensor {shown} ({len(names)} missing).",
-            remedy="Check that it belongs to this model; `nnx ckpt inspect` lists what it holds.",
-        )
 
 
 class _Opaque:
@@ -181,22 +141,3 @@ class _Opaque:
             f"not loaded: {type(error).__name__}: {reason}",
             remedy="If you trust whoever wrote the checkpoint, pass weights_only=False.",
         )
-
-
-def _require_same(entry: TensorEntry, name: str, shard: Shard, path: Path) -> None:
-    if entry.shape != tuple(shard.shape):
-        raise CheckpointError(
-            f"tensor '{name}' has shape {entry.shape} in checkpoint '{path}', "
-            f"but shape {tuple(shard.shape)} in the model.",
-            remedy="Build the model with the same sizes as the one that was saved.",
-        )
-    if entry.dtype != shard.dtype:
-        raise CheckpointError(
-            f"tensor '{name}' is {entry.dtype} in checkpoint '{path}', but {shard.dtype} in the model.",
-            remedy="Load with the precision that was saved, and convert the model afterwards.",
-        )
-    for box in shard.boxes:
-        if any(a + n > full for a, n, full in zip(box.offset, box.size, entry.shape, strict=True)):
-            raise CheckpointError(
-                f"{box} lies outside tensor '{name}' of shape {entry.shape}.", remedy="Ask for a box inside."
-            )

@@ -1,0 +1,171 @@
+"""Files of ``torch.save``: their structure without their data, and without running what they bring along.
+
+Tensors become `FileTensor`, which says where in the file the elements are. Everything else is unpickled by
+torch's restricted unpickler.
+"""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from nnx.box import Box
+from nnx.checkpoint._torch_compat import load_structure, position_in_file
+from nnx.checkpoint.files import read_exactly
+from nnx.checkpoint.index import Piece, TensorEntry
+from nnx.errors import CheckpointError
+
+__all__ = ["FileTensor", "Inert", "load_torch_file", "map_tree", "read_tensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor that is still in its file.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its element type.
+        stride: Its strides, in elements.
+        path: The file.
+        start: Position of its first element.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    path: Path
+    start: int
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie in row-major order without gaps."""
+        expected = 1
+        for extent, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if extent != 1 and stride != expected:
+                return self.numel == 0
+            expected *= extent
+        return True
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    def entry(self, name: str) -> TensorEntry:
+        """Describe it for the index; only a contiguous tensor is one piece of its file."""
+        nbytes = self.numel * self.dtype.itemsize
+        piece = Piece(Box.whole(self.shape), str(self.path), self.start, nbytes)
+        return TensorEntry(name, self.shape, str(self.dtype).removeprefix("torch."), (piece,))
+
+    def read(self) -> Tensor:
+        """Read it into new memory."""
+        if self.numel == 0:
+            return torch.empty(self.shape, dtype=self.dtype)
+        last = sum((extent - 1) * stride for extent, stride in zip(self.shape, self.stride, strict=True))
+        raw = bytearray(read_exactly(self.path, (last + 1) * self.dtype.itemsize, start=self.start))
+        return torch.frombuffer(raw, dtype=self.dtype).as_strided(self.shape, self.stride).contiguous()
+
+
+class Inert:
+    """Stands in for a class of another program: keeps what it was made of and does nothing."""
+
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Inert:  # noqa: D102 - as of any class
+        made = super().__new__(cls)
+        made.arguments = args
+        return made
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def load_torch_file(
+    path: Path, *, weights_only: bool = True, known: Sequence[Any] = (), inert: Sequence[str] = ()
+) -> Any:
+    """Read the structure of a file of ``torch.save``.
+
+    Args:
+        path: The file.
+        weights_only: False unpickles freely and maps the data into memory instead.
+        known: Further classes, or pairs of one and its pickled name, that may be restored.
+        inert: Prefixes of names of classes that are replaced by `Inert`.
+
+    Returns:
+        What was saved; `FileTensor` in place of every tensor (a tensor itself in files of the old format,
+        or with ``weights_only=False``).
+
+    Raises:
+        CheckpointError: The file is damaged, or names something that is not safe to restore.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"'{path}' is missing.", remedy="Restore it, or use another checkpoint.")
+    try:
+        if not weights_only:
+            return torch.load(path, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(path))
+        if not zipfile.is_zipfile(path):
+            return torch.load(path, map_location="cpu", weights_only=True)
+        stand_ins = [
+            (type(name.rpartition(".")[2], (Inert,), {}), name)
+            for name in get_unsafe_globals_in_checkpoint(path)
+            if name.startswith(tuple(inert))
+        ]
+        with safe_globals([*known, *stand_ins]):
+            structure = load_structure(path)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever damage or the pickle makes it raise
+        reason = str(error).strip().split("\n")[0]
+        raise CheckpointError(
+            f"cannot read '{path}': {type(error).__name__}: {reason}",
+            remedy="If it is whole and you trust whoever wrote it, pass `weights_only=False`."
+            if weights_only
+            else "Restore it from a backup, or use another checkpoint.",
+        ) from error
+    return map_tree(structure, lambda value: _located(value, path))
+
+
+def _located(value: Any, path: Path) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return FileTensor(
+        tuple(value.shape),
+        value.dtype,
+        tuple(value.stride()),
+        path,
+        position_in_file(value) + value.storage_offset() * value.dtype.itemsize,
+    )
+
+
+def map_tree(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """Replace the leaves of nested containers, keeping the containers' types."""
+    if isinstance(tree, dict):
+        made = tree.copy()  # an OrderedDict with attributes, a defaultdict and so on stay what they are
+        for key, value in tree.items():
+            made[key] = map_tree(value, change)
+        return made
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tree(value, change) for value in tree))
+    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
+        return type(tree)(map_tree(value, change) for value in tree)
+    if isinstance(tree, Inert):
+        tree.arguments = map_tree(tree.arguments, change)
+        tree.state = map_tree(tree.state, change)
+        return tree
+    return change(tree)
+
+
+def read_tensors(tree: Any) -> Any:
+    """The same tree with every `FileTensor` read: for what is small, such as the state of callbacks."""
+    return map_tree(tree, lambda value: value.read() if isinstance(value, FileTensor) else value)

@@ -1,0 +1,191 @@
+"""Which formats there are, and which one a path holds.
+
+Our own and the ones in `nnx.checkpoint.foreign` are built in; a plugin adds others through the hook
+``nnx_checkpoint_formats``. A format is imported only when it is asked about.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from nnx.checkpoint.source import is_checkpoint
+from nnx.errors import CheckpointError
+from nnx.plugins import checkpoint_formats
+from nnx.spec import CheckpointFormatSpec, import_reference
+
+if TYPE_CHECKING:
+    from nnx.checkpoint.opened import Checkpoint
+
+__all__ = ["CheckpointFormat", "Progress", "find_format", "get_format", "open_checkpoint", "specs"]
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done so far and their total."""
+
+
+class CheckpointFormat(ABC):
+    """Reads, and perhaps writes, one format. Stateless; a plugin subclasses it.
+
+    Attributes:
+        name: As in ``nnx ckpt convert --to``; the same as in its spec.
+        can_write: Whether `write` works.
+    """
+
+    name: ClassVar[str]
+    can_write: ClassVar[bool] = False
+
+    @abstractmethod
+    def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
+        """Whether a path looks like this format, by its names and first bytes only: nothing is unpickled."""
+
+    @abstractmethod
+    def open(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> Checkpoint:
+        """Open it without reading tensor data.
+
+        Args:
+            path: What `guess_can_open` accepted.
+            weights_only: True executes nothing that the file brings along; False trusts it.
+
+        Raises:
+            CheckpointError: It is damaged, incomplete, of another version, or needs trust.
+        """
+
+    def write(
+        self,
+        checkpoint: Checkpoint,
+        path: str | os.PathLike[str],
+        *,
+        progress: Progress = lambda done, total: None,
+        **options: Any,
+    ) -> None:
+        """Write a checkpoint in this format, in bounded memory; `path` appears only when it is complete.
+
+        Args:
+            checkpoint: What to write, of any format.
+            path: A path where nothing is.
+            progress: Told how far it is.
+            **options: The format's own.
+
+        Raises:
+            CheckpointError: The format is read-only, or writing failed.
+        """
+        raise CheckpointError(
+            f"format {self.name!r} can be read but not written.",
+            remedy=f"Convert to one of {', '.join(writable())}.",
+        )
+
+
+_HOME = "nnx.checkpoint.foreign"
+_BUILT_IN = (
+    CheckpointFormatSpec("nnx", "nnx.checkpoint.native:Native", description="the shared checkpoint"),
+    CheckpointFormatSpec(
+        "lightning", f"{_HOME}.lightning_file:LightningFile", description="Lightning's single file, .ckpt"
+    ),
+    CheckpointFormatSpec(
+        "lightning_sharded",
+        f"{_HOME}.lightning_sharded:LightningSharded",
+        description="sharded directory of Lightning's ModelParallelStrategy or FSDPStrategy",
+    ),
+    CheckpointFormatSpec(
+        "dcp", f"{_HOME}.dcp_directory:DcpDirectory", description="directory of torch.distributed.checkpoint"
+    ),
+    CheckpointFormatSpec(
+        "safetensors",
+        f"{_HOME}.safetensors_files:SafetensorsFiles",
+        description="safetensors file, or Hugging Face directory with an index",
+    ),
+    CheckpointFormatSpec(
+        "deepspeed", f"{_HOME}.deepspeed:DeepSpeed", description="DeepSpeed ZeRO 1, 2, 3 directory; read only"
+    ),
+    CheckpointFormatSpec(
+        "nnscaler",
+        f"{_HOME}.nnscaler:NnScaler",
+        description="nnScaler directory of <rank>.pt files, or its merged file; read only",
+    ),
+    CheckpointFormatSpec(
+        "colossalai",
+        f"{_HOME}.colossalai:ColossalAI",
+        description="ColossalAI sharded checkpoint with index files; read only",
+    ),
+)
+
+
+def specs() -> Mapping[str, CheckpointFormatSpec]:
+    """Every known format by name; a plugin cannot replace a built-in one."""
+    return {**checkpoint_formats(), **{spec.name: spec for spec in _BUILT_IN}}
+
+
+def get_format(name: str) -> CheckpointFormat:
+    """The format of a name.
+
+    Raises:
+        CheckpointError: There is none of this name.
+        PluginError: The plugin that provides it cannot be imported.
+    """
+    known = specs()
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        raise CheckpointError(
+            f"unknown checkpoint format {name!r}{f'; did you mean {near[0]!r}?' if near else '.'}",
+            remedy=f"Use one of {', '.join(known)}, or install the plugin that provides it.",
+        )
+    return _load(known[name].target)
+
+
+@cache
+def _load(target: str) -> CheckpointFormat:
+    found: CheckpointFormat = import_reference(target, what="a checkpoint format")()
+    return found
+
+
+def writable() -> list[str]:
+    """Names of the formats that can be written."""
+    return [name for name in specs() if get_format(name).can_write]
+
+
+def find_format(path: str | os.PathLike[str]) -> CheckpointFormat:
+    """The format that a path holds.
+
+    Raises:
+        CheckpointError: Nothing is there, or no format knows it.
+    """
+    if is_checkpoint(path):
+        return get_format("nnx")
+    for name in specs():
+        candidate = get_format(name)
+        if candidate.guess_can_open(path):
+            return candidate
+    raise _unknown(path)
+
+
+def _unknown(path: str | os.PathLike[str]) -> CheckpointError:
+    place = os.fspath(path)
+    if "://" not in place and not os.path.exists(place):  # noqa: PTH110 - `path` may be a URL
+        return CheckpointError(f"there is no checkpoint at '{place}'.", remedy="Check the path.")
+    return CheckpointError(
+        f"'{place}' is not a checkpoint of a known format: it has neither the manifest of an nnx checkpoint "
+        "nor the files of another one. A first save that was interrupted leaves none.",
+        remedy=f"Known formats: {', '.join(specs())}. A plugin may add more.",
+    )
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True) -> Checkpoint:
+    """Open a checkpoint of any known format, checking all that can be checked without reading tensor data.
+
+    Args:
+        path: A directory, a file, or a link to one.
+        weights_only: False executes code that whoever wrote the checkpoint may have put there. True
+            restricts unpickling, where a format needs any, to what torch knows to be safe.
+
+    Returns:
+        A handle that reads on demand.
+
+    Raises:
+        CheckpointError: There is no checkpoint, it is of an unknown or newer format, or a file is missing,
+            truncated or damaged.
+    """
+    return find_format(path).open(path, weights_only=weights_only)

@@ -1,0 +1,139 @@
+"""An opened checkpoint, whatever its format: logical names, and data that is read on demand.
+
+Everything above storage (resuming, converting, inspecting) sees this interface only, so a format that can
+be opened can be resumed from, merged and converted. `nnx.checkpoint.reading` opens our own format,
+`nnx.checkpoint.foreign` others; `nnx.checkpoint.formats` finds out which one a path holds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nnx.checkpoint.fetch import Wanted
+from nnx.checkpoint.index import TensorEntry
+from nnx.errors import CheckpointError
+from nnx.layout import Box, Shard
+
+__all__ = ["Checkpoint"]
+
+
+class Checkpoint(ABC):
+    """What a checkpoint holds, under the logical names of `nnx.canonical`.
+
+    Attributes:
+        path: What was opened.
+        format: Name of its format, as in ``nnx ckpt convert --to``.
+    """
+
+    path: Any
+    format: str
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """Every logical tensor by name, those lifted out of objects included."""
+
+    @property
+    @abstractmethod
+    def aliases(self) -> Mapping[str, str]:
+        """Tied names, mapped to the name under which the data is stored."""
+
+    @property
+    @abstractmethod
+    def objects(self) -> Any:
+        """Everything else: ``{"trainer": ..., "optim": ..., "extra": ...}``, with its tensors."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """How many ranks wrote the checkpoint."""
+
+    @property
+    @abstractmethod
+    def provenance(self) -> Mapping[str, Any]:
+        """Where it comes from, for people."""
+
+    @abstractmethod
+    def rank_objects(self, rank: int) -> Any | None:
+        """The tree that one rank saved for itself; None if it saved none."""
+
+    @abstractmethod
+    def _fetch(self, wanted: Sequence[Wanted]) -> None:
+        """Copy stored data into memory; every box lies inside its tensor."""
+
+    def entry(self, name: str) -> TensorEntry:
+        """The tensor of a name, which may be an alias.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        found = self.tensors.get(self.aliases.get(name, name))
+        if found is None:
+            raise self._missing([name])
+        return found
+
+    def fill(self, shards: Mapping[str, Shard]) -> None:
+        """Copy stored data into shards, in place.
+
+        Each rank fills its own and reads only the bytes it needs, whatever world wrote them. After an
+        error some of the shards may be filled and others not.
+
+        Args:
+            shards: What to fill, by name or alias.
+
+        Raises:
+            CheckpointError: A name is missing, a shape or dtype differs, or a file is damaged.
+        """
+        missing = [name for name in shards if self.aliases.get(name, name) not in self.tensors]
+        if missing:
+            raise self._missing(missing)
+        wanted: list[Wanted] = []
+        for name, shard in shards.items():
+            entry = self.entry(name)
+            self._require_same(entry, name, shard)
+            wanted += [
+                Wanted(entry, box, view)
+                for box, view in zip(shard.boxes, shard.data, strict=True)
+                if box.numel
+            ]
+        self._fetch(wanted)
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """Read one tensor, or one box of it, into new memory on the CPU."""
+        entry = self.entry(name)
+        box = box or Box.whole(entry.shape)
+        tensor = torch.empty(box.size, dtype=entry.dtype)
+        self.fill({name: Shard(entry.shape, entry.dtype, (box,), (tensor,))})
+        return tensor
+
+    def _missing(self, names: list[str]) -> CheckpointError:
+        shown = ", ".join(f"'{name}'" for name in names[:10]) + (", ..." if len(names) > 10 else "")
+        return CheckpointError(
+            f"checkpoint '{self.path}' has no tensor {shown} ({len(names)} missing).",
+            remedy="Check that it belongs to this model; `nnx ckpt inspect` lists what it holds.",
+        )
+
+    def _require_same(self, entry: TensorEntry, name: str, shard: Shard) -> None:
+        if entry.shape != tuple(shard.shape):
+            raise CheckpointError(
+                f"tensor '{name}' has shape {entry.shape} in checkpoint '{self.path}', "
+                f"but shape {tuple(shard.shape)} in the model.",
+                remedy="Build the model with the same sizes as the one that was saved.",
+            )
+        if entry.dtype != shard.dtype:
+            raise CheckpointError(
+                f"tensor '{name}' is {entry.dtype} in checkpoint '{self.path}', "
+                f"but {shard.dtype} in the model.",
+                remedy="Load with the precision that was saved, and convert the model afterwards.",
+            )
+        for box in shard.boxes:
+            if any(a + n > full for a, n, full in zip(box.offset, box.size, entry.shape, strict=True)):
+                raise CheckpointError(
+                    f"{box} lies outside tensor '{name}' of shape {entry.shape}.",
+                    remedy="Ask for a box inside.",
+                )
