@@ -28,6 +28,7 @@ __all__ = [
     "Saved",
     "StoredName",
     "collect",
+    "numbers_parameters",
     "positional_optimizer_state",
     "stored_optimizer_states",
 ]
@@ -211,7 +212,10 @@ class StoredName:
 
 
 def stored_optimizer_states(stored: Checkpoint) -> list[OptimizerState] | None:
-    """The optimizers of a checkpoint, their tensors as `StoredName`; None if none were saved."""
+    """The optimizers of a checkpoint, their tensors as `StoredName`; None if none were saved.
+
+    Where the program that wrote it numbers parameters, the state does so too, as torch's own.
+    """
     described = stored.objects.get("optim")
     if described is None:
         return None
@@ -222,10 +226,17 @@ def stored_optimizer_states(stored: Checkpoint) -> list[OptimizerState] | None:
         )
         for entry in described
     ]
+    numbered = [numbers_parameters(state) for state in states]
     for key in stored.tensors:
         if not key.startswith("optim."):
             continue
         index, _, rest = key.removeprefix("optim.").partition(".state.")
         parameter, _, name = rest.rpartition(".")
-        states[int(index)]["state"].setdefault(parameter, {})[name] = StoredName(stored, key)
+        owner: Any = int(parameter) if numbered[int(index)] else parameter
+        states[int(index)]["state"].setdefault(owner, {})[name] = StoredName(stored, key)
     return states
+
+
+def numbers_parameters(state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's parameters have no names, as in checkpoints of programs that number them."""
+    return any(isinstance(number, int) for group in state["param_groups"] for number in group["params"])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nnx.checkpoint.codec import EnumName
     from nnx.checkpoint.dcp import Handle, Reader, Writer
-    from nnx.checkpoint.formats import CheckpointFormat, open_checkpoint
+    from nnx.checkpoint.formats import CheckpointFormat, find_format, open_checkpoint
     from nnx.checkpoint.index import TensorEntry
     from nnx.checkpoint.manifest import Manifest
     from nnx.checkpoint.opened import Checkpoint
@@ -32,6 +32,7 @@ __all__ = [
     "Reader",
     "TensorEntry",
     "Writer",
+    "find_format",
     "is_checkpoint",
     "open_checkpoint",
     "open_native",
@@ -50,6 +51,7 @@ _HOME = {
     "Reader": "dcp",
     "TensorEntry": "index",
     "Writer": "dcp",
+    "find_format": "formats",
     "is_checkpoint": "source",
     "open_checkpoint": "formats",
     "open_native": "reading",

@@ -21,6 +21,7 @@ from nnx.backend import Backend
 from nnx.canonical import (
     LazyStateDict,
     collect,
+    numbers_parameters,
     positional_optimizer_state,
     stored_optimizer_states,
 )
@@ -136,20 +137,29 @@ def gather_full(shard: Shard) -> Tensor | None:
     return full
 
 
-def open_together(path: Any) -> storage.Checkpoint:
-    """Open an nnx checkpoint on every rank; if one cannot, none does. Collective."""
+def open_together(strategy: Any, path: Any, weights_only: bool | None) -> storage.Checkpoint | dict[str, Any]:
+    """Open a checkpoint of any format on every rank; if one cannot, none does. Collective.
+
+    Returns:
+        The open checkpoint; of a plain file of ``torch.save``, and of what only the user's own
+        CheckpointIO knows, the dict that was saved.
+    """
+    io = strategy.checkpoint_io
     with together(control_group(), doing=f"opening {str(path)!r}"):
-        stored = storage.open_checkpoint(path)
-    return stored
+        found = None
+        if isinstance(_innermost(io), CheckpointIO) or Path(path).is_dir():
+            found = storage.find_format(path)
+        if found is None or found.name == "lightning":
+            loaded: dict[str, Any] = io.load_checkpoint(path, weights_only=weights_only)
+            return loaded
+        return found.open(path, weights_only=weights_only is not False)
 
 
 def load_lightning_checkpoint(strategy: Any, path: Any, weights_only: bool | None) -> dict[str, Any]:
     """Open a checkpoint as Lightning's dict; its ``state_dict`` stays on disk until used. Collective."""
-    if not Path(path).is_dir():
-        with together(control_group(), doing=f"reading {str(path)!r}"):
-            loaded: dict[str, Any] = strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        return loaded
-    stored = open_together(path)
+    stored = open_together(strategy, path, weights_only)
+    if isinstance(stored, dict):
+        return stored
     # What Trainer insists on and Fabric's checkpoints do not have.
     required = {"pytorch-lightning_version": _lightning_version(strategy), "lr_schedulers": []}
     checkpoint = {**required, **stored.objects["trainer"]}
@@ -195,7 +205,7 @@ def restore_optimizers(
 
 def _by_name(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> Any:
     """A state in torch's own, numbered form gets the names of the parameters at the same positions."""
-    if not any(isinstance(number, int) for group in state["param_groups"] for number in group["params"]):
+    if not numbers_parameters(state):
         return state
     names = parameter_names(module)
     order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]

@@ -100,17 +100,17 @@ class CheckpointIO:
         """Read a checkpoint completely, as Lightning's dict.
 
         Args:
-            path: A directory of ours, or a single ``.ckpt`` file of Lightning's.
-            map_location: Passed to ``torch.load`` for single files.
-            weights_only: Passed to ``torch.load`` for single files; safe loading unless False. Directories
-                hold no pickles.
+            path: A checkpoint of any known format.
+            map_location: Passed to ``torch.load`` for single files; of other formats tensors are on the CPU.
+            weights_only: Safe loading unless False, which executes what the checkpoint brings along.
 
         Raises:
             CheckpointError: There is no checkpoint, or it is damaged.
         """
-        if Path(path).is_file():
+        found = storage.find_format(path)
+        if found.name == "lightning":
             return load_single_file(path, map_location, weights_only)
-        stored = storage.open_checkpoint(path)
+        stored = found.open(path, weights_only=weights_only is not False)
         checkpoint = dict(stored.objects["trainer"])
         state_dict = dict(LazyStateDict(stored))
         if state_dict:

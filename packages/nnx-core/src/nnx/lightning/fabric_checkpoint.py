@@ -7,7 +7,6 @@ Trainer's, and the keys beside them, so that either resumes the other's run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -105,20 +104,21 @@ def load_fabric_checkpoint(
 class _Source:
     """An opened checkpoint, looked up by the user's keys.
 
-    A directory of ours holds one model and numbered optimizers under Trainer's names; a file of
+    A checkpoint of logical names holds one model and numbered optimizers under Trainer's names; a file of
     ``torch.save`` holds the state dicts under the user's own keys.
     """
 
     def __init__(self, strategy: Any, path: Any, weights_only: bool | None) -> None:
         self.strategy = strategy
         self.path = path
-        self.stored = open_together(path) if Path(path).is_dir() else None
-        if self.stored is not None:
-            self.rest = dict(self.stored.objects["trainer"])
-            self.optimizers = stored_optimizer_states(self.stored)
+        opened = open_together(strategy, path, weights_only)
+        self.stored = None if isinstance(opened, dict) else opened
+        if isinstance(opened, dict):
+            self.rest = opened
+            self.optimizers = opened.pop("optimizer_states", None)
         else:
-            self.rest = strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-            self.optimizers = self.rest.pop("optimizer_states", None)
+            self.rest = dict(opened.objects["trainer"])
+            self.optimizers = stored_optimizer_states(opened)
         self.keys = self.rest.pop(_KEYS, {"modules": [], "optimizers": []})
 
     def everything(self) -> dict[str, Any]:
