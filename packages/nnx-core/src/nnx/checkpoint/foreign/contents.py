@@ -17,8 +17,7 @@ from typing_extensions import override
 
 from nnx.box import find_fault
 from nnx.checkpoint.dtypes import DTYPES
-from nnx.checkpoint.fetch import Fetcher, Wanted
-from nnx.checkpoint.foreign.files import FileSource
+from nnx.checkpoint.fetch import Fetcher, PlainFiles, Wanted
 from nnx.checkpoint.foreign.torch_file import FileTensor, read_tensors
 from nnx.checkpoint.index import Piece, TensorEntry
 from nnx.checkpoint.opened import Checkpoint
@@ -72,7 +71,7 @@ class ForeignCheckpoint(Checkpoint):
         for want in wanted:
             if want.entry.name in resident:
                 want.view.copy_(resident[want.entry.name][want.box.slices])
-        Fetcher(FileSource()).fetch([want for want in wanted if want.entry.name not in resident])
+        Fetcher(PlainFiles()).fetch([want for want in wanted if want.entry.name not in resident])
 
 
 class Contents:
