@@ -1,39 +1,88 @@
 """Fetching boxes: from stored pieces into memory, by the shortest way.
 
-What is contiguous on both sides is read straight into place; the rest goes through a small buffer. Every
-block of data is compared with its checksum, in place where it was read in place. Reads are spread over
-two threads, in order of position. This module owns no format: it asks the source for checksums.
+What is contiguous on both sides is read straight into place; the rest goes through a small buffer. Where
+the source has checksums, every block of data is compared with its own, in place where it was read in
+place. Reads are spread over threads, in order of position. This module owns no format and no file: it
+asks a `PieceSource` for both.
 """
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from nnx.checkpoint.files import explained
+from nnx.box import Box
+from nnx.checkpoint.files import FileReader
 from nnx.checkpoint.index import Piece, TensorEntry
+from nnx.checkpoint.ranges import cut, ranges_of, strides_of
 from nnx.checkpoint.shardfile import rank_file
-from nnx.checkpoint.source import Source
 from nnx.errors import CheckpointError
-from nnx.layout import Box
 
-__all__ = ["Fetcher", "Wanted"]
+__all__ = ["Fetcher", "PieceSource", "PlainFiles", "Wanted"]
 
-_THREADS = 2
 _READ = 4 << 20
-"""Bytes of one read; small enough that their checksums are computed while they are in the cache."""
+"""Bytes of one verified read; small enough that checksums are computed while they are in the cache."""
 _TASK = 16 << 20
-"""Bytes of contiguous data that one thread takes at a time."""
+"""Bytes that one thread takes at a time."""
 _SCRATCH = 4 << 20
 """Most bytes that are read into a buffer at once to copy parts of them."""
+
+
+class PieceSource(Protocol):
+    """What the fetcher must know of a checkpoint's files."""
+
+    @property
+    def block(self) -> int | None:
+        """Bytes under one checksum, counted from the start of each piece; None where there are none."""
+
+    def where(self, file: str) -> str:
+        """The path of a file, for messages."""
+
+    def reader(self, file: str) -> FileReader:
+        """Open a file."""
+
+    def sums(self, file: str) -> memoryview:
+        """Every xxh3-64 checksum of a file; never asked for where `block` is None."""
+
+    def first_blocks(self, file: str) -> Mapping[int, int]:
+        """For each position at which a piece starts, the number of its first checksum."""
+
+
+class PlainFiles:
+    """The files of another program, which have no checksums: a piece names its file by path.
+
+    Args:
+        directory: Where relative names start.
+    """
+
+    block = None
+
+    def __init__(self, directory: str = "") -> None:
+        self._directory = directory
+
+    def where(self, file: str) -> str:
+        """The path of a file."""
+        return f"{self._directory}/{file}" if self._directory and not file.startswith("/") else file
+
+    def reader(self, file: str) -> FileReader:
+        """Open a file."""
+        return FileReader(self.where(file))
+
+    def sums(self, file: str) -> memoryview:
+        """There are none."""
+        raise NotImplementedError
+
+    def first_blocks(self, file: str) -> Mapping[int, int]:
+        """There are none."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +96,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Task:
-    """Part of one piece to read: a range of its bytes, or a box of it that is not one range."""
+    """Part of one piece to read: a range of its bytes straight into memory, or a region of it."""
 
     entry: TensorEntry
     piece: Piece
@@ -61,7 +110,7 @@ class _Task:
 class Fetcher:
     """Reads boxes out of one checkpoint."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: PieceSource) -> None:
         self._source = source
         self._own_file = rank_file(dist.get_rank() if dist.is_initialized() else 0)
 
@@ -71,47 +120,42 @@ class Fetcher:
         Raises:
             CheckpointError: A file cannot be read or is damaged.
         """
-        tasks = sorted(
-            (task for want in wanted for task in self._tasks(want)),
-            key=lambda task: (task.piece.file, task.piece.start, task.start),
-        )
+        chosen = [part for want in wanted for part in self._pieces(want)]
         with ExitStack() as files:
-            descriptors = {name: self._open(name, files) for name in {task.piece.file for task in tasks}}
-            work = _Shared(tasks)
-            readers = [_Reader(self._source, descriptors) for _ in range(_THREADS)]
-            threads = [threading.Thread(target=work.run, args=(reader,)) for reader in readers[1:]]
-            for thread in threads if len(tasks) > 1 else ():
-                thread.start()
-            work.run(readers[0])
-            for thread in threads if len(tasks) > 1 else ():
-                thread.join()
-        if work.error is not None:
-            raise work.error
+            readers: dict[str, FileReader] = {}
+            for name in sorted({piece.file for _, piece, _, _ in chosen}):
+                readers[name] = self._source.reader(name)
+                files.callback(readers[name].close)
+            worker = _Worker(self._source, readers)
+            tasks = sorted(
+                (task for part in chosen for task in worker.tasks(*part)),
+                key=lambda task: (task.piece.file, task.piece.start, task.start),
+            )
+            self._run(tasks, readers)
 
-    def _open(self, name: str, files: ExitStack) -> int:
-        self._source.sums(name)
-        path = self._source.directory / name
-        with explained("read", path):
-            descriptor = os.open(path, os.O_RDONLY)
-        files.callback(os.close, descriptor)
-        return descriptor
-
-    def _tasks(self, want: Wanted) -> Iterator[_Task]:
+    def _pieces(self, want: Wanted) -> Iterator[tuple[TensorEntry, Piece, Box, Tensor]]:
+        """For each stored box that overlaps: where to read it, and the region in its coordinates."""
         for box, copies in want.entry.copies.items():
             common = box.intersection(want.box)
-            if common is None:
-                continue
-            piece = next((copy for copy in copies if copy.file == self._own_file), copies[0])
-            view = want.view.detach()[common.relative_to(want.box).slices]
-            region = common.relative_to(box)
-            start, stop = _span(region, box, want.entry.itemsize)
-            if stop - start == region.numel * want.entry.itemsize and _in_place(view):
-                memory = _bytes_of(view)
-                for first in range(start - start % _TASK, stop, _TASK):
-                    a, b = max(start, first), min(stop, first + _TASK)
-                    yield _Task(want.entry, piece, a, b, memory[a - start : b - start], region, view)
-            else:
-                yield _Task(want.entry, piece, start, stop, None, region, view)
+            if common is not None:
+                piece = next((copy for copy in copies if copy.file == self._own_file), copies[0])
+                view = want.view.detach()[common.relative_to(want.box).slices]
+                yield want.entry, piece, common.relative_to(box), view
+
+    def _run(self, tasks: Sequence[_Task], readers: dict[str, FileReader]) -> None:
+        work = _Shared(tasks)
+        count = min(len(tasks), max((reader.parallel for reader in readers.values()), default=1))
+        threads = [
+            threading.Thread(target=work.run, args=(_Worker(self._source, readers),))
+            for _ in range(count - 1)
+        ]
+        for thread in threads:
+            thread.start()
+        work.run(_Worker(self._source, readers))
+        for thread in threads:
+            thread.join()
+        if work.error is not None:
+            raise work.error
 
 
 class _Shared:
@@ -122,53 +166,69 @@ class _Shared:
         self._tasks = iter(tasks)
         self._lock = threading.Lock()
 
-    def run(self, reader: _Reader) -> None:
+    def run(self, worker: _Worker) -> None:
         while self.error is None:
             with self._lock:
                 task = next(self._tasks, None)
             if task is None:
                 return
             try:
-                reader.do(task)
+                worker.do(task)
             except BaseException as error:  # raised again by the thread that asked
                 self.error = error
 
 
-class _Reader:
+class _Worker:
     """What one thread needs: it keeps the last block that was read only in part."""
 
-    def __init__(self, source: Source, descriptors: dict[str, int]) -> None:
+    def __init__(self, source: PieceSource, readers: Mapping[str, FileReader]) -> None:
         self._source = source
-        self._descriptors = descriptors
-        self._size = source.manifest.block
+        self._readers = readers
+        self._block = source.block
         self._edge: tuple[Piece | None, int, bytearray] = (None, -1, bytearray())
+
+    def tasks(self, entry: TensorEntry, piece: Piece, region: Box, view: Tensor) -> Iterator[_Task]:
+        """What there is to do to fill a view from a piece."""
+        ranges = ranges_of(region, piece.box.size, entry.itemsize, self._gap(piece))
+        if ranges.count == 1 and ranges.gapless and _in_place(view):
+            memory, start, stop = _bytes_of(view), ranges.first, ranges.first + ranges.span
+            for first in range(start - start % _TASK, stop, _TASK):
+                a, b = max(start, first), min(stop, first + _TASK)
+                yield _Task(entry, piece, a, b, memory[a - start : b - start], region, view)
+            return
+        for part, part_view, ranges in cut(region, view, piece.box.size, gap=self._gap(piece), limit=_TASK):
+            yield _Task(entry, piece, ranges.first, ranges.first + ranges.span, None, part, part_view)
 
     def do(self, task: _Task) -> None:
         if task.into is not None:
             self._read(task.entry, task.piece, task.start, task.stop, task.into)
-        else:
-            self._copy(task.entry, task.piece, task.region, task.view)
+            return
+        outer, gap = task.piece.box.size, self._gap(task.piece)
+        for _, view, ranges in cut(task.region, task.view, outer, gap=gap, limit=_SCRATCH):
+            if ranges.gapless:
+                target = view if _in_place(view) else torch.empty(view.shape, dtype=view.dtype)
+                memory = _bytes_of(target)
+                for number, start in enumerate(ranges.starts()):
+                    part = memory[number * ranges.span : (number + 1) * ranges.span]
+                    self._read(task.entry, task.piece, start, start + ranges.span, part)
+                if target is not view:
+                    view.copy_(target)
+            else:
+                scratch = torch.empty(ranges.span, dtype=torch.uint8)
+                start = ranges.first
+                self._read(task.entry, task.piece, start, start + ranges.span, _bytes_of(scratch))
+                view.copy_(scratch.view(view.dtype).as_strided(view.shape, strides_of(outer)))
 
-    def _copy(self, entry: TensorEntry, piece: Piece, region: Box, view: Tensor) -> None:
-        """Copy a box through a buffer, cutting it until what has to be read at once is small."""
-        start, stop = _span(region, piece.box, entry.itemsize)
-        wanted = region.numel * entry.itemsize
-        if stop - start == wanted and _in_place(view):
-            self._read(entry, piece, start, stop, _bytes_of(view))
-            return
-        # Gaps are read as well where that is cheaper than many small reads.
-        affordable = _SCRATCH if stop - start <= 4 * wanted else 2 * self._size
-        if stop - start > affordable and region.numel > 1:
-            for part, part_view in _halves(region, view):
-                self._copy(entry, piece, part, part_view)
-            return
-        scratch = torch.empty(stop - start, dtype=torch.uint8)
-        self._read(entry, piece, start, stop, _bytes_of(scratch))
-        view.copy_(scratch.view(entry.dtype).as_strided(region.size, _strides(piece.box.size)))
+    def _gap(self, piece: Piece) -> int:
+        """Ranges nearer than a block share blocks, which are verified as a whole."""
+        return max(self._readers[piece.file].gap, self._block or 0)
 
     def _read(self, entry: TensorEntry, piece: Piece, start: int, stop: int, into: memoryview) -> None:
-        """Read and verify bytes [start, stop) of a piece."""
-        position, size = start, self._size
+        """Read, and verify if that is possible, bytes [start, stop) of a piece."""
+        if self._block is None:
+            self._readers[piece.file].read_into(piece.start + start, into)
+            return
+        position, size = start, self._block
         while position < stop:
             block = position // size
             block_stop = min((block + 1) * size, piece.nbytes)
@@ -176,78 +236,39 @@ class _Reader:
                 last = stop if stop == piece.nbytes else stop - stop % size
                 last = min(last, position + max(_READ - _READ % size, size))
                 target = into[position - start : last - start]
-                self._read_at(piece, position, target)
+                self._readers[piece.file].read_into(piece.start + position, target)
                 self._verify(entry, piece, block, target)
-                position = last
             else:
                 last = min(stop, block_stop)
                 data = self._edge_block(entry, piece, block, block_stop - block * size)
                 inside = position - block * size
                 into[position - start : last - start] = data[inside : inside + last - position]
-                position = last
+            position = last
 
     def _edge_block(self, entry: TensorEntry, piece: Piece, block: int, length: int) -> memoryview:
         if self._edge[0] is not piece or self._edge[1] != block:
             data = bytearray(length)
-            self._read_at(piece, block * self._size, memoryview(data))
+            self._readers[piece.file].read_into(piece.start + block * (self._block or 0), memoryview(data))
             self._verify(entry, piece, block, memoryview(data))
             self._edge = (piece, block, data)
         return memoryview(self._edge[2])
 
-    def _read_at(self, piece: Piece, position: int, target: memoryview) -> None:
-        path = self._source.directory / piece.file
-        done = 0
-        with explained("read", path):
-            while done < len(target):
-                count = os.preadv(
-                    self._descriptors[piece.file], [target[done:]], piece.start + position + done
-                )
-                if count == 0:
-                    raise CheckpointError(
-                        f"'{path}' ended while it was read.", remedy="Nobody may change it meanwhile."
-                    )
-                done += count
-
     def _verify(self, entry: TensorEntry, piece: Piece, block: int, data: memoryview) -> None:
         """Compare consecutive blocks with their checksums."""
+        size = self._block or len(data)
         sums = self._source.sums(piece.file)
         number = self._source.first_blocks(piece.file)[piece.start] + block
-        for begin in range(0, len(data), self._size):
-            part = data[begin : begin + self._size]
+        for begin in range(0, len(data), size):
+            part = data[begin : begin + size]
             if xxhash.xxh3_64_intdigest(part) != sums[number]:
-                first = piece.start + block * self._size + begin
+                first = piece.start + block * size + begin
                 raise CheckpointError(
-                    f"'{self._source.directory / piece.file}' is damaged: bytes {first}-{first + len(part)} "
+                    f"'{self._source.where(piece.file)}' is damaged: bytes {first}-{first + len(part)} "
                     f"(block {number}, tensor '{entry.name}') do not match their checksum.",
                     remedy="Restore it from a backup, or resume from another checkpoint; "
                     "`nnx ckpt verify` lists all damage.",
                 )
             number += 1
-
-
-def _span(region: Box, outer: Box, itemsize: int) -> tuple[int, int]:
-    """The range of bytes, in a piece with the extents of `outer`, from the region's first to its last."""
-    strides = _strides(outer.size)
-    first = sum(offset * stride for offset, stride in zip(region.offset, strides, strict=True))
-    length = sum((extent - 1) * stride for extent, stride in zip(region.size, strides, strict=True)) + 1
-    return first * itemsize, (first + length) * itemsize
-
-
-def _strides(size: Sequence[int]) -> tuple[int, ...]:
-    strides, stride = [], 1
-    for extent in reversed(size):
-        strides.append(stride)
-        stride *= extent
-    return tuple(reversed(strides))
-
-
-def _halves(region: Box, view: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    dim = next(d for d, extent in enumerate(region.size) if extent > 1)
-    half = region.size[dim] // 2
-    for start, extent in ((0, half), (half, region.size[dim] - half)):
-        offset = (*region.offset[:dim], region.offset[dim] + start, *region.offset[dim + 1 :])
-        size = (*region.size[:dim], extent, *region.size[dim + 1 :])
-        yield Box(offset, size), view.narrow(dim, start, extent)
 
 
 def _in_place(view: Tensor) -> bool:

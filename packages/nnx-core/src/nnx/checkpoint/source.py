@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from nnx.checkpoint.files import explained, read_exactly
+from nnx.checkpoint.files import FileReader, explained, read_exactly
 from nnx.checkpoint.index import INDEX, Index, decode_index
 from nnx.checkpoint.manifest import MANIFEST, Manifest, decode_manifest, digest
 from nnx.errors import CheckpointError
@@ -83,6 +83,20 @@ class Source:
     def directory(self) -> Path:
         """Where the save's files are."""
         return self.path / self.manifest.save_id
+
+    @property
+    def block(self) -> int:
+        """Bytes of tensor data under one checksum."""
+        return self.manifest.block
+
+    def where(self, file: str) -> str:
+        """The path of one of the save's files."""
+        return str(self.directory / file)
+
+    def reader(self, file: str) -> FileReader:
+        """Open a rank file, after checking its header and its checksums."""
+        self.sums(file)
+        return FileReader(self.directory / file)
 
     @cached_property
     def index(self) -> Index:
