@@ -101,7 +101,7 @@ class Net(LightningModule):
             loss = self._loss(inputs, targets)
             self._record(loss)
             return loss
-        for optimizer, scale in zip(self.optimizers(), (1.0, 0.5), strict=True):
+        for optimizer, scale in zip(self.optimizers(), (1.0, 0.5, 0.25), strict=False):
             self.toggle_optimizer(optimizer)
             loss = self._loss(inputs, targets) * scale
             optimizer.zero_grad()
@@ -147,6 +147,8 @@ class Net(LightningModule):
         trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
         first = [p for name, p in trained.items() if "blocks" in name]
         second = [p for name, p in trained.items() if "blocks" not in name]
+        if self.run.optimizers == 3:
+            return self._mixed_optimizers(trained)
         if self.run.optimizers == 2:
             optimizers = [self._optimizer(first, 0.02), self._optimizer(second, 0.01)]
             return optimizers, [torch.optim.lr_scheduler.StepLR(o, 2, 0.7) for o in optimizers]
@@ -158,6 +160,18 @@ class Net(LightningModule):
         optimizer = self._optimizer(list(trained.values()), 0.02)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _mixed_optimizers(self, trained: dict[str, nn.Parameter]) -> Any:
+        """AdamW with two groups, SGD with momentum and Adafactor: states of every shape in one run."""
+        blocks = [[p for n, p in trained.items() if n.startswith(f"blocks.{i}")] for i in range(3)]
+        rest = [p for name, p in trained.items() if "blocks" not in name]
+        groups = [{"params": blocks[0]}, {"params": blocks[1], "lr": 0.003, "weight_decay": 0.0}]
+        optimizers = [
+            torch.optim.AdamW(groups, lr=0.02, weight_decay=0.1),
+            torch.optim.SGD(blocks[2], lr=0.02, momentum=0.9),
+            torch.optim.Adafactor(rest, lr=0.02),
+        ]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(o, 2, 0.7) for o in optimizers]
 
     def _optimizer(self, parameters: Any, lr: float) -> torch.optim.Optimizer:
         if self.run.optimizer == "sgd":
@@ -236,7 +250,7 @@ def make_trainer(run: Run, **extra: Any) -> Trainer:
         strategy=make_strategy(run),
         accelerator="cpu",
         devices=run.devices,
-        max_steps=run.steps * (2 if run.optimizers == 2 else 1),
+        max_steps=run.steps * run.optimizers,
         precision=run.precision,
         accumulate_grad_batches=run.accumulate,
         gradient_clip_val=run.clip if run.optimizers == 1 else None,
