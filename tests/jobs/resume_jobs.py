@@ -63,7 +63,7 @@ def run_cell(run: Run, step: int) -> Seen:
 
     module = MODELS[run.model](run)
     snapshot = Snapshot(step, run.save)
-    plugins = [nnx.CheckpointIO()] if run.strategy in ("ddp", "auto") else None
+    plugins = [nnx.CheckpointIO()] if run.strategy.startswith(("ddp", "auto")) else None
     trainer = make_trainer(run, callbacks=[snapshot], plugins=plugins)
     trainer.fit(module, ckpt_path=run.resume)
     return Seen(*snapshot.seen, module.losses)

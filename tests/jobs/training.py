@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import wrap
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Sampler, TensorDataset
@@ -147,7 +149,7 @@ class Net(LightningModule):
         trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
         first = [p for name, p in trained.items() if "blocks" in name]
         second = [p for name, p in trained.items() if "blocks" not in name]
-        if self.run.optimizers == 3:
+        if self.run.optimizer == "mixed":
             return self._mixed_optimizers(trained)
         if self.run.optimizers == 2:
             optimizers = [self._optimizer(first, 0.02), self._optimizer(second, 0.01)]
@@ -162,15 +164,16 @@ class Net(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _mixed_optimizers(self, trained: dict[str, nn.Parameter]) -> Any:
-        """AdamW with two groups, SGD with momentum and Adafactor: states of every shape in one run."""
+        """AdamW with two groups, SGD with momentum and, as a third, Adafactor: states of every shape."""
         blocks = [[p for n, p in trained.items() if n.startswith(f"blocks.{i}")] for i in range(3)]
         rest = [p for name, p in trained.items() if "blocks" not in name]
         groups = [{"params": blocks[0]}, {"params": blocks[1], "lr": 0.003, "weight_decay": 0.0}]
-        optimizers = [
-            torch.optim.AdamW(groups, lr=0.02, weight_decay=0.1),
-            torch.optim.SGD(blocks[2], lr=0.02, momentum=0.9),
-            torch.optim.Adafactor(rest, lr=0.02),
-        ]
+        optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=0.02, weight_decay=0.1)]
+        if self.run.optimizers == 3:
+            optimizers.append(torch.optim.SGD(blocks[2], lr=0.02, momentum=0.9))
+            optimizers.append(torch.optim.Adafactor(rest, lr=0.02))
+        else:
+            optimizers.append(torch.optim.SGD(blocks[2] + rest, lr=0.02, momentum=0.9))
         return optimizers, [torch.optim.lr_scheduler.StepLR(o, 2, 0.7) for o in optimizers]
 
     def _optimizer(self, parameters: Any, lr: float) -> torch.optim.Optimizer:
@@ -187,7 +190,17 @@ class Wrapped(Net):
             self.blocks[index] = wrap(block)
 
 
-MODELS: dict[str, type[Net]] = {"net": Net, "wrapped": Wrapped}
+class Parallelized(Net):
+    """Shards itself, as Lightning's ModelParallelStrategy asks for."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self, mesh=mesh)
+
+
+MODELS: dict[str, type[Net]] = {"net": Net, "wrapped": Wrapped, "parallelized": Parallelized}
 
 
 @dataclass(frozen=True)
@@ -269,6 +282,8 @@ def make_trainer(run: Run, **extra: Any) -> Trainer:
 
 def make_strategy(run: Run) -> Any:
     """The strategy of a run; ``auto`` for one plain process."""
+    if run.strategy == "model_parallel":
+        return ModelParallelStrategy(data_parallel_size=run.devices, tensor_parallel_size=1)
     if not run.options:
         return run.strategy
     import nnx
@@ -280,7 +295,7 @@ def train(run: Run, *, module: Net | None = None, callbacks: Sequence[Callback] 
     """Train as described and report; the weights are complete on every rank."""
     module = module if module is not None else MODELS[run.model](run)
     extra: dict[str, Any] = {}
-    if run.strategy == "ddp":
+    if run.strategy.startswith("ddp"):
         import nnx
 
         extra["plugins"] = [nnx.CheckpointIO()]

@@ -23,6 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two parameter groups": {"groups": 2},
     "two optimizers": {"optimizers": 2, "clip": 0.1},
     "a scheduler": {"scheduler": True},
+    "AdamW, SGD with momentum and Adafactor": {"optimizer": "mixed", "optimizers": 3},
     "everything": {"accumulate": 2, "steps": 5, "clip": 0.05, "groups": 2},
 }
 

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import enable_wrap
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from nnx.backend import Backend, ParallelContext, Sample
@@ -29,6 +30,7 @@ from nnx.errors import OptionError, UnsupportedError
 from nnx.state import ModelState
 from nnx_fsdp._torch_compat import can_be_sharded, remove_fully_shard
 from nnx_fsdp.materialize import broadcast_module, materialize, move_to
+from nnx_fsdp.optimizers import step_context
 from nnx_fsdp.options import FSDPOptions
 from nnx_fsdp.replicate import ReplicatedParameters
 from nnx_fsdp.units import UnitChoice, as_classes, choose_units
@@ -285,6 +287,11 @@ class FSDPBackend(Backend[FSDPOptions]):
         for submodule in module.modules():
             if isinstance(submodule, FSDPModule):
                 submodule.reshard()
+
+    def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run the optimizer's step on DTensors."""
+        with step_context(optimizer):
+            return step(*args, **kwargs)
 
     # --- state --------------------------------------------------------------------------------
 
