@@ -14,12 +14,13 @@ import io
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -35,7 +36,7 @@ from nnx.collective import control_group
 from nnx.errors import CheckpointError
 from nnx.layout import Box, Shard, shard_of
 
-__all__ = ["OBJECTS", "SaveRequest", "objects_file", "save", "write_objects"]
+__all__ = ["OBJECTS", "Save", "SaveRequest", "encode_objects", "objects_file", "save", "write_objects"]
 
 OBJECTS = "objects.json"
 Files = dict[str, FileEntry]
@@ -78,10 +79,6 @@ def save(
         CheckpointError: On every rank, if any rank could not describe or write its part. What was saved
             at this path before is then intact.
     """
-    if state_dict_type not in ("sharded", "deduped"):
-        raise CheckpointError(
-            f"unknown state_dict_type {state_dict_type!r}.", remedy='Use "sharded" or "deduped".'
-        )
     request = SaveRequest(
         path=Path(path),
         tensors=tensors,
@@ -94,7 +91,7 @@ def save(
         keep_previous=keep_previous,
         collective=collective,
     )
-    _Save(request).run()
+    Save(request, control_group() if collective else None).complete()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +109,12 @@ class SaveRequest:
     keep_previous: int
     collective: bool
 
+    def __post_init__(self) -> None:
+        if self.mode not in ("sharded", "deduped"):
+            raise CheckpointError(
+                f"unknown state_dict_type {self.mode!r}.", remedy='Use "sharded" or "deduped".'
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class _Told:
@@ -122,19 +125,68 @@ class _Told:
     keep: list[int]
 
 
-class _Save:
-    """One save on one rank."""
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """What one rank saves, in the form in which it is described and written."""
 
-    def __init__(self, request: SaveRequest) -> None:
+    shards: dict[str, Shard]
+    common: dict[str, bytes]
+    own: dict[str, bytes]
+
+
+class Save:
+    """One save on one rank.
+
+    Args:
+        request: What to save.
+        group: The ranks that save together, over a CPU backend; None for this process alone.
+    """
+
+    def __init__(self, request: SaveRequest, group: dist.ProcessGroup | None) -> None:
         self.request = request
-        self.group = control_group() if request.collective else None
-        self.rank, self.size = rank_and_size(self.group)
+        self.group = group
+        self.rank, self.size = rank_and_size(group)
         self.doing = f"saving '{request.path}'"
         self.save_id = ""
         self.plan: Plan | None = None
-        self.aliases: dict[str, str] = {}
+        self.aliases = dict(request.aliases)
+        self._captured: _Captured | None = None
 
-    def run(self) -> None:
+    def capture(self, stage: Callable[[dict[str, Shard]], dict[str, Shard]] = lambda shards: shards) -> None:
+        """Encode the objects and lift their tensors; called by `complete`, if it was not before.
+
+        Args:
+            stage: Gives the same shards with data of its own, for a save that `complete` ends after the
+                caller has gone on to change what it passed.
+
+        Raises:
+            CheckpointError: Something among the objects cannot be saved.
+        """
+        request = self.request
+        common = Encoder("objects", request.opaque if self.rank == 0 else "skip")
+        tree = common.encode(request.objects)
+        objects = encode_objects(None, tree, common.opaque_objects) if self.rank == 0 else {}
+        own = Encoder(f"rank.{self.rank}", request.opaque)
+        own_objects = {}
+        if request.rank_objects is not None:
+            own_objects = encode_objects(self.rank, own.encode(request.rank_objects), own.opaque_objects)
+        shards = dict(request.tensors)
+        lifted = _shards_of(common.tensors, keep_plain=self.rank == 0) | _shards_of(own.tensors)
+        for name, shard in lifted.items():
+            if name in shards:
+                raise CheckpointError(
+                    f"the tensor name '{name}' is reserved for a tensor inside the saved objects.",
+                    remedy="Rename the tensor; names starting with 'objects.' and 'rank.' are taken.",
+                )
+            shards[name] = shard
+        self._captured = _Captured(stage(shards), objects, own_objects)
+
+    def complete(self) -> None:
+        """Plan, write and commit. Collective over the group.
+
+        Raises:
+            CheckpointError: On every rank, if any rank could not describe or write its part.
+        """
         told = exchange(self.group, self._describe, self._decide, doing=self.doing, give_up=self._give_up)
         self.save_id = told.save_id
         exchange(
@@ -146,22 +198,15 @@ class _Save:
         )
 
     def _describe(self) -> tuple[Description, dict[str, str]]:
-        request = self.request
-        common = Encoder("objects", request.opaque if self.rank == 0 else "skip")
-        self.objects = (common.encode(request.objects), common.opaque_objects)
-        own = Encoder(f"rank.{self.rank}", request.opaque)
-        self.own = (None if request.rank_objects is None else own.encode(request.rank_objects), own)
-        shards = dict(request.tensors)
-        lifted = _shards_of(common.tensors, keep_plain=self.rank == 0) | _shards_of(own.tensors)
-        for name, shard in lifted.items():
-            if name in shards:
-                raise CheckpointError(
-                    f"the tensor name '{name}' is reserved for a tensor inside the saved objects.",
-                    remedy="Rename the tensor; names starting with 'objects.' and 'rank.' are taken.",
-                )
-            shards[name] = shard
+        shards = self._taken().shards
         self.views = [view for shard in shards.values() for view in shard.data]
-        return describe(shards), dict(request.aliases)
+        return describe(shards), self.aliases
+
+    def _taken(self) -> _Captured:
+        if self._captured is None:
+            self.capture()
+        assert self._captured is not None
+        return self._captured
 
     def _decide(self, descriptions: list[tuple[Description, dict[str, str]]]) -> list[_Told]:
         self.plan = make_plan([description for description, _ in descriptions], self.request.mode)
@@ -182,9 +227,7 @@ class _Save:
     def _write(self, told: _Told) -> Files:
         directory = self.request.path / told.save_id
         files = write_rank_file(directory, self.rank, told.stored, [self.views[i] for i in told.keep])
-        tree, encoder = self.own
-        if tree is not None:
-            files |= write_objects(directory, self.rank, tree, encoder.opaque_objects)
+        files |= _write_all(directory, self._taken().own)
         if files and self.rank:
             sync_directory(directory)
         return files
@@ -193,7 +236,7 @@ class _Save:
         assert self.plan is not None
         directory = self.request.path / self.save_id
         files = {name: entry for files in files_of_ranks for name, entry in files.items()}
-        files |= write_objects(directory, None, *self.objects)
+        files |= _write_all(directory, self._taken().common)
         headers = [files[name].digested if (name := rank_file(r)) in files else 0 for r in range(self.size)]
         index = encode_index(place(self.plan, headers), self.aliases)
         write_file(directory / INDEX, index)
@@ -223,17 +266,26 @@ def objects_file(rank: int | None) -> str:
     return OBJECTS if rank is None else f"r{rank:05d}.{OBJECTS}"
 
 
-def write_objects(directory: Path, rank: int | None, tree: Any, opaque: Mapping[str, Any]) -> Files:
-    """Write an encoded tree, and beside it what was set aside for pickle."""
+def encode_objects(rank: int | None, tree: Any, opaque: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files of an encoded tree: itself, and beside it what was set aside for pickle."""
     name = objects_file(rank)
-    data = {name: json.dumps(tree, separators=(",", ":"), allow_nan=False).encode() + b"\n"}
+    files = {name: json.dumps(tree, separators=(",", ":"), allow_nan=False).encode() + b"\n"}
     if opaque:
         buffer = io.BytesIO()
         _pickle(dict(opaque), buffer)
-        data[f"{name.rsplit('.', 1)[0]}.bin"] = buffer.getvalue()
-    for file, content in data.items():
+        files[f"{name.rsplit('.', 1)[0]}.bin"] = buffer.getvalue()
+    return files
+
+
+def write_objects(directory: Path, rank: int | None, tree: Any, opaque: Mapping[str, Any]) -> Files:
+    """Write an encoded tree."""
+    return _write_all(directory, encode_objects(rank, tree, opaque))
+
+
+def _write_all(directory: Path, contents: Mapping[str, bytes]) -> Files:
+    for file, content in contents.items():
         write_file(directory / file, content)
-    return {file: FileEntry(len(raw), digest(raw), len(raw)) for file, raw in data.items()}
+    return {file: FileEntry(len(raw), digest(raw), len(raw)) for file, raw in contents.items()}
 
 
 def _pickle(objects: dict[str, Any], buffer: io.BytesIO) -> None:
