@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from nnx.lightning.checkpoint_io import CheckpointIO
     from nnx.lightning.factory import strategy
+    from nnx.lightning.loading import load_from_checkpoint
     from nnx.plugins.hookspecs import hookimpl
     from nnx.registry import StrategyRegistry
     from nnx.spec import Capabilities, StrategySpec
@@ -39,6 +40,7 @@ __all__ = [
     "Backend",
     "ParallelContext",
     "CheckpointIO",
+    "load_from_checkpoint",
     "NnxError",
     "CheckpointError",
     "OptionError",
@@ -58,6 +60,7 @@ _HOME = {
     "Backend": "nnx.backend",
     "ParallelContext": "nnx.backend",
     "CheckpointIO": "nnx.lightning.checkpoint_io",
+    "load_from_checkpoint": "nnx.lightning.loading",
     "NnxError": "nnx.errors",
     "CheckpointError": "nnx.errors",
     "OptionError": "nnx.errors",

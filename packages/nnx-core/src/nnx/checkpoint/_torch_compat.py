@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nnx.layout import Shard
 
-__all__ = ["Checkpointable", "load_structure", "position_in_file"]
+__all__ = ["Checkpointable", "load_structure", "loads_itself", "position_in_file"]
 
 
 class Checkpointable(Tensor):
@@ -60,3 +60,16 @@ def load_structure(path: Path) -> Any:
 def position_in_file(tensor: Tensor) -> int:
     """Where the storage of a tensor from `load_structure` is: ``_checkpoint_offset`` (torch 2.11 to 2.13)."""
     return int(getattr(tensor.untyped_storage(), "_checkpoint_offset", None) or 0)
+
+
+def loads_itself(module: nn.Module) -> bool:
+    """Whether loading a module's own entries is more than copying them under their names.
+
+    It is where the class overrides `load_state_dict` or `_load_from_state_dict`, or where a hook stands
+    before the latter in `_load_state_dict_pre_hooks` (torch 2.11 to 2.13). What torch's own classes override
+    only adds entries that old files lack.
+    """
+    kind = type(module)
+    overrides = kind.load_state_dict is not nn.Module.load_state_dict
+    loader = getattr(kind._load_from_state_dict, "__module__", "")
+    return overrides or not loader.startswith("torch.") or bool(module._load_state_dict_pre_hooks)

@@ -14,9 +14,11 @@ from torch import nn
 
 __all__ = [
     "averaging_callbacks",
+    "instantiate_from_config",
     "is_wrapping_checkpoint_io",
     "make_launcher",
     "make_optimizers",
+    "migrate_checkpoint",
     "reset_seed",
     "running_stage_loader",
 ]
@@ -84,3 +86,24 @@ def running_stage_loader(trainer: Any) -> Iterable[Any]:
     while isinstance(loader, (list, tuple)):
         loader = loader[0] if loader else ()
     return loader if isinstance(loader, Iterable) else ()
+
+
+def migrate_checkpoint(root: str, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Bring the dict of an older Lightning up to date; its keys are changed in place.
+
+    Upstream: ``utilities.migration.utils._pl_migrate_checkpoint``, of Trainer's trees only.
+    """
+    if "pytorch-lightning_version" not in checkpoint:
+        return checkpoint  # Fabric's and other programs' checkpoints have no version to start from
+    migrated: dict[str, Any] = importlib.import_module(
+        f"{root}.utilities.migration.utils"
+    )._pl_migrate_checkpoint(checkpoint)
+    return migrated
+
+
+def instantiate_from_config(root: str, cls: type, config: dict[str, Any]) -> Any:
+    """Build a module from the hyper-parameters that LightningCLI saved.
+
+    Upstream: ``cli.instantiate_module``, which is documented only as a value in checkpoints.
+    """
+    return importlib.import_module(f"{root}.cli").instantiate_module(cls, config)
