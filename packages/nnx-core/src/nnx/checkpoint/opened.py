@@ -8,7 +8,8 @@ be opened can be resumed from, merged and converted. `nnx.checkpoint.reading` op
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,10 +44,10 @@ class Checkpoint(ABC):
     def aliases(self) -> Mapping[str, str]:
         """Tied names, mapped to the name under which the data is stored."""
 
-    @property
-    @abstractmethod
+    @cached_property
     def objects(self) -> Any:
         """Everything else: ``{"trainer": ..., "optim": ..., "extra": ...}``, with its tensors."""
+        return self.tree(None, self.read)
 
     @property
     @abstractmethod
@@ -58,9 +59,21 @@ class Checkpoint(ABC):
     def provenance(self) -> Mapping[str, Any]:
         """Where it comes from, for people."""
 
-    @abstractmethod
     def rank_objects(self, rank: int) -> Any | None:
         """The tree that one rank saved for itself; None if it saved none."""
+        return self.tree(rank, self.read)
+
+    @abstractmethod
+    def tree(self, rank: int | None, tensor: Callable[[str], Any]) -> Any:
+        """The objects of one rank, or the common ones, without their tensors.
+
+        Args:
+            rank: None for the common ones.
+            tensor: Called with the logical name of each tensor in the tree; gives what stands in its place.
+
+        Returns:
+            The tree; None if the rank saved none.
+        """
 
     @abstractmethod
     def _fetch(self, wanted: Sequence[Wanted]) -> None:

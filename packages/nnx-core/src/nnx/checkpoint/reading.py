@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +20,7 @@ from nnx.checkpoint.fetch import Fetcher, Wanted
 from nnx.checkpoint.index import Index, TensorEntry
 from nnx.checkpoint.manifest import Manifest
 from nnx.checkpoint.opened import Checkpoint
+from nnx.checkpoint.places import Location, place_of
 from nnx.checkpoint.saving import objects_file
 from nnx.checkpoint.source import Source
 from nnx.errors import CheckpointError
@@ -30,7 +28,7 @@ from nnx.errors import CheckpointError
 __all__ = ["NativeCheckpoint", "open_native"]
 
 
-def open_native(path: str | os.PathLike[str], *, weights_only: bool = True) -> NativeCheckpoint:
+def open_native(path: Location, *, weights_only: bool = True) -> NativeCheckpoint:
     """Open a checkpoint of our own format and check all that can be checked without reading tensor data.
 
     Args:
@@ -45,7 +43,7 @@ def open_native(path: str | os.PathLike[str], *, weights_only: bool = True) -> N
         CheckpointError: There is no checkpoint, it is of a newer format, or a file is missing, truncated
             or damaged.
     """
-    return NativeCheckpoint(Source.open(Path(path)), weights_only=weights_only)
+    return NativeCheckpoint(Source.open(place_of(path)), weights_only=weights_only)
 
 
 class NativeCheckpoint(Checkpoint):
@@ -61,7 +59,7 @@ class NativeCheckpoint(Checkpoint):
     @override
     def path(self) -> Path:  # type: ignore[override]
         """The directory that was opened."""
-        return self._source.path
+        return self._source.path.location
 
     @property
     def manifest(self) -> Manifest:
@@ -93,28 +91,22 @@ class NativeCheckpoint(Checkpoint):
     def provenance(self) -> Mapping[str, Any]:
         return self.manifest.provenance
 
-    @cached_property
-    def objects(self) -> Any:
-        """The tree that was saved as `objects`, with its tensors."""
-        return self._decoded(None)
-
-    @override
-    def rank_objects(self, rank: int) -> Any | None:
-        return self._decoded(rank) if objects_file(rank) in self.manifest.files else None
-
     @override
     def _fetch(self, wanted: Sequence[Wanted]) -> None:
         Fetcher(self._source).fetch(wanted)
 
-    def _decoded(self, rank: int | None) -> Any:
+    @override
+    def tree(self, rank: int | None, tensor: Callable[[str], Any]) -> Any:
         name = objects_file(rank)
+        if rank is not None and name not in self.manifest.files:
+            return None
         place = str(self._source.directory / name)
         try:
             tree = json.loads(self._source.read_file(name))
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"'{place}' is malformed: {error}.") from error
         opaque = _Opaque(self._source, f"{name.rsplit('.', 1)[0]}.bin", self._weights_only)
-        return decode(tree, tensor=self.read, opaque=opaque, source=place)
+        return decode(tree, tensor=tensor, opaque=opaque, source=place)
 
 
 class _Opaque:

@@ -8,17 +8,18 @@ whoever resumes knows the parameters' order, and a guess could be wrong.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
-from nnx.box import find_fault
+from nnx.box import Box, find_fault
 from nnx.checkpoint.dtypes import DTYPES
 from nnx.checkpoint.fetch import Fetcher, PlainFiles, Wanted
-from nnx.checkpoint.foreign.torch_file import FileTensor, read_tensors
+from nnx.checkpoint.foreign.torch_file import FileTensor, map_paths, map_tree
 from nnx.checkpoint.index import Piece, TensorEntry
 from nnx.checkpoint.opened import Checkpoint
 from nnx.errors import CheckpointError
@@ -48,11 +49,6 @@ class ForeignCheckpoint(Checkpoint):
 
     @property
     @override
-    def objects(self) -> Any:
-        return self._contents.objects
-
-    @property
-    @override
     def world_size(self) -> int:
         return self._world_size
 
@@ -62,16 +58,27 @@ class ForeignCheckpoint(Checkpoint):
         return self._provenance
 
     @override
-    def rank_objects(self, rank: int) -> Any | None:
-        return None
+    def tree(self, rank: int | None, tensor: Callable[[str], Any]) -> Any:
+        held = self._contents.objects if rank is None else self._contents.rank_objects.get(rank)
+        return map_tree(held, lambda value: tensor(value.name) if isinstance(value, _Lifted) else value)
 
     @override
     def _fetch(self, wanted: Sequence[Wanted]) -> None:
         resident = self._contents.resident
         for want in wanted:
-            if want.entry.name in resident:
-                want.view.copy_(resident[want.entry.name][want.box.slices])
-        Fetcher(PlainFiles()).fetch([want for want in wanted if want.entry.name not in resident])
+            value = resident.get(want.entry.name)
+            if value is not None:
+                tensor = value.read() if isinstance(value, FileTensor) else value
+                want.view.copy_(tensor[want.box.slices])
+        direct = [self._contents.located(want) for want in wanted if want.entry.name not in resident]
+        Fetcher(PlainFiles()).fetch(direct)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lifted:
+    """Where a tensor stood in a tree of objects, and the logical name that it was given."""
+
+    name: str
 
 
 class Contents:
@@ -86,20 +93,36 @@ class Contents:
         self.path = Path(path)
         self.format = format
         self.entries: dict[str, TensorEntry] = {}
-        self.resident: dict[str, Tensor] = {}
+        self.resident: dict[str, FileTensor | Tensor] = {}
+        """Tensors in memory, and those whose elements have gaps in the file and are read as a whole."""
         self.aliases: dict[str, str] = {}
         self.objects: dict[str, Any] = {"trainer": {}}
+        """The common objects; tensors in them, of either kind, are given names by `opened`."""
+        self.rank_objects: dict[int, Any] = {}
+        """The objects of single ranks, likewise."""
         self._places: dict[tuple[Any, ...], str] = {}
+        self._permuted: dict[str, tuple[tuple[int, ...], TensorEntry]] = {}
 
     def add(self, name: str, value: FileTensor | Tensor) -> None:
         """Add a complete tensor under a logical name."""
         if isinstance(value, FileTensor) and value.is_contiguous:
             self.entries[name] = value.entry(name)
             return
-        tensor = value.read() if isinstance(value, FileTensor) else value.detach()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self.entries[name] = TensorEntry(name, tuple(tensor.shape), dtype, ())
-        self.resident[name] = tensor
+        dtype = str(value.dtype).removeprefix("torch.")
+        self.entries[name] = TensorEntry(name, tuple(value.shape), dtype, ())
+        order = value.order if isinstance(value, FileTensor) else None
+        if isinstance(value, FileTensor) and order is not None:
+            self._permuted[name] = (order, value.permute(order).entry(name))
+        else:
+            self.resident[name] = value if isinstance(value, FileTensor) else value.detach()
+
+    def located(self, wanted: Wanted) -> Wanted:
+        """The same box in the coordinates of what is stored, whose dims may be in another order."""
+        if wanted.entry.name not in self._permuted:
+            return wanted
+        order, entry = self._permuted[wanted.entry.name]
+        box = Box(*(tuple(extents[d] for d in order) for extents in (wanted.box.offset, wanted.box.size)))
+        return Wanted(entry, box, wanted.view.permute(order))
 
     def add_pieces(self, name: str, shape: Sequence[int], dtype_name: str, pieces: Iterable[Piece]) -> None:
         """Add a tensor that lies in parts in one or several files.
@@ -122,7 +145,7 @@ class Contents:
         for name, value in state_dict.items():
             key = f"model.{name}"
             if not isinstance(value, (FileTensor, Tensor)):
-                extra[name] = read_tensors(value)
+                extra[name] = value
                 continue
             place = _place(value)
             if place is not None and place in self._places:
@@ -132,44 +155,54 @@ class Contents:
                 self._places[place] = key
             self.add(key, value)
 
-    def add_optimizer(self, state: Mapping[str, Any]) -> None:
+    def add_optimizer(self, state: Mapping[str, Any], names: Sequence[str] | None = None) -> None:
         """Add the next optimizer: ``state`` and ``param_groups`` as torch has them, named or numbered.
 
-        Where the groups hold ``param_names`` (torch stores them for optimizers built from
-        ``named_parameters``), these replace the numbers.
+        Args:
+            state: As ``Optimizer.state_dict()`` gives it; further keys are kept too.
+            names: What parameter 0, 1, ... of the groups is called. Where they are not given and the groups
+                hold ``param_names`` (torch stores them for optimizers built from ``named_parameters``),
+                these replace the numbers.
         """
         optimizers = self.objects.setdefault("optim", [])
         prefix = f"optim.{len(optimizers)}.state"
-        names = _names_by_number(state["param_groups"])
+        renamed = _names_by_number(state["param_groups"], names)
         values: dict[Any, dict[str, Any]] = {}
         for parameter, entries in state["state"].items():
-            name = names.get(parameter, parameter)
+            name = renamed.get(parameter, parameter)
             for key, value in entries.items():
                 if isinstance(value, (FileTensor, Tensor)):
                     self.add(f"{prefix}.{name}.{key}", value)
                 else:
-                    values.setdefault(name, {})[key] = read_tensors(value)
+                    values.setdefault(name, {})[key] = value
         groups = [
             {
-                **{key: read_tensors(v) for key, v in group.items() if key != "param_names"},
-                "params": [names.get(parameter, parameter) for parameter in group["params"]],
+                **{key: value for key, value in group.items() if key != "param_names"},
+                "params": [renamed.get(parameter, parameter) for parameter in group["params"]],
             }
             for group in state["param_groups"]
         ]
         optimizers.append({"groups": groups, "values": values})
+        other = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+        if other:
+            optimizers[-1]["other"] = other
 
     def set_trainer(self, rest: Mapping[str, Any]) -> None:
-        """Set what remains of Lightning's dict, read completely."""
-        self.objects["trainer"] = read_tensors(dict(rest))
+        """Set what remains of Lightning's dict."""
+        self.objects["trainer"] = dict(rest)
 
     def opened(
         self, *, world_size: int = 1, provenance: Mapping[str, Any] | None = None
     ) -> ForeignCheckpoint:
-        """The checkpoint, after making sure that every element type can be read.
+        """The checkpoint, after naming the tensors in objects and making sure that all can be read.
 
         Raises:
             CheckpointError: A tensor has an element type that nothing here can read.
         """
+        self.objects = self._lift(self.objects, "objects")
+        self.rank_objects = {
+            rank: self._lift(tree, f"rank.{rank}") for rank, tree in self.rank_objects.items()
+        }
         for entry in self.entries.values():
             if entry.dtype_name not in DTYPES:
                 raise CheckpointError(
@@ -178,6 +211,22 @@ class Contents:
                     remedy=f"Convert it to one of {', '.join(DTYPES)} with the program that wrote it.",
                 )
         return ForeignCheckpoint(self, world_size=world_size, provenance=provenance or {})
+
+    def _lift(self, tree: Any, prefix: str) -> Any:
+        """Give every tensor of a tree a name that says where it stands, as `Encoder` does."""
+
+        def lift(path: tuple[str, ...], value: Any) -> Any:
+            if not isinstance(value, (FileTensor, Tensor)):
+                return value
+            name = wanted = ".".join((prefix, *path))
+            number = 1
+            while name in self.entries:
+                number += 1
+                name = f"{wanted}#{number}"
+            self.add(name, value)
+            return _Lifted(name)
+
+        return map_paths(tree, lift)
 
 
 def _place(value: FileTensor | Tensor) -> tuple[Any, ...] | None:
@@ -189,9 +238,11 @@ def _place(value: FileTensor | Tensor) -> tuple[Any, ...] | None:
     return (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
 
 
-def _names_by_number(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
-    names: dict[Any, str] = {}
+def _names_by_number(groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -> dict[Any, str]:
+    if names is not None:
+        return dict(enumerate(names))
+    found: dict[Any, str] = {}
     for group in groups:
         if "param_names" in group:
-            names.update(zip(group["params"], group["param_names"], strict=True))
-    return names
+            found.update(zip(group["params"], group["param_names"], strict=True))
+    return found

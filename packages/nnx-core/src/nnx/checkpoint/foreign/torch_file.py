@@ -23,7 +23,7 @@ from nnx.checkpoint.files import read_exactly
 from nnx.checkpoint.index import Piece, TensorEntry
 from nnx.errors import CheckpointError
 
-__all__ = ["FileTensor", "Inert", "load_torch_file", "map_tree", "read_tensors"]
+__all__ = ["FileTensor", "Inert", "load_torch_file", "map_paths", "map_tree", "read_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,17 @@ class FileTensor:
                 return self.numel == 0
             expected *= extent
         return True
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """The order of its dims in which the elements lie without gaps, if there is one."""
+        order = tuple(sorted(range(len(self.shape)), key=lambda dim: -self.stride[dim]))
+        return order if self.permute(order).is_contiguous else None
+
+    def permute(self, order: Sequence[int]) -> FileTensor:
+        """The same elements with the dims in another order."""
+        shape, stride = (tuple(extents[dim] for dim in order) for extents in (self.shape, self.stride))
+        return FileTensor(shape, self.dtype, stride, self.path, self.start)
 
     @property
     def numel(self) -> int:
@@ -144,26 +155,30 @@ def _located(value: Any, path: Path) -> Any:
         value.dtype,
         tuple(value.stride()),
         path,
-        position_in_file(value) + value.storage_offset() * value.dtype.itemsize,
+        position_in_file(value) + int(value.storage_offset()) * value.dtype.itemsize,
     )
 
 
 def map_tree(tree: Any, change: Callable[[Any], Any]) -> Any:
     """Replace the leaves of nested containers, keeping the containers' types."""
+    return map_paths(tree, lambda path, value: change(value))
+
+
+def map_paths(tree: Any, change: Callable[[tuple[str, ...], Any], Any], path: tuple[str, ...] = ()) -> Any:
+    """As `map_tree`; `change` is also told the keys and positions that lead to a leaf."""
     if isinstance(tree, dict):
         made = tree.copy()  # an OrderedDict with attributes, a defaultdict and so on stay what they are
         for key, value in tree.items():
-            made[key] = map_tree(value, change)
+            made[key] = map_paths(value, change, (*path, str(key)))
         return made
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tree(value, change) for value in tree))
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
-        return type(tree)(map_tree(value, change) for value in tree)
+        items = [map_paths(value, change, (*path, str(i))) for i, value in enumerate(tree)]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, Inert):
-        tree.arguments = map_tree(tree.arguments, change)
-        tree.state = map_tree(tree.state, change)
+        tree.arguments = map_paths(tree.arguments, change, path)
+        tree.state = map_paths(tree.state, change, path)
         return tree
-    return change(tree)
+    return change(path, tree)
 
 
 def read_tensors(tree: Any) -> Any:
