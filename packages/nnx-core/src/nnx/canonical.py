@@ -24,14 +24,20 @@ from nnx.layout import Shard, shard_of
 from nnx.state import OptimizerState
 
 __all__ = [
+    "RANKS",
     "LazyStateDict",
     "Saved",
     "StoredName",
+    "StoredRanks",
     "collect",
     "numbers_parameters",
     "positional_optimizer_state",
     "stored_optimizer_states",
 ]
+
+
+RANKS = "nnx_ranks"
+"""Key of Lightning's dict for what each rank has for itself: a sequence with one tree for each rank."""
 
 
 @dataclass(slots=True)
@@ -41,6 +47,7 @@ class Saved:
     tensors: dict[str, Shard] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
+    rank_objects: dict[str, Any] | None = None
 
 
 # --- out of a training state ----------------------------------------------------------------------
@@ -209,6 +216,25 @@ class StoredName:
         name = f"model.{parameter}"
         known = name in self.stored.tensors or name in self.stored.aliases
         return self.stored.entry(name).dtype if known else None
+
+
+class StoredRanks(Sequence[Any]):
+    """What each rank saved for itself, read when it is looked at; empty if the ranks saved nothing.
+
+    Args:
+        stored: The open checkpoint.
+    """
+
+    def __init__(self, stored: Checkpoint) -> None:
+        self.stored = stored
+
+    def __len__(self) -> int:
+        return 0 if self.stored.rank_objects(0) is None else self.stored.world_size
+
+    def __getitem__(self, rank: Any) -> Any:
+        if not 0 <= rank < len(self):
+            raise IndexError(rank)
+        return self.stored.rank_objects(rank)
 
 
 def stored_optimizer_states(stored: Checkpoint) -> list[OptimizerState] | None:

@@ -60,6 +60,17 @@ class CommonOptions:
         "others are those of multiprocessing, for notebooks and interactive use.",
         choices=("popen", "spawn", "fork", "forkserver"),
     )
+    resume_data: Literal["skip", "restart"] = option(
+        "skip",
+        help="How training data goes on when a run is resumed inside an epoch: 'skip' passes over what the "
+        "epoch has seen; 'restart' leaves loaders alone, for those that pass over it by themselves.",
+        choices=("skip", "restart"),
+    )
+    strict_rng: bool = option(
+        False,
+        help="Refuse to resume where the random state cannot go on exactly, as with another number of ranks.",
+        types=(bool,),
+    )
     opaque_objects: Literal["error", "pickle"] = option(
         "error",
         help="What to do with objects in a checkpoint that have no JSON form: refuse to save them, or pickle "

@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 import nnx.checkpoint as storage
 from nnx.backend import Backend
 from nnx.canonical import (
+    RANKS,
     LazyStateDict,
+    StoredRanks,
     collect,
     numbers_parameters,
     positional_optimizer_state,
@@ -35,6 +37,7 @@ from nnx.state import parameter_names
 
 __all__ = [
     "gather_full",
+    "gather_object",
     "load_lightning_checkpoint",
     "module_state_dict",
     "open_together",
@@ -53,21 +56,36 @@ def module_state_dict(backend: Backend[Any], module: nn.Module) -> dict[str, Any
 
 
 def save_lightning_checkpoint(
-    strategy: Any, checkpoint: dict[str, Any], path: Any, storage_options: Any
+    strategy: Any,
+    checkpoint: dict[str, Any],
+    path: Any,
+    storage_options: Any,
+    *,
+    own: dict[str, Any] | None = None,
 ) -> None:
     """Save Lightning's dict through the strategy's CheckpointIO. Collective.
 
     With `nnx.CheckpointIO` every rank writes its shards. Any other IO gets complete tensors, gathered to
     rank 0, so that a plain ``.ckpt`` file can be had from every strategy.
+
+    Args:
+        strategy: Whose checkpoint it is.
+        checkpoint: Lightning's dict.
+        path: Where to write.
+        storage_options: For an IO that is not ours.
+        own: What this rank alone has to save, such as its random state; all ranks have it or none.
     """
     io = strategy.checkpoint_io
     if isinstance(io, CheckpointIO):
         refuse_storage_options(storage_options)
         rest = dict(checkpoint)
         saved = collect(rest.pop("state_dict", None), rest.pop("optimizer_states", None), rest)
+        saved.rank_objects = own
         io.save_sharded(saved, path, provenance=_provenance(strategy))
         return
     full = _gather_tree(checkpoint, {})
+    if own is not None:
+        full[RANKS] = gather_object(own)
     with together(control_group(), doing=f"saving {str(path)!r}"):
         if strategy.global_rank == 0:
             states = full.get("optimizer_states", ())
@@ -117,19 +135,23 @@ def _gather_tree(value: Any, seen: dict[int, Tensor | None]) -> Any:
     return value
 
 
+def gather_object(value: Any) -> list[Any] | None:
+    """Every rank's value on rank 0, and None on the others. Collective."""
+    group = control_group()
+    if group is None:
+        return [value]
+    is_target = dist.get_rank(group) == 0
+    gathered: list[Any] | None = [None] * dist.get_world_size(group) if is_target else None
+    dist.gather_object(value, gathered, group=group, group_dst=0)
+    return gathered
+
+
 def gather_full(shard: Shard) -> Tensor | None:
     """The complete tensor on rank 0 and None on the others. Collective."""
-    group = control_group()
     pieces = [(box, view.detach().cpu()) for box, view in zip(shard.boxes, shard.data, strict=True)]
-    if group is None:
-        parts = [pieces]
-    else:
-        is_target = dist.get_rank(group) == 0
-        gathered: list[Any] | None = [None] * dist.get_world_size(group) if is_target else None
-        dist.gather_object(pieces, gathered, group=group, group_dst=0)
-        if gathered is None:
-            return None
-        parts = gathered
+    parts = gather_object(pieces)
+    if parts is None:
+        return None
     full = torch.empty(shard.shape, dtype=shard.dtype)
     for part in parts:
         for box, piece in part:
@@ -167,6 +189,7 @@ def load_lightning_checkpoint(strategy: Any, path: Any, weights_only: bool | Non
     states = stored_optimizer_states(stored)
     if states is not None:
         checkpoint["optimizer_states"] = states
+    checkpoint.setdefault(RANKS, StoredRanks(stored))
     return checkpoint
 
 

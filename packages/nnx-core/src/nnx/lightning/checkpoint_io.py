@@ -19,15 +19,17 @@ import torch
 
 import nnx.checkpoint as storage
 from nnx.canonical import (
+    RANKS,
     LazyStateDict,
     Saved,
     StoredName,
+    StoredRanks,
     collect,
     positional_optimizer_state,
     stored_optimizer_states,
 )
 from nnx.errors import CheckpointError
-from nnx.options import StateDictType
+from nnx.options import StateDictType, check_choice
 from nnx.state import OptimizerState
 
 __all__ = ["CheckpointIO", "exists", "numbered_optimizer_state", "refuse_storage_options"]
@@ -48,6 +50,9 @@ class CheckpointIO:
             whole local state.
         opaque_objects: ``"error"`` refuses objects that have no JSON form; ``"pickle"`` stores them, to be
             loaded by torch's restricted unpickler only.
+        resume_data: Under Lightning's own strategies, how training data goes on when a run is resumed inside
+            an epoch; nnx's strategies have an option of this name.
+        strict_rng: Likewise, refuse to resume where the random state cannot go on exactly.
 
     Example:
         ``Trainer(strategy="ddp", plugins=[nnx.CheckpointIO()])``
@@ -58,9 +63,14 @@ class CheckpointIO:
         *,
         state_dict_type: StateDictType = "deduped",
         opaque_objects: Literal["error", "pickle"] = "error",
+        resume_data: Literal["skip", "restart"] = "skip",
+        strict_rng: bool = False,
     ) -> None:
         self.state_dict_type: StateDictType = state_dict_type
         self.opaque_objects: Literal["error", "pickle"] = opaque_objects
+        check_choice("resume_data", resume_data, ("skip", "restart"))
+        self.resume_data: Literal["skip", "restart"] = resume_data
+        self.strict_rng = strict_rng
         self._join_lightning()
         _instances.add(self)
 
@@ -118,6 +128,7 @@ class CheckpointIO:
         states = stored_optimizer_states(stored)
         if states is not None:
             checkpoint["optimizer_states"] = [numbered_optimizer_state(_read(state)) for state in states]
+        checkpoint.setdefault(RANKS, StoredRanks(stored))
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -149,6 +160,7 @@ class CheckpointIO:
             tensors=saved.tensors,
             objects=saved.objects,
             aliases=saved.aliases,
+            rank_objects=saved.rank_objects,
             state_dict_type=self.state_dict_type,
             provenance=provenance,
             opaque=self.opaque_objects,

@@ -25,6 +25,7 @@ from nnx.lightning.checkpoint import (
     save_lightning_checkpoint,
 )
 from nnx.lightning.compat import averaging_callbacks, is_wrapping_checkpoint_io, make_optimizers
+from nnx.lightning.exact_resume import ExactResume
 from nnx.lightning.layer_sync import put_back, synchronize_layers
 from nnx.lightning.processes import ParallelProcesses
 from nnx.lightning.routing import (
@@ -60,6 +61,9 @@ class TrainerAdapter(ParallelProcesses):
         self._replaced_layers: dict[str, nn.Module] = {}
         self._has_failed = False
         super().__init__(backend, **kwargs)
+        self._exact_resume = ExactResume(
+            resume_data=self.common.resume_data, strict_rng=self.common.strict_rng
+        )
 
     # --- precision ----------------------------------------------------------------------------
 
@@ -118,6 +122,8 @@ class TrainerAdapter(ParallelProcesses):
     def teardown(self) -> None:
         """Give the module its plain parameters and class back, on the host. Collective."""
         module = self.lightning_module
+        if module is not None:
+            self._exact_resume.close(module.trainer)
         if module is not None and self._backend_is_set_up and self._can_gather():
             replaced = self.backend.unparallelize(module)
             for optimizer in self.optimizers:
@@ -149,6 +155,16 @@ class TrainerAdapter(ParallelProcesses):
             self.global_rank,
         )
         return False
+
+    # --- data ---------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Make a training loader go on where the run being resumed was interrupted."""
+        return self._exact_resume.process(self.lightning_module.trainer, dataloader)
+
+    def on_train_start(self) -> None:
+        """Restore the random state, after everything that draws from it while setting up."""
+        self._exact_resume.start(self.lightning_module.trainer)
 
     # --- steps --------------------------------------------------------------------------------
 
@@ -226,11 +242,15 @@ class TrainerAdapter(ParallelProcesses):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, all ranks together."""
-        save_lightning_checkpoint(self, checkpoint, self.broadcast(filepath), storage_options)
+        resumable = "optimizer_states" in checkpoint  # which one of weights only is not
+        own = self._exact_resume.state(self.lightning_module.trainer) if resumable else None
+        save_lightning_checkpoint(self, checkpoint, self.broadcast(filepath), storage_options, own=own)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a checkpoint; its tensors are read later, in `load_model_state_dict`."""
-        return load_lightning_checkpoint(self, self.broadcast(checkpoint_path), weights_only)
+        checkpoint = load_lightning_checkpoint(self, self.broadcast(checkpoint_path), weights_only)
+        self._exact_resume.load(self.lightning_module.trainer, checkpoint)
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Read this rank's part of the weights in place."""
