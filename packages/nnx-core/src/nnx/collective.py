@@ -21,6 +21,7 @@ from nnx.errors import NnxError
 __all__ = [
     "all_arrive",
     "all_gather_object",
+    "background_group",
     "broadcast_tensor",
     "control_group",
     "is_distributed",
@@ -30,6 +31,7 @@ __all__ = [
 T = TypeVar("T")
 
 _control_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+_background_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 def is_distributed() -> bool:
@@ -45,12 +47,28 @@ def control_group() -> dist.ProcessGroup | None:
     if not is_distributed():
         return None
     world = dist.distributed_c10d._get_default_group()
-    if dist.get_backend(world) == "gloo":
-        return world
-    if world not in _control_groups:
-        _control_groups.clear()  # groups of a world that was destroyed since
-        _control_groups[world] = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-    return _control_groups[world]
+    return world if dist.get_backend(world) == "gloo" else _gloo_group(world, _control_groups)
+
+
+def background_group() -> dist.ProcessGroup | None:
+    """A gloo group over all ranks for one thread beside the main one; None in a single process.
+
+    Two threads that used one group would mix up their collectives. The first call is collective.
+    """
+    return (
+        _gloo_group(dist.distributed_c10d._get_default_group(), _background_groups)
+        if is_distributed()
+        else None
+    )
+
+
+def _gloo_group(
+    world: dist.ProcessGroup, made: dict[dist.ProcessGroup, dist.ProcessGroup]
+) -> dist.ProcessGroup:
+    if world not in made:
+        made.clear()  # groups of a world that was destroyed since
+        made[world] = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+    return made[world]
 
 
 def all_gather_object(value: T, group: dist.ProcessGroup | None) -> list[T]:

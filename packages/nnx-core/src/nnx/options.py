@@ -46,6 +46,12 @@ class CommonOptions:
         "state, which is larger and resumes fastest on the same layout. Both resume anywhere.",
         choices=("deduped", "sharded"),
     )
+    async_save: bool = option(
+        False,
+        help="Save in the background: training waits only until this rank's state is copied to host memory, "
+        "which needs room for it. An error is raised at a later step, or at the end.",
+        types=(bool,),
+    )
     process_group_backend: str | None = option(
         None,
         help="Backend of torch.distributed ('nccl', 'gloo', ...); by default the device's own.",

@@ -30,7 +30,13 @@ from nnx.canonical import (
 from nnx.collective import control_group, together
 from nnx.errors import CheckpointError
 from nnx.layout import Shard
-from nnx.lightning.checkpoint_io import CheckpointIO, numbered_optimizer_state, refuse_storage_options
+from nnx.lightning.checkpoint_io import (
+    CheckpointIO,
+    load_single_file,
+    numbered_optimizer_state,
+    refuse_storage_options,
+    settle_together,
+)
 from nnx.lightning.routing import unwrap_optimizer
 from nnx.restore import fill_model
 from nnx.state import parameter_names
@@ -167,10 +173,12 @@ def open_together(strategy: Any, path: Any, weights_only: bool | None) -> storag
         CheckpointIO knows, the dict that was saved.
     """
     io = strategy.checkpoint_io
+    ours = isinstance(_innermost(io), CheckpointIO)
+    settle_together()
     with together(control_group(), doing=f"opening {str(path)!r}"):
-        found = None
-        if isinstance(_innermost(io), CheckpointIO) or Path(path).is_dir():
-            found = storage.find_format(path)
+        found = storage.find_format(path) if ours or Path(path).is_dir() else None
+        if ours and found is not None and found.name == "lightning":
+            return load_single_file(path, None, weights_only)
         if found is None or found.name == "lightning":
             loaded: dict[str, Any] = io.load_checkpoint(path, weights_only=weights_only)
             return loaded

@@ -1,8 +1,8 @@
 """`nnx.CheckpointIO`: the shared checkpoint as a CheckpointIO plugin of Lightning.
 
-nnx's own strategies write with it from all ranks (`CheckpointIO.save_sharded`). Lightning's own,
-such as ``ddp``, call `CheckpointIO.save_checkpoint` on rank 0 only, with complete tensors; the
-directory that results is the same format, and each resumes under the other.
+nnx's own strategies write with it from all ranks (`CheckpointIO.save_sharded`). Lightning's own, such
+as ``ddp``, call `CheckpointIO.save_checkpoint` on rank 0 only, with complete tensors; the directory that
+results is the same format, and each resumes under the other. Both save in the background on request.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from nnx.canonical import (
     positional_optimizer_state,
     stored_optimizer_states,
 )
+from nnx.checkpoint.background import release
+from nnx.checkpoint.pending import after_save, settle
+from nnx.collective import control_group, together
 from nnx.errors import CheckpointError
 from nnx.options import StateDictType, check_choice
 from nnx.state import OptimizerState
 
-__all__ = ["CheckpointIO", "exists", "numbered_optimizer_state", "refuse_storage_options"]
+__all__ = ["CheckpointIO", "exists", "numbered_optimizer_state", "refuse_storage_options", "settle_together"]
 
 _instances: weakref.WeakSet[CheckpointIO] = weakref.WeakSet()
 
@@ -53,6 +56,9 @@ class CheckpointIO:
         resume_data: Under Lightning's own strategies, how training data goes on when a run is resumed inside
             an epoch; nnx's strategies have an option of this name.
         strict_rng: Likewise, refuse to resume where the random state cannot go on exactly.
+        async_save: Save in the background. Within a run of Trainer, errors are raised at a later step or
+            at its end, and removed checkpoints are kept until the next one is on disk. After the run, when
+            there is nothing to overlap with, saving waits.
 
     Example:
         ``Trainer(strategy="ddp", plugins=[nnx.CheckpointIO()])``
@@ -65,12 +71,15 @@ class CheckpointIO:
         opaque_objects: Literal["error", "pickle"] = "error",
         resume_data: Literal["skip", "restart"] = "skip",
         strict_rng: bool = False,
+        async_save: bool = False,
     ) -> None:
         self.state_dict_type: StateDictType = state_dict_type
         self.opaque_objects: Literal["error", "pickle"] = opaque_objects
         check_choice("resume_data", resume_data, ("skip", "restart"))
         self.resume_data: Literal["skip", "restart"] = resume_data
         self.strict_rng = strict_rng
+        self.async_save = async_save
+        self._run_has_ended = False
         self._join_lightning()
         _instances.add(self)
 
@@ -117,6 +126,8 @@ class CheckpointIO:
         Raises:
             CheckpointError: There is no checkpoint, or it is damaged.
         """
+        if self.async_save:
+            settle_together()
         found = storage.find_format(path)
         if found.name == "lightning":
             return load_single_file(path, map_location, weights_only)
@@ -132,15 +143,34 @@ class CheckpointIO:
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Delete a checkpoint; nothing happens where there is none."""
-        target = Path(path)
-        if target.is_dir() and not target.is_symlink():
-            shutil.rmtree(target)
-        else:
-            target.unlink(missing_ok=True)
+        """Delete a checkpoint; nothing happens where there is none.
+
+        While a save is in flight this waits for its commit, in the background. If that save fails the
+        checkpoint is kept, so that the last good one is never deleted.
+        """
+        after_save(f"removing '{path}'", lambda: _remove(Path(path)))
+
+    def start_run(self) -> None:
+        """From now on somebody takes notice of background saves, until `teardown`."""
+        self._run_has_ended = False
+
+    def wait(self) -> None:
+        """Wait for the save in flight; on every rank, if it was started on every rank.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        settle()
 
     def teardown(self) -> None:
-        """Nothing is pending after a save."""
+        """Wait for the save in flight, and give the memory of its copy back.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        self._run_has_ended = True
+        settle()
+        release()
 
     # --- nnx's own strategies: all ranks, shards ------------------------------------------------
 
@@ -155,7 +185,8 @@ class CheckpointIO:
         self._save(saved, path, provenance=provenance, collective=True)
 
     def _save(self, saved: Saved, path: Any, *, provenance: Mapping[str, Any], collective: bool) -> None:
-        storage.save(
+        save = storage.save_async if self.async_save and not self._run_has_ended else storage.save
+        save(
             path,
             tensors=saved.tensors,
             objects=saved.objects,
@@ -166,6 +197,19 @@ class CheckpointIO:
             opaque=self.opaque_objects,
             collective=collective,
         )
+
+
+def settle_together() -> None:
+    """Wait for the save in flight, and raise its error on every rank. Collective."""
+    with together(control_group(), doing="the save in the background"):
+        settle()
+
+
+def _remove(target: Path) -> None:
+    if target.is_dir() and not target.is_symlink():
+        shutil.rmtree(target)
+    else:
+        target.unlink(missing_ok=True)
 
 
 def load_single_file(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx.backend import Backend
+from nnx.checkpoint.background import poll
 from nnx.errors import UnsupportedError
 from nnx.lightning.checkpoint import module_state_dict, restore_model
 from nnx.lightning.engine_module import EngineModule, unwrap_engine
@@ -130,6 +131,11 @@ class FabricAdapter(ParallelProcesses):
             remedy="Call `fabric.setup_module(model)` first and build the optimizer from "
             "`model.parameters()`, or pass both to `fabric.setup(model, optimizer)`.",
         )
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step, after taking notice of a background save that has ended meanwhile."""
+        poll()
+        return super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc] # of the tree's Strategy
 
     # --- collectives --------------------------------------------------------------------------
 

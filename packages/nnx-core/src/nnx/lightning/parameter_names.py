@@ -1,21 +1,27 @@
-"""Parameter names for optimizers that Lightning's own strategies save.
+"""What `nnx.CheckpointIO` needs to know of a run under Lightning's own strategies.
 
 ``ddp`` hands a CheckpointIO optimizer states that number their parameters, and nothing that tells
-which is which. This callback adds the names. It reaches Trainer through Lightning's public
-``callbacks_factory`` entry point, and only when an `nnx.CheckpointIO` exists in the process.
+which is which: this callback adds the names. It also takes notice of background saves that have ended.
+It reaches Trainer through Lightning's public ``callbacks_factory`` entry point, and only when an
+`nnx.CheckpointIO` exists in the process.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
+
+from nnx.checkpoint.background import poll
+from nnx.checkpoint.pending import current, settle_quietly
+from nnx.lightning.checkpoint_io import CheckpointIO, exists
 
 __all__ = ["ParameterNames", "callbacks", "mirror_callbacks"]
 
 
 class ParameterNames:
     """Mixin of a callback that writes ``param_names`` into each saved param group.
+
+    nnx's own strategies save from all ranks and take notice of these saves themselves.
 
     Attributes:
         root: The tree of Lightning whose callback this is.
@@ -36,6 +42,21 @@ class ParameterNames:
                 if all(isinstance(number, int) for number in saved["params"]):
                     saved["param_names"] = [names[id(parameter)] for parameter in group["params"]]
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Allow background saves again after an earlier run has ended."""
+        if isinstance(trainer.strategy.checkpoint_io, CheckpointIO):
+            trainer.strategy.checkpoint_io.start_run()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Raise the error of a background save of this rank alone."""
+        poll(collective=False)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Let a save of this rank alone get onto the disk, without hiding this error behind its own."""
+        save = current()
+        if save is not None and not save.collective:
+            settle_quietly()
+
 
 def callbacks() -> list[Any]:
     """Entry point for ``lightning.pytorch``."""
@@ -48,10 +69,7 @@ def mirror_callbacks() -> list[Any]:
 
 
 def _callbacks(root: str) -> list[Any]:
-    checkpoint_io = sys.modules.get("nnx.lightning.checkpoint_io")
-    if checkpoint_io is None or not checkpoint_io.exists():
-        return []
-    return [_make(root)]
+    return [_make(root)] if exists() else []
 
 
 def _make(root: str) -> Any:

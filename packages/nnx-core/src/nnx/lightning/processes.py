@@ -214,7 +214,9 @@ class ParallelProcesses(ABC):
 
     def _own_checkpoint_io(self) -> CheckpointIO:
         return CheckpointIO(
-            state_dict_type=self.common.state_dict_type, opaque_objects=self.common.opaque_objects
+            state_dict_type=self.common.state_dict_type,
+            opaque_objects=self.common.opaque_objects,
+            async_save=self.common.async_save,
         )
 
 

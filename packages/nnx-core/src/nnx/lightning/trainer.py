@@ -15,6 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nnx.backend import Backend
+from nnx.checkpoint.background import poll
+from nnx.checkpoint.pending import settle_quietly, take_error
 from nnx.collective import all_arrive
 from nnx.errors import UnsupportedError
 from nnx.lightning.checkpoint import (
@@ -24,6 +26,7 @@ from nnx.lightning.checkpoint import (
     restore_optimizers,
     save_lightning_checkpoint,
 )
+from nnx.lightning.checkpoint_io import CheckpointIO
 from nnx.lightning.compat import averaging_callbacks, is_wrapping_checkpoint_io, make_optimizers
 from nnx.lightning.exact_resume import ExactResume
 from nnx.lightning.layer_sync import put_back, synchronize_layers
@@ -96,6 +99,8 @@ class TrainerAdapter(ParallelProcesses):
     def setup(self, trainer: Any) -> None:
         """Lay the model out and build the optimizers. Collective."""
         self.accelerator.setup(trainer)
+        if isinstance(self.checkpoint_io, CheckpointIO):
+            self.checkpoint_io.start_run()
         module = self.precision_plugin.convert_module(self.lightning_module)
         fitting = trainer.state.fn == "fit"
         if fitting and self._layer_sync is not None:
@@ -120,7 +125,12 @@ class TrainerAdapter(ParallelProcesses):
         """Nothing: `Backend.parallelize` moves the module, part by part if it must."""
 
     def teardown(self) -> None:
-        """Give the module its plain parameters and class back, on the host. Collective."""
+        """Give the module its plain parameters and class back, on the host. Collective.
+
+        Raises:
+            CheckpointError: The save in flight failed, and nothing else did.
+        """
+        save_error = self._end_saving()
         module = self.lightning_module
         if module is not None:
             self._exact_resume.close(module.trainer)
@@ -137,6 +147,15 @@ class TrainerAdapter(ParallelProcesses):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+        if save_error is not None:
+            raise save_error
+
+    def _end_saving(self) -> BaseException | None:
+        """Let the save in flight get onto the disk, also when training failed."""
+        if not self._has_failed:
+            return take_error()
+        settle_quietly()
+        return None
 
     def on_exception(self, exception: BaseException) -> None:
         """Remember for `teardown` that this rank may be alone."""
@@ -187,6 +206,11 @@ class TrainerAdapter(ParallelProcesses):
         """Run ``predict_step`` through the engine, without gradients."""
         with self.precision_plugin.predict_step_context(), self._evaluation_context():
             return self._step("predict_step", args, kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step, after taking notice of a background save that has ended meanwhile."""
+        poll()
+        return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc] # of the tree's
 
     def _step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step = getattr(self.lightning_module, name)
