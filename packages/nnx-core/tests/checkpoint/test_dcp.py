@@ -91,7 +91,7 @@ def test_the_path_can_be_given_to_dcp(tmp_path: Path) -> None:
     state = {"w": torch.zeros(3)}
     dcp.load(state, storage_reader=nnx.checkpoint.Reader("unused"), checkpoint_id=tmp_path / "a")
     assert state["w"].tolist() == [1, 1, 1]
-    assert not nnx.checkpoint.Writer.validate_checkpoint_id("s3://bucket/a")
+    assert nnx.checkpoint.Writer.validate_checkpoint_id("s3://bucket/a")
     assert nnx.checkpoint.Reader.validate_checkpoint_id("/a")
 
 

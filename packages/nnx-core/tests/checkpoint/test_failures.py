@@ -202,19 +202,21 @@ def test_everything_is_on_disk_before_the_commit(tmp_path: Path, monkeypatch: py
 
 
 def test_a_file_that_changed_before_the_commit_stops_it(tmp_path: Path) -> None:
-    from nnx.checkpoint.commit import begin, commit
+    from nnx.checkpoint.commit import begin
     from nnx.checkpoint.manifest import FileEntry, Manifest
+    from nnx.checkpoint.places import place_of
 
     save(tmp_path / "a", objects={"n": 1})
-    save_id = begin(tmp_path / "a")
-    manifest = Manifest(save_id, "", {"index.json": FileEntry(5, "0" * 32, 5)})
-    with pytest.raises(CheckpointError, match=r"cannot commit '.*index.json': No such file"):
-        commit(tmp_path / "a", manifest, keep_previous=0)
-    (tmp_path / "a" / save_id / "index.json").write_bytes(b"123")
+    attempt = begin(place_of(tmp_path / "a"))
+    manifest = Manifest(attempt.save_id, "", {"index.json": FileEntry(5, "0" * 32, 5)})
+    with pytest.raises(CheckpointError, match=r"cannot commit '.*index.json': it is not there"):
+        attempt.commit(manifest, keep_previous=0)
+    (tmp_path / "a" / attempt.save_id / "index.json").write_bytes(b"123")
     with pytest.raises(
         CheckpointError, match=r"cannot commit '.*index.json': it has 3 bytes, 5 were written"
     ):
-        commit(tmp_path / "a", manifest, keep_previous=0)
+        attempt.commit(manifest, keep_previous=0)
+    attempt.discard()
     assert nnx.checkpoint.open_checkpoint(tmp_path / "a").objects == {"n": 1}
 
 

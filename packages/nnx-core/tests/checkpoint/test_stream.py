@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from nnx.checkpoint import stream
 from nnx.checkpoint.files import read_exactly
-from nnx.checkpoint.stream import StreamWriter
+from nnx.checkpoint.stream import DirectFile, StreamWriter
 from nnx.errors import CheckpointError
 
 
 def write(path: Path, parts: list[bytes]) -> None:
-    with StreamWriter(path, size=sum(map(len, parts))) as writer:
+    with StreamWriter(DirectFile(path), size=sum(map(len, parts))) as writer:
         for part in parts:
             writer.append(memoryview(part))
         writer.finish()
@@ -39,7 +39,7 @@ def test_parts_of_any_length_end_up_one_after_the_other(lengths: list[int]) -> N
 
 
 def test_what_was_appended_is_returned_from_where_it_will_be_written(tmp_path: Path) -> None:
-    with StreamWriter(tmp_path / "file", size=5) as writer:
+    with StreamWriter(DirectFile(tmp_path / "file"), size=5) as writer:
         assert bytes(writer.append(memoryview(b"12345"))) == b"12345"
         writer.finish()
 
@@ -47,7 +47,7 @@ def test_what_was_appended_is_returned_from_where_it_will_be_written(tmp_path: P
 def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("old")
     with pytest.raises(CheckpointError, match=r"cannot write '.*file': File exists. Let only one run save"):
-        StreamWriter(tmp_path / "file", size=1)
+        DirectFile(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "old"
 
 

@@ -3,23 +3,25 @@
 A save writes into a directory of its own. Replacing the manifest makes it the checkpoint; until then
 the previous one is untouched, afterwards it is collected. This module owns those names in the
 checkpoint's directory and runs on the coordinator only.
+
+Two runs must not save to one path at the same time. A lock keeps the second one out. Where there are no
+locks, as on object stores, the manifest tells: who finds another one than at the beginning gives up, and
+only what is older than that first one is collected, so never the other run's save in progress.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import shutil
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from pathlib import Path
 
-from nnx.checkpoint.files import explained, sync_directory, write_file
+from nnx.checkpoint.locks import LOCK, Lock
 from nnx.checkpoint.manifest import MANIFEST, FileEntry, Manifest, encode_manifest, is_save_id
+from nnx.checkpoint.places import Place
 from nnx.errors import CheckpointError
 
-__all__ = ["begin", "collect", "commit", "discard", "now"]
+__all__ = ["Attempt", "begin", "collect", "now"]
 
 
 def now() -> datetime:
@@ -27,126 +29,164 @@ def now() -> datetime:
     return datetime.now(timezone.utc)
 
 
-def begin(path: Path) -> str:
+def begin(path: Place) -> Attempt:
     """Make the directory of a new save.
 
     Args:
         path: The checkpoint; a new or empty directory, or one that holds a checkpoint already.
 
     Returns:
-        The save's id, which is the directory's name.
+        The save, to be committed or discarded.
 
     Raises:
-        CheckpointError: Something else is there, or it cannot be written to.
+        CheckpointError: Something else is there, another run is saving to it, or it cannot be written to.
     """
-    with explained("create", path):
-        if path.exists() and not path.is_dir():
-            raise _refusal(path, "it is a file")
-        if path.is_dir():
-            _refuse_foreign(path)
-        path.mkdir(parents=True, exist_ok=True)
-    save_id = f"{now():%Y%m%dT%H%M%S.%f}-{secrets.token_hex(4)}"
-    directory = path / save_id
-    with explained("create", directory):
-        directory.mkdir()
-    sync_directory(path)
-    sync_directory(path.parent)
-    return save_id
-
-
-def _refuse_foreign(path: Path) -> None:
-    if (path / MANIFEST).exists():
-        return
-    foreign = [name for name in sorted(os.listdir(path)) if not _is_ours(name)]  # noqa: PTH208
-    if foreign:
+    if path.kind() == "file":
+        raise _refusal(path, "it is a file")
+    foreign = [name for name in path.names() if not _is_ours(name)]
+    if foreign and MANIFEST not in foreign:
         raise _refusal(path, f"it holds other things, such as '{foreign[0]}'")
+    path.make()
+    lock = path.lock()
+    try:
+        return Attempt(path, lock, None if lock else _read_manifest(path))
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
 
 
-def _refusal(path: Path, why: str) -> CheckpointError:
+def _refusal(path: Place, why: str) -> CheckpointError:
     return CheckpointError(
         f"cannot save to '{path}': {why}.",
         remedy="Choose a new path, an empty directory, or an nnx checkpoint to replace.",
     )
 
 
-def commit(path: Path, manifest: Manifest, *, keep_previous: int) -> None:
-    """Make a save whose files are on disk the checkpoint at this path.
+def _read_manifest(path: Place) -> bytes | None:
+    manifest = path / MANIFEST
+    return manifest.read(manifest.size()) if manifest.kind() == "file" else None
 
-    Args:
-        path: The checkpoint.
-        manifest: Describes the save.
-        keep_previous: How many earlier complete saves to keep beside it.
 
-    Raises:
-        CheckpointError: A file is not there as described, or the manifest cannot be written. The
-            previous checkpoint then stays.
+class Attempt:
+    """A save in progress; made by `begin`.
+
+    Attributes:
+        save_id: Its id.
+        directory: Where its files go; named after the id.
     """
-    directory = path / manifest.save_id
-    _check_present(directory, manifest.files)
-    data = encode_manifest(manifest)
-    # The copy marks the save as complete, and outlives the next commit if the save is kept.
-    write_file(directory / MANIFEST, data)
-    sync_directory(directory)
-    temporary = path / f".{MANIFEST}.{manifest.save_id}.tmp"
-    write_file(temporary, data)
-    with explained("replace", path / MANIFEST):
-        temporary.replace(path / MANIFEST)
-    with contextlib.suppress(CheckpointError):  # what is committed stays committed
-        sync_directory(path)
-    collect(path, manifest.save_id, keep_previous=keep_previous)
 
+    def __init__(self, path: Place, lock: Lock | None, previous: bytes | None) -> None:
+        self.save_id = f"{now():%Y%m%dT%H%M%S.%f}-{secrets.token_hex(4)}"
+        self.directory = path / self.save_id
+        self._path = path
+        self._lock = lock
+        self._previous = previous
+        self.directory.make()
 
-def _check_present(directory: Path, files: Mapping[str, FileEntry]) -> None:
-    for name, entry in files.items():
-        with explained("commit", directory / name):
-            size = (directory / name).stat().st_size
-        if size != entry.size:
+    def commit(self, manifest: Manifest, *, keep_previous: int) -> None:
+        """Make the save, whose files are all there, the checkpoint at its path.
+
+        Args:
+            manifest: Describes the save.
+            keep_previous: How many earlier complete saves to keep beside it.
+
+        Raises:
+            CheckpointError: A file is not there as described, another run has committed meanwhile, or the
+                manifest cannot be written. What was the checkpoint then stays.
+        """
+        _check_present(self.directory, manifest.files)
+        data = encode_manifest(manifest)
+        # The copy marks the save as complete, and outlives the next commit if the save is kept.
+        (self.directory / MANIFEST).write(data)
+        self.directory.sync()
+        if self._lock is None and _read_manifest(self._path) != self._previous:
             raise CheckpointError(
-                f"cannot commit '{directory / name}': it has {size} bytes, {entry.size} were written.",
-                remedy="Every rank must write to one shared file system, and only one run to this path.",
+                f"cannot commit to '{self._path}': another run has saved to it meanwhile.",
+                remedy="Give every run a path of its own; what the other run saved is intact.",
+            )
+        (self._path / MANIFEST).replace(data, temporary=f".{MANIFEST}.{self.save_id}.tmp")
+        with contextlib.suppress(CheckpointError):  # what is committed stays committed
+            collect(
+                self._path,
+                self.save_id,
+                keep_previous=keep_previous,
+                until=None if self._lock else _newest_known(self._path, self._previous),
+            )
+        self.release()
+
+    def discard(self) -> None:
+        """Remove what a failed save left, as far as that is possible; never what was committed."""
+        with contextlib.suppress(CheckpointError):
+            # A commit may have come through although it seemed to fail, above all on a network.
+            if self.save_id.encode() not in (_read_manifest(self._path) or b""):
+                _remove(self._path / f".{MANIFEST}.{self.save_id}.tmp")
+                _remove(self.directory)
+        self.release()
+        self._path.remove_if_empty()  # only if this save made it: it is not empty otherwise
+
+    def release(self) -> None:
+        """Let others save to this path; nothing else may be done afterwards."""
+        if self._lock is not None:
+            self._lock.release()
+
+
+def _check_present(directory: Place, files: Mapping[str, FileEntry]) -> None:
+    sizes = directory.sizes(files)
+    for name, entry in files.items():
+        if name not in sizes:
+            raise CheckpointError(f"cannot commit '{directory / name}': it is not there.", remedy=_SHARED)
+        if sizes[name] != entry.size:
+            raise CheckpointError(
+                f"cannot commit '{directory / name}': it has {sizes[name]} bytes, {entry.size} were written.",
+                remedy=_SHARED,
             )
 
 
-def collect(path: Path, save_id: str, *, keep_previous: int) -> None:
-    """Remove saves and temporary manifests that no commit refers to; never fails.
+_SHARED = "Every rank must write to one shared file system, and nobody may remove anything meanwhile."
+
+
+def collect(path: Place, save_id: str, *, keep_previous: int, until: str | None = None) -> list[str]:
+    """Remove saves and temporary manifests that no commit refers to.
 
     Args:
         path: The checkpoint.
         save_id: The committed save, which is never removed.
         keep_previous: How many other complete saves to keep, newest first.
+        until: Remove no save that began after the one of this id.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        CheckpointError: Something could not be removed.
     """
-    with contextlib.suppress(OSError):
-        names = sorted(os.listdir(path), reverse=True)  # noqa: PTH208
-        kept = 0
-        for name in names:
-            if name == save_id or not _is_ours(name):
-                continue
-            if is_save_id(name) and kept < keep_previous and (path / name / MANIFEST).exists():
-                kept += 1
-                continue
-            _remove(path / name)
+    kept, removed = 0, []
+    for name in reversed(path.names()):
+        if name in (save_id, LOCK) or not _is_ours(name):
+            continue
+        if is_save_id(name) and kept < keep_previous and (path / name / MANIFEST).kind() == "file":
+            kept += 1
+            continue
+        if until is not None and name.removeprefix(f".{MANIFEST}.") > until:
+            continue
+        _remove(path / name)
+        removed.append(name)
+    return removed
 
 
-def discard(path: Path, save_id: str) -> None:
-    """Remove what a failed save left, as far as that is possible; never what was committed."""
-    with contextlib.suppress(OSError):
-        if save_id.encode() in (path / MANIFEST).read_bytes():
-            return
-    _remove(path / save_id)
-    _remove(path / f".{MANIFEST}.{save_id}.tmp")
-    with contextlib.suppress(OSError):
-        path.rmdir()  # only if this save made it: it is not empty otherwise
+def _newest_known(path: Place, previous: bytes | None) -> str:
+    """The newest save that cannot be in progress: the one that the previous manifest named."""
+    known = [name for name in path.names() if is_save_id(name) and name.encode() in (previous or b"")]
+    return max(known, default="")
 
 
 def _is_ours(name: str) -> bool:
-    return is_save_id(name) or (name.startswith(f".{MANIFEST}.") and name.endswith(".tmp"))
+    return is_save_id(name) or name == LOCK or (name.startswith(f".{MANIFEST}.") and name.endswith(".tmp"))
 
 
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        if path.is_dir():
-            # The manifest's copy goes first, so that a half-removed save never looks complete.
-            (path / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink()
+def _remove(place: Place) -> None:
+    # The manifest's copy goes first, so that a half-removed save never looks complete.
+    if is_save_id(place.name):
+        (place / MANIFEST).remove()
+    place.remove()

@@ -12,7 +12,6 @@ import io
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -42,12 +41,12 @@ from typing_extensions import override
 
 from nnx.checkpoint._torch_compat import Checkpointable
 from nnx.checkpoint.codec import Encoder
-from nnx.checkpoint.commit import begin, commit, discard, now
-from nnx.checkpoint.files import write_file
+from nnx.checkpoint.commit import Attempt, begin, now
 from nnx.checkpoint.formats import open_checkpoint
 from nnx.checkpoint.index import INDEX, encode_index
 from nnx.checkpoint.manifest import FileEntry, Manifest, digest
 from nnx.checkpoint.opened import Checkpoint
+from nnx.checkpoint.places import place_of
 from nnx.checkpoint.plan import Plan, place
 from nnx.checkpoint.saving import write_objects, writer_info
 from nnx.checkpoint.shardfile import StoredBox, rank_file, write_rank_file
@@ -125,13 +124,15 @@ class Writer(StorageWriter):
         self.checkpoint_id: str | os.PathLike[str] = path
         self._keep_previous = keep_previous
         self._provenance = dict(provenance or {})
-        self._save_id = ""
+        self._attempt: Attempt | None = None
 
     @override
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
-        self._save_id = ""
+        if self._attempt is not None:  # of a save that failed on some rank
+            self._attempt.discard()
+        self._attempt = None
 
     @override
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -143,8 +144,9 @@ class Writer(StorageWriter):
 
     @override
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._save_id = begin(Path(self.checkpoint_id))
-        return [replace(plan, storage_data=(self._save_id, rank)) for rank, plan in enumerate(plans)]
+        self._attempt = begin(place_of(self.checkpoint_id))
+        save_id = self._attempt.save_id
+        return [replace(plan, storage_data=(save_id, rank)) for rank, plan in enumerate(plans)]
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -160,7 +162,7 @@ class Writer(StorageWriter):
                 boxes.append(box)
                 data.append(cast(Tensor, planner.resolve_data(item)).detach())
                 results.append(_Written(box, None, {}))
-        files = write_rank_file(Path(self.checkpoint_id) / save_id, rank, boxes, data)
+        files = write_rank_file(place_of(self.checkpoint_id) / save_id, rank, boxes, data)
         if results:
             results[0] = replace(results[0], files=files)
         future: Future[list[WriteResult]] = Future()
@@ -174,14 +176,17 @@ class Writer(StorageWriter):
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            raise CheckpointError("this writer was not asked for a plan.", remedy="Use it through dcp.save.")
         try:
-            self._finish(metadata, results)
+            self._finish(attempt, metadata, results)
         except BaseException:
-            discard(Path(self.checkpoint_id), self._save_id)
+            attempt.discard()
             raise
 
-    def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        directory = Path(self.checkpoint_id) / self._save_id
+    def _finish(self, attempt: Attempt, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        directory = attempt.directory
         files: dict[str, FileEntry] = {}
         stored: list[list[StoredBox]] = []
         trees: dict[str, Any] = {}
@@ -201,17 +206,17 @@ class Writer(StorageWriter):
             if isinstance(entry, TensorStorageMetadata)
         }
         index = encode_index(place(Plan([], stored, tensors), headers), {})
-        write_file(directory / INDEX, index)
+        (directory / INDEX).write(index)
         files[INDEX] = FileEntry(len(index), digest(index), len(index))
         created = now().isoformat(timespec="microseconds")
         writer = writer_info(len(results))
-        manifest = Manifest(self._save_id, created, files, writer, self._provenance)
-        commit(Path(self.checkpoint_id), manifest, keep_previous=self._keep_previous)
+        manifest = Manifest(attempt.save_id, created, files, writer, self._provenance)
+        attempt.commit(manifest, keep_previous=self._keep_previous)
 
     @classmethod
     @override
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return "://" not in os.fspath(checkpoint_id)
+        return True
 
 
 class Reader(StorageReader):
@@ -292,7 +297,7 @@ class Reader(StorageReader):
     @classmethod
     @override
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return "://" not in os.fspath(checkpoint_id)
+        return True
 
     def _checkpoint(self) -> Checkpoint:
         if self._opened is None:

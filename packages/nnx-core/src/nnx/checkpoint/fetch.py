@@ -8,6 +8,7 @@ asks a `PieceSource` for both.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,8 +21,8 @@ import xxhash
 from torch import Tensor
 
 from nnx.box import Box
-from nnx.checkpoint.files import FileReader
 from nnx.checkpoint.index import Piece, TensorEntry
+from nnx.checkpoint.places import Location, Reader, place_of
 from nnx.checkpoint.ranges import cut, ranges_of, strides_of
 from nnx.checkpoint.shardfile import rank_file
 from nnx.errors import CheckpointError
@@ -46,7 +47,7 @@ class PieceSource(Protocol):
     def where(self, file: str) -> str:
         """The path of a file, for messages."""
 
-    def reader(self, file: str) -> FileReader:
+    def reader(self, file: str) -> Reader:
         """Open a file."""
 
     def sums(self, file: str) -> memoryview:
@@ -57,7 +58,7 @@ class PieceSource(Protocol):
 
 
 class PlainFiles:
-    """The files of another program, which have no checksums: a piece names its file by path.
+    """The files of another program, which have no checksums: a piece names its file by path or URL.
 
     Args:
         directory: Where relative names start.
@@ -65,16 +66,17 @@ class PlainFiles:
 
     block = None
 
-    def __init__(self, directory: str = "") -> None:
-        self._directory = directory
+    def __init__(self, directory: Location = "") -> None:
+        self._directory = os.fspath(directory)
 
     def where(self, file: str) -> str:
-        """The path of a file."""
-        return f"{self._directory}/{file}" if self._directory and not file.startswith("/") else file
+        """The path or URL of a file."""
+        is_complete = not self._directory or file.startswith("/") or "://" in file
+        return file if is_complete else f"{self._directory}/{file}"
 
-    def reader(self, file: str) -> FileReader:
+    def reader(self, file: str) -> Reader:
         """Open a file."""
-        return FileReader(self.where(file))
+        return place_of(self.where(file)).reader()
 
     def sums(self, file: str) -> memoryview:
         """There are none."""
@@ -122,7 +124,7 @@ class Fetcher:
         """
         chosen = [part for want in wanted for part in self._pieces(want)]
         with ExitStack() as files:
-            readers: dict[str, FileReader] = {}
+            readers: dict[str, Reader] = {}
             for name in sorted({piece.file for _, piece, _, _ in chosen}):
                 readers[name] = self._source.reader(name)
                 files.callback(readers[name].close)
@@ -142,7 +144,7 @@ class Fetcher:
                 view = want.view.detach()[common.relative_to(want.box).slices]
                 yield want.entry, piece, common.relative_to(box), view
 
-    def _run(self, tasks: Sequence[_Task], readers: dict[str, FileReader]) -> None:
+    def _run(self, tasks: Sequence[_Task], readers: dict[str, Reader]) -> None:
         work = _Shared(tasks)
         count = min(len(tasks), max((reader.parallel for reader in readers.values()), default=1))
         threads = [
@@ -181,7 +183,7 @@ class _Shared:
 class _Worker:
     """What one thread needs: it keeps the last block that was read only in part."""
 
-    def __init__(self, source: PieceSource, readers: Mapping[str, FileReader]) -> None:
+    def __init__(self, source: PieceSource, readers: Mapping[str, Reader]) -> None:
         self._source = source
         self._readers = readers
         self._block = source.block

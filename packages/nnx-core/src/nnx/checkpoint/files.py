@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nnx.errors import CheckpointError
 
-__all__ = ["FileReader", "explained", "read_exactly", "sync_directory", "write_file"]
+__all__ = ["FileReader", "explained", "read_exactly", "sync_directory", "truncated", "write_file"]
 
 _REMEDIES = {
     errno.ENOSPC: "Free space there, or save elsewhere.",
@@ -96,7 +96,7 @@ class FileReader:
             while done < len(target):
                 count = os.preadv(self._fd, [target[done:]], position + done)
                 if count == 0:
-                    raise _truncated(self._path, position + done, position + len(target))
+                    raise truncated(self._path, position + done, position + len(target))
                 done += count
 
     def close(self) -> None:
@@ -111,13 +111,14 @@ def read_exactly(path: Path, size: int, *, start: int = 0) -> bytes:
         while position < start + size:
             part = os.pread(file.fileno(), min(start + size - position, 1 << 26), position)
             if not part:
-                raise _truncated(path, position, start + size)
+                raise truncated(path, position, start + size)
             parts.append(part)
             position += len(part)
     return b"".join(parts)
 
 
-def _truncated(path: str | os.PathLike[str], position: int, expected: int) -> CheckpointError:
+def truncated(path: str | os.PathLike[str], position: int, expected: int) -> CheckpointError:
+    """The error for a file that ends too early."""
     return CheckpointError(
         f"'{os.fspath(path)}' is truncated: it ends at byte {position}, {expected} were expected.",
         remedy="Restore it from a backup, or resume from another checkpoint.",

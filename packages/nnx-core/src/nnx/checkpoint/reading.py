@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from nnx.checkpoint.fetch import Fetcher, Wanted
 from nnx.checkpoint.index import Index, TensorEntry
 from nnx.checkpoint.manifest import Manifest
 from nnx.checkpoint.opened import Checkpoint
-from nnx.checkpoint.places import Location, place_of
+from nnx.checkpoint.places import Location
 from nnx.checkpoint.saving import objects_file
 from nnx.checkpoint.source import Source
 from nnx.errors import CheckpointError
@@ -43,7 +44,7 @@ def open_native(path: Location, *, weights_only: bool = True) -> NativeCheckpoin
         CheckpointError: There is no checkpoint, it is of a newer format, or a file is missing, truncated
             or damaged.
     """
-    return NativeCheckpoint(Source.open(place_of(path)), weights_only=weights_only)
+    return NativeCheckpoint(Source.open(path), weights_only=weights_only)
 
 
 class NativeCheckpoint(Checkpoint):
@@ -57,8 +58,8 @@ class NativeCheckpoint(Checkpoint):
 
     @property
     @override
-    def path(self) -> Path:  # type: ignore[override]
-        """The directory that was opened."""
+    def path(self) -> Path | str:
+        """The directory that was opened, or its URL."""
         return self._source.path.location
 
     @property

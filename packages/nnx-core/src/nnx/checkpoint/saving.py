@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -24,11 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from nnx.checkpoint import pending
 from nnx.checkpoint.codec import Encoder
-from nnx.checkpoint.commit import begin, commit, discard, now
-from nnx.checkpoint.files import sync_directory, write_file
+from nnx.checkpoint.commit import Attempt, begin, now
 from nnx.checkpoint.index import INDEX, encode_index
 from nnx.checkpoint.manifest import FileEntry, Manifest, digest
+from nnx.checkpoint.places import Location, Place, place_of
 from nnx.checkpoint.plan import Description, Mode, Plan, describe, make_plan, place
 from nnx.checkpoint.rounds import exchange, rank_and_size
 from nnx.checkpoint.shardfile import StoredBox, rank_file, write_rank_file
@@ -43,7 +42,7 @@ Files = dict[str, FileEntry]
 
 
 def save(
-    path: str | os.PathLike[str],
+    path: Location,
     *,
     tensors: Mapping[str, Shard],
     objects: Mapping[str, Any],
@@ -60,7 +59,8 @@ def save(
     The previous checkpoint at this path stays loadable until the new one is complete and on disk.
 
     Args:
-        path: Directory of the checkpoint: new, empty, or a checkpoint to replace.
+        path: Directory of the checkpoint: new, empty, or a checkpoint to replace. A path, or a URL such
+            as ``s3://bucket/last.ckpt``.
         tensors: This rank's shards of every logical tensor.
         objects: Everything else. Rank 0's tree is stored; tensors, DTensors and shards anywhere in it are
             lifted out (of a plain tensor rank 0's value; of a DTensor or shard every rank's part, which
@@ -80,7 +80,7 @@ def save(
             at this path before is then intact.
     """
     request = SaveRequest(
-        path=Path(path),
+        path=path,
         tensors=tensors,
         objects=objects,
         rank_objects=rank_objects,
@@ -91,14 +91,16 @@ def save(
         keep_previous=keep_previous,
         collective=collective,
     )
-    Save(request, control_group() if collective else None).complete()
+    one = Save(request, control_group() if collective else None)
+    one.follow_previous()
+    one.complete()
 
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
     """What `save` was asked to do."""
 
-    path: Path
+    path: Location
     tensors: Mapping[str, Shard]
     objects: Mapping[str, Any]
     rank_objects: Mapping[str, Any] | None
@@ -147,10 +149,30 @@ class Save:
         self.group = group
         self.rank, self.size = rank_and_size(group)
         self.doing = f"saving '{request.path}'"
-        self.save_id = ""
+        self.path = place_of(request.path)
+        self.attempt: Attempt | None = None
         self.plan: Plan | None = None
         self.aliases = dict(request.aliases)
         self._captured: _Captured | None = None
+        self._failure: Exception | None = None
+
+    def follow_previous(self) -> None:
+        """Wait for the save in flight: there is one at a time. Its error becomes that of this one.
+
+        Raises:
+            CheckpointError: The save in flight failed.
+        """
+        previous = pending.current()
+        try:
+            pending.settle()
+        except Exception as error:
+            if self.group is None or (previous is not None and previous.collective):
+                raise
+            self.fail(error)  # only this rank knows of it: the others must not be left waiting
+
+    def fail(self, error: Exception) -> None:
+        """Let `complete` fail on every rank, because of an error on this one."""
+        self._failure = error
 
     def capture(self, stage: Callable[[dict[str, Shard]], dict[str, Shard]] = lambda shards: shards) -> None:
         """Encode the objects and lift their tensors; called by `complete`, if it was not before.
@@ -187,15 +209,18 @@ class Save:
         Raises:
             CheckpointError: On every rank, if any rank could not describe or write its part.
         """
-        told = exchange(self.group, self._describe, self._decide, doing=self.doing, give_up=self._give_up)
-        self.save_id = told.save_id
-        exchange(
-            self.group,
-            lambda: self._write(told),
-            self._commit,
-            doing=self.doing,
-            give_up=self._give_up,
-        )
+        try:
+            told = exchange(self.group, self._describe, self._decide, doing=self.doing, give_up=self._give_up)
+            exchange(
+                self.group,
+                lambda: self._write(told),
+                self._commit,
+                doing=self.doing,
+                give_up=self._give_up,
+            )
+        finally:
+            if self.attempt is not None:  # whatever stopped it, such as Ctrl-C
+                self.attempt.release()
 
     def _describe(self) -> tuple[Description, dict[str, str]]:
         shards = self._taken().shards
@@ -203,6 +228,8 @@ class Save:
         return describe(shards), self.aliases
 
     def _taken(self) -> _Captured:
+        if self._failure is not None:
+            raise self._failure
         if self._captured is None:
             self.capture()
         assert self._captured is not None
@@ -218,42 +245,43 @@ class Save:
                     f"alias '{alias}' of '{target}': the target must be stored and the alias must not.",
                     remedy="Map every tied name to the one name under which its tensor is given.",
                 )
-        self.save_id = begin(self.request.path)
+        self.attempt = begin(self.path)
         return [
-            _Told(self.save_id, stored, keep)
+            _Told(self.attempt.save_id, stored, keep)
             for stored, keep in zip(self.plan.stored, self.plan.keep, strict=True)
         ]
 
     def _write(self, told: _Told) -> Files:
-        directory = self.request.path / told.save_id
+        directory = self.path / told.save_id
         files = write_rank_file(directory, self.rank, told.stored, [self.views[i] for i in told.keep])
         files |= _write_all(directory, self._taken().own)
         if files and self.rank:
-            sync_directory(directory)
+            directory.sync()
         return files
 
     def _commit(self, files_of_ranks: list[Files]) -> list[None]:
         assert self.plan is not None
-        directory = self.request.path / self.save_id
+        assert self.attempt is not None
+        directory = self.attempt.directory
         files = {name: entry for files in files_of_ranks for name, entry in files.items()}
         files |= _write_all(directory, self._taken().common)
         headers = [files[name].digested if (name := rank_file(r)) in files else 0 for r in range(self.size)]
         index = encode_index(place(self.plan, headers), self.aliases)
-        write_file(directory / INDEX, index)
+        (directory / INDEX).write(index)
         files[INDEX] = FileEntry(len(index), digest(index), len(index))
         manifest = Manifest(
-            save_id=self.save_id,
+            save_id=self.attempt.save_id,
             created=now().isoformat(timespec="microseconds"),
             files=files,
             writer=writer_info(self.size),
             provenance=self.request.provenance,
         )
-        commit(self.request.path, manifest, keep_previous=self.request.keep_previous)
+        self.attempt.commit(manifest, keep_previous=self.request.keep_previous)
         return [None] * self.size
 
     def _give_up(self) -> None:
-        if self.save_id:
-            discard(self.request.path, self.save_id)
+        if self.attempt is not None:
+            self.attempt.discard()
 
 
 def writer_info(world_size: int) -> dict[str, Any]:
@@ -277,14 +305,14 @@ def encode_objects(rank: int | None, tree: Any, opaque: Mapping[str, Any]) -> di
     return files
 
 
-def write_objects(directory: Path, rank: int | None, tree: Any, opaque: Mapping[str, Any]) -> Files:
+def write_objects(directory: Place, rank: int | None, tree: Any, opaque: Mapping[str, Any]) -> Files:
     """Write an encoded tree."""
     return _write_all(directory, encode_objects(rank, tree, opaque))
 
 
-def _write_all(directory: Path, contents: Mapping[str, bytes]) -> Files:
+def _write_all(directory: Place, contents: Mapping[str, bytes]) -> Files:
     for file, content in contents.items():
-        write_file(directory / file, content)
+        (directory / file).write(content)
     return {file: FileEntry(len(raw), digest(raw), len(raw)) for file, raw in contents.items()}
 
 

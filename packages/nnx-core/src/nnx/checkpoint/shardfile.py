@@ -12,7 +12,6 @@ import json
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import xxhash
@@ -20,8 +19,8 @@ from torch import Tensor
 
 from nnx.box import Box
 from nnx.checkpoint.dtypes import DTYPES
-from nnx.checkpoint.files import write_file
 from nnx.checkpoint.manifest import BLOCK, FileEntry, digest
+from nnx.checkpoint.places import Place
 from nnx.checkpoint.stream import ALIGNMENT, StreamWriter
 
 __all__ = ["ShardWriter", "StoredBox", "file_order", "flat_bytes", "rank_file", "write_rank_file"]
@@ -61,7 +60,7 @@ def _width(dtype_name: str) -> int:
 
 
 def write_rank_file(
-    directory: Path, rank: int, boxes: Sequence[StoredBox], data: Sequence[Tensor]
+    directory: Place, rank: int, boxes: Sequence[StoredBox], data: Sequence[Tensor]
 ) -> dict[str, FileEntry]:
     """Write this rank's boxes and their checksums.
 
@@ -80,7 +79,7 @@ def write_rank_file(
     header = _header([boxes[i] for i in order])
     size = len(header) + sum(box.nbytes for box in boxes)
     name = rank_file(rank)
-    with StreamWriter(directory / name, size=size) as stream:
+    with (directory / name).stream(size) as stream:
         stream.append(memoryview(header))
         writer = ShardWriter(stream)
         for i in order:
@@ -88,7 +87,7 @@ def write_rank_file(
         stream.finish()
     sums = struct.pack(f"<{len(writer.sums)}Q", *writer.sums)
     sums_name = f"{name.rsplit('.', 1)[0]}.sums"
-    write_file(directory / sums_name, sums)
+    (directory / sums_name).write(sums)
     return {
         name: FileEntry(size, digest(header), len(header)),
         sums_name: FileEntry(len(sums), digest(sums), len(sums)),

@@ -1,4 +1,4 @@
-"""A committed save on disk: its manifest and index, and its files read with their digests checked.
+"""A committed save: its manifest and index, and its files read with their digests checked.
 
 Nothing below trusts the disk: every byte that leaves this module was compared with a digest first.
 It imports neither torch nor Lightning, so that a checkpoint can be inspected and verified quickly.
@@ -6,16 +6,16 @@ It imports neither torch nor Lightning, so that a checkpoint can be inspected an
 
 from __future__ import annotations
 
-import os
 import struct
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
-from nnx.checkpoint.files import FileReader, explained, read_exactly
 from nnx.checkpoint.index import INDEX, Index, decode_index
 from nnx.checkpoint.manifest import MANIFEST, Manifest, decode_manifest, digest
+from nnx.checkpoint.pending import wait_until_saved
+from nnx.checkpoint.places import Location, Place, Reader, place_of
 from nnx.errors import CheckpointError
 
 __all__ = ["Source", "is_checkpoint", "read_manifest"]
@@ -23,35 +23,36 @@ __all__ = ["Source", "is_checkpoint", "read_manifest"]
 _MAX_MANIFEST = 1 << 30
 
 
-def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+def is_checkpoint(path: Location) -> bool:
     """Whether this path looks like an nnx checkpoint, damaged or not."""
-    return (Path(path) / MANIFEST).is_file()
+    place = place_of(path)
+    wait_until_saved(str(place))
+    return (place / MANIFEST).kind() == "file"
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Place) -> Manifest:
     """Read and check the manifest of the checkpoint at a path.
 
     Raises:
         CheckpointError: There is no checkpoint, or its manifest is damaged or of a newer format.
     """
+    wait_until_saved(str(path))
     manifest = path / MANIFEST
-    if not manifest.is_file():
+    if manifest.kind() != "file":
         raise CheckpointError(
             f"'{path}' is not an nnx checkpoint: {_why_not(path)}.",
             remedy="Check the path; a checkpoint is a directory with a file 'manifest.json'.",
         )
-    with explained("read", manifest):
-        size = manifest.stat().st_size
+    size = manifest.size()
     if size > _MAX_MANIFEST:
         raise CheckpointError(f"'{manifest}' is damaged: it has {size} bytes.", remedy="Check the path.")
-    return decode_manifest(read_exactly(manifest, size), source=str(manifest))
+    return decode_manifest(manifest.read(size), source=str(manifest))
 
 
-def _why_not(path: Path) -> str:
-    if not path.exists():
-        return "there is no such directory"
-    if not path.is_dir():
-        return "it is a file"
+def _why_not(path: Place) -> str:
+    kind = path.kind()
+    if kind != "directory":
+        return "it is a file" if kind else "there is no such directory"
     return f"it has no {MANIFEST}; a first save that was interrupted leaves none"
 
 
@@ -64,23 +65,25 @@ class Source:
         manifest: Its manifest.
     """
 
-    path: Path
+    path: Place
     manifest: Manifest
     _checked: dict[str, memoryview] = field(default_factory=dict)
     _blocks: dict[str, dict[int, int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
-    def open(cls, path: Path) -> Source:
+    def open(cls, path: Location) -> Source:
         """Check the manifest, every file's length, and the index."""
-        source = cls(path, read_manifest(path))
-        for name, entry in source.manifest.files.items():
-            source.check_size(name, entry.size)
+        place = place_of(path)
+        source = cls(place, read_manifest(place))
+        fault = next(source.faults(), None)
+        if fault is not None:
+            raise fault[1]
         source.index  # noqa: B018 - decoding it checks it
         return source
 
     @property
-    def directory(self) -> Path:
+    def directory(self) -> Place:
         """Where the save's files are."""
         return self.path / self.manifest.save_id
 
@@ -93,10 +96,10 @@ class Source:
         """The path of one of the save's files."""
         return str(self.directory / file)
 
-    def reader(self, file: str) -> FileReader:
+    def reader(self, file: str) -> Reader:
         """Open a rank file, after checking its header and its checksums."""
         self.sums(file)
-        return FileReader(self.directory / file)
+        return (self.directory / file).reader()
 
     @cached_property
     def index(self) -> Index:
@@ -106,18 +109,21 @@ class Source:
         raw = self.read_file(INDEX)
         return decode_index(raw, self.manifest, source=str(self.directory / INDEX))
 
-    def check_size(self, name: str, size: int) -> None:
-        """Compare a file's length with the manifest."""
-        path = self.directory / name
-        try:
-            found = path.stat().st_size
-        except FileNotFoundError:
-            raise CheckpointError(f"'{path}' is missing.", remedy=_RESTORE) from None
-        except OSError as error:
-            raise CheckpointError(f"cannot read '{path}': {error.strerror}.", remedy=_RESTORE) from error
-        if found != size:
-            kind = "truncated" if found < size else "too long"
-            raise CheckpointError(f"'{path}' is {kind}: {found} bytes, expected {size}.", remedy=_RESTORE)
+    def faults(self) -> Iterator[tuple[str, CheckpointError]]:
+        """Every file that is missing or has another length than the manifest says."""
+        sizes = self.directory.sizes(self.manifest.files)
+        for name, entry in self.manifest.files.items():
+            path, found = self.directory / name, sizes.get(name)
+            if found is None:
+                yield name, CheckpointError(f"'{path}' is missing.", remedy=_RESTORE)
+            elif found != entry.size:
+                kind = "truncated" if found < entry.size else "too long"
+                yield (
+                    name,
+                    CheckpointError(
+                        f"'{path}' is {kind}: {found} bytes, expected {entry.size}.", remedy=_RESTORE
+                    ),
+                )
 
     def read_file(self, name: str) -> bytes:
         """The part of a file that its digest covers: the whole, or the header of a rank file.
@@ -128,7 +134,7 @@ class Source:
         entry = self.manifest.files.get(name)
         if entry is None:
             raise CheckpointError(f"'{self.path / MANIFEST}' does not list '{name}'.", remedy=_RESTORE)
-        raw = read_exactly(self.directory / name, entry.digested)
+        raw = (self.directory / name).read(entry.digested)
         if digest(raw) != entry.digest:
             raise CheckpointError(
                 f"'{self.directory / name}' is damaged: bytes 0-{entry.digested} do not match their digest.",

@@ -1,8 +1,8 @@
-"""Writing one large file at the speed of the disk with a bounded amount of memory.
+"""Writing one large file at the speed of its storage with a bounded amount of memory.
 
-Bytes are collected in a few page-aligned buffers that a thread writes out while the caller fills the
-next one. Direct I/O avoids the page cache, which is slower and would push out what training needs;
-where the file system refuses it, the same code writes through the cache.
+Bytes are collected in a few page-aligned buffers that a thread hands to a `Sink` while the caller fills
+the next one. On a local disk that is direct I/O, which avoids the page cache: that is slower and would
+push out what training needs. Where the file system refuses it, the same code writes through the cache.
 This module knows nothing of tensors.
 """
 
@@ -17,10 +17,11 @@ import queue
 import threading
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from nnx.checkpoint.files import explained
 
-__all__ = ["ALIGNMENT", "StreamWriter"]
+__all__ = ["ALIGNMENT", "DirectFile", "Sink", "StreamWriter"]
 
 ALIGNMENT = 4096
 """Direct I/O needs positions, lengths and memory aligned to this (at most, on known file systems)."""
@@ -32,29 +33,46 @@ _spare: list[mmap.mmap] = []
 _spare_lock = threading.Lock()
 
 
+class Sink(Protocol):
+    """A new file that is written from its beginning to its end; errors are `CheckpointError`."""
+
+    def write(self, buffer: memoryview, length: int, position: int) -> None:
+        """Add bytes.
+
+        Args:
+            buffer: Page-aligned memory that begins with them; what follows may be overwritten.
+            length: How many bytes count.
+            position: Where in the file they belong: after those before.
+        """
+
+    def finish(self, size: int) -> None:
+        """Make the file last, with this length."""
+
+    def close(self) -> None:
+        """Let go of it; what was not finished need not be there."""
+
+
 class StreamWriter:
-    """Create a file and append bytes to it; the file is on disk after `finish`.
+    """Append bytes to a new file, which is there to stay after `finish`.
 
     Used as a context manager: leaving it by an exception stops the thread and closes the file.
 
     Args:
-        path: The file, which must not exist.
-        size: How long it will be; direct I/O writes whole pages, and what is too much is cut off again.
+        sink: The file.
+        size: How long it will be.
 
     Raises:
-        CheckpointError: The file cannot be created or written. Errors of the thread surface in the next
-            `append` or in `finish`.
+        CheckpointError: The file cannot be written. Errors of the thread surface in the next `append` or
+            in `finish`.
     """
 
-    def __init__(self, path: Path, *, size: int) -> None:
-        self.path = path
+    def __init__(self, sink: Sink, *, size: int) -> None:
         self.position = 0
+        self._sink = sink
         self._size = size
         self._error: BaseException | None = None
         self._free: queue.Queue[mmap.mmap] = queue.Queue()
         self._full: queue.Queue[tuple[mmap.mmap, int, int] | None] = queue.Queue()
-        with explained("write", path):
-            self._fd = _create(path)
         for buffer in _borrow():
             self._free.put(buffer)
         self._buffer = self._free.get()
@@ -80,14 +98,12 @@ class StreamWriter:
         return data
 
     def finish(self) -> None:
-        """Write what is left and force it to disk."""
+        """Write what is left and make the file last."""
         self._submit(last=True)
         self._stop()
-        with explained("write", self.path):
-            if self._error is not None:
-                raise self._error
-            os.ftruncate(self._fd, self._size)
-            os.fsync(self._fd)
+        if self._error is not None:
+            raise self._error
+        self._sink.finish(self._size)
 
     def __enter__(self) -> StreamWriter:
         return self
@@ -96,7 +112,7 @@ class StreamWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop()
-        os.close(self._fd)
+        self._sink.close()
         self._view.release()
         buffers = [self._buffer]
         with contextlib.suppress(queue.Empty):
@@ -115,12 +131,9 @@ class StreamWriter:
 
     def _submit(self, *, last: bool) -> None:
         if self._error is not None:
-            with explained("write", self.path):
-                raise self._error
-        length = -(-self._filled // ALIGNMENT) * ALIGNMENT  # the tail is cut off again by `finish`
-        self._view[self._filled : length] = bytes(length - self._filled)
+            raise self._error
         self._view.release()
-        self._full.put((self._buffer, self.position - self._filled, length))
+        self._full.put((self._buffer, self.position - self._filled, self._filled))
         self._buffer = self._free.get()
         self._view = memoryview(self._buffer)
         self._filled = 0
@@ -138,20 +151,51 @@ class StreamWriter:
             if self._error is None:
                 try:
                     with memoryview(buffer) as view:
-                        self._write(view[:length], position)
+                        self._sink.write(view, length, position)
                 except BaseException as error:  # handed to the caller
                     self._error = error
             self._free.put(buffer)
 
-    def _write(self, data: memoryview, position: int) -> None:
-        while data:
-            try:
-                written = os.pwrite(self._fd, data, position)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not _leave_direct(self._fd):
-                    raise
-                continue
-            data, position = data[written:], position + written
+
+class DirectFile:
+    """A file on a mounted file system, written around the page cache where that is possible.
+
+    Args:
+        path: The file, which must not exist.
+
+    Raises:
+        CheckpointError: It cannot be created.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with explained("write", path):
+            self._fd = _create(path)
+
+    def write(self, buffer: memoryview, length: int, position: int) -> None:
+        """Write whole pages; what is too much is cut off again by `finish`."""
+        padded = -(-length // ALIGNMENT) * ALIGNMENT
+        buffer[length:padded] = bytes(padded - length)
+        data = buffer[:padded]
+        with explained("write", self._path):
+            while data:
+                try:
+                    written = os.pwrite(self._fd, data, position)
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not _leave_direct(self._fd):
+                        raise
+                    continue
+                data, position = data[written:], position + written
+
+    def finish(self, size: int) -> None:
+        """Cut the file to its length and force it to disk."""
+        with explained("write", self._path):
+            os.ftruncate(self._fd, size)
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._fd)
 
 
 def _create(path: Path) -> int:

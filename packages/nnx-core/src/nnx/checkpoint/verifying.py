@@ -5,23 +5,26 @@ Imports neither torch nor Lightning. Damage is reported, not raised, so that one
 
 from __future__ import annotations
 
-import os
+import contextlib
 import struct
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import xxhash
 
-from nnx.checkpoint.files import read_exactly
-from nnx.checkpoint.index import INDEX, Index
+from nnx.checkpoint.index import INDEX, Index, Piece, TensorEntry
 from nnx.checkpoint.manifest import MANIFEST, DamagedManifestError, FileEntry
+from nnx.checkpoint.places import Location, place_of
 from nnx.checkpoint.source import Source, read_manifest
 from nnx.errors import CheckpointError
 
 __all__ = ["Damage", "verify"]
 
-_READ = 16 << 20
+_READ = 8 << 20
+_Part = tuple[Piece, TensorEntry, int, Future[memoryview]]
+"""Some whole blocks of a piece: where in it they start, and their data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +45,12 @@ class Damage:
 
 
 def verify(
-    path: str | os.PathLike[str], *, progress: Callable[[int, int], None] = lambda done, total: None
+    path: Location, *, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Damage]:
     """Read every byte of a checkpoint and compare it with what was written.
 
     Args:
-        path: The checkpoint's directory, or a link to it.
+        path: The checkpoint's directory, or a link to it, or its URL.
         progress: Called with the bytes read so far and their total.
 
     Returns:
@@ -56,11 +59,11 @@ def verify(
     Raises:
         CheckpointError: There is no checkpoint at this path, or it is of a newer format.
     """
-    root = Path(path)
+    root = place_of(path)
     try:
         manifest = read_manifest(root)
     except DamagedManifestError as error:
-        return [Damage(MANIFEST, 0, (root / MANIFEST).stat().st_size, error.message)]
+        return [Damage(MANIFEST, 0, (root / MANIFEST).size(), error.message)]
     return _Verification(Source(root, manifest), progress).run()
 
 
@@ -76,11 +79,15 @@ class _Verification:
 
     def run(self) -> list[Damage]:
         files = self.source.manifest.files
-        whole = {name for name, entry in files.items() if self._check_digested(name, entry)}
+        broken = dict(self.source.faults())
+        for name, error in broken.items():
+            self._report(name, 0, files[name].size, error.message)
+            self._advance(files[name].size)
+        whole = {name for name, entry in files.items() if name not in broken and self._is_whole(name, entry)}
         self._check_copy()
         index = self._index()
         for name, entry in files.items():
-            if entry.digested < entry.size:
+            if entry.digested < entry.size and name not in broken:
                 self._check_blocks(name, entry, index, whole)
         return self.found
 
@@ -91,10 +98,9 @@ class _Verification:
         self._done += count
         self._progress(self._done, self._total)
 
-    def _check_digested(self, name: str, entry: FileEntry) -> bool:
+    def _is_whole(self, name: str, entry: FileEntry) -> bool:
         """Check what a file's digest covers; whether that was all right."""
         try:
-            self.source.check_size(name, entry.size)
             self.source.read_file(name)
         except CheckpointError as error:
             self._report(name, 0, entry.digested, error.message)
@@ -104,15 +110,15 @@ class _Verification:
         return True
 
     def _check_copy(self) -> None:
-        path = self.source.directory / MANIFEST
-        expected = (self.source.path / MANIFEST).read_bytes()
+        copy, manifest = self.source.directory / MANIFEST, self.source.path / MANIFEST
+        expected = manifest.read(manifest.size())
         try:
-            same = path.read_bytes() == expected
-        except OSError as error:
-            self._report(MANIFEST, 0, len(expected), f"'{path}' cannot be read: {error.strerror}.")
+            same = copy.read(copy.size()) == expected
+        except CheckpointError as error:
+            self._report(MANIFEST, 0, len(expected), error.message)
             return
         if not same:
-            self._report(MANIFEST, 0, len(expected), f"'{path}' differs from the checkpoint's manifest.")
+            self._report(MANIFEST, 0, len(expected), f"'{copy}' differs from the checkpoint's manifest.")
 
     def _index(self) -> Index | None:
         if any(damage.file.endswith(f"/{INDEX}") for damage in self.found):
@@ -125,15 +131,10 @@ class _Verification:
 
     def _check_blocks(self, name: str, entry: FileEntry, index: Index | None, whole: set[str]) -> None:
         sums_name = f"{name.rsplit('.', 1)[0]}.sums"
-        length = entry.size - entry.digested
         if index is None or sums_name not in whole:
             cause = "the index" if index is None else f"'{sums_name}'"
             self._report(name, entry.digested, entry.size, f"cannot be checked, because {cause} is damaged.")
-            self._advance(length)
-            return
-        path = self.source.directory / name
-        if not path.is_file() or path.stat().st_size != entry.size:
-            self._advance(length)  # reported already
+            self._advance(entry.size - entry.digested)
             return
         self._compare(name, index, self.source.read_file(sums_name))
 
@@ -143,17 +144,41 @@ class _Verification:
         if len(raw) != 8 * index.block_count(name, size):
             self._report(name, 0, 0, f"its {len(raw) // 8} checksums are not as many as its blocks.")
             return
-        path, number = self.source.directory / name, 0
-        for piece, tensor in index.pieces_by_file.get(name, ()):
-            for start in range(0, piece.nbytes, max(size, _READ - _READ % size)):
-                length = min(max(size, _READ - _READ % size), piece.nbytes - start)
-                data = memoryview(read_exactly(path, length, start=piece.start + start))
-                for begin in range(0, length, size):
-                    part = data[begin : begin + size]
-                    if xxhash.xxh3_64_intdigest(part) != sums[number]:
-                        at = piece.start + start + begin
-                        self._report(
-                            name, at, at + len(part), f"block {number} of tensor '{tensor.name}' is damaged."
-                        )
-                    number += 1
-                self._advance(length)
+        number = 0
+        for piece, tensor, start, read in self._read_ahead(name, index):
+            data = read.result()
+            for begin in range(0, len(data), size):
+                part = data[begin : begin + size]
+                if xxhash.xxh3_64_intdigest(part) != sums[number]:
+                    at = piece.start + start + begin
+                    self._report(
+                        name, at, at + len(part), f"block {number} of tensor '{tensor.name}' is damaged."
+                    )
+                number += 1
+            self._advance(len(data))
+
+    def _read_ahead(self, name: str, index: Index) -> Iterator[_Part]:
+        """The data of every piece of a file in order, in parts of whole blocks; several are read at once."""
+        size = self.source.manifest.block
+        step = max(size, _READ - _READ % size)
+        parts = (
+            (piece, tensor, start, min(step, piece.nbytes - start))
+            for piece, tensor in index.pieces_by_file.get(name, ())
+            for start in range(0, piece.nbytes, step)
+        )
+        with (
+            contextlib.closing((self.source.directory / name).reader()) as reader,
+            ThreadPoolExecutor(reader.parallel) as pool,
+        ):
+
+            def read(position: int, length: int) -> memoryview:
+                data = memoryview(bytearray(length))
+                reader.read_into(position, data)
+                return data
+
+            waiting: deque[_Part] = deque()
+            for piece, tensor, start, length in parts:
+                waiting.append((piece, tensor, start, pool.submit(read, piece.start + start, length)))
+                if len(waiting) > reader.parallel:
+                    yield waiting.popleft()
+            yield from waiting

@@ -1,0 +1,297 @@
+"""Places: directories and files that a checkpoint lies in, on this machine's file systems or far away.
+
+Everything of a checkpoint is read and written through a `Place`, so that what is above need not know
+whether it is a path or a URL. This module owns the interface and its local half; `nnx.checkpoint.urls` is
+the other half, imported only when a URL is used. Neither knows what a checkpoint is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
+
+from typing_extensions import override
+
+from nnx.checkpoint.files import FileReader, explained, read_exactly, sync_directory, write_file
+from nnx.checkpoint.locks import Lock
+from nnx.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from nnx.checkpoint.stream import StreamWriter
+
+__all__ = ["LocalPlace", "Location", "Place", "Reader", "place_of"]
+
+Location = str | os.PathLike[str]
+"""A path, or a URL such as ``s3://bucket/run/last.ckpt``."""
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::.*)?://")
+_SQUEEZED_URL = re.compile(r"(s3|s3a|gs|gcs|az|abfs|abfss|hdfs|https?|memory):/[^/]")
+
+
+class Reader(Protocol):
+    """An open file that several threads read at the same time."""
+
+    gap: int
+    """Unwanted bytes between two wanted ones that cost less to read than to leave out."""
+    parallel: int
+    """How many threads read faster than fewer."""
+
+    def read_into(self, position: int, target: memoryview) -> None:
+        """Fill memory with the bytes from a position on; all of them must be there."""
+
+    def close(self) -> None:
+        """Close the file."""
+
+
+def place_of(location: Location | Place) -> Place:
+    """The place at a path or a URL; nothing has to be there.
+
+    Raises:
+        CheckpointError: Nothing can open URLs of this kind, or the package that does is missing.
+
+    Example:
+        >>> str(place_of("runs/last.ckpt") / "manifest.json")
+        'runs/last.ckpt/manifest.json'
+    """
+    if isinstance(location, Place):
+        return location
+    text = os.fspath(location)
+    for local in ("file://", "local://"):
+        text = text.removeprefix(local)
+    if _URL.match(text):
+        from nnx.checkpoint.urls import UrlPlace
+
+        return UrlPlace.of(text)
+    if _SQUEEZED_URL.match(text):
+        raise CheckpointError(
+            f"'{text}' was a URL, of which pathlib removed a slash.",
+            remedy="Pass URLs as strings, not as pathlib.Path.",
+        )
+    return LocalPlace(Path(text))
+
+
+class Place(ABC):
+    """A file, a directory, or nothing yet, below which ``/`` leads to others.
+
+    Everything raises `CheckpointError` with the place and a remedy.
+    """
+
+    @property
+    @abstractmethod
+    def location(self) -> Path | str:
+        """What Python's other libraries take: a `pathlib.Path`, or a URL."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Its last part."""
+
+    @abstractmethod
+    def __truediv__(self, name: str) -> Place: ...
+
+    @override
+    def __str__(self) -> str:
+        return str(self.location)
+
+    @override
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+    # --- looking ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def kind(self) -> Literal["file", "directory"] | None:
+        """What is there."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """What is in the directory, sorted; nothing if there is none."""
+
+    @abstractmethod
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        """Lengths of those of these files that are in the directory."""
+
+    def size(self) -> int:
+        """Length of the file."""
+        with self.explained("read"):
+            return self._size()
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def reader(self) -> Reader:
+        """Open the file for many reads."""
+
+    @abstractmethod
+    def read(self, size: int, *, start: int = 0) -> bytes:
+        """Read bytes that must be there."""
+
+    @abstractmethod
+    def open(self) -> BinaryIO:
+        """The file as Python's file object, for libraries that want one."""
+
+    # --- writing ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def make(self) -> None:
+        """Make the directory and those above it."""
+
+    @abstractmethod
+    def write(self, data: bytes) -> None:
+        """Create a file that does not exist yet and force it to disk."""
+
+    @abstractmethod
+    def stream(self, size: int) -> StreamWriter:
+        """Create a file that does not exist yet, to be written part by part in bounded memory."""
+
+    @abstractmethod
+    def replace(self, data: bytes, *, temporary: str) -> None:
+        """Replace the file, or create it, in one step: a reader sees the old or the new, never a mixture.
+
+        Args:
+            data: The new contents.
+            temporary: A name beside it that may be used meanwhile.
+        """
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Force the names in the directory to disk."""
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Remove the file, or the directory with all in it; nothing happens where there is none."""
+
+    @abstractmethod
+    def remove_if_empty(self) -> None:
+        """Remove the directory unless something is in it; never fails."""
+
+    @abstractmethod
+    def lock(self) -> Lock | None:
+        """Keep every other run from saving here, until it is released or this process ends.
+
+        Returns:
+            The lock; None where there is no way to have one.
+
+        Raises:
+            CheckpointError: Another run has it.
+        """
+
+    @abstractmethod
+    def explained(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        """Turn errors of the system into `CheckpointError`."""
+
+    @abstractmethod
+    def _size(self) -> int: ...
+
+
+class LocalPlace(Place):
+    """A path on a mounted file system."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    @override
+    def location(self) -> Path:
+        return self.path
+
+    @property
+    @override
+    def name(self) -> str:
+        return self.path.name
+
+    @override
+    def __truediv__(self, name: str) -> LocalPlace:
+        return LocalPlace(self.path / name)
+
+    @override
+    def kind(self) -> Literal["file", "directory"] | None:
+        if self.path.is_dir():
+            return "directory"
+        return "file" if self.path.exists() else None
+
+    @override
+    def names(self) -> list[str]:
+        with self.explained("list"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return sorted(os.listdir(self.path))  # noqa: PTH208
+        return []
+
+    @override
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        found = {}
+        for name in names:
+            with explained("read", self.path / name), contextlib.suppress(FileNotFoundError):
+                found[name] = (self.path / name).stat().st_size
+        return found
+
+    @override
+    def _size(self) -> int:
+        return self.path.stat().st_size
+
+    @override
+    def reader(self) -> FileReader:
+        return FileReader(self.path)
+
+    @override
+    def read(self, size: int, *, start: int = 0) -> bytes:
+        return read_exactly(self.path, size, start=start)
+
+    @override
+    def open(self) -> BinaryIO:
+        with self.explained("read"):
+            return self.path.open("rb")
+
+    @override
+    def make(self) -> None:
+        with self.explained("create"):
+            self.path.mkdir(parents=True, exist_ok=True)
+        sync_directory(self.path.parent)
+
+    @override
+    def write(self, data: bytes) -> None:
+        write_file(self.path, data)
+
+    @override
+    def stream(self, size: int) -> StreamWriter:
+        from nnx.checkpoint.stream import DirectFile, StreamWriter
+
+        return StreamWriter(DirectFile(self.path), size=size)
+
+    @override
+    def replace(self, data: bytes, *, temporary: str) -> None:
+        write_file(self.path.with_name(temporary), data)
+        with self.explained("replace"):
+            self.path.with_name(temporary).replace(self.path)
+        with contextlib.suppress(CheckpointError):  # what is replaced stays replaced
+            sync_directory(self.path.parent)
+
+    @override
+    def sync(self) -> None:
+        sync_directory(self.path)
+
+    @override
+    def remove(self) -> None:
+        with self.explained("remove"):
+            if self.path.is_dir() and not self.path.is_symlink():
+                shutil.rmtree(self.path)
+            else:
+                self.path.unlink(missing_ok=True)
+
+    @override
+    def remove_if_empty(self) -> None:
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+
+    @override
+    def lock(self) -> Lock | None:
+        return Lock.acquire(self.path)
+
+    @override
+    def explained(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        return explained(doing, self.path)
