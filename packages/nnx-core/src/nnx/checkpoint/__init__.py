@@ -10,12 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nnx.checkpoint.background import save_async
     from nnx.checkpoint.codec import EnumName
     from nnx.checkpoint.dcp import Handle, Reader, Writer
     from nnx.checkpoint.formats import CheckpointFormat, find_format, open_checkpoint
     from nnx.checkpoint.index import TensorEntry
     from nnx.checkpoint.manifest import Manifest
     from nnx.checkpoint.opened import Checkpoint
+    from nnx.checkpoint.pending import PendingSave
     from nnx.checkpoint.reading import NativeCheckpoint, open_native
     from nnx.checkpoint.saving import save
     from nnx.checkpoint.source import is_checkpoint
@@ -29,6 +31,7 @@ __all__ = [
     "Handle",
     "Manifest",
     "NativeCheckpoint",
+    "PendingSave",
     "Reader",
     "TensorEntry",
     "Writer",
@@ -37,6 +40,7 @@ __all__ = [
     "open_checkpoint",
     "open_native",
     "save",
+    "save_async",
     "verify",
 ]
 
@@ -48,6 +52,7 @@ _HOME = {
     "Handle": "dcp",
     "Manifest": "manifest",
     "NativeCheckpoint": "reading",
+    "PendingSave": "pending",
     "Reader": "dcp",
     "TensorEntry": "index",
     "Writer": "dcp",
@@ -56,6 +61,7 @@ _HOME = {
     "open_checkpoint": "formats",
     "open_native": "reading",
     "save": "saving",
+    "save_async": "background",
     "verify": "verifying",
 }
 
