@@ -30,6 +30,7 @@ __all__ = [
     "StoredName",
     "StoredRanks",
     "collect",
+    "numbered_optimizer_state",
     "numbers_parameters",
     "positional_optimizer_state",
     "stored_optimizer_states",
@@ -120,6 +121,26 @@ def positional_optimizer_state(state: Mapping[str, Any], names: Sequence[str]) -
         for group in state["param_groups"]
     ]
     return OptimizerState(state={names[i]: dict(v) for i, v in state["state"].items()}, param_groups=groups)
+
+
+def numbered_optimizer_state(state: OptimizerState, *, keep_names: bool = False) -> dict[str, Any]:
+    """A state by parameter name in the form of torch's ``Optimizer.state_dict()``: numbered.
+
+    Args:
+        state: By parameter name.
+        keep_names: Leave the names in each group's ``param_names``, where `nnx.CheckpointIO` looks for them.
+    """
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in state["param_groups"]:
+        for name in group["params"]:
+            numbers.setdefault(name, len(numbers))
+        kept = {"param_names": list(group["params"])} if keep_names else {}
+        groups.append({**group, "params": [numbers[name] for name in group["params"]], **kept})
+    return {
+        "state": {numbers[name]: values for name, values in state["state"].items()},
+        "param_groups": groups,
+    }
 
 
 # --- into a training state ------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from nnx.canonical import (
     StoredName,
     StoredRanks,
     collect,
+    numbered_optimizer_state,
     positional_optimizer_state,
     stored_optimizer_states,
 )
@@ -225,26 +226,6 @@ def load_single_file(path: Any, map_location: Any, weights_only: bool | None) ->
             remedy="If you trust the file, pass `weights_only=False` to Trainer.fit." if safe else "",
         ) from error
     return loaded
-
-
-def numbered_optimizer_state(state: OptimizerState, *, keep_names: bool = False) -> dict[str, Any]:
-    """A state by parameter name in the form of torch's ``Optimizer.state_dict()``: numbered.
-
-    Args:
-        state: By parameter name.
-        keep_names: Leave the names in each group's ``param_names``, where `CheckpointIO` looks for them.
-    """
-    numbers: dict[str, int] = {}
-    groups = []
-    for group in state["param_groups"]:
-        for name in group["params"]:
-            numbers.setdefault(name, len(numbers))
-        kept = {"param_names": list(group["params"])} if keep_names else {}
-        groups.append({**group, "params": [numbers[name] for name in group["params"]], **kept})
-    return {
-        "state": {numbers[name]: values for name, values in state["state"].items()},
-        "param_groups": groups,
-    }
 
 
 def _read(state: OptimizerState) -> OptimizerState:
