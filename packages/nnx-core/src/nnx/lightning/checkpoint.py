@@ -32,6 +32,7 @@ from nnx.errors import CheckpointError
 from nnx.layout import Shard
 from nnx.lightning.checkpoint_io import (
     CheckpointIO,
+    innermost_checkpoint_io,
     load_single_file,
     numbered_optimizer_state,
     refuse_storage_options,
@@ -96,7 +97,7 @@ def save_lightning_checkpoint(
         if strategy.global_rank == 0:
             states = full.get("optimizer_states", ())
             if states:
-                named = isinstance(_innermost(io), CheckpointIO)
+                named = innermost_checkpoint_io(io) is not None
                 full["optimizer_states"] = [numbered_optimizer_state(s, keep_names=named) for s in states]
             io.save_checkpoint(full, path, storage_options=storage_options)
 
@@ -114,13 +115,6 @@ def _provenance(strategy: Any) -> dict[str, Any]:
 def _lightning_version(strategy: Any) -> str:
     distribution: str = strategy.root.partition(".")[0]
     return version(distribution)
-
-
-def _innermost(io: Any) -> Any:
-    """What an IO plugin such as ``AsyncCheckpointIO`` writes with in the end."""
-    while not isinstance(io, CheckpointIO) and getattr(io, "checkpoint_io", None) is not None:
-        io = io.checkpoint_io
-    return io
 
 
 def _gather_tree(value: Any, seen: dict[int, Tensor | None]) -> Any:
@@ -173,7 +167,7 @@ def open_together(strategy: Any, path: Any, weights_only: bool | None) -> storag
         CheckpointIO knows, the dict that was saved.
     """
     io = strategy.checkpoint_io
-    ours = isinstance(_innermost(io), CheckpointIO)
+    ours = innermost_checkpoint_io(io) is not None
     settle_together()
     with together(control_group(), doing=f"opening {str(path)!r}"):
         found = storage.find_format(path) if ours or Path(path).is_dir() else None
@@ -197,7 +191,9 @@ def load_lightning_checkpoint(strategy: Any, path: Any, weights_only: bool | Non
     states = stored_optimizer_states(stored)
     if states is not None:
         checkpoint["optimizer_states"] = states
-    checkpoint.setdefault(RANKS, StoredRanks(stored))
+    ranks = StoredRanks(stored)
+    if len(ranks) > 0:
+        checkpoint[RANKS] = ranks
     return checkpoint
 
 

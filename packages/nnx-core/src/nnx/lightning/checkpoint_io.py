@@ -36,7 +36,14 @@ from nnx.errors import CheckpointError
 from nnx.options import StateDictType, check_choice
 from nnx.state import OptimizerState
 
-__all__ = ["CheckpointIO", "exists", "numbered_optimizer_state", "refuse_storage_options", "settle_together"]
+__all__ = [
+    "CheckpointIO",
+    "exists",
+    "innermost_checkpoint_io",
+    "numbered_optimizer_state",
+    "refuse_storage_options",
+    "settle_together",
+]
 
 _instances: weakref.WeakSet[CheckpointIO] = weakref.WeakSet()
 
@@ -140,7 +147,9 @@ class CheckpointIO:
         states = stored_optimizer_states(stored)
         if states is not None:
             checkpoint["optimizer_states"] = [numbered_optimizer_state(_read(state)) for state in states]
-        checkpoint.setdefault(RANKS, StoredRanks(stored))
+        ranks = StoredRanks(stored)
+        if len(ranks) > 0:
+            checkpoint[RANKS] = ranks
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -211,6 +220,13 @@ def _remove(target: Path) -> None:
         shutil.rmtree(target)
     else:
         target.unlink(missing_ok=True)
+
+
+def innermost_checkpoint_io(io: Any) -> CheckpointIO | None:
+    """Ours, in which a plugin such as ``AsyncCheckpointIO`` writes in the end; None if it is another's."""
+    while not isinstance(io, CheckpointIO) and getattr(io, "checkpoint_io", None) is not None:
+        io = io.checkpoint_io
+    return io if isinstance(io, CheckpointIO) else None
 
 
 def load_single_file(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:

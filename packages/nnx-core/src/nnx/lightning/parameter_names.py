@@ -14,6 +14,7 @@ from typing import Any
 from nnx.checkpoint.background import poll
 from nnx.checkpoint.pending import current, settle_quietly
 from nnx.lightning.checkpoint_io import CheckpointIO, exists
+from nnx.lightning.resume_callback import make_resume_callback
 
 __all__ = ["ParameterNames", "callbacks", "mirror_callbacks"]
 
@@ -69,7 +70,7 @@ def mirror_callbacks() -> list[Any]:
 
 
 def _callbacks(root: str) -> list[Any]:
-    return [_make(root)] if exists() else []
+    return [_make(root), make_resume_callback(root)] if exists() else []
 
 
 def _make(root: str) -> Any:
