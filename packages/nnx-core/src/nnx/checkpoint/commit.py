@@ -95,16 +95,13 @@ class Attempt:
             CheckpointError: A file is not there as described, another run has committed meanwhile, or the
                 manifest cannot be written. What was the checkpoint then stays.
         """
+        self._refuse_if_overtaken()
         _check_present(self.directory, manifest.files)
         data = encode_manifest(manifest)
         # The copy marks the save as complete, and outlives the next commit if the save is kept.
         (self.directory / MANIFEST).write(data)
         self.directory.sync()
-        if self._lock is None and _read_manifest(self._path) != self._previous:
-            raise CheckpointError(
-                f"cannot commit to '{self._path}': another run has saved to it meanwhile.",
-                remedy="Give every run a path of its own; what the other run saved is intact.",
-            )
+        self._refuse_if_overtaken()
         (self._path / MANIFEST).replace(data, temporary=f".{MANIFEST}.{self.save_id}.tmp")
         with contextlib.suppress(CheckpointError):  # what is committed stays committed
             collect(
@@ -114,6 +111,13 @@ class Attempt:
                 until=None if self._lock else _newest_known(self._path, self._previous),
             )
         self.release()
+
+    def _refuse_if_overtaken(self) -> None:
+        if self._lock is None and _read_manifest(self._path) != self._previous:
+            raise CheckpointError(
+                f"cannot commit to '{self._path}': another run has saved to it meanwhile.",
+                remedy="Give every run a path of its own; what the other run saved is intact.",
+            )
 
     def discard(self) -> None:
         """Remove what a failed save left, as far as that is possible; never what was committed."""

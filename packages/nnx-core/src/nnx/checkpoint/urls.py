@@ -281,6 +281,7 @@ class _Upload:
         part = max(_PART, -(-size // _MOST_PARTS))
         with _explained("write", url):
             self._file = filesystem.open(key, "wb", block_size=part)
+        self._complete = False
 
     def write(self, buffer: memoryview, length: int, position: int) -> None:
         """Add bytes; a part is sent once enough of them are there."""
@@ -291,14 +292,16 @@ class _Upload:
         """Send the rest and complete the upload."""
         with _explained("write", self._url):
             self._file.close()
+        self._complete = True
 
     def close(self) -> None:
         """Abandon the upload unless it is complete."""
-        if self._file.closed:
+        if self._complete:
             return
         with contextlib.suppress(Exception):  # another error is on its way, and the name is never used
             self._file.discard()
-        self._file.closed = True  # or it would complete the upload when it is collected
+        with contextlib.suppress(AttributeError):
+            self._file.closed = True  # or it would complete the upload when it is collected
 
 
 def _unavailable(url: str, protocol: str) -> CheckpointError:
