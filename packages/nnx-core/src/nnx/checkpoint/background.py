@@ -8,6 +8,7 @@ threads must not use one group. One save is in flight at a time; see `nnx.checkp
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -63,7 +64,7 @@ def save_async(
         rank_objects=rank_objects,
         aliases=aliases or {},
         mode=state_dict_type,
-        provenance=provenance or {},
+        provenance=copy.deepcopy(dict(provenance or {})),
         opaque=opaque,
         keep_previous=keep_previous,
         collective=collective,
