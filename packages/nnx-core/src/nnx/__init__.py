@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from nnx.lightning.factory import strategy
     from nnx.lightning.loading import load_from_checkpoint
     from nnx.plugins.hookspecs import hookimpl
+    from nnx.random_state import RandomState
     from nnx.registry import StrategyRegistry
     from nnx.spec import Capabilities, StrategySpec
 
@@ -40,6 +41,7 @@ __all__ = [
     "Backend",
     "ParallelContext",
     "CheckpointIO",
+    "RandomState",
     "load_from_checkpoint",
     "NnxError",
     "CheckpointError",
@@ -60,6 +62,7 @@ _HOME = {
     "Backend": "nnx.backend",
     "ParallelContext": "nnx.backend",
     "CheckpointIO": "nnx.lightning.checkpoint_io",
+    "RandomState": "nnx.random_state",
     "load_from_checkpoint": "nnx.lightning.loading",
     "NnxError": "nnx.errors",
     "CheckpointError": "nnx.errors",

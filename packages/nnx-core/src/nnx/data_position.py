@@ -67,7 +67,7 @@ class TrackedSampler(Sampler[Any]):
         self.first = 0
         self.first_items = 0
         self.started_from: dict[str, Any] | None = None
-        self._next_pass: tuple[int, dict[str, Any] | None] | None = None
+        self._next_pass: tuple[int, dict[str, Any] | None] = (0, None)
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the inner sampler's."""
@@ -93,7 +93,7 @@ class TrackedSampler(Sampler[Any]):
         return self.inner.batch_size if type(self.inner) is BatchSampler else None
 
     def begin_at(self, units: int, started_from: dict[str, Any] | None) -> None:
-        """Make the next pass, and only that, begin in the middle.
+        """Make passes begin in the middle, until `begin_at_start`. A loader may ask for several to use one.
 
         Args:
             units: How many units of this rank's share to pass over.
@@ -101,8 +101,12 @@ class TrackedSampler(Sampler[Any]):
         """
         self._next_pass = units, started_from
 
+    def begin_at_start(self) -> None:
+        """Make the passes after those that were asked for begin at their beginning."""
+        self._next_pass = (0, None)
+
     def __iter__(self) -> Iterator[Any]:
-        (self.first, self.started_from), self._next_pass = self._next_pass or (0, None), None
+        self.first, self.started_from = self._next_pass
         self.first_items = self.items_before(self.first)
         if self.started_from is None:
             return self._begin(self.first)

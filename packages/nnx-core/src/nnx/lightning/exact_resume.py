@@ -19,10 +19,13 @@ from nnx.canonical import RANKS
 from nnx.collective import control_group, together
 from nnx.data_position import Position
 from nnx.errors import CheckpointError
-from nnx.lightning.loop_progress import Interruption, interruption
+from nnx.lightning.loop_progress import Interruption, complete_batch, interruption
 from nnx.lightning.training_data import TrainingData, begin_late
 
 __all__ = ["ExactResume"]
+_NO_DATA: Mapping[str, Any] = {"loaders": (), "stateful": ()}
+"""Fabric's checkpoints hold random state alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
@@ -55,9 +58,7 @@ class ExactResume:
         """This rank's random state and data position, as plain data."""
         positions = [] if self._data is None else self._data.positions(trainer)
         return {
-            "rank": trainer.global_rank,
-            "world_size": trainer.world_size,
-            "rng": random_state.capture(),
+            **random_state.RandomState().state_dict(),
             "data": {
                 "loaders": [None if position is None else position.as_dict() for position in positions],
                 "stateful": trainer.fit_loop.on_save_checkpoint().get("combined_loader", []),
@@ -86,8 +87,8 @@ class ExactResume:
         loaders = []
         if self._saved is not None:
             self._put_own_loader_states(trainer, self._saved, checkpoint)
-            state = self._saved.own or self._saved.first
-            loaders = [None if saved is None else Position(**saved) for saved in state["data"]["loaders"]]
+            data = (self._saved.own or self._saved.first).get("data", _NO_DATA)
+            loaders = [None if saved is None else Position(**saved) for saved in data["loaders"]]
         if self._data is not None:
             self._data.resume_at(self._place, loaders)
 
@@ -105,7 +106,7 @@ class ExactResume:
 
     def _put_own_loader_states(self, trainer: Any, saved: _Saved, checkpoint: dict[str, Any]) -> None:
         """Lightning restores loaders that have a state; it would give every rank that of rank 0."""
-        if self._place is None or not saved.first["data"]["stateful"]:
+        if self._place is None or not saved.first.get("data", _NO_DATA)["stateful"]:
             return
         loops = checkpoint["loops"]["fit_loop"]["state_dict"]
         size, saved_size = trainer.world_size, saved.first["world_size"]
@@ -136,6 +137,8 @@ class ExactResume:
             self._said += self._data.said
         if self._place is not None and not self._place.inside:
             begin_late(trainer)
+        if self._place is not None:
+            complete_batch(trainer)
         if saved is not None:
             said = random_state.resume(
                 None if saved.own is None else saved.own["rng"],

@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from nnx.canonical import LazyStateDict, stored_optimizer_states
+from nnx.canonical import RANKS, LazyStateDict, StoredRanks, stored_optimizer_states
+from nnx.collective import control_group, together
 from nnx.errors import CheckpointError
 from nnx.lightning.checkpoint import (
     open_together,
@@ -22,6 +23,7 @@ from nnx.lightning.checkpoint import (
 )
 from nnx.lightning.engine_module import unwrap_engine
 from nnx.lightning.routing import unwrap_optimizer
+from nnx.random_state import RandomState
 
 __all__ = ["load_fabric_checkpoint", "save_fabric_checkpoint"]
 
@@ -38,10 +40,11 @@ def save_fabric_checkpoint(
     """Save Fabric's state dict. Collective."""
     modules = {key: unwrap_engine(value) for key, value in state.items() if isinstance(value, nn.Module)}
     optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
+    random = {key: value for key, value in state.items() if isinstance(value, RandomState)}
     checkpoint: dict[str, Any] = {
         key: value.state_dict() if hasattr(value, "state_dict") else value
         for key, value in state.items()
-        if key not in modules and key not in optimizers
+        if key not in modules and key not in optimizers and key not in random
     }
     if modules:
         checkpoint["state_dict"] = {
@@ -55,7 +58,8 @@ def save_fabric_checkpoint(
             _prefixed(strategy, modules, optimizer) for optimizer in optimizers.values()
         ]
     checkpoint[_KEYS] = {"modules": list(modules), "optimizers": list(optimizers)}
-    save_lightning_checkpoint(strategy, checkpoint, path, storage_options)
+    own = next((value.state_dict() for value in random.values()), None)  # there is only one random state
+    save_lightning_checkpoint(strategy, checkpoint, path, storage_options, own=own)
 
 
 def _prefixes(modules: Mapping[str, Any]) -> dict[str, str]:
@@ -92,7 +96,9 @@ def load_fabric_checkpoint(
         if source.has_optimizer(key, index, strict):
             source.restore_optimizer(state[key], key, index)
     for key in [key for key in state if key not in modules and key not in optimizers]:
-        if source.has(key, strict):
+        if isinstance(state[key], RandomState):
+            source.restore_random(state[key], key, strict)
+        elif source.has(key, strict):
             value = source.rest.pop(key)
             if hasattr(state[key], "load_state_dict"):
                 state[key].load_state_dict(value)
@@ -126,6 +132,14 @@ class _Source:
         model = {} if self.stored is None else {"state_dict": LazyStateDict(self.stored)}
         states = {} if self.optimizers is None else {"optimizer_states": self.optimizers}
         return {**self.rest, **model, **states}
+
+    def restore_random(self, random: RandomState, key: str, strict: bool) -> None:
+        """Restore this rank's random state, or seed it from rank 0's. Collective."""
+        ranks: Any = self.rest.get(RANKS, ()) if self.stored is None else StoredRanks(self.stored)
+        with together(control_group(), doing="restoring the random state"):
+            if self._found(len(ranks) > 0, key, strict):
+                rank = self.strategy.global_rank
+                random.load_state_dict(ranks[rank if rank < len(ranks) else 0])
 
     def has(self, key: str, strict: bool) -> bool:
         """Whether the rest has this key; a missing one is an error if `strict`."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from nnx.data_position import Position, TrackedSampler, is_skippable, track, tracked, untrack
 from nnx.errors import CheckpointError
-from nnx.lightning.loop_progress import Interruption
+from nnx.lightning.loop_progress import Interruption, count_batches
 
 __all__ = ["TrainingData"]
 
@@ -149,6 +149,8 @@ class TrainingData:
             )
         combined = trainer.fit_loop._combined_loader
         samplers = [tracked(loader) for loader in combined.flattened]
+        for sampler in filter(None, samplers):
+            sampler.begin_at_start()
         for sampler, saved in zip(samplers, self._saved, strict=False):
             if sampler and saved and not (place.inside and saved.started_from):
                 sampler.restore_generators(saved.generators)
@@ -168,10 +170,7 @@ class TrainingData:
         ]
         decisive = (min if combined._mode == "min_size" else max)(range(len(known)), key=lengths.__getitem__)
         batches = known[decisive].first_items
-        current = fit.epoch_loop.batch_progress.current
-        moved = batches - current.processed
-        for counter in ("ready", "started", "processed", "completed"):
-            setattr(current, counter, getattr(current, counter) + moved)
+        count_batches(trainer, batches)
         items = tuple(sampler.first_items for sampler in known)
         self._beginning = _Beginning(fit.epoch_progress.current.ready, batches, items)
 

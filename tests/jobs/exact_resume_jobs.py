@@ -1,0 +1,297 @@
+"""Runs that are interrupted and resumed: what each rank saw, batch by batch."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+
+import nnx
+from jobs.training import digest_of
+
+WIDTH = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run, as data that travels to the workers.
+
+    Attributes:
+        save_at: Hook in which to save, and the how-manieth call of it.
+        loader: Which of `LOADERS`.
+        samples: Size of the dataset.
+    """
+
+    strategy: str = "fsdp_auto"
+    options: dict[str, Any] = field(default_factory=dict)
+    devices: int = 1
+    epochs: int | None = 3
+    steps: int = -1
+    loader: str = "shuffled"
+    workers: int = 0
+    samples: int = 24
+    batch: int = 3
+    accumulate: int = 1
+    validate: Any = None
+    own_sampler: bool = False
+    save_at: tuple[str, int] = ("on_train_batch_end", 11)
+    path: str = ""
+    resume: str | None = None
+    seed: int = 3
+
+
+@dataclass
+class Report:
+    """What one rank saw.
+
+    Attributes:
+        batches: The sample ids of every batch, in order.
+        losses: Its loss.
+        where: Epoch and batch index of every batch.
+        validations: Number of validation batches.
+        digest: Of the weights in the end.
+        said: Warnings about resuming.
+    """
+
+    batches: list[Any]
+    losses: list[float]
+    where: list[tuple[int, int]]
+    validations: int
+    digest: str
+    said: list[str]
+    saved_after: int = -1
+
+
+class Numbers(Dataset[tuple[int, Tensor]]):
+    """Samples that know their number; in the main process they are augmented by all three generators."""
+
+    def __init__(self, samples: int, augmented: bool) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.data = torch.randn(samples, WIDTH, generator=generator)
+        self.augmented = augmented
+        self.loaded = 0
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        self.loaded += 1
+        noise = 0.0
+        if self.augmented:
+            noise = random.random() + np.random.rand() + float(torch.rand(()))
+        return index, self.data[index] + noise
+
+
+class Stream(IterableDataset[tuple[int, Tensor]]):
+    """Data without indices."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        return ((index, torch.full((WIDTH,), float(index))) for index in range(self.samples))
+
+
+class Stateful:
+    """A loader with a state of its own, which differs from rank to rank: an order that it drew at first."""
+
+    def __init__(self, samples: int, batch: int, rank: int, size: int) -> None:
+        generator = torch.Generator().manual_seed(int(torch.randint(1000, ())))
+        self.order = (torch.randperm(samples // size, generator=generator) * size + rank).tolist()
+        self.batch, self.position = batch, 0
+
+    def __len__(self) -> int:
+        return len(self.order) // self.batch
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self.position = self.position % len(self), 0
+        return self._batches(start)
+
+    def _batches(self, start: int) -> Iterator[Any]:
+        for index in range(start, len(self)):
+            self.position = index + 1
+            ids = torch.tensor(self.order[index * self.batch : (index + 1) * self.batch])
+            yield ids, ids[:, None].expand(-1, WIDTH) / 10
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order, "position": self.position % len(self)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, self.position = state["order"], state["position"]
+
+
+class Uneven(Sampler[list[int]]):
+    """A batch sampler of the user's own, whose batches have several sizes; drawn from Python's generator."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return 2 * (self.samples // 6)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = random.sample(range(self.samples), self.samples)
+        for start in range(0, self.samples - 5, 6):
+            yield order[start : start + 2]
+            yield order[start + 2 : start + 6]
+
+
+def _loader(case: Case, trainer: Trainer) -> Any:
+    data = Numbers(case.samples, case.workers == 0)
+    common: dict[str, Any] = {"num_workers": case.workers}
+    if case.workers:
+        common["multiprocessing_context"] = "fork"
+    plain = {**common, "batch_size": case.batch}
+    if case.loader == "ordered":
+        return DataLoader(data, **plain)
+    if case.loader == "shuffled":
+        return DataLoader(data, shuffle=True, **plain)
+    if case.loader == "drop_last":
+        return DataLoader(data, shuffle=True, drop_last=True, **plain)
+    if case.loader == "persistent":
+        return DataLoader(data, shuffle=True, persistent_workers=True, **plain)
+    if case.loader == "generator":
+        generator = torch.Generator().manual_seed(case.seed)
+        return DataLoader(data, shuffle=True, generator=generator, **plain)
+    if case.loader == "replacement":
+        return DataLoader(data, sampler=RandomSampler(data, replacement=True, num_samples=21), **plain)
+    if case.loader == "batch_sampler":
+        return DataLoader(data, batch_sampler=Uneven(case.samples), **common)
+    if case.loader == "unbatched":
+        return DataLoader(data, batch_size=None, shuffle=True, **common)
+    if case.loader == "stream":
+        return DataLoader(Stream(case.samples), **plain)
+    if case.loader == "stateful":
+        return Stateful(case.samples, case.batch, trainer.global_rank, trainer.world_size)
+    first = DataLoader(data, shuffle=True, **plain)
+    second = DataLoader(Numbers(8, False), shuffle=True, **plain)
+    if case.loader == "two":
+        return [first, second]
+    return CombinedLoader({"a": first, "b": second}, mode=case.loader)  # type: ignore[arg-type]
+
+
+class Dropping(LightningModule):
+    """A small model with dropout that notes what it is given."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.case = case
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.report = Report([], [], [], 0, "", [])
+        self.hooks_drew: list[float] = []
+
+    def train_dataloader(self) -> Any:
+        return _loader(self.case, self.trainer)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Numbers(6, True), batch_size=3) if self.case.validate is not None else []
+
+    def on_train_epoch_start(self) -> None:
+        self.hooks_drew.append(float(torch.rand(())))
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        parts = list(batch.values()) if isinstance(batch, dict) else batch
+        parts = parts if isinstance(parts[0], (list, tuple)) or parts[0] is None else [parts]
+        ids, losses = [], []
+        for part in parts:
+            if part is None:
+                ids.append(None)
+                continue
+            numbers, values = part
+            numbers = torch.as_tensor(numbers).reshape(-1)
+            ids.append(numbers.tolist())
+            losses.append(self._loss(values.reshape(-1, WIDTH)))
+        loss = torch.stack(losses).mean()
+        self.report.batches.append(ids[0] if len(ids) == 1 else ids)
+        self.report.losses.append(loss.item())
+        self.report.where.append((self.current_epoch, index))
+        return loss
+
+    def _loss(self, values: Tensor) -> Tensor:
+        return F.mse_loss(self.layers(values), values.sum(1, keepdim=True))
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.report.validations += 1
+        self.log("val", self._loss(batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+class SaveIn(Callback):
+    """Saves in one call of one hook."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.calls = 0
+        for hook in (
+            "on_train_start",
+            "on_train_epoch_start",
+            "on_train_batch_end",
+            "on_validation_end",
+            "on_train_epoch_end",
+        ):
+            setattr(self, hook, self._saver(hook))
+
+    def _saver(self, hook: str) -> Any:
+        def save(trainer: Trainer, module: Any, *args: Any) -> None:
+            if not self.case.path or hook != self.case.save_at[0] or trainer.sanity_checking:
+                return
+            self.calls += 1
+            if self.calls == self.case.save_at[1]:
+                module.report.saved_after = len(module.report.batches)
+                trainer.save_checkpoint(self.case.path)
+
+        return save
+
+
+def run(case: Case) -> Report:
+    """Train as described; every rank reports."""
+    seed_everything(case.seed, verbose=False)
+    module = Dropping(case)
+    plugins = [nnx.CheckpointIO(**case.options)] if case.strategy in ("auto", "ddp") else []
+    ours = bool(case.options) and not plugins
+    trainer = Trainer(
+        strategy=nnx.strategy(case.strategy, **case.options) if ours else case.strategy,
+        accelerator="cpu",
+        devices=case.devices,
+        max_epochs=case.epochs,
+        max_steps=case.steps,
+        accumulate_grad_batches=case.accumulate,
+        val_check_interval=case.validate,
+        num_sanity_val_steps=2,
+        callbacks=[SaveIn(case)],
+        plugins=plugins,
+        use_distributed_sampler=not case.own_sampler,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, ckpt_path=case.resume)
+    report = module.report
+    report.said = [str(w.message) for w in caught if "resuming" in str(w.message).lower()]
+    report.digest = digest_of({name: value.detach() for name, value in module.state_dict().items()})
+    if case.path and case.save_at[0] == "afterwards":
+        report.saved_after = len(report.batches)
+        trainer.save_checkpoint(case.path)
+    return report
+
+
+def interrupted(case: Case, **later: Any) -> tuple[Report, Report]:
+    """A whole run that saves on its way, and one that resumes from there under another seed."""
+    whole = run(case)
+    return whole, run(replace(case, resume=case.path, path="", seed=99, **later))
