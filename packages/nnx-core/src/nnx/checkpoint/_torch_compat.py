@@ -5,6 +5,7 @@ Nothing else in `nnx.checkpoint` uses a private name. `test_torch_compat.py` hol
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nnx.layout import Shard
 
-__all__ = ["Checkpointable", "load_structure", "loads_itself", "position_in_file"]
+__all__ = [
+    "Checkpointable",
+    "load_structure",
+    "loads_itself",
+    "position_in_file",
+    "rebuilding",
+    "storage_kind",
+]
 
 
 class Checkpointable(Tensor):
@@ -73,3 +81,66 @@ def loads_itself(module: nn.Module) -> bool:
     overrides = kind.load_state_dict is not nn.Module.load_state_dict
     loader = getattr(kind._load_from_state_dict, "__module__", "")
     return overrides or not loader.startswith("torch.") or bool(module._load_state_dict_pre_hooks)
+
+
+DCP_RECORDS = (
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "MEM_FORMAT_ENCODING",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+    "_StorageInfo",
+    "_StoragePrefix",
+)
+"""Names of the classes, in modules below ``torch.distributed``, that a pickled ``.metadata`` is made of (torch
+1.13 to 2.13; some were in other modules and without the underscore before 2.2)."""
+
+STORAGE_DTYPES = {
+    "BFloat16Storage": "bfloat16",
+    "BoolStorage": "bool",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "ShortStorage": "int16",
+}
+"""Which element type each class of storages stands for in the pickles of ``torch.save`` (torch 1.6 to 2.13)."""
+
+
+def storage_kind(dtype: torch.dtype) -> Any:
+    """The class that a file of ``torch.save`` names for the elements of a tensor.
+
+    It is one of the public classes such as `torch.FloatStorage`; newer element types have none, and are
+    stored as bytes.
+    """
+    name = _CLASSES.get(str(dtype).removeprefix("torch."), "UntypedStorage")
+    return getattr(torch, name)
+
+
+def rebuilding(storage: Any, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
+    """How a file of ``torch.save`` describes a contiguous tensor: a function and its arguments.
+
+    They are `torch._utils._rebuild_tensor_v2` and, for element types without a storage class,
+    `torch._utils._rebuild_tensor_v3` (torch 2.11 to 2.13; the names are part of the file format).
+    """
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    hooks: OrderedDict[Any, Any] = OrderedDict()
+    arguments = (storage, 0, shape, tuple(reversed(strides)), False, hooks)
+    if str(dtype).removeprefix("torch.") in _CLASSES:
+        return torch._utils._rebuild_tensor_v2, arguments
+    return torch._utils._rebuild_tensor_v3, (*arguments, dtype)
+
+
+_CLASSES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}

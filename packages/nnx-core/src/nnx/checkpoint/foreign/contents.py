@@ -24,7 +24,7 @@ from nnx.checkpoint.index import Piece, TensorEntry
 from nnx.checkpoint.opened import Checkpoint
 from nnx.errors import CheckpointError
 
-__all__ = ["Contents", "ForeignCheckpoint"]
+__all__ = ["Contents", "ForeignCheckpoint", "Lifted"]
 
 
 class ForeignCheckpoint(Checkpoint):
@@ -60,7 +60,7 @@ class ForeignCheckpoint(Checkpoint):
     @override
     def tree(self, rank: int | None, tensor: Callable[[str], Any]) -> Any:
         held = self._contents.objects if rank is None else self._contents.rank_objects.get(rank)
-        return map_tree(held, lambda value: tensor(value.name) if isinstance(value, _Lifted) else value)
+        return map_tree(held, lambda value: tensor(value.name) if isinstance(value, Lifted) else value)
 
     @override
     def _fetch(self, wanted: Sequence[Wanted]) -> None:
@@ -75,8 +75,8 @@ class ForeignCheckpoint(Checkpoint):
 
 
 @dataclass(frozen=True, slots=True)
-class _Lifted:
-    """Where a tensor stood in a tree of objects, and the logical name that it was given."""
+class Lifted:
+    """Stands in a tree of objects for a tensor that has a logical name."""
 
     name: str
 
@@ -224,7 +224,7 @@ class Contents:
                 number += 1
                 name = f"{wanted}#{number}"
             self.add(name, value)
-            return _Lifted(name)
+            return Lifted(name)
 
         return map_paths(tree, lift)
 

@@ -6,7 +6,11 @@ torch's restricted unpickler.
 
 from __future__ import annotations
 
+import argparse
+import collections
+import copy
 import math
+import sys
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +24,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from nnx.box import Box
 from nnx.checkpoint._torch_compat import load_structure, position_in_file
 from nnx.checkpoint.files import read_exactly
+from nnx.checkpoint.foreign.restoring import Inert, StandIns, harmless
 from nnx.checkpoint.index import Piece, TensorEntry
 from nnx.errors import CheckpointError
 
@@ -85,23 +90,6 @@ class FileTensor:
         return torch.frombuffer(raw, dtype=self.dtype).as_strided(self.shape, self.stride).contiguous()
 
 
-class Inert:
-    """Stands in for a class of another program: keeps what it was made of and does nothing."""
-
-    arguments: tuple[Any, ...] = ()
-    state: Any = None
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Inert:  # noqa: D102 - as of any class
-        made = super().__new__(cls)
-        made.arguments = args
-        return made
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
 def load_torch_file(
     path: Path, *, weights_only: bool = True, known: Sequence[Any] = (), inert: Sequence[str] = ()
 ) -> Any:
@@ -122,18 +110,12 @@ def load_torch_file(
     """
     if not path.is_file():
         raise CheckpointError(f"'{path}' is missing.", remedy="Restore it, or use another checkpoint.")
+    zipped = zipfile.is_zipfile(path)
+    _refuse_truncated(path, zipped=zipped)
     try:
         if not weights_only:
-            return torch.load(path, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(path))
-        if not zipfile.is_zipfile(path):
-            return torch.load(path, map_location="cpu", weights_only=True)
-        stand_ins = [
-            (type(name.rpartition(".")[2], (Inert,), {}), name)
-            for name in get_unsafe_globals_in_checkpoint(path)
-            if name.startswith(tuple(inert))
-        ]
-        with safe_globals([*known, *stand_ins]):
-            structure = load_structure(path)
+            return torch.load(path, map_location="cpu", weights_only=False, mmap=zipped)
+        return _load_safely(path, zipped=zipped, known=known, inert=inert)
     except CheckpointError:
         raise
     except Exception as error:  # whatever damage or the pickle makes it raise
@@ -144,7 +126,45 @@ def load_torch_file(
             if weights_only
             else "Restore it from a backup, or use another checkpoint.",
         ) from error
-    return map_tree(structure, lambda value: _located(value, path))
+
+
+def _refuse_truncated(path: Path, *, zipped: bool) -> None:
+    """The list of a zip file's contents is its end, so a part of one looks like no zip file at all."""
+    if not zipped and read_exactly(path, min(4, path.stat().st_size)) == b"PK\x03\x04":
+        raise CheckpointError(
+            f"'{path}' is truncated: its end, where a file of torch.save lists its contents, is missing.",
+            remedy="Restore it from a backup, or use another checkpoint.",
+        )
+
+
+def _load_safely(path: Path, *, zipped: bool, known: Sequence[Any], inert: Sequence[str]) -> Any:
+    named = get_unsafe_globals_in_checkpoint(path) if zipped else []
+    stand_ins = StandIns([name for name in named if name.startswith(tuple(inert))])
+    with safe_globals([*harmless(), *known, *stand_ins.classes()]):
+        refused = get_unsafe_globals_in_checkpoint(path) if named else []
+        if refused:
+            raise _unsafe(path, refused)
+        if not (zipped and _is_mappable(path)):
+            return stand_ins.restore(torch.load(path, map_location="cpu", weights_only=True))
+        structure = load_structure(path)
+    return map_tree(stand_ins.restore(structure), lambda value: _located(value, path))
+
+
+def _unsafe(path: Path, names: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        f"'{path}' holds objects that only code of their own can restore: {', '.join(sorted(names))}.",
+        remedy="If you trust whoever wrote it, pass `weights_only=False`. Otherwise have it saved without "
+        "them (hyperparameters: `self.save_hyperparameters(ignore=[...])`).",
+    )
+
+
+def _is_mappable(path: Path) -> bool:
+    """Whether tensors stand in the file as in memory: neither compressed nor of another byte order."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        order = [entry for entry in entries if entry.filename.endswith("/byteorder")]
+        same = all(archive.read(entry) == sys.byteorder.encode() for entry in order)
+        return same and all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
 
 
 def _located(value: Any, path: Path) -> Any:
@@ -167,10 +187,14 @@ def map_tree(tree: Any, change: Callable[[Any], Any]) -> Any:
 def map_paths(tree: Any, change: Callable[[tuple[str, ...], Any], Any], path: tuple[str, ...] = ()) -> Any:
     """As `map_tree`; `change` is also told the keys and positions that lead to a leaf."""
     if isinstance(tree, dict):
-        made = tree.copy()  # an OrderedDict with attributes, a defaultdict and so on stay what they are
+        made = copy.copy(tree)  # an OrderedDict with attributes, a defaultdict and so on stay what they are
         for key, value in tree.items():
             made[key] = map_paths(value, change, (*path, str(key)))
         return made
+    if type(tree) is argparse.Namespace:
+        return argparse.Namespace(**map_paths(vars(tree), change, path))
+    if type(tree) is collections.deque:
+        return collections.deque(map_paths(list(tree), change, path), tree.maxlen)
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
         items = [map_paths(value, change, (*path, str(i))) for i, value in enumerate(tree)]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)

@@ -1,0 +1,100 @@
+"""What another format has no place for, kept beside its own contents so that nothing is lost on the way back.
+
+It is the typed JSON of `nnx.checkpoint.codec`; tensors in it are stored under their logical names by whoever
+writes, and are referred to by name. So a file that carries it stays readable for programs that know nothing
+of it, and no pickle is needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nnx.canonical import StoredName
+from nnx.checkpoint.codec import Encoder, decode
+from nnx.checkpoint.foreign.contents import Contents
+from nnx.checkpoint.views import Described
+from nnx.errors import CheckpointError
+
+__all__ = ["StoredEncoder", "pack", "unpack"]
+
+_VERSION = 1
+
+
+class StoredEncoder(Encoder):
+    """An `Encoder` that refers to stored tensors by the names they have."""
+
+    def encode(self, value: Any, path: tuple[str, ...] = ()) -> Any:
+        """Encode a value; see `Encoder.encode`."""
+        if isinstance(value, StoredName):
+            return {"$": "tensor", "name": value.key}
+        return super().encode(value, path)
+
+
+def pack(checkpoint: Described, objects: Mapping[str, Any], aliases: Mapping[str, str]) -> str:
+    """Encode what is left over.
+
+    Args:
+        checkpoint: Where it comes from; the objects of its ranks are included.
+        objects: Common objects, by their key in `Checkpoint.objects`.
+        aliases: Tied names.
+
+    Raises:
+        CheckpointError: An object has no JSON form.
+    """
+    ranks = {rank: checkpoint.rank_objects(rank) for rank in range(checkpoint.world_size)}
+    body = {
+        "version": _VERSION,
+        "objects": StoredEncoder("objects").encode(dict(objects)),
+        "ranks": {
+            str(rank): StoredEncoder(f"rank.{rank}").encode(tree)
+            for rank, tree in ranks.items()
+            if tree is not None
+        },
+        "aliases": dict(aliases),
+        "world_size": checkpoint.world_size,
+        "provenance": dict(checkpoint.provenance),
+    }
+    return json.dumps(body, separators=(",", ":"), allow_nan=False)
+
+
+def unpack(text: str, contents: Contents, tensor: Callable[[str], Any], *, source: str) -> dict[str, Any]:
+    """Put back what was left over: objects, the objects of ranks, aliases.
+
+    Args:
+        text: What `pack` gave.
+        contents: Where to put it.
+        tensor: Gives what stands for the tensor of a name.
+        source: Where it comes from, for messages.
+
+    Returns:
+        World size and provenance, as `Contents.opened` takes them.
+
+    Raises:
+        CheckpointError: It is malformed or newer.
+    """
+    try:
+        body = json.loads(text)
+        version = body["version"]
+        objects, ranks, aliases = body["objects"], body["ranks"], body["aliases"]
+        opened = {"world_size": int(body["world_size"]), "provenance": dict(body["provenance"])}
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"'{source}' holds malformed data of nnx: {type(error).__name__}: {error}.",
+            remedy="Restore it from a backup, or use another checkpoint.",
+        ) from error
+    if version != _VERSION:
+        raise CheckpointError(
+            f"'{source}' holds data of nnx in version {version}; this nnx reads version {_VERSION}.",
+            remedy="Upgrade with `pip install --upgrade nnx-core`.",
+        )
+    contents.objects |= decode(objects, tensor=tensor, opaque=_no_opaque, source=source)
+    for rank, tree in ranks.items():
+        contents.rank_objects[int(rank)] = decode(tree, tensor=tensor, opaque=_no_opaque, source=source)
+    contents.aliases |= aliases
+    return opened
+
+
+def _no_opaque(place: str) -> Any:
+    raise LookupError(f"the object at {place!r} is not here")
