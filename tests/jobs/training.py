@@ -128,8 +128,9 @@ class Net(LightningModule):
         self.losses.append(mean.item())
 
     def train_dataloader(self) -> DataLoader[Any]:
+        # Where nnx neither writes nor reads the checkpoints, nobody else passes over what has been seen.
         seen = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        return loader(self.trainer, _dtype(self.run), skip=seen)
+        return loader(self.trainer, _dtype(self.run), skip=0 if _nnx_resumes(self.trainer) else seen)
 
     def val_dataloader(self) -> Any:
         return loader(self.trainer, _dtype(self.run)) if self.run.validate_every else []
@@ -251,6 +252,14 @@ def loader(trainer: Trainer, dtype: torch.dtype = torch.float32, skip: int = 0) 
     data = dataset(dtype)
     sampler = Strided(len(data), skip=skip, **kwargs)
     return DataLoader(data, batch_size=GLOBAL_BATCH // kwargs["num_replicas"], sampler=sampler)
+
+
+def _nnx_resumes(trainer: Trainer) -> bool:
+    from nnx.lightning.checkpoint_io import innermost_checkpoint_io
+    from nnx.lightning.processes import ParallelProcesses
+
+    ours = isinstance(trainer.strategy, ParallelProcesses)
+    return ours or innermost_checkpoint_io(trainer.strategy.checkpoint_io) is not None
 
 
 def _dtype(run: Run) -> torch.dtype:
