@@ -8,7 +8,7 @@ Where the strategy is Lightning's own, `nnx.lightning.resume_callback` calls it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,9 +84,10 @@ class ExactResume:
         self._place = interruption(checkpoint, iteration_based=trainer.max_steps != -1)
         with together(control_group(), doing="reading the random state"):
             self._saved = self._read(ranks, trainer.global_rank, checkpoint.get("global_step", 0))
+            if self._saved is not None:
+                self._put_loader_states(trainer, self._saved, ranks, checkpoint)
         loaders = []
         if self._saved is not None:
-            self._put_own_loader_states(trainer, self._saved, checkpoint)
             data = (self._saved.own or self._saved.first).get("data", _NO_DATA)
             loaders = [None if saved is None else Position(**saved) for saved in data["loaders"]]
         if self._data is not None:
@@ -104,7 +105,9 @@ class ExactResume:
             )
         return None
 
-    def _put_own_loader_states(self, trainer: Any, saved: _Saved, checkpoint: dict[str, Any]) -> None:
+    def _put_loader_states(
+        self, trainer: Any, saved: _Saved, ranks: Any, checkpoint: dict[str, Any]
+    ) -> None:
         """Lightning restores loaders that have a state; it would give every rank that of rank 0."""
         if self._place is None or not saved.first.get("data", _NO_DATA)["stateful"]:
             return
@@ -112,12 +115,17 @@ class ExactResume:
         size, saved_size = trainer.world_size, saved.first["world_size"]
         if saved.own is not None and size == saved_size:
             loops["combined_loader"] = saved.own["data"]["stateful"]
-            return
-        loops.pop("combined_loader", None)
-        self._said.append(
-            f"the training loaders start over, as their states are those of {saved_size} ranks and this run "
-            f"has {size}."
-        )
+        elif _all_equal([ranks[rank]["data"]["stateful"] for rank in range(saved_size)]):
+            self._said.append(
+                f"the states of the training loaders, the same on all {saved_size} ranks, are restored on "
+                f"{size} ranks: that is right unless they count what one rank has read."
+            )
+        else:
+            loops.pop("combined_loader", None)
+            self._said.append(
+                f"the training loaders start over, as each of {saved_size} ranks had a state of its own and "
+                f"this run has {size}."
+            )
 
     def process(self, trainer: Any, loader: Any) -> Any:
         """Prepare a loader that Trainer is about to use; returns it."""
@@ -158,3 +166,10 @@ class ExactResume:
         """Leave the user's loaders as they were."""
         if self._data is not None:
             self._data.close(trainer)
+
+
+def _all_equal(states: Sequence[Any]) -> bool:
+    try:
+        return all(bool(state == states[0]) for state in states)
+    except (RuntimeError, ValueError):  # tensors and arrays in them are not compared as a whole
+        return False
