@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nnx.checkpoint.background import save_async
     from nnx.checkpoint.codec import EnumName
+    from nnx.checkpoint.converting import convert, merge
     from nnx.checkpoint.dcp import Handle, Reader, Writer
     from nnx.checkpoint.formats import CheckpointFormat, find_format, open_checkpoint
     from nnx.checkpoint.index import TensorEntry
@@ -35,8 +36,10 @@ __all__ = [
     "Reader",
     "TensorEntry",
     "Writer",
+    "convert",
     "find_format",
     "is_checkpoint",
+    "merge",
     "open_checkpoint",
     "open_native",
     "save",
@@ -56,8 +59,10 @@ _HOME = {
     "Reader": "dcp",
     "TensorEntry": "index",
     "Writer": "dcp",
+    "convert": "converting",
     "find_format": "formats",
     "is_checkpoint": "source",
+    "merge": "converting",
     "open_checkpoint": "formats",
     "open_native": "reading",
     "save": "saving",

@@ -203,6 +203,12 @@ class Contents:
         self.rank_objects = {
             rank: self._lift(tree, f"rank.{rank}") for rank, tree in self.rank_objects.items()
         }
+        for alias, name in self.aliases.items():
+            if name not in self.entries:
+                raise CheckpointError(
+                    f"'{self.path}' holds the name '{alias}' for tensor '{name}', which it does not hold.",
+                    remedy="Restore it from a backup, or use another checkpoint.",
+                )
         for entry in self.entries.values():
             if entry.dtype_name not in DTYPES:
                 raise CheckpointError(
