@@ -12,7 +12,15 @@ from typing import Any
 
 from nnx.errors import NnxError
 
-__all__ = ["print_error", "print_json", "print_note", "print_pairs", "print_table", "print_text"]
+__all__ = [
+    "human_bytes",
+    "print_error",
+    "print_json",
+    "print_note",
+    "print_pairs",
+    "print_table",
+    "print_text",
+]
 
 
 def print_json(content: Any) -> None:
@@ -56,6 +64,21 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
     """Print names with their values, leaving out the empty ones."""
     _print_plain([[f"{name}:", value] for name, value in pairs if value])
+
+
+def human_bytes(count: int) -> str:
+    """A size for people.
+
+    Example:
+        >>> human_bytes(1_020_700_000)
+        '1.02 GB'
+    """
+    size = float(count)
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1000
+    return f"{size:.2f} TB"
 
 
 def _on_terminal() -> bool:
