@@ -96,8 +96,8 @@ DCP_RECORDS = (
     "_StorageInfo",
     "_StoragePrefix",
 )
-"""Names of the classes, in modules below ``torch.distributed``, that a pickled ``.metadata`` is made of (torch
-1.13 to 2.13; some were in other modules and without the underscore before 2.2)."""
+"""Names of the classes, in modules below ``torch.distributed``, that a pickled ``.metadata`` is made of
+(torch 2.11 to 2.13, and older ones, where some were in other modules and had no underscore)."""
 
 STORAGE_DTYPES = {
     "BFloat16Storage": "bfloat16",
@@ -113,7 +113,7 @@ STORAGE_DTYPES = {
     "LongStorage": "int64",
     "ShortStorage": "int16",
 }
-"""Which element type each class of storages stands for in the pickles of ``torch.save`` (torch 1.6 to 2.13)."""
+"""Which element type each class of storages stands for in pickles of ``torch.save`` (torch 2.11 to 2.13)."""
 
 
 def storage_kind(dtype: torch.dtype) -> Any:
@@ -144,3 +144,16 @@ def rebuilding(storage: Any, shape: tuple[int, ...], dtype: torch.dtype) -> tupl
 
 
 _CLASSES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
+
+DCP_VERSION = "1.0.0"
+"""What torch 2.4 to 2.13 write into ``.metadata``: ``CURRENT_DCP_VERSION`` of their filesystem module."""
+
+
+def new_storage_info(file: str, start: int, length: int) -> Any:
+    """Where an item of a DCP directory lies.
+
+    It is a `torch.distributed.checkpoint.filesystem._StorageInfo` (torch 2.11 to 2.13).
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, start, length)
