@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +19,7 @@ from typing_extensions import override
 
 from nnx.box import Box
 from nnx.checkpoint.foreign.contents import Contents, ForeignCheckpoint
+from nnx.checkpoint.foreign.deepspeed_files import Files, holds_checkpoints, model_file, scan, tag_directory
 from nnx.checkpoint.foreign.deepspeed_universal import Universal
 from nnx.checkpoint.foreign.deepspeed_zero import OWN_CLASSES, Partitions, add_state, split_evenly
 from nnx.checkpoint.foreign.faults import malformed_explained
@@ -31,30 +30,25 @@ from nnx.errors import CheckpointError
 
 __all__ = ["DeepSpeed"]
 
-_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_EXPERT_FILE = re.compile(r"layer_.*|(?:.*_)?expert_.*|expp_rank_.*")
-_LATEST = ("latest", "latest_universal")
 _WRAPPER = "_forward_module."
 """How Lightning before 2.1 prefixed every name."""
 
-_ENGINE_KEYS = frozenset(
-    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments "
-    "lr_scheduler data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size "
-    "mp_world_size checkpoint_parallel_dimensions ds_config ds_version sparse_tensor_module_names "
-    "csr_tensor_module_names universal_checkpoint_info ds_autoep_layers autoep_layers num_experts folding".split()
-)
+_ENGINE_KEYS = {
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
+    *(
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "skipped_steps",
+        "global_steps",
+    ),
+    *("global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config"),
+    *("ds_version", "sparse_tensor_module_names", "csr_tensor_module_names", "universal_checkpoint_info"),
+    *("ds_autoep_layers", "autoep_layers", "num_experts", "folding"),
+}
 """What DeepSpeed itself puts into a model file; everything else is its caller's."""
 _KEPT = ("skipped_steps", "global_steps", "global_samples", "data_sampler", "random_ltd")
-
-
-@dataclass
-class _Files:
-    """What a tag's directory holds: files by the rank in their name; None for the one file of all ranks."""
-
-    directory: Path
-    models: dict[int | None, Path] = field(default_factory=dict)
-    optimizers: dict[int, Path] = field(default_factory=dict)
 
 
 class DeepSpeed(CheckpointFormat):
@@ -64,12 +58,7 @@ class DeepSpeed(CheckpointFormat):
 
     @override
     def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
-        directory = Path(path)
-        if not directory.is_dir():
-            return False
-        if any((directory / name).is_file() for name in _LATEST) or _is_tag(directory):
-            return True
-        return any(_is_tag(child) for child in directory.iterdir() if child.is_dir())
+        return holds_checkpoints(Path(path))
 
     @override
     def open(
@@ -97,8 +86,8 @@ class DeepSpeed(CheckpointFormat):
 
 
 def _open(path: Path, tag: str | None, weights: str, weights_only: bool) -> ForeignCheckpoint:
-    files = _scan(_tag_directory(path, tag))
-    main = _load_model(_model_file(files, 0), weights_only)
+    files = scan(tag_directory(path, tag))
+    main = _load_model(model_file(files, 0), weights_only)
     partitions = _partitions(files, main)
     world_size = int(main.get("dp_world_size", 1))
     contents = Contents(path, DeepSpeed.name)
@@ -114,75 +103,11 @@ def _open(path: Path, tag: str | None, weights: str, weights_only: bool) -> Fore
     return contents.opened(world_size=world_size, provenance=origin)
 
 
-# --- files ------------------------------------------------------------------------------------------
-
-
-def _is_tag(directory: Path) -> bool:
-    return any(_MODEL_FILE.fullmatch(file.name) for file in directory.iterdir())
-
-
-def _tag_directory(path: Path, tag: str | None) -> Path:
-    if tag is None and _is_tag(path):
-        return path
-    if tag is None:
-        tag = next((found for name in _LATEST if (found := _read_tag(path / name))), None)
-    tags = sorted(child.name for child in path.iterdir() if child.is_dir() and _is_tag(child))
-    if tag is None and len(tags) == 1:
-        tag = tags[0]
-    if tag is None:
-        raise CheckpointError(
-            f"'{path}' holds {len(tags)} DeepSpeed checkpoints ({', '.join(tags)}) and no file 'latest' that "
-            "names one.",
-            remedy=f"Open one of them, such as '{path / tags[-1]}'." if tags else "Check the path.",
-        )
-    if tag not in tags:
-        raise CheckpointError(
-            f"'{path}' has no DeepSpeed checkpoint of tag '{tag}', which was asked for or is named in 'latest'.",
-            remedy=f"Open one of {', '.join(tags)}." if tags else "Restore it from a backup.",
-        )
-    return path / tag
-
-
-def _read_tag(file: Path) -> str | None:
-    return file.read_text(errors="replace").strip() if file.is_file() else None
-
-
-def _scan(directory: Path) -> _Files:
-    files = _Files(directory)
-    for path in sorted(directory.iterdir()):
-        model, optimizer = _MODEL_FILE.fullmatch(path.name), _OPTIMIZER_FILE.fullmatch(path.name)
-        found = model or optimizer
-        if _EXPERT_FILE.fullmatch(path.name) or (found and int(found[2]) > 0):
-            raise CheckpointError(
-                f"'{path}' belongs to a model that was split by tensor, pipeline or expert parallelism.",
-                remedy="Only data-parallel checkpoints (ZeRO) can be read; merge it with DeepSpeed first.",
-            )
-        if model:
-            files.models[None if model[1] is None else int(model[1])] = path
-        elif optimizer and int(optimizer[1]) in files.optimizers:
-            raise CheckpointError(
-                f"'{directory}' has two optimizer files of rank {optimizer[1]}, of which one is '{path.name}'.",
-                remedy="They are of different saves; delete the older ones.",
-            )
-        elif optimizer:
-            files.optimizers[int(optimizer[1])] = path
-    return files
-
-
-def _model_file(files: _Files, rank: int) -> Path:
-    """The model file of all ranks, or in stage 3 that of one."""
-    found = files.models.get(None, files.models.get(rank))
-    if found is not None:
-        return found
-    name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-    raise CheckpointError(
-        f"'{files.directory / name}' is missing.",
-        remedy="Restore it; every rank's files are needed to put the model together.",
-    )
+# --- files ----------------------------------------------------------------------------------------
 
 
 def _load_model(path: Path, weights_only: bool) -> dict[str, Any]:
-    """A model file; trusted only if it cannot be read safely, since only then its tensors stay in the file."""
+    """A model file. Trusted is only one that cannot be read safely: read so, its tensors stay in the file."""
     try:
         loaded = load_torch_file(path, inert=OWN_CLASSES)
     except CheckpointError:
@@ -197,7 +122,7 @@ def _load_model(path: Path, weights_only: bool) -> dict[str, Any]:
     return dict(loaded)
 
 
-def _partitions(files: _Files, main: Mapping[str, Any]) -> Partitions | Universal | None:
+def _partitions(files: Files, main: Mapping[str, Any]) -> Partitions | Universal | None:
     """The optimizer's files; None where there was no ZeRO."""
     shapes = main.get("param_shapes")
     if shapes is None:
@@ -305,12 +230,12 @@ class _Frozen:
         contents.add_pieces(key, shape, str(parts[0].dtype).removeprefix("torch."), pieces)
 
 
-def _frozen(files: _Files, main: Mapping[str, Any], world_size: int, weights_only: bool) -> _Frozen:
+def _frozen(files: Files, main: Mapping[str, Any], world_size: int, weights_only: bool) -> _Frozen:
     shapes = main.get("frozen_param_shapes") or {}
     if None in files.models or not shapes:
         return _Frozen((), {})
-    others = [rank for rank in range(1, world_size)]
-    return _Frozen([main, *(_load_model(_model_file(files, rank), weights_only) for rank in others)], shapes)
+    others = (_load_model(model_file(files, rank), weights_only) for rank in range(1, world_size))
+    return _Frozen([main, *others], shapes)
 
 
 def _add_optimizer(

@@ -185,8 +185,8 @@ class Partitions:
                 continue
             if value.numel < self._masters[0][group].numel or len(value.shape) > 1:
                 raise CheckpointError(
-                    f"optimizer state '{key}' in '{value.path}' has shape {value.shape}, which is not that of "
-                    "the flat parameters it belongs to.",
+                    f"optimizer state '{key}' in '{value.path}' has shape {value.shape}, "
+                    "which is not that of the flat parameters it belongs to.",
                     remedy="Only optimizers that treat every element alike, such as AdamW, can be read.",
                 )
             tensors = {rank: state[key] for rank, state in states.items() if key in state}
