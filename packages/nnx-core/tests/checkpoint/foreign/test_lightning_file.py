@@ -1,0 +1,470 @@
+"""Lightning's single file and other files of torch.save, read and written."""
+
+from __future__ import annotations
+
+import collections
+import fractions
+import io
+import pathlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import nnx.checkpoint
+from jobs.rich_checkpoint import differences, save_rich
+from nnx.canonical import stored_optimizer_states
+from nnx.checkpoint.foreign.lightning_file import LightningFile
+from nnx.checkpoint.foreign.torch_file import Inert, load_torch_file
+from nnx.checkpoint.foreign.torch_writing import ZipLayout
+from nnx.errors import CheckpointError
+from nnx.layout import shard_of
+
+
+class Small(LightningModule):
+    """Tied, frozen and two param groups."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(1)
+        self.first = nn.Linear(width, width, bias=False)
+        self.tied = nn.Linear(width, width, bias=False)
+        self.tied.weight = self.first.weight
+        self.last = nn.Linear(width, 1)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = self.last(self.tied(self.first(batch[0]))).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.first.parameters(), "lr": 0.1}, {"params": self.last.parameters()}]
+        optimizer = torch.optim.AdamW(groups, lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.arange(32.0).view(8, 4) / 10), batch_size=2)
+
+
+def fit(epochs: int, module: Small, **more: Any) -> Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(max_epochs=epochs, accelerator="cpu", devices=1, enable_model_summary=False, **quiet)
+    trainer.fit(module, **more)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A file that stock Lightning wrote after one epoch, and the losses of two."""
+    path = tmp_path_factory.mktemp("stock") / "stock.ckpt"
+    module = Small()
+    fit(1, module).save_checkpoint(path)
+    straight = Small()
+    fit(2, straight)
+    return path, straight.losses
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def test_what_is_written_resumes_in_stock_lightning_as_if_never_interrupted(
+    stock: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    path, losses = stock
+    nnx.checkpoint.convert(path, tmp_path / "again.ckpt")
+    module = Small()
+    trainer = fit(2, module, ckpt_path=tmp_path / "again.ckpt")
+    assert module.losses == losses[4:]
+    assert module.first.weight is module.tied.weight
+    group = trainer.optimizers[0].param_groups[0]
+    assert "param_names" not in group  # a later `add_param_group` without names would be refused
+    trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def test_load_from_checkpoint_and_weights_only_loading_accept_it(
+    stock: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy.ckpt"
+    nnx.checkpoint.convert(stock[0], copy)
+    module = Small.load_from_checkpoint(copy)
+    before, after = (torch.load(file, weights_only=True) for file in (stock[0], copy))
+    assert before.keys() == after.keys() - {"nnx"}
+    for name, tensor in before["state_dict"].items():
+        assert torch.equal(module.state_dict()[name], tensor)
+    assert after["optimizer_states"][0]["param_groups"] == before["optimizer_states"][0]["param_groups"]
+    shared = after["state_dict"]
+    assert shared["first.weight"].data_ptr() == shared["tied.weight"].data_ptr()
+
+
+def test_everything_comes_back_bit_by_bit(tmp_path: Path) -> None:
+    source = save_rich(tmp_path / "source")
+    nnx.checkpoint.convert(tmp_path / "source", tmp_path / "one.ckpt")
+    nnx.checkpoint.convert(tmp_path / "one.ckpt", tmp_path / "two.ckpt")
+    for name in ("one.ckpt", "two.ckpt"):
+        assert differences(source, nnx.checkpoint.open_checkpoint(tmp_path / name)) == []
+
+
+def test_other_zip_tools_find_the_checksums_right(tmp_path: Path) -> None:
+    save_rich(tmp_path / "source")
+    nnx.checkpoint.merge(tmp_path / "source", tmp_path / "one.ckpt")
+    assert zipfile.ZipFile(tmp_path / "one.ckpt").testzip() is None
+    script = "import sys, zipfile; sys.exit(zipfile.main(['-t', sys.argv[1]]))"
+    subprocess.run([sys.executable, "-c", script, tmp_path / "one.ckpt"], check=True, timeout=60)
+    raw = bytearray((tmp_path / "one.ckpt").read_bytes())
+    start = raw.index(nnx.checkpoint.open_checkpoint(tmp_path / "one.ckpt").read("model.net.weight").numpy())
+    raw[start] ^= 1
+    (tmp_path / "bad.ckpt").write_bytes(raw)
+    assert zipfile.ZipFile(tmp_path / "bad.ckpt").testzip() is not None
+
+
+def test_tensors_of_any_name_and_objects_of_any_key_are_kept(tmp_path: Path) -> None:
+    nnx.checkpoint.save(
+        tmp_path / "a",
+        tensors={"w": shard_of(torch.arange(6.0))},
+        objects={"trainer": {}, "mine": {"x": torch.ones(2)}},
+        aliases={"v": "w"},
+    )
+    nnx.checkpoint.convert(tmp_path / "a", tmp_path / "a.ckpt")
+    opened = nnx.checkpoint.open_checkpoint(tmp_path / "a.ckpt")
+    assert differences(nnx.checkpoint.open_checkpoint(tmp_path / "a"), opened) == []
+
+
+@pytest.mark.parametrize("modules", [["net"], ["net", "critic"]])
+def test_what_fabric_saved_is_found_under_the_users_keys(tmp_path: Path, modules: list[str]) -> None:
+    prefixes = {key: "" if len(modules) == 1 else f"{key}." for key in modules}
+    tensors = {f"model.{prefix}w": torch.full((2,), float(i)) for i, prefix in enumerate(prefixes.values())}
+    first = f"{next(iter(prefixes.values()))}w"
+    tensors[f"optim.0.state.{first}.m"] = torch.ones(2)
+    trainer = {"nnx-fabric-keys": {"modules": modules, "optimizers": ["adam"]}, "step": 5}
+    optim = [{"groups": [{"lr": 0.1, "params": [first]}], "values": {}}]
+    nnx.checkpoint.save(
+        tmp_path / "a",
+        tensors={name: shard_of(tensor) for name, tensor in tensors.items()},
+        objects={"trainer": trainer, "optim": optim, "extra": {}},
+    )
+    nnx.checkpoint.convert(tmp_path / "a", tmp_path / "a.ckpt")
+    loaded = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    assert loaded.keys() == {*modules, "adam", "step", "nnx"}
+    assert loaded[modules[-1]]["w"].tolist() == [len(modules) - 1.0] * 2
+    assert loaded["adam"]["state"][0]["m"].tolist() == [1, 1]
+    opened = nnx.checkpoint.open_checkpoint(tmp_path / "a.ckpt")
+    assert differences(nnx.checkpoint.open_checkpoint(tmp_path / "a"), opened) == []
+
+
+def test_weights_alone_leave_out_training_state_and_load(
+    stock: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    nnx.checkpoint.convert(stock[0], tmp_path / "w.ckpt", save_weights_only=True)
+    loaded = torch.load(tmp_path / "w.ckpt", weights_only=True)
+    assert not loaded.keys() & {"optimizer_states", "lr_schedulers", "callbacks"}
+    assert Small.load_from_checkpoint(tmp_path / "w.ckpt").hparams == {"width": 4}
+
+
+def test_an_enum_that_is_not_known_here_is_refused(tmp_path: Path) -> None:
+    member = nnx.checkpoint.EnumName("some.module:Color", "RED")
+    checkpoint = save_rich(tmp_path / "a")
+    checkpoint.tree = lambda rank, tensor: {"trainer": {"x": member}} if rank is None else None  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match=r"RED of the enum some\.module:Color.*Import some\.module"):
+        LightningFile().write(checkpoint, tmp_path / "a.ckpt")
+    assert {entry.name for entry in tmp_path.iterdir()} == {"a"}
+
+
+def test_an_object_that_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
+    checkpoint = save_rich(tmp_path / "a")
+    checkpoint.tree = lambda rank, tensor: {"trainer": {"x": lambda: 0}} if rank is None else None  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match=r"cannot be pickled.*save_weights_only=True"):
+        LightningFile().write(checkpoint, tmp_path / "a.ckpt")
+
+
+def test_unknown_options_are_refused(tmp_path: Path) -> None:
+    save_rich(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="format 'lightning' has no option 'speed'"):
+        nnx.checkpoint.convert(tmp_path / "a", tmp_path / "a.ckpt", speed=3)
+
+
+def test_large_records_and_many_of_them_use_the_wide_fields_of_zip() -> None:
+    big = ZipLayout([("x/data/0", 5 << 32), ("x/version", 2)])
+    assert big.size > 5 << 32
+    parts: list[bytes] = []
+    many = ZipLayout([(f"x/data/{i}", 1) for i in range(70000)])
+    many.write(lambda part: parts.append(bytes(part)), ([memoryview(b"a")] for _ in range(70000)))
+    raw = b"".join(parts)
+    assert len(raw) == many.size
+    archive = zipfile.ZipFile(io.BytesIO(raw))
+    assert len(archive.namelist()) == 70000
+    assert archive.testzip() is None
+
+
+def test_a_record_of_more_than_4_gib_is_found_by_torch_and_by_zip_tools(tmp_path: Path) -> None:
+    """The file is sparse: only its ends are written."""
+    size = (4 << 30) + 8
+    head = io.BytesIO()
+    torch.save({}, head)  # what torch wants besides
+    records = {info.filename: zipfile.ZipFile(head).read(info) for info in zipfile.ZipFile(head).infolist()}
+    layout = ZipLayout(
+        [*((name, len(data)) for name, data in records.items()), ("archive/data/0", size), ("archive/z", 1)]
+    )
+    with (tmp_path / "big.pt").open("wb") as file:
+
+        def append(part: memoryview) -> None:
+            if len(part) == 1 << 30:
+                file.seek(len(part), 1)
+            else:
+                file.write(part)
+
+        hole = memoryview(bytes(1 << 30))
+        data = [[memoryview(d)] for d in records.values()]
+        layout.write(append, [*data, [hole, hole, hole, hole, memoryview(b"12345678")], [memoryview(b"z")]])
+    assert (tmp_path / "big.pt").stat().st_size == layout.size
+    archive = zipfile.ZipFile(tmp_path / "big.pt")
+    assert archive.getinfo("archive/data/0").file_size == size
+    assert archive.read("archive/z") == b"z"
+    reader = torch._C.PyTorchFileReader(str(tmp_path / "big.pt"))
+    offset = reader.get_record_offset("data/0")
+    with (tmp_path / "big.pt").open("rb") as file:
+        file.seek(offset + (4 << 30))
+        assert file.read(8) == b"12345678"
+    assert reader.get_record("z") == b"z"
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def test_a_stock_file_has_logical_names_and_numbered_optimizers(stock: tuple[Path, list[float]]) -> None:
+    opened = nnx.checkpoint.open_checkpoint(stock[0])
+    assert opened.format == "lightning"
+    assert {"model.first.weight", "model.last.bias", "optim.0.state.0.exp_avg"} <= set(opened.tensors)
+    assert opened.aliases == {"model.tied.weight": "model.first.weight"}
+    states = stored_optimizer_states(opened)
+    assert states is not None
+    assert [group["params"] for group in states[0]["param_groups"]] == [[0], [1, 2]]
+    trainer = opened.objects["trainer"]
+    assert trainer["global_step"] == 4
+    assert trainer["lr_schedulers"][0]["last_epoch"] == 1
+    loaded = torch.load(stock[0], weights_only=True)
+    for name, tensor in loaded["state_dict"].items():
+        assert torch.equal(opened.read(f"model.{name}"), tensor)
+
+
+@pytest.mark.parametrize(
+    ("saved", "optimizers", "trainer"),
+    [
+        ({"w": torch.ones(2), "b": torch.zeros(())}, None, set()),
+        ({"model": {"w": torch.ones(2)}, "step": 5}, None, {"step"}),
+        ({"model_state_dict": {"w": torch.ones(2)}, "optimizer_state_dict": None, "loss": 0.5}, 1, {"loss"}),
+        (
+            {"module": {"w": torch.ones(2), "_extra_state": 3}, "optimizer": None, "sched": {"a": 1}},
+            1,
+            {"sched"},
+        ),
+        ({"state_dict": {"w": torch.ones(2), "note": "x"}, "ema": {"w": torch.zeros(2)}}, None, {"ema"}),
+    ],
+)
+def test_files_as_users_have_them_are_interpreted(
+    tmp_path: Path, saved: dict[str, Any], optimizers: int | None, trainer: set[str]
+) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.sum().backward()
+    optimizer.step()
+    filled = {key: optimizer.state_dict() if value is None else value for key, value in saved.items()}
+    torch.save(filled, tmp_path / "file.pt")
+    opened = nnx.checkpoint.open_checkpoint(tmp_path / "file.pt")
+    assert opened.read("model.w").tolist() == [1, 1]
+    assert set(opened.objects["trainer"]) == trainer
+    assert len(opened.objects.get("optim", [])) == (optimizers or 0)
+    if optimizers:
+        assert torch.equal(opened.read("optim.0.state.0.exp_avg"), optimizer.state[parameter]["exp_avg"])
+
+
+def test_a_bare_module_is_read_where_the_file_is_trusted(tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 2), tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match=r"torch\.nn\.modules\.linear\.Linear.*weights_only=False"):
+        nnx.checkpoint.open_checkpoint(tmp_path / "m.pt")
+    opened = nnx.checkpoint.open_checkpoint(tmp_path / "m.pt", weights_only=False)
+    assert set(opened.tensors) == {"model.weight", "model.bias"}
+
+
+def test_names_of_parameters_in_the_file_are_used(tmp_path: Path) -> None:
+    module = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(module.named_parameters(), lr=0.1, momentum=0.9)
+    module(torch.ones(2)).sum().backward()
+    optimizer.step()
+    state = {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+    torch.save(state, tmp_path / "named.ckpt")
+    opened = nnx.checkpoint.open_checkpoint(tmp_path / "named.ckpt")
+    assert "optim.0.state.weight.momentum_buffer" in opened.tensors
+    assert opened.objects["optim"][0]["groups"][0]["params"] == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("layout", ["transposed", "channels last", "sliced", "expanded", "stepped"])
+def test_tensors_of_any_strides_are_read_in_parts(tmp_path: Path, layout: str) -> None:
+    base = torch.arange(240.0).view(2, 4, 5, 6)
+    tensor = {
+        "transposed": base.transpose(1, 3),
+        "channels last": base.to(memory_format=torch.channels_last),
+        "sliced": base[:, 1:3],
+        "expanded": base[:, :1].expand(2, 4, 5, 6),
+        "stepped": base[:, :, ::2],
+    }[layout]
+    torch.save({"w": tensor}, tmp_path / "w.pt")
+    opened = nnx.checkpoint.open_checkpoint(tmp_path / "w.pt")
+    assert torch.equal(opened.read("model.w"), tensor)
+    from nnx.layout import Box
+
+    shape = tuple(tensor.shape)
+    box = Box((1, 1, 0, 2), (1, shape[1] - 1, shape[2], 1))
+    assert torch.equal(opened.read("model.w", box), tensor[box.slices])
+
+
+@pytest.mark.parametrize("kind", ["compressed", "old format", "other byte order"])
+def test_files_that_cannot_be_read_in_place_are_read_all_the_same(tmp_path: Path, kind: str) -> None:
+    state = {"w": torch.arange(10.0)}
+    path = tmp_path / "w.pt"
+    torch.save(state, path, _use_new_zipfile_serialization=kind != "old format")
+    if kind != "old format":
+        with zipfile.ZipFile(path) as archive:
+            records = {name: archive.read(name) for name in archive.namelist()}
+        method = zipfile.ZIP_DEFLATED if kind == "compressed" else zipfile.ZIP_STORED
+        if kind == "other byte order":
+            records["w/byteorder"] = b"big"
+            records["w/data/0"] = state["w"].numpy().byteswap().tobytes()
+        with zipfile.ZipFile(path, "w", method) as archive:
+            for name, data in records.items():
+                archive.writestr(name, data)
+    opened = nnx.checkpoint.open_checkpoint(path)
+    assert opened.format == "lightning"
+    assert torch.equal(opened.read("model.w"), state["w"])
+
+
+def test_parameters_and_odd_leaves_are_read(tmp_path: Path) -> None:
+    torch.save(
+        {"model": {"w": nn.Parameter(torch.ones(3))}, "when": pathlib.PurePosixPath("a")}, tmp_path / "p"
+    )
+    opened = nnx.checkpoint.open_checkpoint(tmp_path / "p")
+    assert opened.read("model.w").tolist() == [1, 1, 1]
+    assert opened.objects["trainer"]["when"] == pathlib.PurePosixPath("a")
+
+
+def test_what_an_optimizer_saves_besides_is_kept(tmp_path: Path) -> None:
+    state = {"state": {}, "param_groups": [{"params": [0], "lr": torch.tensor(0.1)}], "scale": 2}
+    torch.save({"state_dict": {"w": torch.ones(1)}, "optimizer_states": [state]}, tmp_path / "a.ckpt")
+    opened = nnx.checkpoint.open_checkpoint(tmp_path / "a.ckpt")
+    assert opened.objects["optim"][0]["other"] == {"scale": 2}
+    assert opened.objects["optim"][0]["groups"][0]["lr"] == torch.tensor(0.1)
+    nnx.checkpoint.convert(tmp_path / "a.ckpt", tmp_path / "b.ckpt")
+    again = torch.load(tmp_path / "b.ckpt", weights_only=True)["optimizer_states"][0]
+    assert again["scale"] == 2
+    assert again["param_groups"] == state["param_groups"]
+
+
+class Evil:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return (exec, (f"open({self.path!r}, 'w').close()",))
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["zip", "old format"])
+@pytest.mark.parametrize("place", ["hyper_parameters", "state_dict", "nnx"])
+def test_nothing_in_a_file_is_executed(tmp_path: Path, new: bool, place: str) -> None:
+    proof = tmp_path / "executed"
+    content: dict[str, Any] = {"state_dict": {"w": torch.ones(1)}, place: {"x": Evil(proof)}}
+    torch.save(content, tmp_path / "evil.ckpt", _use_new_zipfile_serialization=new)
+    with pytest.raises(CheckpointError, match=r"evil\.ckpt.*weights_only=False"):
+        nnx.checkpoint.open_checkpoint(tmp_path / "evil.ckpt")
+    assert not proof.exists()
+    nnx.checkpoint.open_checkpoint(tmp_path / "evil.ckpt", weights_only=False)
+    assert proof.exists()  # or the test shows nothing
+
+
+def test_the_class_that_needs_trust_is_named(tmp_path: Path) -> None:
+    content = {"state_dict": {"w": torch.ones(1)}, "hyper_parameters": {"x": collections.ChainMap({})}}
+    torch.save(content, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"collections\.ChainMap.*weights_only=False.*ignore="):
+        nnx.checkpoint.open_checkpoint(tmp_path / "a.ckpt")
+    opened = nnx.checkpoint.open_checkpoint(tmp_path / "a.ckpt", weights_only=False)
+    assert opened.objects["trainer"]["hyper_parameters"]["x"] == collections.ChainMap({})
+
+
+def test_a_file_cannot_change_the_classes_it_may_name(tmp_path: Path) -> None:
+    """BUILD on a class instead of on an instance would set attributes of the class itself."""
+    named = b"cargparse\nNamespace\n"
+    stream = b"\x80\x02}X\x01\x00\x00\x00a" + named + b"(N}X\x06\x00\x00\x00poisonI1\ns\x86bs."
+    stream = stream.replace(b"(N}", b"N}")
+    raw = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {}}, raw)
+    with zipfile.ZipFile(raw) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    records["a/data.pkl"] = stream
+    with zipfile.ZipFile(raw, "w") as archive:
+        for name, data in records.items():
+            archive.writestr(name, data)
+    with pytest.raises(CheckpointError):
+        nnx.checkpoint.open_checkpoint(raw)
+    import argparse
+
+    assert not hasattr(argparse.Namespace, "poison")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("truncate", r"'.*a\.ckpt' is truncated: its end"),
+        ("pickle", r"cannot read '.*a\.ckpt'"),
+        ("other", r"'.*a\.ckpt' holds a list, expected a dict"),
+        ("script", r"cannot read '.*a\.ckpt'.*torchscript"),
+        ("leftovers", r"'.*a\.ckpt' holds malformed data of nnx"),
+        ("newer", r"'.*a\.ckpt' holds data of nnx in version 9.*Upgrade"),
+        ("alias", r"holds the name 'model.b' for tensor 'model.nowhere'"),
+    ],
+)
+def test_damaged_and_strange_files_are_named(tmp_path: Path, damage: str, message: str) -> None:
+    path = tmp_path / "a.ckpt"
+    ours = {"left": "{", "tensors": {}, "parameter_names": [], "added": [], "fabric": None}
+    body = '{"version":%d,"objects":{},"ranks":{},"aliases":{"model.b":"model.nowhere"},'
+    body += '"world_size":1,"provenance":{}}'
+    contents: dict[str, Any] = {
+        "other": [1, 2],
+        "leftovers": {"state_dict": {}, "nnx": ours},
+        "newer": {"state_dict": {}, "nnx": {**ours, "left": body % 9}},
+        "alias": {"state_dict": {}, "nnx": {**ours, "left": body % 1}},
+    }
+    if damage == "script":
+        torch.jit.script(nn.Linear(1, 1)).save(str(path))
+    else:
+        torch.save(contents.get(damage, {"state_dict": {"w": torch.ones(1000)}}), path)
+    if damage == "truncate":
+        path.write_bytes(path.read_bytes()[:3000])
+    if damage == "pickle":
+        raw = path.read_bytes()
+        path.write_bytes(raw.replace(b"FloatStorage", b"FlootStorage").replace(b"\x80\x02}", b"\x80\x02\xff"))
+    with pytest.raises(CheckpointError, match=message):
+        nnx.checkpoint.open_checkpoint(path)
+
+
+def test_element_types_that_cannot_be_stored_are_named(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2).to(torch.float8_e8m0fnu)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"tensor 'model\.w'.*float8_e8m0fnu, which is not supported"):
+        nnx.checkpoint.open_checkpoint(tmp_path / "a.pt")
+
+
+def test_an_inert_class_keeps_what_it_was_made_of(tmp_path: Path) -> None:
+    torch.save({"x": fractions.Fraction(1, 3), "y": [torch.ones(2)]}, tmp_path / "a")
+    loaded = load_torch_file(tmp_path / "a", inert=["fractions."])
+    assert isinstance(loaded["x"], Inert)
+    assert loaded["x"].arguments == (1, 3)
+    with pytest.raises(CheckpointError, match=r"fractions\.Fraction"):
+        load_torch_file(tmp_path / "a")
