@@ -227,6 +227,21 @@ def forge_index(small: Path, directory: Path, change: Any) -> None:
     forge(small / "manifest.json", lambda manifest: manifest["files"].update({"index.json": entry}))
 
 
+def list_pieces(small: Path, directory: Path) -> None:
+    """Rewrite the index as version 1.0 has it, with every piece listed."""
+    tensors = nnx.checkpoint.open_checkpoint(small).tensors
+    listed = {
+        name: {
+            "dtype": entry.dtype_name,
+            "shape": entry.shape,
+            "pieces": [[p.box.offset, p.box.size, 0, p.start] for p in entry.pieces],
+        }
+        for name, entry in tensors.items()
+    }
+    forge_index(small, directory, lambda body: body.update(tensors=listed, kinds=[], layouts=[]))
+    assert nnx.checkpoint.open_checkpoint(small).read("model.w").sum() == sum(range(60))
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -249,6 +264,7 @@ def forge_index(small: Path, directory: Path, change: Any) -> None:
 def test_an_index_that_contradicts_itself_is_refused(
     small: Path, directory: Path, change: Any, reason: str
 ) -> None:
+    list_pieces(small, directory)
     forge_index(small, directory, lambda body: change(body["tensors"]))
     with pytest.raises(CheckpointError, match=f"index.json' contradicts itself: .*({reason})"):
         nnx.checkpoint.open_checkpoint(small)

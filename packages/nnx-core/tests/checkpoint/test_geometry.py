@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nnx.box import Box, boxes_of_range, find_fault
-from nnx.checkpoint.index import Piece, TensorEntry, decode_index, encode_index
+from nnx.checkpoint.index import decode_index, encode_index
 from nnx.checkpoint.manifest import FileEntry, Manifest, decode_manifest, encode_manifest
+from nnx.checkpoint.placing import OddBox, OddTensor, Stored
 from nnx.checkpoint.shardfile import flat_bytes
 from nnx.errors import CheckpointError
 
@@ -112,31 +113,37 @@ def test_garbage_is_never_a_manifest(raw: bytes) -> None:
 
 
 @given(st.lists(partitions(), max_size=4), st.integers(1, 3))
-def test_an_index_comes_back(cases: list[tuple[tuple[int, ...], list[Box]]], writers: int) -> None:
-    positions = [4096 * (i + 1) for i in range(writers)]
-    headers = list(positions)
-    tensors = []
-    for n, (shape, boxes) in enumerate(cases):
-        pieces = []
-        for i, box in enumerate(boxes):
-            rank = (n + i) % writers
-            pieces.append(Piece(box, f"r{rank:05d}.safetensors", positions[rank], box.numel * 4))
-            positions[rank] += box.numel * 4
-        tensors.append(TensorEntry(f"t{n}", shape, "float32", tuple(pieces)))
-    files: dict[str, FileEntry] = {}
-    for rank in range(writers):
-        files[f"r{rank:05d}.safetensors"] = FileEntry(positions[rank], "0" * 32, headers[rank])
-        files[f"r{rank:05d}.sums"] = FileEntry(0, "0" * 32, 0)
-    manifest = Manifest("20260102T030405.678901-0123abcd", "", files)
-    aliases = {"tied": "t0"} if tensors else {}
-    index = decode_index(encode_index(tensors, aliases), manifest, source="x")
-    assert {name: entry.copies for name, entry in index.tensors.items()} == {
-        t.name: t.copies for t in tensors
+def test_an_index_of_listed_pieces_comes_back(
+    cases: list[tuple[tuple[int, ...], list[Box]]], writers: int
+) -> None:
+    names = [f"r{rank:05d}.safetensors" for rank in range(writers)]
+    odd = {
+        f"t{n}": OddTensor(
+            "float32", shape, tuple(OddBox(box, (n + i) % writers) for i, box in enumerate(boxes))
+        )
+        for n, (shape, boxes) in enumerate(cases)
     }
+    bases = [4096 * (rank + 1) for rank in range(writers)]
+    aliases = {"tied": "t0"} if odd else {}
+    raw = encode_index(Stored(names, [], [], {}, odd), bases, 16, aliases)
+    files: dict[str, FileEntry] = {}
+    for rank, name in enumerate(names):
+        boxes = [box.box for tensor in odd.values() for box in tensor.boxes if box.file == rank]
+        size = bases[rank] + 4 * sum(box.numel for box in boxes)
+        files[name] = FileEntry(size, "0" * 32, bases[rank])
+        files[f"r{rank:05d}.sums"] = FileEntry(0, "0" * 32, 0)
+    manifest = Manifest("20260102T030405.678901-0123abcd", "", files, block=16)
+    index = decode_index(raw, manifest, source="x")
     assert index.aliases == aliases
-    for rank in range(writers):
-        first = index.first_blocks(f"r{rank:05d}.safetensors", 16)
-        assert sorted(first.values()) == list(first.values())
+    assert {name: sorted(entry.copies) for name, entry in index.tensors.items()} == {
+        name: sorted(box.box for box in tensor.boxes) for name, tensor in odd.items()
+    }
+    for name in names:
+        count = 0
+        for piece, _ in index.pieces_of(name):
+            assert piece.nbytes == 0 or piece.first_block == count
+            count += -(-piece.nbytes // 16)
+        assert index.block_count(name) == count
 
 
 @st.composite

@@ -44,10 +44,10 @@ from nnx.checkpoint.codec import Encoder
 from nnx.checkpoint.commit import Attempt, begin, now
 from nnx.checkpoint.formats import open_checkpoint
 from nnx.checkpoint.index import INDEX, encode_index
-from nnx.checkpoint.manifest import FileEntry, Manifest, digest
+from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, digest
 from nnx.checkpoint.opened import Checkpoint
 from nnx.checkpoint.places import place_of
-from nnx.checkpoint.plan import Plan, place
+from nnx.checkpoint.placing import OddBox, OddTensor, Stored
 from nnx.checkpoint.saving import write_objects, writer_info
 from nnx.checkpoint.shardfile import StoredBox, rank_file, write_rank_file
 from nnx.errors import CheckpointError
@@ -188,24 +188,31 @@ class Writer(StorageWriter):
     def _finish(self, attempt: Attempt, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         directory = attempt.directory
         files: dict[str, FileEntry] = {}
-        stored: list[list[StoredBox]] = []
+        stored: dict[str, list[tuple[Box, str]]] = {}
         trees: dict[str, Any] = {}
-        for of_rank in results:
+        for rank, of_rank in enumerate(results):
             written = [cast(_Written, result.storage_data) for result in of_rank]
-            stored.append([item.box for item in written if item.box is not None])
             for result, item in zip(of_rank, written, strict=True):
                 files |= item.files
                 if item.box is None:
                     trees[result.index.fqn] = item.tree
+                else:
+                    stored.setdefault(item.box.name, []).append((item.box.box, rank_file(rank)))
         paths = Encoder("paths").encode(metadata.planner_data)
         files |= write_objects(directory, None, {_OBJECTS: trees, _PATHS: paths}, {})
-        headers = [files[n].digested if (n := rank_file(r)) in files else 0 for r in range(len(results))]
+        names = sorted({file for boxes in stored.values() for _, file in boxes})
+        number = {file: i for i, file in enumerate(names)}
         tensors = {
-            name: (str(entry.properties.dtype).removeprefix("torch."), tuple(entry.size))
-            for name, entry in metadata.state_dict_metadata.items()
+            name: OddTensor(
+                str(entry.properties.dtype).removeprefix("torch."),
+                tuple(entry.size),
+                tuple(OddBox(box, number[file]) for box, file in stored.get(name, ())),
+            )
+            for name, entry in sorted(metadata.state_dict_metadata.items())
             if isinstance(entry, TensorStorageMetadata)
         }
-        index = encode_index(place(Plan([], stored, tensors), headers), {})
+        bases = [files[name].digested for name in names]
+        index = encode_index(Stored(names, [], [], {}, tensors), bases, BLOCK, {})
         (directory / INDEX).write(index)
         files[INDEX] = FileEntry(len(index), digest(index), len(index))
         created = now().isoformat(timespec="microseconds")

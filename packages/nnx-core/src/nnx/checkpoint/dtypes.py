@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DTYPES", "StoredType"]
+__all__ = ["DTYPES", "StoredType", "width"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +45,9 @@ DTYPES: dict[str, StoredType] = {
     "complex64": StoredType("F32", 8, parts=2),
     "complex128": StoredType("F64", 16, parts=2),
 }
+
+
+def width(dtype_name: str) -> int:
+    """Bytes of one number of this type; a complex element has two of them."""
+    stored = DTYPES[dtype_name]
+    return stored.itemsize // stored.parts

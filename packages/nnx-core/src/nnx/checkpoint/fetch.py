@@ -53,9 +53,6 @@ class PieceSource(Protocol):
     def sums(self, file: str) -> memoryview:
         """Every xxh3-64 checksum of a file; never asked for where `block` is None."""
 
-    def first_blocks(self, file: str) -> Mapping[int, int]:
-        """For each position at which a piece starts, the number of its first checksum."""
-
 
 class PlainFiles:
     """The files of another program, which have no checksums: a piece names its file by path or URL.
@@ -79,10 +76,6 @@ class PlainFiles:
         return place_of(self.where(file)).reader()
 
     def sums(self, file: str) -> memoryview:
-        """There are none."""
-        raise NotImplementedError
-
-    def first_blocks(self, file: str) -> Mapping[int, int]:
         """There are none."""
         raise NotImplementedError
 
@@ -137,7 +130,7 @@ class Fetcher:
 
     def _pieces(self, want: Wanted) -> Iterator[tuple[TensorEntry, Piece, Box, Tensor]]:
         """For each stored box that overlaps: where to read it, and the region in its coordinates."""
-        for box, copies in want.entry.copies.items():
+        for box, copies in want.entry.overlapping(want.box):
             common = box.intersection(want.box)
             if common is not None:
                 piece = next((copy for copy in copies if copy.file == self._own_file), copies[0])
@@ -259,7 +252,7 @@ class _Worker:
         """Compare consecutive blocks with their checksums."""
         size = self._block or len(data)
         sums = self._source.sums(piece.file)
-        number = self._source.first_blocks(piece.file)[piece.start] + block
+        number = piece.first_block + block
         for begin in range(0, len(data), size):
             part = data[begin : begin + size]
             if xxhash.xxh3_64_intdigest(part) != sums[number]:

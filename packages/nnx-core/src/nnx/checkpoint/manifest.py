@@ -20,6 +20,7 @@ from nnx.errors import CheckpointError
 __all__ = [
     "BLOCK",
     "FORMAT",
+    "KINDS",
     "MANIFEST",
     "VERSION",
     "DamagedManifestError",
@@ -33,7 +34,9 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 FORMAT = "nnx-ckpt"
-VERSION = (1, 0)
+VERSION = (1, 1)
+KINDS = "kinds"
+"""The feature that a reader must know where the index describes tensors by kind."""
 BLOCK = 256 * 1024
 """Bytes of tensor data under one checksum, in checkpoints that this version writes."""
 
@@ -180,9 +183,12 @@ def _refuse_newer(body: dict[str, Any], source: str) -> None:
             f"'{source}' has format version {shown}; this nnx reads version {VERSION[0]}.x.",
             remedy="Upgrade with `pip install --upgrade nnx-core`.",
         )
-    if requires:
+    unknown = (
+        [feature for feature in requires if feature != KINDS] if isinstance(requires, list) else requires
+    )
+    if unknown:
         raise CheckpointError(
-            f"'{source}' needs features that this nnx does not know: {requires}.",
+            f"'{source}' needs features that this nnx does not know: {unknown}.",
             remedy="Upgrade with `pip install --upgrade nnx-core`.",
         )
 
@@ -202,6 +208,7 @@ def _build(body: dict[str, Any]) -> Manifest:
         provenance=dict(body["provenance"]),
         block=block,
         version=(body["version"][0], body["version"][1]),
+        requires=tuple(body["requires"]),
     )
 
 

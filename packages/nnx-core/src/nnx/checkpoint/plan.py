@@ -1,187 +1,232 @@
-"""Who writes what: every rank describes its shards, and the coordinator assigns each box.
+"""The plan of a save: from what all ranks hold to what each of them stores.
 
-This module owns the checks that need all ranks' descriptions (shapes and dtypes agree, boxes cover each
-tensor without gap or overlap) and the balancing of bytes. It never communicates and never touches files.
+The coordinator makes the plan from all descriptions. What a rank must know of it is short: which cells of which
+layouts are its own. Together with the number of each tensor's kind, which is the same message for all, the rank
+finds out itself what it stores. This module never communicates and never touches files.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from nnx.box import Box, find_fault
-from nnx.checkpoint.dtypes import DTYPES
-from nnx.checkpoint.index import Piece, TensorEntry
-from nnx.checkpoint.shardfile import StoredBox, file_order, rank_file
+from nnx.box import Box
+from nnx.checkpoint.assigning import Assigned, assign_all, assign_once
+from nnx.checkpoint.cells import Cell, cell_box, has_cell
+from nnx.checkpoint.describing import Description, Extents
+from nnx.checkpoint.merging import Held, merge
+from nnx.checkpoint.placing import Kind, OddBox, OddTensor, Stored
+from nnx.checkpoint.shardfile import StoredBox, rank_file
 from nnx.errors import CheckpointError
 from nnx.layout import Shard
 
-__all__ = ["Description", "Mode", "Plan", "describe", "make_plan", "place"]
+__all__ = ["Deal", "Mode", "Own", "Plan", "make_plan", "select"]
 
 Mode = Literal["sharded", "deduped"]
-_Extents = tuple[int, ...]
-Description = list[tuple[str, str, _Extents, list[tuple[_Extents, _Extents]]]]
-"""One rank's shards: name, dtype, shape and boxes of each. Plain tuples, because it is sent."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What each rank stores.
+class Deal:
+    """What every rank is told alike.
 
     Attributes:
-        keep: For each rank, which boxes of its description it writes, counted over all its tensors.
-        stored: The same boxes, spelled out.
-        tensors: Dtype and shape of every tensor; an empty one may have no box.
+        kinds: For each distinct facts the kind of each name, as little-endian 32-bit numbers; -1 if it is odd.
+        cuts: For each kind its chunk and its layout.
     """
 
-    keep: list[list[int]]
-    stored: list[list[StoredBox]]
-    tensors: dict[str, tuple[str, _Extents]]
+    kinds: Sequence[bytes]
+    cuts: Sequence[tuple[Extents, int]]
 
 
-def describe(shards: Mapping[str, Shard]) -> Description:
-    """What this rank holds, in a form that travels.
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What one rank is told.
 
-    Raises:
-        CheckpointError: A shard has a dtype that the format cannot store, or views of another dtype.
+    Attributes:
+        facts: Number of its facts.
+        cells: Which cells it stores, by layout.
+        odd: Which odd boxes it stores; None stands for all those that it described, and no others.
     """
-    description: Description = []
-    for name, shard in shards.items():
-        dtype = str(shard.dtype).removeprefix("torch.")
-        if dtype not in DTYPES:
-            raise CheckpointError(
-                f"tensor '{name}' has dtype {dtype}, which a checkpoint cannot hold.",
-                remedy=f"Convert it to one of {', '.join(DTYPES)}.",
-            )
-        for view in shard.data:
-            _require_data(name, shard, view)
-        boxes = [(box.offset, box.size) for box in shard.boxes]
-        description.append((name, dtype, shard.shape, boxes))
-    return description
+
+    facts: int
+    cells: Mapping[int, Sequence[Cell]]
+    odd: Sequence[tuple[str, Box]] | None
 
 
-def _require_data(name: str, shard: Shard, view: Tensor) -> None:
-    if view.dtype != shard.dtype or view.layout is not torch.strided:
-        raise CheckpointError(
-            f"a view of tensor '{name}' is {view.dtype} with layout {view.layout}, "
-            f"expected {shard.dtype} with layout torch.strided.",
-            remedy="Make it dense and of the shard's dtype.",
-        )
-    if view.is_meta:
-        raise CheckpointError(
-            f"tensor '{name}' is on the meta device and has no data.",
-            remedy="Materialise the module before saving it.",
-        )
+class Plan:
+    """What is stored by whom.
+
+    Args:
+        descriptions: One for each rank, in rank order.
+        held: What they hold together.
+        assigned: Who stores what.
+    """
+
+    def __init__(self, descriptions: Sequence[Description], held: Held, assigned: Assigned) -> None:
+        self.aliases = held.aliases
+        self._descriptions = descriptions
+        self._held = held
+        self._assigned = assigned
+
+    def deal(self) -> Deal:
+        """What to tell all ranks."""
+        numbers = self._assigned.kind_of.astype("<i4")
+        cuts = [(kind.chunk, kind.layout) for kind in self._assigned.kinds]
+        return Deal([numbers[place].tobytes() for place in self._held.place], cuts)
+
+    def own(self) -> list[Own]:
+        """What to tell each rank."""
+        cells: list[dict[int, list[Cell]]] = [{} for _ in self._descriptions]
+        for number, layout in enumerate(self._assigned.layouts):
+            for cell, ranks in layout.items():
+                for rank in ranks:
+                    cells[rank].setdefault(number, []).append(cell)
+        odd: list[list[tuple[str, Box]]] = [[] for _ in self._descriptions]
+        for name, boxes in self._assigned.odd.items():
+            for box, ranks in boxes.items():
+                for rank in ranks:
+                    odd[rank].append((name, box))
+        facts = {id(one): number for number, one in enumerate(self._held.facts)}
+        told = []
+        for rank, one in enumerate(self._descriptions):
+            described = [(item.name, box) for item in one.odd for box in item.boxes]
+            same = len(described) == len(odd[rank]) and set(described) == set(odd[rank])
+            told.append(Own(facts[id(one.facts)], cells[rank], None if same else odd[rank]))
+        return told
+
+    def stored(self, present: Sequence[bool]) -> Stored:
+        """What the index says.
+
+        Args:
+            present: For each rank, whether it wrote a file: one whose cells no tensor has writes none.
+        """
+        assigned = self._assigned
+        ranks = [rank for rank, wrote in enumerate(present) if wrote]
+        number = {rank: i for i, rank in enumerate(ranks)}
+        layouts = []
+        for layout in assigned.layouts:
+            files = {cell: tuple(number[r] for r in owners if r in number) for cell, owners in layout.items()}
+            layouts.append({cell: found for cell, found in files.items() if found})
+        builder = _Builder([rank_file(rank) for rank in ranks], layouts)
+        kinds = [builder.kind(Kind(k.dtype_name, k.shape, k.chunk, k.layout)) for k in assigned.kinds]
+        for name, kind in zip(self._held.names, assigned.kind_of.tolist(), strict=True):
+            if kind >= 0:
+                builder.regular[name] = kinds[kind]
+        for name, boxes in assigned.odd.items():
+            held = self._held.odd[name]
+            found = {box: tuple(number[rank] for rank in owners) for box, owners in boxes.items()}
+            builder.add_odd(name, held.dtype_name, held.shape, found)
+        return builder.stored()
+
+
+class _Builder:
+    """Collects what is stored, and describes a listed tensor as regular where it is one after all."""
+
+    def __init__(self, files: list[str], layouts: list[dict[Cell, tuple[int, ...]]]) -> None:
+        self.files = files
+        self.layouts = layouts
+        self.regular: dict[str, int] = {}
+        self.odd: dict[str, OddTensor] = {}
+        self._kinds: dict[Kind, int] = {}
+        self._whole = {layout[()]: i for i, layout in enumerate(layouts) if list(layout) == [()]}
+
+    def kind(self, kind: Kind) -> int:
+        """Number of a kind."""
+        return self._kinds.setdefault(kind, len(self._kinds))
+
+    def add_odd(
+        self, name: str, dtype_name: str, shape: Extents, boxes: Mapping[Box, tuple[int, ...]]
+    ) -> None:
+        """Add a tensor by its boxes."""
+        whole = Box.whole(shape)
+        if list(boxes) == [whole] and whole.numel:
+            files = boxes[whole]
+            if files not in self._whole:
+                self._whole[files] = len(self.layouts)
+                self.layouts.append({(): files})
+            self.regular[name] = self.kind(Kind(dtype_name, shape, shape, self._whole[files]))
+            return
+        listed = [OddBox(box, file) for box, files in sorted(boxes.items()) for file in files]
+        self.odd[name] = OddTensor(dtype_name, shape, tuple(listed))
+
+    def stored(self) -> Stored:
+        """What was collected, in alphabetical order."""
+        regular = {name: self.regular[name] for name in sorted(self.regular)}
+        return Stored(self.files, self.layouts, list(self._kinds), regular, self.odd)
 
 
 def make_plan(descriptions: Sequence[Description], mode: Mode) -> Plan:
     """Assign every box of every tensor to the rank or ranks that write it.
 
     Args:
-        descriptions: One for each rank, in rank order.
-        mode: ``"deduped"`` stores each distinct box once, on the owner with the fewest bytes so far;
+        descriptions: One for each rank, in rank order; equal facts and cuts should be the same objects.
+        mode: ``"deduped"`` stores each box once, spread by bytes over the ranks that have it;
             ``"sharded"`` lets every rank store all it has.
 
     Raises:
-        CheckpointError: Ranks disagree about a tensor, or its boxes do not cut it cleanly.
+        CheckpointError: Ranks disagree about a tensor, its boxes do not cut it cleanly, or a tied name
+            has no tensor.
     """
-    declared: dict[str, tuple[str, _Extents, int]] = {}
-    owners: dict[tuple[str, Box], list[tuple[int, int]]] = {}
-    for rank, description in enumerate(descriptions):
-        number = 0
-        for name, dtype, shape, boxes in description:
-            _agree(name, dtype, shape, rank, declared)
-            for offset, size in boxes:
-                owner = owners.setdefault((name, Box(offset, size)), [])
-                if not owner or owner[-1][0] != rank:
-                    owner.append((rank, number))
-                number += 1
-    _drop_empty(owners, declared)
-    _check_cover(owners, declared)
-    keep: list[list[int]] = [[] for _ in descriptions]
-    stored: list[list[StoredBox]] = [[] for _ in descriptions]
-    for (name, box), writers in _assign(owners, declared, mode, len(descriptions)).items():
-        dtype, shape, _ = declared[name]
-        for rank, number in writers:
-            keep[rank].append(number)
-            stored[rank].append(StoredBox(name, shape, dtype, box))
-    return Plan(keep, stored, {name: (dtype, shape) for name, (dtype, shape, _) in declared.items()})
-
-
-def place(plan: Plan, header_sizes: Sequence[int]) -> list[TensorEntry]:
-    """Where every box ends up, once the length of each rank's header is known."""
-    pieces: dict[str, list[Piece]] = {name: [] for name in plan.tensors}
-    for rank, boxes in enumerate(plan.stored):
-        position = header_sizes[rank]
-        for i in file_order(boxes):
-            box = boxes[i]
-            pieces[box.name].append(Piece(box.box, rank_file(rank), position, box.nbytes))
-            position += box.nbytes
-    return [
-        TensorEntry(name, shape, dtype, tuple(pieces[name]))
-        for name, (dtype, shape) in sorted(plan.tensors.items())
-    ]
-
-
-def _agree(
-    name: str, dtype: str, shape: _Extents, rank: int, declared: dict[str, tuple[str, _Extents, int]]
-) -> None:
-    first = declared.setdefault(name, (dtype, shape, rank))
-    if first[:2] != (dtype, shape):
-        raise CheckpointError(
-            f"ranks disagree about tensor '{name}': {first[0]} {first[1]} on rank {first[2]}, "
-            f"{dtype} {shape} on rank {rank}.",
-            remedy="Give every rank the same global shape and dtype, or distinct names.",
-        )
-
-
-def _drop_empty(
-    owners: dict[tuple[str, Box], list[tuple[int, int]]], declared: Mapping[str, tuple[str, _Extents, int]]
-) -> None:
-    """Forget boxes without elements, except the one box of an empty tensor."""
-    for name, box in [key for key in owners if key[1].numel == 0]:
-        shape = declared[name][1]
-        if math.prod(shape) > 0 or box != Box.whole(shape):
-            del owners[name, box]
-
-
-def _check_cover(
-    owners: Mapping[tuple[str, Box], object], declared: Mapping[str, tuple[str, _Extents, int]]
-) -> None:
-    boxes: dict[str, list[Box]] = {name: [] for name in declared}
-    for name, box in owners:
-        boxes[name].append(box)
-    for name, pieces in boxes.items():
-        fault = find_fault(declared[name][1], pieces)
-        if fault:
+    held = merge(descriptions)
+    names = {*held.names, *held.odd} if held.aliases else set()
+    for alias, target in held.aliases.items():
+        if target not in names or alias in names:
             raise CheckpointError(
-                f"the shards of tensor '{name}' do not make up its shape {declared[name][1]}: {fault}.",
-                remedy="This is a bug of the strategy that described them; please report it.",
+                f"alias '{alias}' of '{target}': the target must be stored and the alias must not.",
+                remedy="Map every tied name to the one name under which its tensor is given.",
             )
+    assigned = assign_once(held, len(descriptions)) if mode == "deduped" else assign_all(held)
+    return Plan(descriptions, held, assigned)
 
 
-def _assign(
-    owners: Mapping[tuple[str, Box], list[tuple[int, int]]],
-    declared: Mapping[str, tuple[str, _Extents, int]],
-    mode: Mode,
-    world_size: int,
-) -> dict[tuple[str, Box], list[tuple[int, int]]]:
-    if mode == "sharded":
-        return dict(owners)
-    load = [0] * world_size
-    chosen: dict[tuple[str, Box], list[tuple[int, int]]] = {}
+def select(
+    description: Description, shards: Mapping[str, Shard], deal: Deal, own: Own
+) -> tuple[list[StoredBox], list[Tensor]]:
+    """What a rank stores, and the data of each box.
 
-    def cost(key: tuple[str, Box]) -> int:
-        return key[1].numel * DTYPES[declared[key[0]][0]].itemsize
+    Args:
+        description: What it described.
+        shards: What that described.
+        deal: What all ranks were told.
+        own: What it was told alone.
+    """
+    boxes: list[StoredBox] = []
+    data: list[Tensor] = []
+    for name, kind in zip(
+        description.facts.names, np.frombuffer(deal.kinds[own.facts], "<i4").tolist(), strict=True
+    ):
+        if kind < 0:
+            continue
+        chunk, layout = deal.cuts[kind]
+        for cell in own.cells.get(layout, ()):
+            shard = shards[name]
+            if has_cell(shard.shape, chunk, cell):
+                box = cell_box(shard.shape, chunk, cell)
+                boxes.append(_stored_box(name, shard, box))
+                data.append(_part(shard, box))
+    odd = own.odd
+    if odd is None:
+        odd = [(item.name, box) for item in description.odd for box in item.boxes]
+    for name, box in odd:
+        boxes.append(_stored_box(name, shards[name], box))
+        data.append(_part(shards[name], box))
+    return boxes, data
 
-    # What only one rank has is fixed; then the largest boxes first, each to the least loaded owner.
-    for key in sorted(owners, key=lambda key: (len(owners[key]) > 1, -cost(key), key)):
-        writer = min(owners[key], key=lambda owner: (load[owner[0]], owner[0]))
-        load[writer[0]] += cost(key)
-        chosen[key] = [writer]
-    return {key: chosen[key] for key in owners}
+
+def _stored_box(name: str, shard: Shard, box: Box) -> StoredBox:
+    return StoredBox(name, tuple(shard.shape), str(shard.dtype).removeprefix("torch."), box)
+
+
+def _part(shard: Shard, box: Box) -> Tensor:
+    """A box of what this rank holds: one of its views, or a part of one."""
+    for own, view in zip(shard.boxes, shard.data, strict=True):
+        if own == box:
+            return view
+    own, view = next(
+        (own, view) for own, view in zip(shard.boxes, shard.data, strict=True) if own.intersection(box) == box
+    )
+    return view[box.relative_to(own).slices]

@@ -1,20 +1,22 @@
 """Rounds between the ranks and their coordinator in which every failure reaches every rank.
 
-A save is two rounds: describe and plan, then write and commit. In each, all ranks do something, the
+A save is a few rounds: describe, plan, then write and commit. In each, all ranks do something, the
 coordinator (rank 0 of the group) sees all results and answers each rank. A rank that fails still takes
 part, so that nobody waits for it, and all ranks raise the same error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from nnx.errors import CheckpointError, NnxError
 
-__all__ = ["exchange", "rank_and_size"]
+__all__ = ["deliver", "exchange", "rank_and_size", "share"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -96,16 +98,62 @@ def _travel(
     rank, size = rank_and_size(group)
     gathered: list[Any] | None = [None] * size if rank == 0 else None
     received: list[Any] = [None]
-    try:
+    with _explained(doing):
         dist.gather_object(outcome, gathered, group=group, group_dst=0)
         answers = _decide(gathered, decide, doing, give_up) if gathered is not None else None
         dist.scatter_object_list(received, cast("list[Any]", answers), group=group, group_src=0)
+    return cast("R | _Failure", received[0])
+
+
+def share(group: dist.ProcessGroup | None, value: T | None, *, doing: str) -> T:
+    """Give the coordinator's value to every rank; what the others pass does not count."""
+    if group is None:
+        return cast(T, value)
+    values: list[Any] = [value]
+    with _explained(doing):
+        dist.broadcast_object_list(values, group=group, group_src=0)
+    return cast(T, values[0])
+
+
+def deliver(
+    group: dist.ProcessGroup, outgoing: Sequence[bytes], senders: Sequence[int], *, doing: str
+) -> list[bytes]:
+    """Send large messages to the coordinator, from few ranks, without every rank taking part.
+
+    Args:
+        group: The ranks.
+        outgoing: What this rank sends; nothing on the coordinator itself.
+        senders: On the coordinator: the rank of each message, in an order that is that of `outgoing` for each rank.
+        doing: What this is for, for messages.
+
+    Returns:
+        The messages, on the coordinator.
+    """
+    with _explained(doing):
+        for message in outgoing:
+            data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            dist.send(torch.tensor([len(message)]), group=group, group_dst=0)
+            dist.send(data, group=group, group_dst=0)
+        return [_receive(group, rank) for rank in senders]
+
+
+def _receive(group: dist.ProcessGroup, rank: int) -> bytes:
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(length, group=group, group_src=rank)
+    data = torch.empty(int(length), dtype=torch.uint8)
+    dist.recv(data, group=group, group_src=rank)
+    return data.numpy().tobytes()
+
+
+@contextmanager
+def _explained(doing: str) -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:
         raise CheckpointError(
             f"{doing} stopped because a rank left: {error}.",
             remedy="Look for the first error in the logs of the other ranks; the last checkpoint is intact.",
         ) from error
-    return cast("R | _Failure", received[0])
 
 
 def _decide(

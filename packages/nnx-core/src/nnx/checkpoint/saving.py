@@ -1,8 +1,9 @@
-"""Saving: all ranks together, in two rounds.
+"""Saving: all ranks together, in rounds.
 
-1. Every rank describes its shards; the coordinator checks them, assigns the boxes and makes the save's
-   directory.
-2. Every rank writes its boxes and its own objects; the coordinator writes the index and the common
+1. Every rank describes its shards; the coordinator collects the descriptions.
+2. The coordinator checks them, assigns the boxes, makes the save's directory and tells every rank what
+   is its own.
+3. Every rank writes its boxes and its own objects; the coordinator writes the index and the common
    objects, and commits.
 
 Planning, writing and committing live in their own modules; this one only puts them in order.
@@ -25,12 +26,14 @@ from torch.distributed.tensor import DTensor
 from nnx.checkpoint import pending
 from nnx.checkpoint.codec import Encoder
 from nnx.checkpoint.commit import Attempt, begin, now
-from nnx.checkpoint.index import INDEX, encode_index
-from nnx.checkpoint.manifest import FileEntry, Manifest, digest
+from nnx.checkpoint.describing import Description, describe
+from nnx.checkpoint.index import INDEX, encode_index, required
+from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, digest
+from nnx.checkpoint.negotiating import gather_descriptions
 from nnx.checkpoint.places import Location, Place, place_of
-from nnx.checkpoint.plan import Description, Mode, Plan, describe, make_plan, place
-from nnx.checkpoint.rounds import exchange, rank_and_size
-from nnx.checkpoint.shardfile import StoredBox, rank_file, write_rank_file
+from nnx.checkpoint.plan import Deal, Mode, Own, Plan, make_plan, select
+from nnx.checkpoint.rounds import exchange, rank_and_size, share
+from nnx.checkpoint.shardfile import rank_file, write_rank_file
 from nnx.collective import control_group
 from nnx.errors import CheckpointError
 from nnx.layout import Box, Shard, shard_of
@@ -123,8 +126,7 @@ class _Told:
     """What the coordinator tells a rank after planning."""
 
     save_id: str
-    stored: list[StoredBox]
-    keep: list[int]
+    own: Own
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,7 @@ class _Captured:
     """What one rank saves, in the form in which it is described and written."""
 
     shards: dict[str, Shard]
+    private: frozenset[str]
     common: dict[str, bytes]
     own: dict[str, bytes]
 
@@ -152,7 +155,7 @@ class Save:
         self.path = place_of(request.path)
         self.attempt: Attempt | None = None
         self.plan: Plan | None = None
-        self.aliases = dict(request.aliases)
+        self.description: Description | None = None
         self._captured: _Captured | None = None
         self._failure: Exception | None = None
 
@@ -201,7 +204,8 @@ class Save:
                     remedy="Rename the tensor; names starting with 'objects.' and 'rank.' are taken.",
                 )
             shards[name] = shard
-        self._captured = _Captured(stage(shards), objects, own_objects)
+        private = {n for n, value in common.tensors.items() if not isinstance(value, (Shard, DTensor))}
+        self._captured = _Captured(stage(shards), frozenset(private | set(own.tensors)), objects, own_objects)
 
     def complete(self) -> None:
         """Plan, write and commit. Collective over the group.
@@ -210,10 +214,18 @@ class Save:
             CheckpointError: On every rank, if any rank could not describe or write its part.
         """
         try:
-            told = exchange(self.group, self._describe, self._decide, doing=self.doing, give_up=self._give_up)
+            descriptions = gather_descriptions(self.group, self._describe, doing=self.doing)
+            told = exchange(
+                self.group,
+                lambda: None,
+                lambda _: self._decide(descriptions()),
+                doing=self.doing,
+                give_up=self._give_up,
+            )
+            deal = share(self.group, self.plan.deal() if self.plan else None, doing=self.doing)
             exchange(
                 self.group,
-                lambda: self._write(told),
+                lambda: self._write(told, deal),
                 self._commit,
                 doing=self.doing,
                 give_up=self._give_up,
@@ -222,10 +234,15 @@ class Save:
             if self.attempt is not None:  # whatever stopped it, such as Ctrl-C
                 self.attempt.release()
 
-    def _describe(self) -> tuple[Description, dict[str, str]]:
-        shards = self._taken().shards
-        self.views = [view for shard in shards.values() for view in shard.data]
-        return describe(shards), self.aliases
+    def _describe(self) -> Description:
+        shards, private = self._taken().shards, self._taken().private
+        self.description = describe(
+            {name: shard for name, shard in shards.items() if name not in private},
+            {name: shards[name] for name in sorted(private) if name in shards},
+            aliases=self.request.aliases,
+            world_size=self.size,
+        )
+        return self.description
 
     def _taken(self) -> _Captured:
         if self._failure is not None:
@@ -235,25 +252,16 @@ class Save:
         assert self._captured is not None
         return self._captured
 
-    def _decide(self, descriptions: list[tuple[Description, dict[str, str]]]) -> list[_Told]:
-        self.plan = make_plan([description for description, _ in descriptions], self.request.mode)
-        for _, aliases in descriptions:
-            self.aliases |= aliases
-        for alias, target in self.aliases.items():
-            if target not in self.plan.tensors or alias in self.plan.tensors:
-                raise CheckpointError(
-                    f"alias '{alias}' of '{target}': the target must be stored and the alias must not.",
-                    remedy="Map every tied name to the one name under which its tensor is given.",
-                )
+    def _decide(self, descriptions: list[Description]) -> list[_Told]:
+        self.plan = make_plan(descriptions, self.request.mode)
         self.attempt = begin(self.path)
-        return [
-            _Told(self.attempt.save_id, stored, keep)
-            for stored, keep in zip(self.plan.stored, self.plan.keep, strict=True)
-        ]
+        return [_Told(self.attempt.save_id, own) for own in self.plan.own()]
 
-    def _write(self, told: _Told) -> Files:
+    def _write(self, told: _Told, deal: Deal) -> Files:
+        assert self.description is not None
         directory = self.path / told.save_id
-        files = write_rank_file(directory, self.rank, told.stored, [self.views[i] for i in told.keep])
+        boxes, data = select(self.description, self._taken().shards, deal, told.own)
+        files = write_rank_file(directory, self.rank, boxes, data)
         files |= _write_all(directory, self._taken().own)
         if files and self.rank:
             directory.sync()
@@ -265,8 +273,9 @@ class Save:
         directory = self.attempt.directory
         files = {name: entry for files in files_of_ranks for name, entry in files.items()}
         files |= _write_all(directory, self._taken().common)
-        headers = [files[name].digested if (name := rank_file(r)) in files else 0 for r in range(self.size)]
-        index = encode_index(place(self.plan, headers), self.aliases)
+        stored = self.plan.stored([rank_file(rank) in files for rank in range(self.size)])
+        bases = [files[name].digested for name in stored.files]
+        index = encode_index(stored, bases, BLOCK, self.plan.aliases)
         (directory / INDEX).write(index)
         files[INDEX] = FileEntry(len(index), digest(index), len(index))
         manifest = Manifest(
@@ -275,6 +284,7 @@ class Save:
             files=files,
             writer=writer_info(self.size),
             provenance=self.request.provenance,
+            requires=required(stored),
         )
         self.attempt.commit(manifest, keep_previous=self.request.keep_previous)
         return [None] * self.size

@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 
 from nnx.box import Box
-from nnx.checkpoint.dtypes import DTYPES
+from nnx.checkpoint.dtypes import DTYPES, width
 from nnx.checkpoint.manifest import BLOCK, FileEntry, digest
 from nnx.checkpoint.places import Place
 from nnx.checkpoint.stream import ALIGNMENT, StreamWriter
@@ -50,13 +50,12 @@ def rank_file(rank: int) -> str:
 
 
 def file_order(boxes: Sequence[StoredBox]) -> list[int]:
-    """The order in which boxes stand in a file: widest numbers first, else as given."""
-    return sorted(range(len(boxes)), key=lambda i: -_width(boxes[i].dtype_name))
+    """The order in which boxes stand in a file: widest numbers first, then by name and offset."""
 
+    def key(i: int) -> tuple[int, str, tuple[int, ...]]:
+        return -width(boxes[i].dtype_name), boxes[i].name, boxes[i].box.offset
 
-def _width(dtype_name: str) -> int:
-    stored = DTYPES[dtype_name]
-    return stored.itemsize // stored.parts
+    return sorted(range(len(boxes)), key=key)
 
 
 def write_rank_file(

@@ -68,7 +68,6 @@ class Source:
     path: Place
     manifest: Manifest
     _checked: dict[str, memoryview] = field(default_factory=dict)
-    _blocks: dict[str, dict[int, int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -142,12 +141,6 @@ class Source:
             )
         return raw
 
-    def first_blocks(self, file: str) -> dict[int, int]:
-        """For each position at which a piece of a rank file starts, the number of its first checksum."""
-        if file not in self._blocks:
-            self._blocks[file] = self.index.first_blocks(file, self.manifest.block)
-        return self._blocks[file]
-
     def sums(self, file: str) -> memoryview:
         """The checksums of a rank file's blocks, after checking that file's header too."""
         with self._lock:
@@ -155,7 +148,7 @@ class Source:
                 self.read_file(file)
                 name = f"{file.rsplit('.', 1)[0]}.sums"
                 raw = self.read_file(name)
-                count = self.index.block_count(file, self.manifest.block)
+                count = self.index.block_count(file)
                 if len(raw) != 8 * count:
                     raise CheckpointError(
                         f"'{self.directory / name}' has {len(raw)} bytes, expected {8 * count}.",

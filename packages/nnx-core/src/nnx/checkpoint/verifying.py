@@ -141,7 +141,7 @@ class _Verification:
     def _compare(self, name: str, index: Index, raw: bytes) -> None:
         size = self.source.manifest.block
         sums = struct.unpack(f"<{len(raw) // 8}Q", raw)
-        if len(raw) != 8 * index.block_count(name, size):
+        if len(raw) != 8 * index.block_count(name):
             self._report(name, 0, 0, f"its {len(raw) // 8} checksums are not as many as its blocks.")
             return
         number = 0
@@ -163,7 +163,7 @@ class _Verification:
         step = max(size, _READ - _READ % size)
         parts = (
             (piece, tensor, start, min(step, piece.nbytes - start))
-            for piece, tensor in index.pieces_by_file.get(name, ())
+            for piece, tensor in index.pieces_of(name)
             for start in range(0, piece.nbytes, step)
         )
         with (

@@ -1,0 +1,178 @@
+"""Regular cuts: a tensor cut into cells of one size, as `torch.chunk` cuts, along any of its dims.
+
+A *chunk* says how far a cell reaches along each tensor dim; the last cell of a dim is shorter where the extent is
+no multiple. A *cell* is named by its coordinates, without trailing zeros: ``(3,)`` is the fourth slab of rows, ``()``
+the only cell of a tensor that is not cut. So one short tuple says what a rank holds of thousands of
+tensors, and where their boxes lie follows by arithmetic.
+This module owns that arithmetic, and guessing chunk and cell from a box. It never imports torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from nnx.box import Box
+
+__all__ = [
+    "Cell",
+    "Habits",
+    "Ints",
+    "cell_box",
+    "cell_sizes",
+    "cells_overlapping",
+    "find_fault_of_grid",
+    "grid",
+    "guess",
+    "habits",
+    "has_cell",
+    "trimmed",
+]
+
+Cell = tuple[int, ...]
+Ints = npt.NDArray[np.int64]
+Habits = tuple[tuple[int, ...], ...]
+"""For each tensor dim, the coordinates that a rank's cells have there, the most frequent one first."""
+
+
+def grid(shape: Sequence[int], chunk: Sequence[int]) -> tuple[int, ...]:
+    """How many cells a tensor has along each dim.
+
+    Example:
+        >>> grid((10, 4), (3, 4))
+        (4, 1)
+    """
+    return tuple(-(-extent // step) for extent, step in zip(shape, chunk, strict=True))
+
+
+def has_cell(shape: Sequence[int], chunk: Sequence[int], cell: Cell) -> bool:
+    """Whether a tensor has this cell; one with few rows has none for ranks far back."""
+    if len(cell) > len(shape):
+        return False
+    at = (*cell, *(0,) * (len(shape) - len(cell)))
+    return all(i * step < extent for i, step, extent in zip(at, chunk, shape, strict=True))
+
+
+def cell_box(shape: Sequence[int], chunk: Sequence[int], cell: Cell) -> Box:
+    """The box of a cell that the tensor has.
+
+    Example:
+        >>> cell_box((10, 4), (3, 4), (3,))
+        Box(offset=(9, 0), size=(1, 4))
+    """
+    at = (*cell, *(0,) * (len(shape) - len(cell)))
+    offset = tuple(i * step for i, step in zip(at, chunk, strict=True))
+    size = tuple(min(step, full - o) for step, full, o in zip(chunk, shape, offset, strict=True))
+    return Box(offset, size)
+
+
+def cells_overlapping(shape: Sequence[int], chunk: Sequence[int], box: Box) -> Iterator[Cell]:
+    """The cells that share elements with a box, in row-major order.
+
+    Example:
+        >>> list(cells_overlapping((10, 4), (3, 4), Box((2, 0), (2, 4))))
+        [(), (1,)]
+    """
+    if 0 in shape or 0 in box.size:
+        return
+    spans = (
+        range(start // step, (start + extent - 1) // step + 1)
+        for start, extent, step in zip(box.offset, box.size, chunk, strict=True)
+    )
+    for at in itertools.product(*spans):
+        yield trimmed(at)
+
+
+def trimmed(at: Sequence[int]) -> Cell:
+    """Coordinates as a cell is named by: without trailing zeros."""
+    stop = len(at)
+    while stop and at[stop - 1] == 0:
+        stop -= 1
+    return tuple(at[:stop])
+
+
+def cell_sizes(
+    shapes: Sequence[Sequence[int]], chunks: Sequence[Sequence[int]], cells: Sequence[Cell]
+) -> Ints:
+    """Elements of every cell of every tensor: one row for each tensor, zero where it has no such cell."""
+    dims = max([*map(len, shapes), *map(len, cells), 0]) if shapes else 0
+    sizes = np.ones((len(shapes), len(cells)), np.int64)
+    for dim in range(dims):
+        extent = np.array([[shape[dim] if dim < len(shape) else 1] for shape in shapes], np.int64)
+        step = np.array([[chunk[dim] if dim < len(chunk) else 1] for chunk in chunks], np.int64)
+        at = np.array([cell[dim] if dim < len(cell) else 0 for cell in cells], np.int64)
+        # Beyond the last cell there is nothing, however far.
+        sizes *= np.clip(extent - np.minimum(at, -(-extent // step)) * step, 0, step)
+    return sizes
+
+
+def find_fault_of_grid(shape: Sequence[int], chunk: Sequence[int], cells: Iterable[Cell]) -> str:
+    """What is wrong with cells as a cut of a tensor, or an empty string.
+
+    Cells outside the tensor do not count: a layout is shared by tensors with more and with fewer rows.
+
+    Example:
+        >>> find_fault_of_grid((10, 4), (3, 4), [(), (1,), (2,)])
+        'it lacks 1 of 4 cells'
+    """
+    expected = math.prod(grid(shape, chunk))
+    missing = expected - sum(has_cell(shape, chunk, cell) for cell in cells)
+    return f"it lacks {missing} of {expected} cells" if missing else ""
+
+
+# --- guessing -------------------------------------------------------------------------------------
+
+
+def habits(boxes: Iterable[tuple[Sequence[int], Box, int]]) -> Habits:
+    """Which coordinates a rank's cells have, from shapes, the boxes it holds of them, and how often.
+
+    A box that ends before its tensor does has the full size of a cell, so its coordinate is certain. Where all of
+    them end their tensors (on the last rank), boxes that divide the tensor are believed.
+    """
+    sure: dict[int, Counter[int]] = {}
+    likely: dict[int, Counter[int]] = {}
+    for shape, box, count in boxes:
+        for dim, (full, start, extent) in enumerate(zip(shape, box.offset, box.size, strict=True)):
+            if extent < full and start % extent == 0:
+                seen = sure if start + extent < full else likely
+                seen.setdefault(dim, Counter())[start // extent] += count
+    dims = max([*sure, *likely, -1]) + 1
+    return tuple(
+        tuple(i for i, _ in (sure.get(dim) or likely.get(dim) or Counter()).most_common())
+        for dim in range(dims)
+    )
+
+
+def guess(shape: Sequence[int], box: Box, usual: Habits) -> tuple[tuple[int, ...], Cell] | None:
+    """A chunk and a cell that are exactly this box; None if there are none.
+
+    The last cell of a dim may be shorter than the chunk, which therefore is uncertain; then the coordinates that
+    the rank usually has decide. Other ranks hold full cells and will tell whether the guess was right.
+
+    Example:
+        >>> guess((10,), Box((9,), (1,)), usual=((3,),))
+        ((3,), (3,))
+    """
+    chunk, at = [], []
+    for dim, (full, start, extent) in enumerate(zip(shape, box.offset, box.size, strict=True)):
+        found = _guess_dim(full, start, extent, usual[dim] if dim < len(usual) else ())
+        if found is None:
+            return None
+        chunk.append(found[0])
+        at.append(found[1])
+    return tuple(chunk), trimmed(at)
+
+
+def _guess_dim(full: int, start: int, extent: int, usual: Sequence[int]) -> tuple[int, int] | None:
+    if start == 0:
+        return max(extent, 1), 0
+    if start + extent == full:
+        for i in usual:
+            if i and start % i == 0 and start // i >= extent:
+                return start // i, i
+    return (extent, start // extent) if extent and start % extent == 0 else None
