@@ -94,11 +94,6 @@ _BUILT_IN = (
         "dcp", f"{_HOME}.dcp_directory:DcpDirectory", description="directory of torch.distributed.checkpoint"
     ),
     CheckpointFormatSpec(
-        "safetensors",
-        f"{_HOME}.safetensors_files:SafetensorsFiles",
-        description="safetensors file, or Hugging Face directory with an index",
-    ),
-    CheckpointFormatSpec(
         "deepspeed", f"{_HOME}.deepspeed:DeepSpeed", description="DeepSpeed ZeRO 1, 2, 3 directory; read only"
     ),
     CheckpointFormatSpec(
@@ -110,6 +105,11 @@ _BUILT_IN = (
         "colossalai",
         f"{_HOME}.colossalai:ColossalAI",
         description="ColossalAI sharded checkpoint with index files; read only",
+    ),
+    CheckpointFormatSpec(
+        "safetensors",
+        f"{_HOME}.safetensors_files:SafetensorsFiles",
+        description="safetensors file, or Hugging Face directory with an index",
     ),
 )
 
