@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
@@ -27,9 +29,11 @@ class Case:
     """One run, as data that travels to the workers.
 
     Attributes:
-        save_at: Hook in which to save, and the how-manieth call of it.
-        loader: Which of `LOADERS`.
+        loader: Which kind of loader; see `_loader`.
         samples: Size of the dataset.
+        own_sampler: Leave the sampler to the loader, as with ``use_distributed_sampler=False``.
+        save_at: Hook in which to save, and the how-manieth call of it; "afterwards" is after the run.
+        plain: Write Lightning's own file instead.
     """
 
     strategy: str = "fsdp_auto"
@@ -44,6 +48,7 @@ class Case:
     accumulate: int = 1
     validate: Any = None
     own_sampler: bool = False
+    plain: bool = False
     save_at: tuple[str, int] = ("on_train_batch_end", 11)
     path: str = ""
     resume: str | None = None
@@ -61,6 +66,9 @@ class Report:
         validations: Number of validation batches.
         digest: Of the weights in the end.
         said: Warnings about resuming.
+        loaded: Samples that were loaded, where the loader works in this process.
+        saved_after: Batches before the checkpoint.
+        validations_when_saved: Validation batches before it.
     """
 
     batches: list[Any]
@@ -69,7 +77,9 @@ class Report:
     validations: int
     digest: str
     said: list[str]
+    loaded: int = 0
     saved_after: int = -1
+    validations_when_saved: int = 0
 
 
 class Numbers(Dataset[tuple[int, Tensor]]):
@@ -146,8 +156,7 @@ class Uneven(Sampler[list[int]]):
             yield order[start + 2 : start + 6]
 
 
-def _loader(case: Case, trainer: Trainer) -> Any:
-    data = Numbers(case.samples, case.workers == 0)
+def _loader(case: Case, trainer: Trainer, data: Numbers) -> Any:
     common: dict[str, Any] = {"num_workers": case.workers}
     if case.workers:
         common["multiprocessing_context"] = "fork"
@@ -173,6 +182,9 @@ def _loader(case: Case, trainer: Trainer) -> Any:
         return DataLoader(Stream(case.samples), **plain)
     if case.loader == "stateful":
         return Stateful(case.samples, case.batch, trainer.global_rank, trainer.world_size)
+    if case.loader == "equal states":
+        torch.manual_seed(0)
+        return Stateful(case.samples, case.batch, 0, 2)
     first = DataLoader(data, shuffle=True, **plain)
     second = DataLoader(Numbers(8, False), shuffle=True, **plain)
     if case.loader == "two":
@@ -192,10 +204,14 @@ class Dropping(LightningModule):
         self.hooks_drew: list[float] = []
 
     def train_dataloader(self) -> Any:
-        return _loader(self.case, self.trainer)
+        self.data = Numbers(self.case.samples, self.case.workers == 0)
+        return _loader(self.case, self.trainer, self.data)
 
     def val_dataloader(self) -> Any:
         return DataLoader(Numbers(6, True), batch_size=3) if self.case.validate is not None else []
+
+    def on_fit_start(self) -> None:
+        _seed_all(self.case.seed + 100 * self.global_rank)  # Lightning seeds all ranks alike
 
     def on_train_epoch_start(self) -> None:
         self.hooks_drew.append(float(torch.rand(())))
@@ -222,7 +238,7 @@ class Dropping(LightningModule):
         return F.mse_loss(self.layers(values), values.sum(1, keepdim=True))
 
     def validation_step(self, batch: Any, index: int) -> None:
-        self.report.validations += 1
+        self.report.validations += not self.trainer.sanity_checking
         self.log("val", self._loss(batch[1]), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
@@ -251,6 +267,7 @@ class SaveIn(Callback):
             self.calls += 1
             if self.calls == self.case.save_at[1]:
                 module.report.saved_after = len(module.report.batches)
+                module.report.validations_when_saved = module.report.validations
                 trainer.save_checkpoint(self.case.path)
 
         return save
@@ -260,8 +277,11 @@ def run(case: Case) -> Report:
     """Train as described; every rank reports."""
     seed_everything(case.seed, verbose=False)
     module = Dropping(case)
-    plugins = [nnx.CheckpointIO(**case.options)] if case.strategy in ("auto", "ddp") else []
-    ours = bool(case.options) and not plugins
+    lightnings = case.strategy in ("auto", "ddp")
+    plugins: list[Any] = [nnx.CheckpointIO(**case.options)] if lightnings else []
+    if case.plain:
+        plugins = [TorchCheckpointIO()]
+    ours = bool(case.options) and not lightnings
     trainer = Trainer(
         strategy=nnx.strategy(case.strategy, **case.options) if ours else case.strategy,
         accelerator="cpu",
@@ -283,15 +303,116 @@ def run(case: Case) -> Report:
         warnings.simplefilter("always")
         trainer.fit(module, ckpt_path=case.resume)
     report = module.report
+    report.loaded = module.data.loaded
     report.said = [str(w.message) for w in caught if "resuming" in str(w.message).lower()]
     report.digest = digest_of({name: value.detach() for name, value in module.state_dict().items()})
-    if case.path and case.save_at[0] == "afterwards":
-        report.saved_after = len(report.batches)
-        trainer.save_checkpoint(case.path)
+    if case.path and case.save_at[0] in ("afterwards", "weights"):
+        trainer.save_checkpoint(case.path, weights_only=case.save_at[0] == "weights")
     return report
 
 
-def interrupted(case: Case, **later: Any) -> tuple[Report, Report]:
+def interrupted(case: Case) -> tuple[Report, Report]:
     """A whole run that saves on its way, and one that resumes from there under another seed."""
     whole = run(case)
-    return whole, run(replace(case, resume=case.path, path="", seed=99, **later))
+    return whole, run(replace(case, resume=case.path, path="", seed=99))
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def draws() -> tuple[float, ...]:
+    """The next number of every generator."""
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def evaluate(case: Case) -> bool:
+    """Whether validating and testing from a checkpoint leaves random numbers as they would be without."""
+    seen = []
+    for path in (None, case.path):
+        module = Dropping(replace(case, validate=1.0))
+        trainer = _quiet_trainer(case)
+        _seed_all(1)
+        trainer.validate(module, ckpt_path=path, verbose=False)
+        seen.append(draws())
+    return seen[0] == seen[1]
+
+
+def error_of(case: Case) -> str:
+    """The error that a run ends with."""
+    try:
+        run(case)
+    except nnx.NnxError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def fit_twice_with_one_loader(case: Case) -> dict[str, Any]:
+    """What becomes of a loader that the user made, and of a second fit that resumes nothing."""
+    data = Numbers(case.samples, False)
+    loader = DataLoader(data, batch_size=case.batch)
+    batch_sampler, sampler = loader.batch_sampler, loader.sampler
+    report: dict[str, Any] = {"same": [], "batches": []}
+    for resume in (case.path, None):
+        module = Dropping(case)
+        trainer = _quiet_trainer(case)
+        trainer.fit(module, loader, ckpt_path=resume)
+        report["same"].append(loader.batch_sampler is batch_sampler and loader.sampler is sampler)
+        report["batches"].append(len(module.report.batches))
+        predicted = trainer.predict(Predicting(case), loader)
+        report["predicted"] = sum(len(each) for each in predicted or ())
+    report["left on the strategy"] = sorted(
+        {"process_dataloader", "on_train_start"} & set(vars(trainer.strategy))
+    )
+    return report
+
+
+class Predicting(Dropping):
+    """Predicts the ids of the samples."""
+
+    def predict_step(self, batch: Any, index: int) -> Any:
+        return batch[0]
+
+
+def _quiet_trainer(case: Case) -> Trainer:
+    return Trainer(
+        strategy=case.strategy,
+        accelerator="cpu",
+        devices=case.devices,
+        max_epochs=case.epochs,
+        plugins=[nnx.CheckpointIO()] if case.strategy in ("auto", "ddp") else [],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+# --- Fabric -------------------------------------------------------------------------------------------
+
+
+def fabric_draws(
+    path: str, devices: int, save: bool, strategy: str = "fsdp_auto", strict: bool = False
+) -> Any:
+    """Save and draw, or load and draw; with a load that does not ask for random numbers in between."""
+    fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
+    fabric.launch()
+    model = fabric.setup_module(nn.Linear(2, 2))
+    _seed_all((3 if save else 99) + fabric.global_rank)
+    state = {"model": model, "random": nnx.RandomState(strict=strict)}
+    if save:
+        fabric.save(path, state)
+        return draws()
+    before = torch.get_rng_state()
+    fabric.load(path, {"model": model})
+    untouched = torch.equal(before, torch.get_rng_state())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            fabric.load(path, state)
+        except nnx.NnxError as error:
+            return f"{type(error).__name__}: {error}"
+    said = [str(warning.message) for warning in caught if "random state" in str(warning.message)]
+    return draws(), untouched, said

@@ -105,9 +105,7 @@ class ExactResume:
             )
         return None
 
-    def _put_loader_states(
-        self, trainer: Any, saved: _Saved, ranks: Any, checkpoint: dict[str, Any]
-    ) -> None:
+    def _put_loader_states(self, trainer: Any, saved: _Saved, ranks: Any, checkpoint: dict[str, Any]) -> None:
         """Lightning restores loaders that have a state; it would give every rank that of rank 0."""
         if self._place is None or not saved.first.get("data", _NO_DATA)["stateful"]:
             return
