@@ -107,9 +107,7 @@ def keep_one(run: Run, folder: str) -> Left:
         def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
             complete.append(sum(path.is_file() for path in Path(folder).glob("*/manifest.json")))
 
-    saver = ModelCheckpoint(
-        dirpath=folder, monitor="val_loss", save_top_k=1, save_last=True, filename="{step}"
-    )
+    saver = ModelCheckpoint(dirpath=folder, monitor="val_loss", save_top_k=1, filename="{step}")
     extra: dict[str, Any] = {"callbacks": [Look(), saver]}
     if run.strategy == "ddp":
         extra["plugins"] = [nnx.CheckpointIO(async_save=True)]

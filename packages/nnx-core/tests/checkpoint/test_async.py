@@ -283,6 +283,20 @@ def test_python_waits_for_the_save_at_exit_and_says_if_it_failed(tmp_path: Path)
     assert f"The last background save, to '{tmp_path / 'b'}', failed: cannot save to" in bad
 
 
+def test_a_save_that_outlasts_the_program_needs_no_further_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    values = torch.arange(5_000_000)  # more than all buffers of the writer
+    nnx.checkpoint.save(tmp_path / "a", tensors={"w": shard_of(values)}, objects={})
+    monkeypatch.undo()
+    assert nnx.checkpoint.verify(tmp_path / "a") == []
+    assert torch.equal(nnx.checkpoint.open_checkpoint(tmp_path / "a").read("w"), values)
+
+
 # --- removal ------------------------------------------------------------------------------------------
 
 

@@ -79,7 +79,11 @@ class StreamWriter:
         self._view = memoryview(self._buffer)
         self._filled = 0
         self._thread = threading.Thread(target=self._drain, name="nnx-save", daemon=True)
-        self._thread.start()
+        self._is_alone = False
+        try:
+            self._thread.start()
+        except RuntimeError:  # Python 3.12 starts none for a background save that outlasts the program
+            self._is_alone = True
 
     def append(self, data: memoryview) -> memoryview:
         """Add bytes to the file.
@@ -134,6 +138,9 @@ class StreamWriter:
             raise self._error
         self._view.release()
         self._full.put((self._buffer, self.position - self._filled, self._filled))
+        if self._is_alone:
+            self._full.put(None)
+            self._drain()
         self._buffer = self._free.get()
         self._view = memoryview(self._buffer)
         self._filled = 0
