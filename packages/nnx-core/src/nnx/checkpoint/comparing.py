@@ -140,7 +140,7 @@ class _Side:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self.objects = checkpoint.tree(None, _Reference)
+        self.objects = _without_empty(checkpoint.tree(None, _Reference))
         self._renamed: dict[tuple[str, str], str] = {}
 
     @property
@@ -178,11 +178,19 @@ class _Side:
         return f"optim.{index}.state.{self._renamed.get((index, parameter), parameter)}.{state}"
 
 
+def _without_empty(objects: Any) -> Any:
+    """Formats differ in whether they mention a part of which there is nothing."""
+    return {k: v for k, v in objects.items() if v not in ({}, [])} if isinstance(objects, dict) else objects
+
+
 @dataclass(frozen=True, slots=True)
 class _Reference:
     """Stands for a tensor inside objects."""
 
     name: str
+
+    def __repr__(self) -> str:
+        return f"tensor {self.name}"
 
 
 @dataclass(frozen=True, slots=True)

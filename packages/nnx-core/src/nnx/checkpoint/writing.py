@@ -25,13 +25,14 @@ from nnx.checkpoint.files import explained, sync_directory
 from nnx.checkpoint.formats import Progress
 from nnx.checkpoint.index import TensorEntry
 from nnx.checkpoint.opened import Checkpoint
+from nnx.checkpoint.places import LocalPlace, place_of
 from nnx.checkpoint.stream import DirectFile, StreamWriter
+from nnx.checkpoint.surveying import PARTIAL
 from nnx.errors import CheckpointError
 from nnx.layout import Shard
 
 __all__ = [
     "SLAB",
-    "TEMPORARY",
     "Part",
     "new_directory",
     "new_file",
@@ -40,10 +41,8 @@ __all__ = [
     "stream_to",
 ]
 
-SLAB = 8 << 20
+SLAB = 4 << 20
 """Bytes that are read at once; two slabs exist at a time."""
-TEMPORARY = ".nnx-partial"
-"""How the names of unfinished targets end: ``.<name>.<random>.nnx-partial``, beside the target."""
 _ALIGNMENT = 16
 
 
@@ -163,18 +162,28 @@ def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
         CheckpointError: Something is at `path` already.
     """
-    with _beside(Path(path)) as temporary:
+    with _beside(_local(path)) as temporary:
         yield temporary
 
 
 @contextlib.contextmanager
 def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     """As `new_file`, for a directory, which is there and empty when the block begins."""
-    with _beside(Path(path)) as temporary:
+    with _beside(_local(path)) as temporary:
         with explained("create", temporary):
             temporary.mkdir()
         yield temporary
         sync_directory(temporary)
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    place = place_of(path)
+    if not isinstance(place, LocalPlace):
+        raise CheckpointError(
+            f"cannot write '{place}': files of other formats are written to paths, not to URLs.",
+            remedy="Write to a path, and upload what comes out.",
+        )
+    return place.path
 
 
 @contextlib.contextmanager
@@ -182,7 +191,7 @@ def _beside(path: Path) -> Iterator[Path]:
     _refuse_existing(path)
     with explained("create", path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}"
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}{PARTIAL}"
     try:
         yield temporary
         _refuse_existing(path)

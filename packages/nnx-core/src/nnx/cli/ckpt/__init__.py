@@ -87,13 +87,17 @@ def merge(
     ],
     target: Annotated[str, typer.Argument(help="The file to write; nothing may be there.")],
     to: _To = None,
-    options: _Options = None,
+    only_weights: _OnlyWeights = False,
+    trust: _Trust = False,
     as_json: _Json = False,
 ) -> None:
     """Merge a sharded checkpoint into one file, in little memory whatever its size."""
     from nnx.cli.ckpt.rewriting import run_merge
 
-    raise typer.Exit(run_merge(sources, target, to=to, options=options or [], as_json=as_json))
+    code = run_merge(
+        sources, target, to=to, only_weights=only_weights, weights_only=not trust, as_json=as_json
+    )
+    raise typer.Exit(code)
 
 
 @app.command()

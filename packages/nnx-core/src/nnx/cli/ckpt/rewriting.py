@@ -19,14 +19,21 @@ __all__ = ["run_convert", "run_merge"]
 
 
 def run_merge(
-    sources: Sequence[str], target: str, *, to: str | None, options: Sequence[str], as_json: bool
+    sources: Sequence[str],
+    target: str,
+    *,
+    to: str | None,
+    only_weights: bool,
+    weights_only: bool,
+    as_json: bool,
 ) -> int:
     """Merge into one file."""
     from nnx.checkpoint import merge
 
+    _require_writable(to)
     source: Any = sources[0] if len(sources) == 1 else list(sources)
-    given = _options(to, options)
-    return _write("merging", merge, source, target, {"to": to, **given}, as_json=as_json)
+    chosen = {"to": to, "save_weights_only": only_weights or None, "weights_only": weights_only}
+    return _write("merging", merge, source, target, chosen, as_json=as_json)
 
 
 def run_convert(
@@ -42,9 +49,10 @@ def run_convert(
     """Write in another format."""
     from nnx.checkpoint import convert
 
-    given = _options(to, options)
-    chosen = {"to": to, "only_weights": only_weights, "weights_only": weights_only, **given}
-    return _write("converting", convert, source, target, chosen, as_json=as_json)
+    _require_writable(to)
+    chosen = {"to": to, "save_weights_only": only_weights or None, "weights_only": weights_only}
+    given = _options(options, _known_options(to))
+    return _write("converting", convert, source, target, {**chosen, **given}, as_json=as_json)
 
 
 def _write(
@@ -74,34 +82,46 @@ def _write(
     return 0
 
 
-def _options(to: str | None, given: Sequence[str]) -> dict[str, Any]:
-    """Options of the format that is written; what is not known is wrong usage."""
+def _require_writable(to: str | None) -> None:
+    """A format that is unknown or can only be read is wrong usage."""
     from nnx.checkpoint.formats import get_format, writable
 
-    known: list[str] | None = None
-    if to is not None:
-        try:
-            chosen = get_format(to)
-        except CheckpointError as error:
-            raise typer.BadParameter(f"{error.message} {error.remedy}", param_hint="--to") from error
-        if not chosen.can_write:
-            raise typer.BadParameter(
-                f"format {to!r} can only be read; use one of {', '.join(writable())}.", param_hint="--to"
-            )
-        known = _own_options(chosen.write)
+    if to is None:
+        return
+    try:
+        chosen = get_format(to)
+    except CheckpointError as error:
+        raise typer.BadParameter(f"{error.message} {error.remedy}", param_hint="'--to'") from error
+    if not chosen.can_write:
+        raise typer.BadParameter(
+            f"format {to!r} can be read but not written. Use one of {', '.join(writable())}.",
+            param_hint="'--to'",
+        )
+
+
+def _known_options(to: str | None) -> list[str] | None:
+    """Names of the options of a format; None where the target's name decides which it is."""
+    from nnx.checkpoint.formats import get_format
+
+    if to is None:
+        return None
+    parameters = inspect.signature(get_format(to).write).parameters.values()
+    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "progress"]
+
+
+def _options(given: Sequence[str], known: list[str] | None) -> dict[str, Any]:
     options = {}
     for text in given:
         name, equals, value = text.partition("=")
-        if not equals or (known is not None and name not in known):
-            listed = "NAME=VALUE" if known is None else ", ".join(f"{name}=..." for name in known) or "none"
-            raise typer.BadParameter(f"{text!r} is not an option; it takes {listed}.", param_hint="-o")
+        if not equals:
+            raise typer.BadParameter(f"{text!r} is not of the form NAME=VALUE.", param_hint="'-o'")
+        if known is not None and name not in known:
+            raise typer.BadParameter(
+                f"there is no option {name!r}; the format's are: {', '.join(known) or 'none'}.",
+                param_hint="'-o'",
+            )
         options[name] = _value(value)
     return options
-
-
-def _own_options(write: Callable[..., Any]) -> list[str]:
-    own = [p.name for p in inspect.signature(write).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    return [name for name in own if name != "progress"]
 
 
 def _value(text: str) -> Any:
