@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -227,6 +228,57 @@ def leave_during_save(path: str) -> str:
         nnx.checkpoint.save(path, tensors=shards(rank, size), objects={})
     except CheckpointError as error:
         return str(error)
+    return ""
+
+
+def lose_directory_during_save(path: str) -> str:
+    """The save's directory vanishes on both ranks' file system between planning and writing."""
+    from nnx.checkpoint import saving
+
+    rank, size = rank_and_size()
+    real = saving.write_rank_file
+
+    def lose_first(directory: Any, *rest: Any) -> Any:
+        shutil.rmtree(directory.location, ignore_errors=True)
+        return real(directory, *rest)
+
+    saving.write_rank_file = lose_first
+    try:
+        nnx.checkpoint.save(path, tensors=shards(rank, size), objects={})
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        saving.write_rank_file = real
+    return ""
+
+
+def load_what_vanishes(path: str) -> str:
+    """Open a checkpoint on every rank, lose it, and load from it."""
+    rank, size = rank_and_size()
+    checkpoint = nnx.checkpoint.open_checkpoint(path)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(path)
+    dist.barrier()
+    try:
+        checkpoint.fill(shards(rank, size))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def save_without_permission(path: str) -> str:
+    """Save as a user who may not write there, which root always may."""
+    rank, size = rank_and_size()
+    own = os.geteuid()
+    if own == 0:
+        os.seteuid(65534)
+    try:
+        nnx.checkpoint.save(path, tensors=shards(rank, size), objects={})
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        os.seteuid(own)
     return ""
 
 

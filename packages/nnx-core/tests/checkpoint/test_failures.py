@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import signal
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,11 @@ import torch
 
 import nnx.checkpoint
 from jobs import checkpoint_jobs
+from nnx.checkpoint import locks
+from nnx.checkpoint.commit import begin
 from nnx.checkpoint.files import _REMEDIES, explained
+from nnx.checkpoint.manifest import FileEntry, Manifest
+from nnx.checkpoint.places import LocalPlace, place_of
 from nnx.errors import CheckpointError
 from nnx.layout import Box, Shard, shard_of
 from nnx.testing.pool import JobError, WorkerPool
@@ -202,9 +210,6 @@ def test_everything_is_on_disk_before_the_commit(tmp_path: Path, monkeypatch: py
 
 
 def test_a_file_that_changed_before_the_commit_stops_it(tmp_path: Path) -> None:
-    from nnx.checkpoint.commit import begin
-    from nnx.checkpoint.manifest import FileEntry, Manifest
-    from nnx.checkpoint.places import place_of
 
     save(tmp_path / "a", objects={"n": 1})
     attempt = begin(place_of(tmp_path / "a"))
@@ -229,7 +234,7 @@ def test_a_reader_that_opened_the_old_save_gets_old_data_or_a_clear_error(tmp_pa
 
 
 def test_two_runs_saving_to_one_path_never_commit_a_mixture(tmp_path: Path) -> None:
-    path = tmp_path / "a"
+    path, outcomes = tmp_path / "a", []
 
     def run(value: int) -> None:
         for _ in range(10):
@@ -239,16 +244,209 @@ def test_two_runs_saving_to_one_path_never_commit_a_mixture(tmp_path: Path) -> N
                     tensors={"w": shard_of(torch.full((1000,), value))},
                     objects={"value": value},
                 )
-            except CheckpointError:
-                continue  # the other one collected this save's directory
+                outcomes.append("")
+            except CheckpointError as error:
+                outcomes.append(str(error))
 
     threads = [threading.Thread(target=run, args=(value,)) for value in (1, 2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    save(path, objects={"value": 3})
+    refused = {text for text in outcomes if text}
+    assert all("another run is saving to it now" in text for text in refused), refused
+    assert outcomes.count("") > 0
+    checkpoint = nnx.checkpoint.open_native(path)
+    assert checkpoint.read("w").tolist() == [checkpoint.objects["value"]] * 1000
     assert nnx.checkpoint.verify(path) == []
+    assert names(path) == {"manifest.json", checkpoint.manifest.save_id}
+
+
+def test_a_second_run_is_refused_while_the_first_one_saves_and_harms_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    save(path, objects={"n": 1})
+    first = begin(place_of(path))
+    (first.directory / "r00000.safetensors").write(b"in progress")
+    before = {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    with pytest.raises(
+        CheckpointError,
+        match=rf"save to '.*/a': another run is saving to it now \(process {os.getpid()} on .*\). Give",
+    ):
+        save(path, objects={"n": 2})
+    assert {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+    first.discard()
+    save(path, objects={"n": 2})
+    assert nnx.checkpoint.open_checkpoint(path).objects == {"n": 2}
+    assert names(path) == {"manifest.json", nnx.checkpoint.open_native(path).manifest.save_id}
+
+
+def test_a_second_first_save_is_refused_too(tmp_path: Path) -> None:
+    first = begin(place_of(tmp_path / "a"))
+    with pytest.raises(CheckpointError, match="another run is saving to it now"):
+        save(tmp_path / "a")
+    first.discard()
+    assert not (tmp_path / "a").exists()
+
+
+@contextlib.contextmanager
+def forked(work: Callable[[], object]) -> Iterator[int]:
+    """A child that does something and then waits until it is killed."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            kept = work()  # noqa: F841 - alive until the end
+            os.write(write, b"x")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(write)
+    try:
+        os.read(read, 1)
+        yield child
+    finally:
+        os.close(read)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_killed_run_locks_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    save(path, objects={"n": 1})
+    with (
+        forked(lambda: begin(place_of(path))) as child,
+        pytest.raises(CheckpointError, match=rf"another run is saving to it now \(process {child} on"),
+    ):
+        save(path)
+    assert ".saving.lock" in names(path)
+    save(path, objects={"n": 2})
+    assert names(path) == {"manifest.json", nnx.checkpoint.open_native(path).manifest.save_id}
+
+
+@pytest.mark.parametrize("child_releases", [False, True])
+def test_a_process_forked_during_a_save_neither_keeps_nor_ends_the_lock(
+    tmp_path: Path, child_releases: bool
+) -> None:
+    attempt = begin(place_of(tmp_path / "a"))
+    # Such as a worker of a DataLoader, which goes on to run after the save.
+    with forked(lambda: attempt.release() if child_releases else None):
+        with pytest.raises(CheckpointError, match="another run is saving"):
+            save(tmp_path / "a")
+        attempt.discard()
+        save(tmp_path / "a")
+
+
+def test_a_lock_that_is_released_while_another_run_asks_for_it_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "a")
+    first, real = begin(place_of(tmp_path / "a")), fcntl.flock
+
+    def release_first(fd: int, how: int) -> None:
+        monkeypatch.undo()
+        first.discard()  # removes the file that the other run has just opened
+        real(fd, how)
+
+    monkeypatch.setattr("fcntl.flock", release_first)
+    second = begin(place_of(tmp_path / "a"))
+    with pytest.raises(CheckpointError, match="another run is saving"):
+        save(tmp_path / "a")
+    second.discard()
+
+
+def test_an_interrupted_save_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nnx.checkpoint import saving
+
+    def interrupt(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saving, "write_rank_file", interrupt)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        save(tmp_path / "a")
+    monkeypatch.undo()
+    save(tmp_path / "a")  # although the traceback, and so the save, is still alive
+    assert kept.value is not None
+    assert nnx.checkpoint.verify(tmp_path / "a") == []
+
+
+@pytest.mark.parametrize("code", sorted(locks._UNSUPPORTED))
+def test_where_there_are_no_locks_a_save_that_was_overtaken_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, "planted")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    path = tmp_path / "a"
+    save(path, objects={"n": 1})
+    slow = begin(place_of(path))
+    save(path, objects={"n": 2})
+    assert slow.directory.kind() == "directory"  # not collected: it may still be in progress
+    with pytest.raises(CheckpointError, match=r"commit to '.*': another run has saved to it meanwhile"):
+        slow.commit(Manifest(slow.save_id, "", {}), keep_previous=0)
+    slow.discard()
+    assert nnx.checkpoint.open_checkpoint(path).objects == {"n": 2}
+    assert names(path) == {"manifest.json", nnx.checkpoint.open_native(path).manifest.save_id}
+
+
+def test_a_commit_that_came_through_is_not_discarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = LocalPlace.replace
+
+    def interrupted(self: LocalPlace, data: bytes, *, temporary: str) -> None:
+        real(self, data, temporary=temporary)
+        raise CheckpointError("planted: the connection was lost after the commit.")
+
+    monkeypatch.setattr(LocalPlace, "replace", interrupted)
+    with pytest.raises(CheckpointError, match="planted"):
+        save(tmp_path / "a", objects={"n": 1})
+    assert nnx.checkpoint.verify(tmp_path / "a") == []
+    assert nnx.checkpoint.open_checkpoint(tmp_path / "a").objects == {"n": 1}
+
+
+def test_a_directory_that_may_not_be_written_to_is_the_same_error_on_both_ranks(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    path = tmp_path / "runs" / "a"
+    pool.run(checkpoint_jobs.save_all, str(path), "deduped", world_size=2, init="gloo")
+    for directory in (path, path.parent, tmp_path, *tmp_path.parents[:2]):
+        directory.chmod(0o555)
+    try:
+        first, second = pool.run(
+            checkpoint_jobs.save_without_permission, str(path), world_size=2, init="gloo"
+        )
+        other, _ = pool.run(checkpoint_jobs.save_without_permission, f"{path}-new", world_size=2, init="gloo")
+    finally:
+        for directory in (path, path.parent, tmp_path, *tmp_path.parents[:2]):
+            directory.chmod(0o755)
+    assert first == second
+    assert "/a': Permission denied. Make the directory writable for this user" in first
+    assert "cannot create '" in other
+    assert "/a-new': Permission denied. Make the directory writable for this user" in other
+    assert nnx.checkpoint.verify(path) == []
+    assert pool.run(checkpoint_jobs.load_all, str(path), world_size=2, init="gloo") == [[], []]
+
+
+def test_a_directory_that_vanishes_in_the_middle_of_a_save_is_the_same_error_on_both_ranks(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    path = tmp_path / "a"
+    pool.run(checkpoint_jobs.save_all, str(path), "deduped", world_size=2, init="gloo")
+    first, second = pool.run(checkpoint_jobs.lose_directory_during_save, str(path), world_size=2, init="gloo")
+    assert first == second
+    assert "No such file or directory. Every rank must see the same directory" in first
+    assert pool.run(checkpoint_jobs.load_all, str(path), world_size=2, init="gloo") == [[], []]
+    assert names(path) == {"manifest.json", nnx.checkpoint.open_native(path).manifest.save_id}
+
+
+def test_a_checkpoint_that_vanishes_before_it_is_loaded_is_an_error_on_every_rank(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    path = tmp_path / "a"
+    pool.run(checkpoint_jobs.save_all, str(path), "deduped", world_size=2, init="gloo")
+    found = pool.run(checkpoint_jobs.load_what_vanishes, str(path), world_size=2, init="gloo")
+    for text in found:
+        assert "cannot read '" in text
+        assert "No such file or directory. Every rank must see the same directory" in text
 
 
 def test_a_missing_tensor_is_listed(tmp_path: Path) -> None:

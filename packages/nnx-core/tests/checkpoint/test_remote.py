@@ -71,9 +71,7 @@ def test_a_url_keeps_its_form_whatever_is_asked_of_it() -> None:
     assert place_of(place) is place
 
 
-@pytest.mark.parametrize(
-    "function", [nnx.checkpoint.open_native, nnx.checkpoint.verify, nnx.checkpoint.is_checkpoint]
-)
+@pytest.mark.parametrize("name", ["open_native", "verify", "is_checkpoint"])
 def test_urls_that_nothing_can_open_are_refused_with_the_way_out(name: str) -> None:
     function = getattr(nnx.checkpoint, name)
     with pytest.raises(

@@ -56,6 +56,7 @@ class Lock:
                 owner = os.pread(fd, 200, 0).decode(errors="replace") or "another process"
                 os.close(fd)
                 if error.errno in _UNSUPPORTED:
+                    path.unlink(missing_ok=True)
                     return None
                 if error.errno not in _TAKEN:
                     raise
@@ -70,14 +71,10 @@ class Lock:
         if self._fd is None:
             return
         fd, self._fd = self._fd, None
-        if os.getpid() != self._owner:  # a forked child: the lock is its parent's
-            os.close(fd)
-            return
-        with contextlib.suppress(OSError):
-            self._path.unlink()
-        # Closing alone would leave it locked as long as a forked child has the file open.
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)
+        if os.getpid() == self._owner:  # and not a forked child, of which it is not the lock
+            # A new file is a new lock, so it does not matter that a forked child still has this one open.
+            with contextlib.suppress(OSError):
+                self._path.unlink()
         os.close(fd)
 
     def __del__(self) -> None:
