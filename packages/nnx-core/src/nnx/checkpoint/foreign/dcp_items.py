@@ -145,7 +145,7 @@ class Items:
                 remedy="Make sure that the files of all ranks are there.",
             )
         found = [(chunk, self._find(tensor.name, chunk.box, chunk.item)) for chunk in tensor.chunks]
-        types = {part.dtype_name for _, part in found} or {"float32"}
+        types = {part.dtype_name for _, part in found} or {tensor.dtype_name}
         if len(types) > 1:
             raise CheckpointError(
                 f"the parts of tensor '{tensor.name}' in '{self._directory}' have different element types: "

@@ -28,6 +28,8 @@ TRAINER = "trainer"
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _EXTRA_STATE = "_extra_state"
 _STATE, _GROUPS = "state", "param_groups"
+_OBJECT_KEYS = {_STATE: "values", _GROUPS: "groups"}
+"""What these are called among the objects of a checkpoint."""
 
 
 @dataclass(slots=True)
@@ -135,7 +137,7 @@ def interpret(
     if every_model or usual:
         parts.models = {key: _flat(parts.rest.pop(key)) for key in (dicts if every_model else usual)}
     elif any(isinstance(value, LocatedTensor) for value in parts.rest.values()):
-        names = [key for key, value in parts.rest.items() if _is_member(key, value)]
+        names = [k for k, value in parts.rest.items() if isinstance(value, LocatedTensor) or _is_extra(k)]
         parts.models = {"model": _flat({name: parts.rest.pop(name) for name in names})}
     else:
         parts.models = {key: _flat(parts.rest.pop(key)) for key in dicts}
@@ -314,8 +316,11 @@ def _add_optimizer(contents: Contents, state: Mapping[str, Any]) -> None:
                 _add_tensor(contents, f"optim.{index}.state.{parameter}.{name}", value)
             else:
                 values.setdefault(parameter, {})[name] = value
-    described = {**state, _STATE: values}
-    contents.add_optimizer(_lifted(contents, described, f"objects.optim.{index}"))
+    described = {
+        key: _lifted(contents, value, f"objects.optim.{index}.{_OBJECT_KEYS.get(key, f'other.{key}')}")
+        for key, value in {**state, _STATE: values}.items()
+    }
+    contents.add_optimizer(described)
 
 
 def _named(state: Mapping[str, Any], parts: Parts) -> Mapping[str, Any]:

@@ -66,10 +66,18 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as the metadata describes it."""
+    """A tensor as the metadata describes it.
+
+    Attributes:
+        name: Its flat name.
+        shape: Its shape.
+        dtype_name: Its element type; where there are items, these know better.
+        chunks: Its boxes that have elements.
+    """
 
     name: str
     shape: tuple[int, ...]
+    dtype_name: str
     chunks: tuple[StoredChunk, ...]
 
     @property
@@ -282,7 +290,8 @@ def _add_tensor(
             f"the ranks disagree about the shape of tensor '{name}': {known.shape} and {shape}.",
             remedy="The metadata files are of different saves; resume from another checkpoint.",
         )
-    found.tensors[name] = StoredTensor(name, shape, (*(known.chunks if known else ()), *chunks))
+    dtype_name = str(entry["properties"].state[0])
+    found.tensors[name] = StoredTensor(name, shape, dtype_name, (*(known.chunks if known else ()), *chunks))
 
 
 def _place(places: Mapping[tuple[int, ...] | None, Item], offset: tuple[int, ...] | None, name: str) -> Item:
