@@ -107,18 +107,18 @@ def keep_one(run: Run, folder: str) -> Left:
         def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
             complete.append(sum(path.is_file() for path in Path(folder).glob("*/manifest.json")))
 
-    saver = ModelCheckpoint(dirpath=folder, monitor="val_loss", save_top_k=1, filename="{step}")
+    saver = ModelCheckpoint(dirpath=folder, save_top_k=1, every_n_train_steps=1, filename="{step}")
     extra: dict[str, Any] = {"callbacks": [Look(), saver]}
     if run.strategy == "ddp":
         extra["plugins"] = [nnx.CheckpointIO(async_save=True)]
     settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "use_distributed_sampler": False}
-    settings |= {"val_check_interval": 1, "limit_val_batches": 1, "max_steps": run.steps}
+    settings["max_steps"] = run.steps
     strategy = nnx.strategy(run.strategy, **run.options) if run.options else run.strategy
     with delayed(lambda: time.sleep(0.05)):
         Trainer(strategy=strategy, devices=run.devices, **settings, **extra).fit(Net(run))
     seen = complete[next((i for i, count in enumerate(complete) if count), len(complete)) :]
     names = sorted(path.name for path in Path(folder).iterdir())
-    return Left(names, Path(saver.best_model_path).name, max(seen, default=0), min(seen, default=1))
+    return Left(names, Path(saver.best_model_path).name, max(seen, default=0), min(seen, default=0))
 
 
 def fail(run: Run, at: int, slow_rank: int) -> tuple[int, str, str, bool]:
