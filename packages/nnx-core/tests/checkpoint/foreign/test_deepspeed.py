@@ -353,7 +353,7 @@ def test_a_file_left_by_a_save_of_more_ranks_is_refused(copy: Callable[[str], Pa
     shutil.copy(stale, path / "global_step3")
     for file in path.rglob("*rank_[01]*optim_states.pt"):
         edit(file, lambda state: None)
-    with pytest.raises(CheckpointError, match="missing|of another save"):
+    with pytest.raises(CheckpointError, match=r"missing|of another save"):
         storage.open_checkpoint(path)
 
 

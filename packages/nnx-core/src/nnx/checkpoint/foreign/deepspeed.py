@@ -13,18 +13,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
 from typing_extensions import override
 
 from nnx.box import Box
 from nnx.checkpoint.foreign.contents import Contents, ForeignCheckpoint
 from nnx.checkpoint.foreign.deepspeed_files import Files, holds_checkpoints, model_file, scan, tag_directory
 from nnx.checkpoint.foreign.deepspeed_universal import Universal
-from nnx.checkpoint.foreign.deepspeed_zero import OWN_CLASSES, Partitions, add_state, split_evenly
+from nnx.checkpoint.foreign.deepspeed_zero import OWN_CLASSES, Partitions
 from nnx.checkpoint.foreign.faults import malformed_explained
-from nnx.checkpoint.foreign.flat import pieces_of_range
-from nnx.checkpoint.foreign.torch_file import FileTensor, load_torch_file
+from nnx.checkpoint.foreign.flat import add_shared_state, pieces_of_range, split_evenly
+from nnx.checkpoint.foreign.rank_file import load_rank_file
+from nnx.checkpoint.foreign.torch_file import load_torch_file
 from nnx.checkpoint.formats import CheckpointFormat
 from nnx.errors import CheckpointError
 
@@ -107,19 +106,13 @@ def _open(path: Path, tag: str | None, weights: str, weights_only: bool) -> Fore
 
 
 def _load_model(path: Path, weights_only: bool) -> dict[str, Any]:
-    """A model file. Trusted is only one that cannot be read safely: read so, its tensors stay in the file."""
-    try:
-        loaded = load_torch_file(path, inert=OWN_CLASSES)
-    except CheckpointError:
-        if weights_only:
-            raise
-        loaded = load_torch_file(path, weights_only=False)
-    if not isinstance(loaded, Mapping) or "module" not in loaded:
+    loaded = load_rank_file(path, weights_only=weights_only, own=_ENGINE_KEYS, inert=OWN_CLASSES)
+    if "module" not in loaded:
         raise CheckpointError(
             f"'{path}' is not a model file of DeepSpeed: it has no entry 'module'.",
             remedy="Restore it from a backup, or use another checkpoint.",
         )
-    return dict(loaded)
+    return loaded
 
 
 def _partitions(files: Files, main: Mapping[str, Any]) -> Partitions | Universal | None:
@@ -218,10 +211,6 @@ class _Frozen:
     def add(self, contents: Contents, name: str, key: str) -> None:
         shape = tuple(self._shapes[name])
         parts = [fragments[name] for fragments in self._fragments]
-        if any(isinstance(part, Tensor) for part in parts):  # of a file that had to be trusted
-            flat = torch.cat([part.read() if isinstance(part, FileTensor) else part for part in parts])
-            contents.add(key, flat[: math.prod(shape)].reshape(shape).clone())
-            return
         pieces = [
             piece
             for span in split_evenly(0, math.prod(shape), len(parts))
@@ -253,7 +242,7 @@ def _add_optimizer(
             stored = name.removeprefix(_WRAPPER)
             found = partitions.add_states(contents, name, f"optim.0.state.{stored}")
             if "step" in group and f"optim.0.state.{stored}.step" not in contents.entries:
-                add_state(contents, f"optim.0.state.{stored}.step", group["step"], found)
+                add_shared_state(contents, f"optim.0.state.{stored}.step", group["step"], found)
             if found:
                 values[stored] = found
         groups.append({**group, "params": [name.removeprefix(_WRAPPER) for name in names]})

@@ -1,4 +1,4 @@
-"""Which files make up a DeepSpeed checkpoint: tags, the file ``latest``, and the names of the ranks' files."""
+"""Which files make up a DeepSpeed checkpoint: tags, the file ``latest``, the names of the ranks' files."""
 
 from __future__ import annotations
 

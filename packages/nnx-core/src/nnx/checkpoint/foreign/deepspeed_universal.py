@@ -13,8 +13,8 @@ from typing import Any
 
 from nnx.box import Box
 from nnx.checkpoint.foreign.contents import Contents
-from nnx.checkpoint.foreign.deepspeed_zero import OWN_CLASSES, Shapes, add_state, contradiction
-from nnx.checkpoint.foreign.flat import pieces_of_range
+from nnx.checkpoint.foreign.deepspeed_zero import OWN_CLASSES, Shapes, contradiction
+from nnx.checkpoint.foreign.flat import add_shared_state, pieces_of_range
 from nnx.checkpoint.foreign.torch_file import FileTensor, load_torch_file
 
 __all__ = ["Universal"]
@@ -73,10 +73,10 @@ class Universal:
             ):
                 self._add(contents, name, f"{prefix}.{key}", value)
             else:
-                add_state(contents, f"{prefix}.{key}", value, values)
+                add_shared_state(contents, f"{prefix}.{key}", value, values)
         state = self._states.get(self._numbers[self._group_of[name]], {}) if self._states else {}
         if "step" in state and "step" not in keys:
-            add_state(contents, f"{prefix}.step", state["step"], values)
+            add_shared_state(contents, f"{prefix}.step", state["step"], values)
         return values
 
     def _load(self, name: str, file: str) -> Any:

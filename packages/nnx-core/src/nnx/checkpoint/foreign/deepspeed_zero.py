@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nnx.box import Box
 from nnx.checkpoint.foreign.contents import Contents
-from nnx.checkpoint.foreign.flat import pieces_of_range
+from nnx.checkpoint.foreign.flat import (
+    Span,
+    add_shared_state,
+    pieces_of_range,
+    spans_of_partitions,
+    split_evenly,
+)
 from nnx.checkpoint.foreign.torch_file import FileTensor, Inert
 from nnx.checkpoint.index import Piece
 from nnx.errors import CheckpointError
@@ -27,10 +30,7 @@ __all__ = [
     "OWN_CLASSES",
     "Partitions",
     "Shapes",
-    "add_state",
     "contradiction",
-    "spans_of_partitions",
-    "split_evenly",
 ]
 
 OWN_CLASSES = ("deepspeed.",)
@@ -38,47 +38,6 @@ OWN_CLASSES = ("deepspeed.",)
 
 Shapes = Sequence[Mapping[str, Sequence[int]]]
 """For each flat group, its parameters in order, by name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Elements [start, stop) of a parameter, which one rank holds from `position` on."""
-
-    rank: int
-    position: int
-    start: int
-    stop: int
-
-
-def spans_of_partitions(offset: int, numel: int, size: int) -> list[Span]:
-    """Cut a parameter where a buffer is cut into partitions of a size (ZeRO 1 and 2).
-
-    Example:
-        >>> [(span.rank, span.position, span.start, span.stop) for span in spans_of_partitions(3, 4, 5)]
-        [(0, 3, 0, 2), (1, 0, 2, 4)]
-    """
-    spans = []
-    for rank in range(offset // max(size, 1), math.ceil((offset + numel) / max(size, 1))):
-        first, last = max(offset, rank * size), min(offset + numel, (rank + 1) * size)
-        if first < last:
-            spans.append(Span(rank, first - rank * size, first - offset, last - offset))
-    return spans
-
-
-def split_evenly(position: int, numel: int, world_size: int) -> list[Span]:
-    """Cut a parameter itself into equal parts, the last ones shorter or empty (ZeRO 3).
-
-    Example:
-        >>> [(span.rank, span.position, span.start, span.stop) for span in split_evenly(10, 5, 3)]
-        [(0, 10, 0, 2), (1, 10, 2, 4), (2, 10, 4, 5)]
-    """
-    part = math.ceil(numel / world_size)
-    cuts = [min(rank * part, numel) for rank in range(world_size + 1)]
-    return [
-        Span(rank, position, cuts[rank], cuts[rank + 1])
-        for rank in range(world_size)
-        if cuts[rank] < cuts[rank + 1]
-    ]
 
 
 class Partitions:
@@ -181,7 +140,7 @@ class Partitions:
         values: dict[str, Any] = {}
         for key, value in states[0].items():
             if not isinstance(value, FileTensor) or not value.shape:
-                add_state(contents, f"{prefix}.{key}", value, values)
+                add_shared_state(contents, f"{prefix}.{key}", value, values)
                 continue
             if value.numel < self._masters[0][group].numel or len(value.shape) > 1:
                 raise CheckpointError(
@@ -194,20 +153,6 @@ class Partitions:
             pieces = self._pieces(name, tensors)
             contents.add_pieces(f"{prefix}.{key}", self._shapes[name], dtype, pieces)
         return values
-
-
-def add_state(contents: Contents, key: str, value: Any, values: dict[str, Any]) -> None:
-    """Add state that is the same for every element.
-
-    DeepSpeed's own optimizers count steps with an int, torch's with a tensor: that is what is stored.
-    """
-    name = key.rpartition(".")[2]
-    if name == "step" and isinstance(value, int):
-        contents.add(key, torch.tensor(float(value)))
-    elif isinstance(value, (FileTensor, torch.Tensor)):
-        contents.add(key, value)
-    else:
-        values[name] = value
 
 
 def _stage(state: Mapping[str, Any]) -> int:

@@ -2,16 +2,65 @@
 
 ZeRO and its like keep many tensors end to end in one buffer and cut that evenly, wherever the tensors begin.
 What one rank holds of a tensor is then a range of its elements, and a few boxes of it (`nnx.box`).
+What all elements share, such as the number of steps, is stored beside them.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
 from nnx.box import Box, boxes_of_range
+from nnx.checkpoint.foreign.contents import Contents
 from nnx.checkpoint.foreign.torch_file import FileTensor
 from nnx.checkpoint.index import Piece
 from nnx.errors import CheckpointError
 
-__all__ = ["pieces_of_range"]
+__all__ = ["Span", "add_shared_state", "pieces_of_range", "spans_of_partitions", "split_evenly"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements [start, stop) of a parameter, which one rank holds from `position` on."""
+
+    rank: int
+    position: int
+    start: int
+    stop: int
+
+
+def spans_of_partitions(offset: int, numel: int, size: int) -> list[Span]:
+    """Cut a parameter where a buffer is cut into partitions of a size (ZeRO 1 and 2).
+
+    Example:
+        >>> [(span.rank, span.position, span.start, span.stop) for span in spans_of_partitions(3, 4, 5)]
+        [(0, 3, 0, 2), (1, 0, 2, 4)]
+    """
+    spans = []
+    for rank in range(offset // max(size, 1), math.ceil((offset + numel) / max(size, 1))):
+        first, last = max(offset, rank * size), min(offset + numel, (rank + 1) * size)
+        if first < last:
+            spans.append(Span(rank, first - rank * size, first - offset, last - offset))
+    return spans
+
+
+def split_evenly(position: int, numel: int, world_size: int) -> list[Span]:
+    """Cut a parameter itself into equal parts, the last ones shorter or empty (ZeRO 3).
+
+    Example:
+        >>> [(span.rank, span.position, span.start, span.stop) for span in split_evenly(10, 5, 3)]
+        [(0, 10, 0, 2), (1, 10, 2, 4), (2, 10, 4, 5)]
+    """
+    part = math.ceil(numel / world_size)
+    cuts = [min(rank * part, numel) for rank in range(world_size + 1)]
+    return [
+        Span(rank, position, cuts[rank], cuts[rank + 1])
+        for rank in range(world_size)
+        if cuts[rank] < cuts[rank + 1]
+    ]
 
 
 def pieces_of_range(source: FileTensor, position: int, outer: Box, start: int, stop: int) -> list[Piece]:
@@ -41,3 +90,23 @@ def pieces_of_range(source: FileTensor, position: int, outer: Box, start: int, s
         pieces.append(Piece(Box(offset, inner.size), str(source.path), at, nbytes))
         at += nbytes
     return pieces
+
+
+def add_shared_state(contents: Contents, key: str, value: Any, values: dict[str, Any]) -> None:
+    """Add optimizer state that all elements of a parameter share, such as the number of steps.
+
+    Some programs' optimizers count steps with an int, torch's with a tensor: that is what is stored.
+
+    Args:
+        contents: Where tensors go.
+        key: Their logical name.
+        value: The state.
+        values: Where everything else goes.
+    """
+    name = key.rpartition(".")[2]
+    if name == "step" and isinstance(value, int):
+        contents.add(key, torch.tensor(float(value)))
+    elif isinstance(value, (FileTensor, torch.Tensor)):
+        contents.add(key, value)
+    else:
+        values[name] = value
