@@ -396,7 +396,7 @@ def _break(metadata: Metadata) -> None:
         (_shrink, r"do not make up tensor 'model\.a' of shape \(3,\): the boxes hold 2 of 3"),
         (_collide, "puts 'model.b' where something else is"),
         (_break, "is not the metadata of a DCP checkpoint, or it is damaged"),
-        (_swap, r"holds shape \(4,\), and the metadata says \(2,\)"),
+        (_swap, r"holds shape \(2,\), and the metadata says \(4,\)"),
     ],
 )
 def test_refuses_claims_that_are_not_so(tmp_path: Path, change: Callable[[Any], Any], message: str) -> None:
