@@ -19,7 +19,7 @@ from nnx.checkpoint.foreign.torch_file import FileTensor
 from nnx.checkpoint.index import Piece
 from nnx.errors import CheckpointError
 
-__all__ = ["Span", "add_shared_state", "pieces_of_range", "spans_of_partitions", "split_evenly"]
+__all__ = ["Span", "add_shared_state", "as_step", "pieces_of_range", "spans_of_partitions", "split_evenly"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,13 @@ def pieces_of_range(source: FileTensor, position: int, outer: Box, start: int, s
     return pieces
 
 
+def as_step(value: Any) -> Any:
+    """A number of steps as torch's optimizers keep it; other programs' count with an int."""
+    return torch.tensor(float(value)) if isinstance(value, int) else value
+
+
 def add_shared_state(contents: Contents, key: str, value: Any, values: dict[str, Any]) -> None:
     """Add optimizer state that all elements of a parameter share, such as the number of steps.
-
-    Some programs' optimizers count steps with an int, torch's with a tensor: that is what is stored.
 
     Args:
         contents: Where tensors go.
@@ -104,9 +107,8 @@ def add_shared_state(contents: Contents, key: str, value: Any, values: dict[str,
         values: Where everything else goes.
     """
     name = key.rpartition(".")[2]
-    if name == "step" and isinstance(value, int):
-        contents.add(key, torch.tensor(float(value)))
-    elif isinstance(value, (FileTensor, torch.Tensor)):
+    value = as_step(value) if name == "step" else value
+    if isinstance(value, (FileTensor, torch.Tensor)):
         contents.add(key, value)
     else:
         values[name] = value
