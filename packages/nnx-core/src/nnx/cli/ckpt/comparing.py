@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from nnx.cli.ckpt.names import kind_of, natural_order
 from nnx.cli.output import human_bytes, print_json, print_note, print_table, print_text
 from nnx.cli.progress import byte_progress
 
 if TYPE_CHECKING:
-    from nnx.checkpoint.comparing import Comparison
+    from nnx.checkpoint.comparing import Comparison, TensorDifference
 
 __all__ = ["run"]
 
@@ -63,10 +64,14 @@ def _print(found: Comparison, left: str, right: str, *, values: bool) -> None:
     _table("other element types", ("name", "left", "right"), found.dtypes)
     _table("tied on one side only", ("name",), [(name,) for name in found.ties])
     _table("other objects", ("place", "left", "right"), [(o.place, o.left, o.right) for o in found.objects])
+    _table("other values", ("kind", "tensors", "largest difference"), _by_kind(found.values))
     _table(
-        "other values",
+        "tensors with other values",
         ("name", "elements that differ", "largest difference"),
-        [(t.name, f"{t.elements:,} of {t.numel:,}", f"{t.largest:.3g}") for t in found.values],
+        [
+            (tensor.name, f"{tensor.elements:,} of {tensor.numel:,}", f"{tensor.largest:.3g}")
+            for tensor in sorted(found.values, key=lambda tensor: natural_order(tensor.name))
+        ],
     )
     compared = f"{found.compared} tensors compared bit for bit ({human_bytes(found.bytes_compared)})"
     if not values:
@@ -82,14 +87,20 @@ def _print(found: Comparison, left: str, right: str, *, values: bool) -> None:
         "tensors with other values": len(found.values),
     }
     shown = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-    largest = _largest([tensor.largest for tensor in found.values])
-    print_text(f"Different: {shown}{largest}; {compared}.")
+    print_text(f"Different: {shown}; {compared}.")
 
 
-def _largest(values: Sequence[float]) -> str:
-    if not values:
-        return ""
-    return f" (largest difference {next((v for v in values if math.isnan(v)), max(values)):.3g})"
+def _by_kind(values: Sequence[TensorDifference]) -> list[tuple[str, str, str]]:
+    """Weights, each state of each optimizer, and the rest: how many tensors differ, and how much."""
+    kinds: dict[str, list[float]] = {}
+    for tensor in values:
+        kinds.setdefault(kind_of(tensor.name), []).append(tensor.largest)
+    return [(kind, str(len(found)), f"{_largest(found):.3g}") for kind, found in sorted(kinds.items())]
+
+
+def _largest(values: Sequence[float]) -> float:
+    """NaN if there is one."""
+    return next((value for value in values if math.isnan(value)), max(values))
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from nnx.cli.output import human_bytes
 if TYPE_CHECKING:
     from nnx.checkpoint.index import TensorEntry
 
-__all__ = ["Owner", "natural_order", "owner_of", "tree_lines"]
+__all__ = ["Owner", "kind_of", "natural_order", "owner_of", "tree_lines"]
 
 _STATE = re.compile(r"optim\.(?P<optimizer>[^.]+)\.state\.(?P<parameter>.+)\.(?P<kind>[^.]+)")
 
@@ -48,6 +48,17 @@ def owner_of(name: str) -> Owner:
         return Owner("optimizer", match["parameter"], match["optimizer"], match["kind"])
     kinds = {"objects": "objects", "rank": "ranks"}
     return Owner(kinds.get(name.partition(".")[0], "other"), name)
+
+
+def kind_of(name: str) -> str:
+    """The kind of a tensor, in words.
+
+    Example:
+        >>> kind_of("optim.0.state.head.weight.exp_avg")
+        'optimizer 0 exp_avg'
+    """
+    owner = owner_of(name)
+    return f"optimizer {owner.optimizer} {owner.state}" if owner.kind == "optimizer" else owner.kind
 
 
 class _Branch:

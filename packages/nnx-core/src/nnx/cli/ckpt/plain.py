@@ -64,13 +64,14 @@ def _number(value: dict[str, Any]) -> Any:
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """A plain value on part of a line.
+    """A plain value on part of a line; of a dict, what is neither null nor false.
 
     Example:
-        >>> shown({"lr": 0.1, "betas": [0.9, 0.99]})
+        >>> shown({"lr": 0.1, "betas": [0.9, 0.99], "fused": None})
         'lr=0.1, betas=[0.9, 0.99]'
     """
     if isinstance(value, dict):
-        return ", ".join(f"{key}={shown(item, limit)}" for key, item in value.items() if item is not None)
+        told = {key: item for key, item in value.items() if item is not None and item is not False}
+        return ", ".join(f"{key}={shown(item, limit)}" for key, item in told.items())
     text = "[" + ", ".join(map(shown, value)) + "]" if isinstance(value, list) else str(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

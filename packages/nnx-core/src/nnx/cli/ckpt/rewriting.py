@@ -77,8 +77,7 @@ def _write(
             }
         )
     else:
-        speed = human_bytes(round(nbytes / max(seconds, 1e-9)))
-        print_text(f"{target}: {name}, {human_bytes(nbytes)} in {seconds:.1f} s ({speed}/s).")
+        print_text(f"{target}: {name}, {human_bytes(nbytes)} in {seconds:.1f} s.")
     return 0
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nnx.cli.ckpt.names import natural_order, owner_of
+from nnx.cli.ckpt.names import kind_of, natural_order, owner_of
 from nnx.cli.output import human_bytes
 from nnx.errors import CheckpointError, UnsupportedError
 
@@ -49,8 +49,7 @@ def sizes_by_kind(tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
     """Bytes of weights, of each optimizer's states, and of the rest; the kinds that there are."""
     found: dict[str, int] = {}
     for name, entry in tensors.items():
-        owner = owner_of(name)
-        kind = f"optimizer {owner.optimizer} {owner.state}" if owner.kind == "optimizer" else owner.kind
+        kind = kind_of(name)
         found[kind] = found.get(kind, 0) + entry.nbytes
     return {kind: found[kind] for kind in sorted(found, key=lambda k: (_ORDER.index(k.split()[0]), k))}
 
@@ -60,11 +59,11 @@ def sizes_by_module(tensors: Mapping[str, TensorEntry]) -> list[ModuleSize]:
 
     Where many modules have numbers, those of all of them are added up.
     """
-    leaves: dict[str, list[int]] = {}
+    leaves: dict[str, list[int]] = {}  # of modules that own tensors; first weights, then optimizer state
     for name, entry in tensors.items():
         owner = owner_of(name)
         if owner.kind in ("weights", "optimizer"):
-            sums = leaves.setdefault(owner.name, [0, 0])
+            sums = leaves.setdefault(owner.name.rpartition(".")[0] or owner.name, [0, 0])
             sums[owner.kind == "optimizer"] += entry.nbytes
     leaves = _fold_repeated(leaves)
     groups = {"": list(leaves)}
