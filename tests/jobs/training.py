@@ -128,7 +128,7 @@ class Net(LightningModule):
         self.losses.append(mean.item())
 
     def train_dataloader(self) -> DataLoader[Any]:
-        # Where nnx neither writes nor reads the checkpoints, nobody else passes over what has been seen.
+        # Where nnx does not read a checkpoint, nobody else passes over what has been seen.
         seen = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
         return loader(self.trainer, _dtype(self.run), skip=0 if _nnx_resumes(self.trainer) else seen)
 
@@ -255,6 +255,8 @@ def loader(trainer: Trainer, dtype: torch.dtype = torch.float32, skip: int = 0) 
 
 
 def _nnx_resumes(trainer: Trainer) -> bool:
+    if trainer.ckpt_path is None:
+        return False
     from nnx.lightning.checkpoint_io import innermost_checkpoint_io
     from nnx.lightning.processes import ParallelProcesses
 
