@@ -1,12 +1,14 @@
 """Kill savers at random moments, and at every step that touches the file system; nothing may be lost.
 
-    python benchmarks/kill_saves.py [--kills 200] [--every-step] [--seed 0] [--directory DIR] [--json]
+    python benchmarks/kill_saves.py [--kills 200] [--every-step] [--async] [--seed 0] [--directory DIR]
+                                    [--json]
 
 A trial starts one or two processes that save over an existing checkpoint again and again, every save with
 other values. At a random moment one of them (or all) gets SIGKILL. The survivor must end with an error
 instead of hanging, and what is on disk must be, whole and verified, the last save that was acknowledged
 or the one after it. ``--every-step`` kills instead right before the first, second, third ... operation on
-a name or an open file of one save, until a save gets through.
+a name or an open file of one save, until a save gets through. With ``--async`` the saves are made in the
+background, while the saved tensors are overwritten; one counts as acknowledged when it was waited for.
 
 Savers are forked from this process, which has imported torch but started no threads: a trial costs
 a few hundredths of a second.
@@ -44,8 +46,8 @@ class LostError(Exception):
     """What was on disk after a kill was not a whole checkpoint of the right version."""
 
 
-def save(path: Path, version: int, rank: int, size: int) -> None:
-    """Save a state in which every element is the version."""
+def save(path: Path, version: int, rank: int, size: int, *, in_background: bool = False) -> None:
+    """Save a state in which every element is the version; it is committed on return."""
     rows = ROWS // size
     box = Box((rank * rows, 0), (rows, COLUMNS))
     tensors = {
@@ -53,7 +55,15 @@ def save(path: Path, version: int, rank: int, size: int) -> None:
         for i in range(TENSORS)
     }
     tensors["replicated"] = shard_of(torch.full((50,), version))
-    nnx.checkpoint.save(path, tensors=tensors, objects={"version": version}, rank_objects={"v": version})
+    state: dict[str, Any] = {"objects": {"version": version}, "rank_objects": {"v": version}}
+    if not in_background:
+        nnx.checkpoint.save(path, tensors=tensors, **state)
+        return
+    pending = nnx.checkpoint.save_async(path, tensors=tensors, **state)
+    for shard in tensors.values():
+        for view in shard.data:
+            view.fill_(-version)
+    pending.wait()
 
 
 def check(path: Path, acknowledged: int) -> int:
@@ -74,7 +84,9 @@ def check(path: Path, acknowledged: int) -> int:
     return version
 
 
-def save_forever(path: Path, start: int, rank: int, size: int, store: Path, acknowledge: int) -> NoReturn:
+def save_forever(
+    path: Path, start: int, rank: int, size: int, store: Path, acknowledge: int, in_background: bool
+) -> NoReturn:
     """A saver process; it ends by being killed, or by the error that a killed neighbour causes."""
     status = 1
     try:
@@ -88,7 +100,7 @@ def save_forever(path: Path, start: int, rank: int, size: int, store: Path, ackn
             )
         version = start
         while True:
-            save(path, version, rank, size)
+            save(path, version, rank, size, in_background=in_background)
             if rank == 0:
                 os.write(acknowledge, version.to_bytes(8, "little"))
             version += 1
@@ -101,7 +113,9 @@ def save_forever(path: Path, start: int, rank: int, size: int, store: Path, ackn
         os._exit(status)
 
 
-def trial(path: Path, start: int, size: int, dice: random.Random, scratch: Path) -> tuple[int, str]:
+def trial(
+    path: Path, start: int, size: int, dice: random.Random, scratch: Path, in_background: bool
+) -> tuple[int, str]:
     """Kill once; the version on disk afterwards and what was killed."""
     read, write = os.pipe()
     store = scratch / f"store-{start}-{dice.random()}"
@@ -110,7 +124,7 @@ def trial(path: Path, start: int, size: int, dice: random.Random, scratch: Path)
         child = os.fork()
         if child == 0:
             os.close(read)
-            save_forever(path, start, rank, size, store, write)
+            save_forever(path, start, rank, size, store, write, in_background)
         children.append(child)
     os.close(write)
     acknowledged = _first_acknowledgement(read, children)
@@ -151,7 +165,7 @@ def _reap(children: list[int], victims: list[int]) -> None:
             raise LostError(f"a survivor ended with {os.waitstatus_to_exitcode(status)}, not with an error")
 
 
-def kill_before_step(path: Path, version: int, step: int) -> bool:
+def kill_before_step(path: Path, version: int, step: int, in_background: bool) -> bool:
     """Save once, killed right before its n-th file operation; whether it got through."""
     child = os.fork()
     if child == 0:
@@ -166,20 +180,20 @@ def kill_before_step(path: Path, version: int, step: int) -> bool:
 
         sys.addaudithook(hook)
         try:
-            save(path, version, 0, 1)
+            save(path, version, 0, 1, in_background=in_background)
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status) == 0
 
 
-def every_step(path: Path) -> dict[str, int]:
+def every_step(path: Path, in_background: bool) -> dict[str, int]:
     """Kill one save before each of its file operations."""
     save(path, 1, 0, 1)
     version, outcomes, step = 1, {"old": 0, "new": 0}, 0
     while True:
         step += 1
-        finished = kill_before_step(path, version + 1, step)
+        finished = kill_before_step(path, version + 1, step, in_background)
         found = check(path, version)
         outcomes["new" if found > version else "old"] += 1
         version = found
@@ -187,14 +201,14 @@ def every_step(path: Path) -> dict[str, int]:
             return {"steps": step - 1, **outcomes}
 
 
-def random_kills(path: Path, kills: int, seed: int, scratch: Path) -> dict[str, int]:
+def random_kills(path: Path, kills: int, seed: int, scratch: Path, in_background: bool) -> dict[str, int]:
     """Kill at random moments, alternating between one and two savers."""
     dice = random.Random(seed)
     save(path, 1, 0, 1)
     version = 1
     outcomes: dict[str, int] = {}
     for number in range(kills):
-        version, what = trial(path, version + 1, 1 + number % 2, dice, scratch)
+        version, what = trial(path, version + 1, 1 + number % 2, dice, scratch, in_background)
         outcomes[what] = outcomes.get(what, 0) + 1
     return {"kills": kills, "saves": version, **outcomes}
 
@@ -204,6 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--every-step", action="store_true")
+    parser.add_argument("--async", action="store_true", dest="in_background")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", default=None, help="where to write; default: the temporary directory")
     parser.add_argument("--json", action="store_true")
@@ -214,9 +229,9 @@ def main() -> None:
     try:
         path = scratch / "a.ckpt"
         if options.every_step:
-            result = every_step(path)
+            result = every_step(path, options.in_background)
         else:
-            result = random_kills(path, options.kills, options.seed, scratch)
+            result = random_kills(path, options.kills, options.seed, scratch, options.in_background)
     except LostError as error:
         print(f"LOST: {error}", file=sys.stderr)
         raise SystemExit(1) from error

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SCRIPT = Path(__file__).parents[4] / "benchmarks" / "kill_saves.py"
 
 
@@ -25,15 +27,17 @@ def run(*arguments: str, path: Path) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [[], ["--async"]], ids=["waiting", "in the background"])
+def test_kills_at_random_moments_lose_nothing(tmp_path: Path, mode: list[str]) -> None:
     kills = int(os.environ.get("NNX_KILLS", "12"))
-    result = run("--kills", str(kills), path=tmp_path)
+    result = run("--kills", str(kills), *mode, path=tmp_path)
     assert result["kills"] == kills
     assert result["saves"] > kills
 
 
-def test_a_kill_before_any_file_operation_loses_nothing(tmp_path: Path) -> None:
-    result = run("--every-step", path=tmp_path)
+@pytest.mark.parametrize("mode", [[], ["--async"]], ids=["waiting", "in the background"])
+def test_a_kill_before_any_file_operation_loses_nothing(tmp_path: Path, mode: list[str]) -> None:
+    result = run("--every-step", *mode, path=tmp_path)
     assert result["steps"] > 20
     # Both outcomes occur, so the commit itself was among the steps.
     assert result["old"] > 10
