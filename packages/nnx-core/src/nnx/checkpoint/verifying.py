@@ -6,25 +6,24 @@ Imports neither torch nor Lightning. Damage is reported, not raised, so that one
 from __future__ import annotations
 
 import contextlib
+import itertools
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import xxhash
 
-from nnx.checkpoint.index import INDEX, Index, Piece, TensorEntry
+from nnx.checkpoint.index import INDEX, Index
 from nnx.checkpoint.manifest import MANIFEST, DamagedManifestError, FileEntry
-from nnx.checkpoint.places import Location, place_of
+from nnx.checkpoint.places import Location, Reader, place_of
 from nnx.checkpoint.source import Source, read_manifest
 from nnx.errors import CheckpointError
 
 __all__ = ["Damage", "verify"]
 
 _READ = 8 << 20
-_Part = tuple[Piece, TensorEntry, int, Future[memoryview]]
-"""Some whole blocks of a piece: where in it they start, and their data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,41 +143,68 @@ class _Verification:
         if len(raw) != 8 * index.block_count(name):
             self._report(name, 0, 0, f"its {len(raw) // 8} checksums are not as many as its blocks.")
             return
-        number = 0
-        for piece, tensor, start, read in self._read_ahead(name, index):
-            data = read.result()
-            for begin in range(0, len(data), size):
-                part = data[begin : begin + size]
-                if xxhash.xxh3_64_intdigest(part) != sums[number]:
-                    at = piece.start + start + begin
-                    self._report(
-                        name, at, at + len(part), f"block {number} of tensor '{tensor.name}' is damaged."
-                    )
-                number += 1
-            self._advance(len(data))
-
-    def _read_ahead(self, name: str, index: Index) -> Iterator[_Part]:
-        """The data of every piece of a file in order, in parts of whole blocks; several are read at once."""
-        size = self.source.manifest.block
-        step = max(size, _READ - _READ % size)
-        parts = (
-            (piece, tensor, start, min(step, piece.nbytes - start))
+        entry = self.source.manifest.files[name]
+        blocks = (
+            (tensor.name, min(size, piece.nbytes - start))
             for piece, tensor in index.pieces_of(name)
-            for start in range(0, piece.nbytes, step)
+            for start in range(0, piece.nbytes, size)
         )
         with (
             contextlib.closing((self.source.directory / name).reader()) as reader,
             ThreadPoolExecutor(reader.parallel) as pool,
         ):
+            data, at = _ReadAhead(reader, pool, entry.digested, entry.size, self._advance), entry.digested
+            for number, (tensor, length) in enumerate(blocks):
+                if xxhash.xxh3_64_intdigest(data.take(length)) != sums[number]:
+                    problem = f"block {number} of tensor '{tensor}' is damaged."
+                    self._report(name, at, at + length, problem)
+                at += length
 
-            def read(position: int, length: int) -> memoryview:
-                data = memoryview(bytearray(length))
-                reader.read_into(position, data)
-                return data
 
-            waiting: deque[_Part] = deque()
-            for piece, tensor, start, length in parts:
-                waiting.append((piece, tensor, start, pool.submit(read, piece.start + start, length)))
-                if len(waiting) > reader.parallel:
-                    yield waiting.popleft()
-            yield from waiting
+class _ReadAhead:
+    """A file's data from front to back; its next parts are read while this one is looked at.
+
+    Args:
+        reader: The file.
+        pool: Where to read.
+        start: Position of the first byte.
+        stop: One past the last.
+        advance: Told how many bytes have arrived.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        pool: ThreadPoolExecutor,
+        start: int,
+        stop: int,
+        advance: Callable[[int], None],
+    ) -> None:
+        self._reader, self._pool, self._advance = reader, pool, advance
+        self._starts = iter(range(start, stop, _READ))
+        self._stop = stop
+        self._waiting: deque[Future[memoryview]] = deque()
+        self._rest = memoryview(b"")
+
+    def take(self, length: int) -> memoryview:
+        """The next bytes."""
+        parts = []
+        while length > len(self._rest):
+            parts.append(self._rest)
+            length -= len(self._rest)
+            self._rest = self._next()
+        parts.append(self._rest[:length])
+        self._rest = self._rest[length:]
+        return memoryview(b"".join(parts)) if len(parts) > 1 else parts[0]
+
+    def _next(self) -> memoryview:
+        for start in itertools.islice(self._starts, self._reader.parallel + 1 - len(self._waiting)):
+            self._waiting.append(self._pool.submit(self._read, start))
+        data = self._waiting.popleft().result()
+        self._advance(len(data))
+        return data
+
+    def _read(self, start: int) -> memoryview:
+        data = memoryview(bytearray(min(_READ, self._stop - start)))
+        self._reader.read_into(start, data)
+        return data
