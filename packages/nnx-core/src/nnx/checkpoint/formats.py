@@ -83,6 +83,11 @@ _HOME = "nnx.checkpoint.foreign"
 _BUILT_IN = (
     CheckpointFormatSpec("nnx", "nnx.checkpoint.native:Native", description="the shared checkpoint"),
     CheckpointFormatSpec(
+        "nnscaler",
+        f"{_HOME}.nnscaler:NnScaler",
+        description="nnScaler directory of <rank>.pt files, or its merged file; read only",
+    ),
+    CheckpointFormatSpec(
         "lightning", f"{_HOME}.lightning_file:LightningFile", description="Lightning's single file, .ckpt"
     ),
     CheckpointFormatSpec(
@@ -95,11 +100,6 @@ _BUILT_IN = (
     ),
     CheckpointFormatSpec(
         "deepspeed", f"{_HOME}.deepspeed:DeepSpeed", description="DeepSpeed ZeRO 1, 2, 3 directory; read only"
-    ),
-    CheckpointFormatSpec(
-        "nnscaler",
-        f"{_HOME}.nnscaler:NnScaler",
-        description="nnScaler directory of <rank>.pt files, or its merged file; read only",
     ),
     CheckpointFormatSpec(
         "colossalai",

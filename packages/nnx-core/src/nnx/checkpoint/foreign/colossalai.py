@@ -1,9 +1,9 @@
-"""ColossalAI's sharded checkpoints, which rank 0 of `Booster.save_model` and `save_optimizer` writes. Read only.
+"""ColossalAI's sharded checkpoints, which rank 0 writes in `Booster.save_model` and so on. Read only.
 
 An index names the file of every weight, another the file of the optimizer's state for every parameter, by
 number; the param groups have a file of their own. What a directory lacks is looked for in the ones below it:
-a training loop usually keeps model, optimizer and scheduler side by side. This is written after the source of
-GeminiPlugin, LowLevelZeroPlugin and the general CheckpointIO; no file that ColossalAI itself wrote was at hand.
+a training loop usually keeps model, optimizer and scheduler side by side. This is written after the source
+of GeminiPlugin, LowLevelZeroPlugin and the general CheckpointIO; no file that ColossalAI wrote was at hand.
 """
 
 from __future__ import annotations

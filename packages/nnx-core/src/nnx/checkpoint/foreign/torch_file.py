@@ -138,7 +138,8 @@ def _refuse_truncated(path: Path, *, zipped: bool) -> None:
 
 
 def _load_safely(path: Path, *, zipped: bool, known: Sequence[Any], inert: Sequence[str]) -> Any:
-    named = get_unsafe_globals_in_checkpoint(path) if zipped else []
+    with safe_globals([*harmless(), *known]):
+        named = get_unsafe_globals_in_checkpoint(path) if zipped else []
     stand_ins = StandIns([name for name in named if name.startswith(tuple(inert))])
     with safe_globals([*harmless(), *known, *stand_ins.classes()]):
         refused = get_unsafe_globals_in_checkpoint(path) if named else []
