@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from nnx.canonical import (
     positional_optimizer_state,
     stored_optimizer_states,
 )
+from nnx.checkpoint.places import place_of
 from nnx.collective import control_group, together
 from nnx.errors import CheckpointError
 from nnx.layout import Shard
@@ -170,7 +170,7 @@ def open_together(strategy: Any, path: Any, weights_only: bool | None) -> storag
     ours = innermost_checkpoint_io(io) is not None
     settle_together()
     with together(control_group(), doing=f"opening {str(path)!r}"):
-        found = storage.find_format(path) if ours or Path(path).is_dir() else None
+        found = storage.find_format(path) if ours or place_of(path).kind() == "directory" else None
         if ours and found is not None and found.name == "lightning":
             return load_single_file(path, None, weights_only)
         if found is None or found.name == "lightning":

@@ -8,11 +8,9 @@ results is the same format, and each resumes under the other. Both save in the b
 from __future__ import annotations
 
 import importlib
-import shutil
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -31,6 +29,7 @@ from nnx.canonical import (
 )
 from nnx.checkpoint.background import release
 from nnx.checkpoint.pending import after_save, settle
+from nnx.checkpoint.places import place_of
 from nnx.collective import control_group, together
 from nnx.errors import CheckpointError
 from nnx.options import StateDictType, check_choice
@@ -158,7 +157,7 @@ class CheckpointIO:
         While a save is in flight this waits for its commit, in the background. If that save fails the
         checkpoint is kept, so that the last good one is never deleted.
         """
-        after_save(f"removing '{path}'", lambda: _remove(Path(path)))
+        after_save(f"removing '{path}'", place_of(path).remove)
 
     def start_run(self) -> None:
         """From now on somebody takes notice of background saves, until `teardown`."""
@@ -213,13 +212,6 @@ def settle_together() -> None:
     """Wait for the save in flight, and raise its error on every rank. Collective."""
     with together(control_group(), doing="the save in the background"):
         settle()
-
-
-def _remove(target: Path) -> None:
-    if target.is_dir() and not target.is_symlink():
-        shutil.rmtree(target)
-    else:
-        target.unlink(missing_ok=True)
 
 
 def innermost_checkpoint_io(io: Any) -> CheckpointIO | None:
