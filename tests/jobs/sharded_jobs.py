@@ -48,7 +48,7 @@ class FabricRun:
 
 
 def fabric_run(kind: str, world: int, steps: range, save: str | None, resume: str | None) -> FabricRun:
-    """Train with Fabric on our strategy (``nnx``) or Lightning's (``model_parallel``), under keys of our own."""
+    """Train with Fabric on our strategy (``nnx``) or on Lightning's, under keys of our own."""
     fabric, model, optimizer = _set_up(kind, world)
     state = {"net": model, "opt": optimizer, "note": {"epoch": 0}}
     rest: list[str] = []
@@ -83,7 +83,7 @@ def _shard(module: Any, mesh: Any) -> Any:
 
 
 def _digests(model: Any, optimizer: Any) -> tuple[str, str]:
-    names = {parameter: name.replace("_forward_module.", "") for name, parameter in model.named_parameters()}
+    names = {parameter: _plain(name) for name, parameter in model.named_parameters()}
     momenta = {
         f"{names[parameter]}.{key}": _whole(value)
         for parameter, entries in optimizer.optimizer.state.items()
@@ -91,6 +91,11 @@ def _digests(model: Any, optimizer: Any) -> tuple[str, str]:
     }
     weights = {names[parameter]: _whole(parameter) for parameter in names}
     return digest_of(weights), digest_of(momenta)
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without those of wrappers."""
+    return name.replace("_forward_module.", "").removeprefix("module.")
 
 
 def _whole(value: Any) -> torch.Tensor:

@@ -631,6 +631,34 @@ def test_reports_progress_to_the_last_byte(tmp_path: Path) -> None:
     assert seen[-1][0] == seen[-1][1] > 0
 
 
+BOUNDED = """
+    import resource
+    import sys
+    import torch
+    import nnx.checkpoint as storage
+    from nnx.checkpoint.formats import get_format
+    from nnx.layout import shard_of
+
+    torch.set_num_threads(1)
+    source, target, form = sys.argv[1:]
+    tensors = {"model.0": shard_of(torch.ones(400, 1 << 17))}
+    storage.save(source, tensors=tensors, objects={"trainer": {}}, collective=False)
+    del tensors
+    warm = storage.open_checkpoint(source)
+    get_format(form)
+    used = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) << 10
+    resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20), resource.RLIM_INFINITY))
+    get_format(form).write(warm, target)
+    back = storage.open_checkpoint(target)
+    assert back.read("model.0", storage.opened.Box((399, 0), (1, 1 << 17))).eq(1).all()
+"""
+
+
+def test_writes_in_bounded_memory(tmp_path: Path, run_python: Callable[..., Any]) -> None:
+    """A tensor of 200 MB, with room for less than half of it."""
+    run_python(BOUNDED, str(tmp_path / "source"), str(tmp_path / "out"), "lightning_sharded")
+
+
 def test_writes_nothing_where_something_is(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(CheckpointError, match="out"):
