@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,15 @@ from nnx.checkpoint.manifest import BLOCK, FileEntry, digest
 from nnx.checkpoint.places import Place
 from nnx.checkpoint.stream import ALIGNMENT, StreamWriter
 
-__all__ = ["ShardWriter", "StoredBox", "file_order", "flat_bytes", "rank_file", "write_rank_file"]
+__all__ = [
+    "ShardWriter",
+    "StoredBox",
+    "file_order",
+    "flat_bytes",
+    "rank_file",
+    "write_in_order",
+    "write_rank_file",
+]
 
 _SLAB = 8 << 20
 """Most bytes that are copied at once out of memory that cannot be written from directly."""
@@ -72,17 +80,26 @@ def write_rank_file(
     Returns:
         What the manifest must say about the two files; nothing where there is nothing to store.
     """
+    order = file_order(boxes)
+    return write_in_order(
+        directory, rank, [boxes[i] for i in order], (flat_bytes(data[i].detach()) for i in order)
+    )
+
+
+def write_in_order(
+    directory: Place, rank: int, boxes: Sequence[StoredBox], data: Iterable[Iterable[memoryview]]
+) -> dict[str, FileEntry]:
+    """As `write_rank_file`, for boxes that are in `file_order`, each given as parts of its bytes."""
     if not boxes:
         return {}
-    order = file_order(boxes)
-    header = _header([boxes[i] for i in order])
+    header = _header(boxes)
     size = len(header) + sum(box.nbytes for box in boxes)
     name = rank_file(rank)
     with (directory / name).stream(size) as stream:
         stream.append(memoryview(header))
         writer = ShardWriter(stream)
-        for i in order:
-            writer.add(data[i])
+        for parts in data:
+            writer.add(parts)
         stream.finish()
     sums = struct.pack(f"<{len(writer.sums)}Q", *writer.sums)
     sums_name = f"{name.rsplit('.', 1)[0]}.sums"
@@ -100,11 +117,11 @@ class ShardWriter:
         self.sums: list[int] = []
         self._stream = stream
 
-    def add(self, tensor: Tensor) -> None:
-        """Append one tensor; its blocks start anew at its first byte."""
+    def add(self, parts: Iterable[memoryview]) -> None:
+        """Append the bytes of one box; its blocks start anew at its first byte."""
         block = xxhash.xxh3_64()
         missing = BLOCK
-        for slab in flat_bytes(tensor.detach()):
+        for slab in parts:
             position = 0
             while position < len(slab):
                 part = slab[position : position + missing]
