@@ -275,24 +275,3 @@ assert not any(name.startswith("lightning") for name in sys.modules)
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_a_progress_bar_is_drawn_on_a_terminal(trained: Path) -> None:
-    import os
-    import pty
-
-    main, terminal = pty.openpty()
-    code = f"from nnx.cli.ckpt import app; app(['verify', {str(trained)!r}])"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=terminal,
-        timeout=60,
-        check=False,
-        env={**os.environ, "TERM": "xterm-256color"},
-    )
-    os.close(terminal)
-    drawn = os.read(main, 1 << 16)
-    os.close(main)
-    assert done.returncode == 0
-    assert b"verifying" in drawn

@@ -6,8 +6,8 @@ import contextlib
 import json
 import os
 import pty
-import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 import nnx.checkpoint as storage
 from nnx.checkpoint.formats import writable
-from nnx.cli.ckpt import app
+from nnx.cli.ckpt import app, comparing, rewriting, verifying
 from nnx.errors import CheckpointError
 from nnx.layout import shard_of
 
@@ -199,23 +199,40 @@ class Payload:
         return (open, (self.path, "w"))
 
 
-def test_a_progress_bar_with_bytes_per_second_is_drawn_on_a_terminal(tmp_path: Path) -> None:
-    big = tmp_path / "big"
+@pytest.mark.parametrize("verb", ["convert", "merge", "diff", "verify"])
+def test_a_progress_bar_with_bytes_per_second_is_drawn_on_a_terminal(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    big, target = str(tmp_path / "big"), str(tmp_path / "one.ckpt")
     storage.save(big, tensors={"model.w": shard_of(torch.zeros(40 << 20, dtype=torch.uint8))}, objects={})
     main, terminal = pty.openpty()
-    arguments = ["convert", str(big), str(tmp_path / "one.ckpt")]
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"from nnx.cli.ckpt import app; app({arguments})"],
-        stdout=subprocess.DEVNULL,
-        stderr=terminal,
-        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "OMP_NUM_THREADS": "1"},
-    )
-    os.close(terminal)
-    drawn = b""
-    with contextlib.suppress(OSError):  # the terminal's way of saying that nobody is on the other side
-        while part := os.read(main, 1 << 16):
-            drawn += part
+    drawn = bytearray()
+    reader = threading.Thread(target=read_until_closed, args=(main, drawn))
+    reader.start()
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    with open(terminal, "w") as stderr, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stderr)
+        code = {
+            "convert": lambda: rewriting.run_convert(big, target, **NO_OPTIONS, options=[]),
+            "merge": lambda: rewriting.run_merge([big], target, **NO_OPTIONS),
+            "diff": lambda: comparing.run(
+                big, big, values=True, only_weights=False, weights_only=True, as_json=False
+            ),
+            "verify": lambda: verifying.run(big, weights_only=True, as_json=False),
+        }[verb]()
+    reader.join(10)
     os.close(main)
-    assert process.wait(60) == 0
-    assert b"converting" in drawn
-    assert b"/s" in drawn
+    assert code == 0
+    doing = {"convert": b"converting", "merge": b"merging", "diff": b"comparing", "verify": b"verifying"}
+    assert doing[verb] in drawn
+    assert b"B/s" in drawn
+
+
+NO_OPTIONS: dict[str, Any] = {"to": None, "only_weights": False, "weights_only": True, "as_json": False}
+
+
+def read_until_closed(terminal: int, drawn: bytearray) -> None:
+    with contextlib.suppress(OSError):  # the terminal's way of saying that nobody is on the other side
+        while part := os.read(terminal, 1 << 16):
+            drawn += part

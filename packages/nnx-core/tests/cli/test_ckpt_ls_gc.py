@@ -98,7 +98,7 @@ def test_ls_shows_earlier_saves_and_interrupted_ones(tmp_path: Path) -> None:
         (str(path / ids[1]), 2, "whole"),
         (str(path / ids[0]), 1, "whole"),
     ]
-    assert f"  previous {ids[0]}" in invoke("ls", tmp_path).stdout
+    assert f"  save {ids[0]}" in invoke("ls", tmp_path).stdout
 
 
 def test_ls_tells_what_is_wrong(tmp_path: Path) -> None:

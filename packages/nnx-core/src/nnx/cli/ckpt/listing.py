@@ -64,7 +64,7 @@ def _cells(rows: list[Row], root: str) -> Iterator[list[str]]:
     for row in rows:
         yield _line(row, row.path.removeprefix(root).lstrip("/") or row.path)
         for save in row.previous:
-            yield _line(save, f"  previous {save.path.rsplit('/', 1)[-1]}")
+            yield _line(save, f"  save {save.path.rsplit('/', 1)[-1]}")
 
 
 def _line(row: Row, name: str) -> list[str]:
