@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import nnx.checkpoint
-from jobs import checkpoint_jobs, remote_jobs
+from jobs import checkpoint_jobs, remote_jobs, remote_training_jobs
 from jobs.remote_jobs import Unreachable, keys
+from jobs.training import Run
 from nnx.checkpoint import urls
 from nnx.checkpoint.commit import begin
 from nnx.checkpoint.fetch import Fetcher, PlainFiles, Wanted
@@ -314,6 +315,23 @@ def test_a_rank_killed_while_saving_to_s3_leaves_the_old_checkpoint(s3: dict[str
             own.run(checkpoint_jobs.leave_during_save, url, world_size=2, init="gloo", env=s3, timeout=60)
     assert nnx.checkpoint.verify(url) == []
     assert nnx.checkpoint.open_checkpoint(url).objects["version"] == 1
+
+
+@pytest.mark.parametrize(
+    "run", [Run(options={"min_num_params": 100}), Run(strategy="ddp")], ids=["fsdp_auto", "ddp"]
+)
+def test_trainer_saves_to_s3_removes_what_it_should_and_resumes_from_there(
+    pool: WorkerPool, s3: dict[str, str], run: Run
+) -> None:
+    url = f"s3://bucket/{run.strategy}"
+    for whole, parts, path in pool.run(
+        remote_training_jobs.train_and_resume, run, url, world_size=2, env=s3, timeout=150
+    ):
+        assert parts == whole
+        assert path == f"{url}/parts/last.ckpt"
+    for part in ("whole", "parts"):
+        left = {key.split("/")[0] for key in keys(f"{url}/{part}")}
+        assert left == {"epoch=0-step=3.ckpt", "last.ckpt"}
 
 
 @pytest.mark.parametrize(
