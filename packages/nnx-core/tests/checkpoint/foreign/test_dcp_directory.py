@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata
@@ -170,6 +171,33 @@ def save_without_collectives(path: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     weight = distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [Shard(0)])
     dcp.save({"model": {"w": weight}, "epoch": 7}, checkpoint_id=path, use_collectives=False)
+
+
+def save_as_safetensors(path: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    state = {
+        "layer.weight": distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [Shard(0)]),
+        "layer.bias": torch.arange(3.0),
+    }
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(path, save_distributed=True))
+
+
+def test_reads_the_shards_of_the_hugging_face_writer(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "d"
+    pool.run(save_as_safetensors, str(path), world_size=2, init="gloo")
+    checkpoint = storage.open_checkpoint(path)
+    assert checkpoint.format == "dcp"
+    assert torch.equal(checkpoint.read("model.layer.weight"), torch.arange(15.0).view(5, 3))
+    assert torch.equal(checkpoint.read("model.layer.bias"), torch.arange(3.0))
+    first, second = sorted(path.glob("shard-*"))
+    whole = second.read_bytes()
+    second.write_bytes(whole.replace(b"saved_offsets", b"saved_nothing"))
+    with pytest.raises(CheckpointError, match="does not say where its tensors belong"):
+        storage.open_checkpoint(path)
+    second.write_bytes(whole)
+    first.unlink()
+    with pytest.raises(CheckpointError, match=r"do not make up tensor 'layer\.weight' of shape \(5, 3\)"):
+        storage.open_checkpoint(path)
 
 
 # --- layouts ------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from nnx.checkpoint.foreign.dcp_layouts import (
     restore_ours,
 )
 from nnx.checkpoint.foreign.dcp_metadata import DcpMetadata, metadata_files, read_metadata
+from nnx.checkpoint.foreign.dcp_safetensors import read_shards, shard_files
 from nnx.checkpoint.foreign.dcp_writing import refuse_options, state_to_write, write_dcp_files
 from nnx.checkpoint.formats import CheckpointFormat, Progress
 from nnx.checkpoint.opened import Checkpoint
@@ -45,17 +46,19 @@ _SKEW = 2.0
 
 
 class DcpDirectory(CheckpointFormat):
-    """What ``dcp.save`` writes: ``.metadata`` and files of every rank."""
+    """What ``dcp.save`` writes: ``.metadata`` and files of every rank, or safetensors files without it."""
 
     name = "dcp"
     can_write = True
 
     @override
     def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
-        return looks_like_dcp(path)
+        return looks_like_dcp(path) or bool(shard_files(Path(path)))
 
     @override
     def open(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> Checkpoint:
+        if not looks_like_dcp(path):
+            return opened(path, self.name, DcpMetadata(), interpret(read_shards(Path(path))), {})
         metadata, tree = read_directory(Path(path), weights_only=weights_only)
         beside = tree.pop(TRAINER) if is_ours(tree.get(TRAINER)) else {}
         parts = interpret(tree, keys=beside.get(OURS, {}).get("fabric"))
