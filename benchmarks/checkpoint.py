@@ -6,12 +6,15 @@ Two processes hold a GPT's parameters and AdamW moments as DTensors sharded over
 take turns in random order, and every time is that of the slowest rank. Medians and their ratios are
 printed. Loads are cold (the files were dropped from the page cache) and warm. nnx writes and verifies
 checksums; DCP has none. "raw direct" and "raw buffered" move the same bytes with O_DIRECT and through
-the page cache, one file a rank, fsync included: what the disk could do at best.
+the page cache, one file a rank, fsync included: what the disk could do at best. Saving in the background
+is compared with one memcpy of as many bytes as a rank holds: "blocking" is what training waits for,
+"total" ends with the commit. The first save allocates the memory for the copy and is shown on its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import mmap
 import os
@@ -81,6 +84,7 @@ class Contest:
         self.buffer = mmap.mmap(-1, CHUNK)
         self.buffer.write(os.urandom(1 << 20) * (CHUNK >> 20))
         self.target = bytearray(self.local_bytes)
+        self.flat = torch.ones(self.local_bytes, dtype=torch.uint8)
         self.savers: dict[str, Callable[[], None]] = {
             "nnx": lambda: nnx.checkpoint.save(self.path("nnx"), tensors=self.shards, objects={"step": 1}),
             "nnx storage under DCP": lambda: self.dcp_save(nnx.checkpoint.Writer(self.path("under"))),
@@ -125,6 +129,28 @@ class Contest:
             done += os.preadv(fd, [view[done : done + CHUNK]], done)
         os.close(fd)
 
+    def save_in_background(self) -> tuple[float, float]:
+        """Seconds until the slowest rank may go on, and until everything is committed."""
+        dist.barrier()
+        start = time.perf_counter()
+        save = nnx.checkpoint.save_async(self.path("nnx"), tensors=self.shards, objects={"step": 1})
+        blocking = torch.tensor(time.perf_counter() - start)
+        save.wait()
+        dist.barrier()
+        total = time.perf_counter() - start
+        dist.all_reduce(blocking, op=dist.ReduceOp.MAX)
+        return float(blocking), total
+
+    def memcpy(self) -> float:
+        """Seconds of the slowest rank to copy as many bytes as it holds, in one piece, to used memory."""
+        target = ctypes.addressof(ctypes.c_char.from_buffer(self.target))
+        dist.barrier()
+        start = time.perf_counter()
+        ctypes.memmove(target, self.flat.data_ptr(), self.local_bytes)
+        seconds = torch.tensor(time.perf_counter() - start)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return float(seconds)
+
     def timed(self, action: Callable[[], None]) -> float:
         """Seconds until the slowest rank is done."""
         dist.barrier()
@@ -160,20 +186,32 @@ def compete(directory: str, megabytes: int, rounds: int) -> dict[str, Times]:
     names |= {"raw direct": "raw", "raw buffered": "rawb"}
     results: dict[str, Times] = {
         "save": {name: [] for name in contest.savers},
+        "background": {"memcpy": [], "blocking": [], "total": []},
         "load cold": {name: [] for name in contest.loaders},
         "load warm": {name: [] for name in contest.loaders},
     }
+    first: list[float] = []
     order = random.Random(0)  # the same on both ranks
     for number in range(rounds + 1):  # the first round warms up and does not count
         for name in order.sample(list(contest.savers), len(contest.savers)):
             contest.clear([names[name]])
             results["save"][name].append(contest.timed(contest.savers[name]))
+        for name in order.sample(["memcpy", "blocking"], 2):
+            if name == "memcpy":
+                results["background"]["memcpy"].append(contest.memcpy())
+                continue
+            contest.clear(["nnx"])
+            blocking, total = contest.save_in_background()
+            results["background"]["blocking"].append(blocking)
+            results["background"]["total"].append(total)
         for kind in ("load cold", "load warm"):
             for name in order.sample(list(contest.loaders), len(contest.loaders)):
                 contest.forget() if kind == "load cold" else contest.loaders[name]()
                 results[kind][name].append(contest.timed(contest.loaders[name]))
         if number == 0:
+            first = results["background"]["blocking"]
             results = {kind: {name: [] for name in times} for kind, times in results.items()}
+    results["background"]["first blocking"] = first
     return results
 
 
@@ -181,6 +219,9 @@ def report(results: dict[str, Times], gigabytes: float) -> None:
     """Print medians, throughput and ratios."""
     for kind, times in results.items():
         medians = {name: statistics.median(values) for name, values in times.items()}
+        if kind == "background":
+            report_background(medians, times)
+            continue
         baseline = medians["DCP"]
         raw = medians.get("raw direct", medians.get("raw", 0.0))
         print(f"\n{kind}: {gigabytes:.2f} GB, {WORLD_SIZE} processes, median of {len(times['DCP'])}")
@@ -190,6 +231,15 @@ def report(results: dict[str, Times], gigabytes: float) -> None:
                 f"  {name:24s} {median:6.3f} s ({low:.3f}-{high:.3f})  {gigabytes / median:5.2f} GB/s  "
                 f"{baseline / median:5.2f}x DCP's throughput  {median / raw:5.2f}x raw's time"
             )
+
+
+def report_background(medians: dict[str, float], times: Times) -> None:
+    """Print what training waits for, against a memcpy."""
+    print(f"\nsave in the background: {WORLD_SIZE} processes, median of {len(times['memcpy'])}")
+    for name, median in medians.items():
+        low, high = min(times[name]), max(times[name])
+        ratio = median / medians["memcpy"]
+        print(f"  {name:24s} {median:6.3f} s ({low:.3f}-{high:.3f})  {ratio:5.2f}x memcpy's time")
 
 
 def main() -> None:

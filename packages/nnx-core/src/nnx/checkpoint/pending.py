@@ -49,7 +49,9 @@ class PendingSave:
         self._lock = threading.Lock()
         # Not a daemon: Python waits for it at exit, so that no save is cut off.
         self._thread = threading.Thread(target=self._run, args=(work,), name="nnx-background-save")
+        self._go = threading.Event()
         self._thread.start()
+        self._go.set()
 
     def done(self) -> bool:
         """Whether it has ended on this rank, well or not."""
@@ -84,6 +86,7 @@ class PendingSave:
             _log_skipped(doing, self.path)
 
     def _run(self, work: Callable[[], None]) -> None:
+        self._go.wait()  # else the caller would wait milliseconds for Python's lock to come back
         try:
             work()
         except BaseException as error:  # raised where the program takes notice
