@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 __all__ = ["Box", "boxes_of_range", "find_fault"]
 
@@ -141,17 +142,38 @@ def find_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str:
             start + extent > full for start, extent, full in zip(box.offset, box.size, shape, strict=True)
         ):
             return f"box {_text(box)} lies outside the shape {tuple(shape)}"
-    overlap = _find_overlap(len(shape), pieces)
+    overlap = _find_overlap(shape, pieces)
     if overlap is not None:
         return f"box {_text(overlap[1])} overlaps box {_text(overlap[0])}"
     covered, total = sum(box.numel for box in pieces), math.prod(shape)
     return "" if covered == total else f"the boxes hold {covered} of {total} elements"
 
 
-def _find_overlap(dims: int, boxes: list[Box]) -> tuple[Box, Box] | None:
+def _find_overlap(shape: Sequence[int], boxes: list[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that overlap; boxes that are ranges of the flattened tensor are compared as such."""
+    flat = [(found, box) for box in boxes if (found := _range_of(shape, box)) is not None]
+    if len(flat) < len(boxes):
+        return _sweep(len(shape), boxes)
+    flat.sort()
+    for ((_, stop), box), ((start, _), following) in pairwise(flat):
+        if stop > start:
+            return box, following
+    return None
+
+
+def _range_of(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
+    """The elements that a box holds, if they follow each other in row-major order."""
+    start, inside = 0, False
+    for full, offset, extent in zip(shape, box.offset, box.size, strict=True):
+        if inside and extent != full:
+            return None
+        inside = inside or extent > 1
+        start = start * full + offset
+    return start, start + box.numel
+
+
+def _sweep(dims: int, boxes: list[Box]) -> tuple[Box, Box] | None:
     """Sweep along the tensor dim that is cut most often, comparing only boxes that meet there."""
-    if dims == 0:
-        return (boxes[0], boxes[1]) if len(boxes) > 1 else None
     dim = max(range(dims), key=lambda d: len({box.offset[d] for box in boxes}))
     active: list[Box] = []
     for box in sorted(boxes, key=lambda b: (b.offset[dim], b)):
