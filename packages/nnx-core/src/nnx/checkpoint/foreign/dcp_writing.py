@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 from nnx.canonical import StoredName, numbers_parameters, stored_optimizer_states
 from nnx.checkpoint._torch_compat import DCP_VERSION, new_storage_info
 from nnx.checkpoint.files import explained, write_file
-from nnx.checkpoint.foreign.dcp_layouts import OURS
 from nnx.checkpoint.foreign.dcp_metadata import METADATA, Keys
+from nnx.checkpoint.foreign.dcp_naming import OURS
 from nnx.checkpoint.foreign.lightning_file import lightning_dict
 from nnx.checkpoint.foreign.torch_file import map_tree
 from nnx.checkpoint.foreign.torch_writing import write_torch_file
