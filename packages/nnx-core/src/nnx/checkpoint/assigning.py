@@ -1,12 +1,13 @@
 """Who stores what: each box once, with the bytes spread evenly over the ranks that hold it.
 
-Tensors of one kind are dealt out in turn to the ranks that hold the same cells, so that nothing is decided, stored or
-sent for each tensor and rank. A tensor that everybody holds and that is larger than a rank's fair share is cut, so that
-several ranks write it. This module only decides; it never communicates.
+Tensors of one kind are dealt out in turn to the ranks that hold the same cells, so that nothing is decided,
+stored or sent for each tensor and rank. A tensor that everybody holds and that is larger than a rank's fair
+share is cut, so that several ranks write it. This module only decides; it never communicates.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ class _Dealer:
         self._numbers: dict[tuple[int, int], int] = {}
         order = np.argsort(held.kind_of, kind="stable")
         starts = np.searchsorted(held.kind_of[order], np.arange(len(held.kinds) + 1))
-        self._members = [order[a:b] for a, b in zip(starts[:-1], starts[1:], strict=True)]
+        self._members = [order[a:b] for a, b in itertools.pairwise(starts.tolist())]
         self._replicas = [min(map(len, layout.values())) for layout in held.layouts]
 
     def replicated(self) -> list[int]:
@@ -174,8 +175,8 @@ class _Dealer:
                     chosen[name][box] = (ranks[0],)
                 else:
                     shared.append((-_odd_bytes(tensor, box), name, box, ranks))
-        for minus_bytes, name, box, ranks in sorted(shared, key=lambda item: item[:3]):
-            rank = min(ranks, key=lambda r: (self.loads[r], r))
+        for minus_bytes, name, box, owners in sorted(shared, key=lambda item: item[:3]):
+            rank = min(owners, key=lambda r: (self.loads[r], r))
             self.loads[rank] -= minus_bytes
             chosen[name][box] = (rank,)
         return chosen

@@ -1,10 +1,10 @@
 """Regular cuts: a tensor cut into cells of one size, as `torch.chunk` cuts, along any of its dims.
 
-A *chunk* says how far a cell reaches along each tensor dim; the last cell of a dim is shorter where the extent is
-no multiple. A *cell* is named by its coordinates, without trailing zeros: ``(3,)`` is the fourth slab of rows, ``()``
-the only cell of a tensor that is not cut. So one short tuple says what a rank holds of thousands of
-tensors, and where their boxes lie follows by arithmetic.
-This module owns that arithmetic, and guessing chunk and cell from a box. It never imports torch.
+A *chunk* says how far a cell reaches along each tensor dim; the last cell of a dim is shorter where the
+extent is no multiple. A *cell* is named by its coordinates, without trailing zeros: ``(3,)`` is the fourth
+slab of rows, ``()`` the only cell of a tensor that is not cut. So one short tuple says what a rank holds of
+thousands of tensors, and where their boxes lie follows by arithmetic. This module owns that arithmetic, and
+guessing chunk and cell from a box. It never imports torch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +59,8 @@ def has_cell(shape: Sequence[int], chunk: Sequence[int], cell: Cell) -> bool:
     return all(i * step < extent for i, step, extent in zip(at, chunk, shape, strict=True))
 
 
-def cell_box(shape: Sequence[int], chunk: Sequence[int], cell: Cell) -> Box:
+@lru_cache(maxsize=1 << 14)
+def cell_box(shape: tuple[int, ...], chunk: tuple[int, ...], cell: Cell) -> Box:
     """The box of a cell that the tensor has.
 
     Example:
@@ -71,7 +73,7 @@ def cell_box(shape: Sequence[int], chunk: Sequence[int], cell: Cell) -> Box:
     return Box(offset, size)
 
 
-def cells_overlapping(shape: Sequence[int], chunk: Sequence[int], box: Box) -> Iterator[Cell]:
+def cells_overlapping(shape: tuple[int, ...], chunk: tuple[int, ...], box: Box) -> Iterator[Cell]:
     """The cells that share elements with a box, in row-major order.
 
     Example:
@@ -79,6 +81,9 @@ def cells_overlapping(shape: Sequence[int], chunk: Sequence[int], box: Box) -> I
         [(), (1,)]
     """
     if 0 in shape or 0 in box.size:
+        return
+    if chunk == shape:
+        yield ()
         return
     spans = (
         range(start // step, (start + extent - 1) // step + 1)
@@ -131,8 +136,8 @@ def find_fault_of_grid(shape: Sequence[int], chunk: Sequence[int], cells: Iterab
 def habits(boxes: Iterable[tuple[Sequence[int], Box, int]]) -> Habits:
     """Which coordinates a rank's cells have, from shapes, the boxes it holds of them, and how often.
 
-    A box that ends before its tensor does has the full size of a cell, so its coordinate is certain. Where all of
-    them end their tensors (on the last rank), boxes that divide the tensor are believed.
+    A box that ends before its tensor does has the full size of a cell, so its coordinate is certain. Where
+    all of them end their tensors (on the last rank), boxes that divide the tensor are believed.
     """
     sure: dict[int, Counter[int]] = {}
     likely: dict[int, Counter[int]] = {}
@@ -151,8 +156,8 @@ def habits(boxes: Iterable[tuple[Sequence[int], Box, int]]) -> Habits:
 def guess(shape: Sequence[int], box: Box, usual: Habits) -> tuple[tuple[int, ...], Cell] | None:
     """A chunk and a cell that are exactly this box; None if there are none.
 
-    The last cell of a dim may be shorter than the chunk, which therefore is uncertain; then the coordinates that
-    the rank usually has decide. Other ranks hold full cells and will tell whether the guess was right.
+    The last cell of a dim may be shorter than the chunk, which therefore is uncertain; then the coordinates
+    that the rank usually has decide. Other ranks hold full cells and will tell whether the guess was right.
 
     Example:
         >>> guess((10,), Box((9,), (1,)), usual=((3,),))

@@ -1,10 +1,11 @@
 """What a rank holds, described so that little of it has to travel.
 
-Nearly everything that ranks could say about their shards is the same on many of them. So a description has parts
-that are sent by digest, and in full by one rank only:
+Nearly everything that ranks could say about their shards is the same on many of them. So a description has
+parts that are sent by digest, and in full by one rank only:
 
 - `Facts`: names, dtypes and shapes; usually the same on all ranks;
-- `Cuts`: which tensors are cut alike, and into what chunks; the same on ranks that hold cells of the same tensors;
+- `Cuts`: which tensors are cut alike, and into what chunks; the same on ranks that hold cells of the same
+  tensors;
 - the cells, a few numbers, which differ from rank to rank;
 - odd boxes: what is not cut regularly, spelled out.
 
@@ -17,7 +18,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from nnx.checkpoint.dtypes import DTYPES
 from nnx.errors import CheckpointError
 from nnx.layout import Shard
 
-__all__ = ["Cuts", "Description", "Facts", "Head", "Odd", "describe", "pack", "unpack"]
+__all__ = ["Cuts", "Description", "Facts", "Head", "Odd", "describe", "dtype_name", "pack", "unpack"]
 
 _INLINE = 512
 """Parts up to so many bytes travel with the head: asking for them would cost more."""
@@ -143,7 +144,7 @@ def describe(
         shard = shards[name]
         _require_data(name, shard)
         held.append(numbers.setdefault((shard.dtype, shard.shape, shard.boxes), len(numbers)))
-    signatures = [_Signature(_dtype_name(dtype), tuple(shape), boxes) for dtype, shape, boxes in numbers]
+    signatures = [_Signature(dtype_name(dtype), tuple(shape), boxes) for dtype, shape, boxes in numbers]
     kinds, cuts, cells = _cuts(held, signatures, world_size)
     odd = [
         Odd(name, signatures[i].dtype_name, signatures[i].shape, signatures[i].boxes)
@@ -152,7 +153,7 @@ def describe(
     ]
     for name, shard in own.items():
         _require_data(name, shard)
-        odd.append(Odd(name, _dtype_name(shard.dtype), tuple(shard.shape), shard.boxes))
+        odd.append(Odd(name, dtype_name(shard.dtype), tuple(shard.shape), shard.boxes))
     return Description(
         _facts(names, held, signatures, aliases or {}),
         Cuts([kinds[i] for i in held], cuts),
@@ -175,14 +176,17 @@ class _Signature:
         return any(box.numel or box.size == self.shape for box in self.boxes)
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """An element type as `DTYPES` calls it."""
     return str(dtype).removeprefix("torch.")
 
 
 def _require_data(name: str, shard: Shard) -> None:
-    if _dtype_name(shard.dtype) not in DTYPES:
+    """Make sure that every view can be written."""
+    if dtype_name(shard.dtype) not in DTYPES:
         raise CheckpointError(
-            f"tensor '{name}' has dtype {_dtype_name(shard.dtype)}, which a checkpoint cannot hold.",
+            f"tensor '{name}' has dtype {dtype_name(shard.dtype)}, which a checkpoint cannot hold.",
             remedy=f"Convert it to one of {', '.join(DTYPES)}.",
         )
     for view in shard.data:

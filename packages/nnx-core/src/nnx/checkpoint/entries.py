@@ -1,8 +1,9 @@
 """One stored tensor: what it is, and the pieces that hold it.
 
 A *piece* is one box of a tensor in one file. Where a tensor is cut regularly its pieces are not listed but
-computed when somebody asks for them, so that a tensor in a thousand files costs no more than one in a single file.
-This module owns both, whatever format they come from. It imports torch only when a dtype is asked for.
+computed when somebody asks for them, so that a tensor in a thousand files costs no more than one in a
+single file. This module owns both, whatever format they come from. It imports torch only when a dtype is
+asked for.
 """
 
 from __future__ import annotations
@@ -146,19 +147,18 @@ class CellPieces(Sequence[Piece]):
     @override
     def __getitem__(self, index: int | slice) -> Piece | Sequence[Piece]:
         if isinstance(index, slice):
-            return [self._piece(*item) for item in self._all[index]]
-        return self._piece(*self._all[index])
+            return [self[i] for i in range(len(self))[index]]
+        cell, file = self._all[index]
+        return self._piece(cell_box(self._kind.shape, self._kind.chunk, cell), file)
 
     def overlapping(self, box: Box) -> Iterator[tuple[Box, Sequence[Piece]]]:
         """The boxes that share elements with a box, and the pieces that hold each."""
         kind = self._kind
         for cell in cells_overlapping(kind.shape, kind.chunk, box):
             stored = cell_box(kind.shape, kind.chunk, cell)
-            yield stored, [self._piece(cell, file) for file in self._layout[cell]]
+            yield stored, [self._piece(stored, file) for file in self._layout[cell]]
 
-    def _piece(self, cell: Cell, file: int) -> Piece:
-        kind = self._kind
-        box = cell_box(kind.shape, kind.chunk, cell)
+    def _piece(self, box: Box, file: int) -> Piece:
         start, first = self._placement.locate(file, self._name, box.offset)
-        nbytes = box.numel * DTYPES[kind.dtype_name].itemsize
+        nbytes = box.numel * DTYPES[self._kind.dtype_name].itemsize
         return Piece(box, self._files[file], start, nbytes, first)

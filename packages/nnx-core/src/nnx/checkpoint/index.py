@@ -1,10 +1,11 @@
 """The index: which logical tensors a checkpoint holds and where their bytes are.
 
-It says so in the shortest way: what thousands of tensors have in common is written once, as a kind, and which
-files hold which cells once for all of them, as a layout. Reading it makes no list of pieces. It is plain
-JSON and can be rebuilt from the headers of the rank files. This module owns its text form and checks everything a
-reader relies on: pieces lie inside their files, do not collide there, and cut each tensor without gap or overlap.
-It never touches the file system and never imports torch unless a dtype is asked for.
+It says so in the shortest way: what thousands of tensors have in common is written once, as a kind, and
+which files hold which cells once for all of them, as a layout. Reading it makes no list of pieces. It is
+plain JSON and can be rebuilt from the headers of the rank files. This module owns its text form and checks
+everything a reader relies on: pieces lie inside their files, do not collide there, and cut each tensor
+without gap or overlap. It never touches the file system and never imports torch unless a dtype is asked
+for.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 

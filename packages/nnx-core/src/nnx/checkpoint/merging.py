@@ -1,10 +1,9 @@
 """What all ranks hold together, put together from their descriptions and checked.
 
-Ranks whose facts and cuts are alike are treated as one group, and tensors that every group cuts alike as one kind. So
-the work grows with tensors, with ranks and with the number of distinct ways to cut, but not with their product.
-What does not fit is spelled out box by box.
-This module owns the checks that need all ranks: dtypes and shapes agree, boxes cover each tensor without gap or
-overlap. It never communicates.
+Ranks whose facts and cuts are alike are treated as one group, and tensors that every group cuts alike as
+one kind. So the work grows with tensors, with ranks and with the number of distinct ways to cut, but not
+with their product. What does not fit is spelled out box by box. This module owns the checks that need all
+ranks: dtypes and shapes agree, boxes cover each tensor without gap or overlap. It never communicates.
 """
 
 from __future__ import annotations
@@ -242,7 +241,7 @@ class _Merger:
         return min(self.names[i] for i in np.flatnonzero(self.kind_of == kind).tolist())
 
     def join_layouts(self) -> None:
-        """Let tensors with few rows, of which the last ranks hold nothing, share the layout of those with many."""
+        """Let tensors with few rows, of which the last ranks hold nothing, share the others' layout."""
         shapes = {kind.layout: kind for kind in self.kinds.values()}
         known: list[int] = []
         into: dict[int, int] = {}

@@ -1,7 +1,8 @@
 """Collecting all ranks' descriptions on the coordinator without sending the same thing twice.
 
-Every rank sends digests of the parts of its description; the coordinator asks one rank for each part that it has not
-seen. So what arrives grows with the number of distinct parts, and a message from every rank is a few dozen bytes.
+Every rank sends digests of the parts of its description; the coordinator asks one rank for each part that
+it has not seen. So what arrives grows with the number of distinct parts, and a message from every rank is a
+few dozen bytes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Where every stored box lies in its file, by rule instead of by list.
 
-The pieces of a file stand in a fixed order: tensors with wider numbers first, then by name, then by the offset of the
-box. So a position is a sum of sizes, and sums are shared: all files that hold cells of the same sizes
-of a layout's tensors have the same ones. Finding one piece costs no more for a thousand files than for one.
-This module owns that rule for writers and readers alike. It imports neither torch nor touches files.
+The pieces of a file stand in a fixed order: tensors with wider numbers first, then by name, then by the
+offset of the box. So a position is a sum of sizes, and sums are shared: all files that hold cells of the
+same sizes of a layout's tensors have the same ones. Finding one piece costs no more for a thousand files
+than for one. This module owns that rule for writers and readers alike. It imports neither torch nor touches
+files.
 """
 
 from __future__ import annotations
@@ -147,16 +148,16 @@ class Placement:
         """Whether anything regular is in a file."""
         return file in self._cells
 
-    def pieces(self, file: int) -> Iterator[tuple[str, Box]]:
+    def pieces(self, file: int) -> list[tuple[str, Box]]:
         """The regular pieces of a file in order."""
         found = []
         for layout, cell in self._cells.get(file, ()):
-            for i in self._tensors(layout).tolist():
-                kind = self._stored.kinds[self._kind_of[i]]
-                if has_cell(kind.shape, kind.chunk, cell):
-                    found.append((i, cell_box(kind.shape, kind.chunk, cell)))
-        for i, box in sorted(found):
-            yield self.names[i], box
+            boxes = self._cell_boxes(layout, cell)
+            tensors = self._tensors(layout)
+            for i, kind in zip(tensors.tolist(), self._kind_of[tensors].tolist(), strict=True):
+                if kind in boxes:
+                    found.append((i, boxes[kind]))
+        return [(self.names[i], box) for i, box in sorted(found)]
 
     # --- by layout --------------------------------------------------------------------------------
 
@@ -257,11 +258,20 @@ class Placement:
         return self._sums[key]
 
     def _own(self, layout: int, cell: Cell) -> Iterator[tuple[int, tuple[int, ...], int]]:
-        for i in self._tensors(layout).tolist():
-            kind = self._stored.kinds[self._kind_of[i]]
-            if has_cell(kind.shape, kind.chunk, cell):
-                box = cell_box(kind.shape, kind.chunk, cell)
-                yield i, box.offset, box.numel * DTYPES[kind.dtype_name].itemsize
+        boxes, tensors = self._cell_boxes(layout, cell), self._tensors(layout)
+        for i, kind in zip(tensors.tolist(), self._kind_of[tensors].tolist(), strict=True):
+            if kind in boxes:
+                itemsize = DTYPES[self._stored.kinds[kind].dtype_name].itemsize
+                yield i, boxes[kind].offset, boxes[kind].numel * itemsize
+
+    def _cell_boxes(self, layout: int, cell: Cell) -> dict[int, Box]:
+        """The box of a cell in each kind that has it."""
+        kinds = {i: self._stored.kinds[i] for i in self._kinds_by_layout[layout]}
+        return {
+            i: cell_box(kind.shape, kind.chunk, cell)
+            for i, kind in kinds.items()
+            if has_cell(kind.shape, kind.chunk, cell)
+        }
 
     @cached_property
     def _odd_by_file(self) -> dict[int, list[tuple[int, tuple[int, ...], int]]]:

@@ -1,8 +1,8 @@
 """The plan of a save: from what all ranks hold to what each of them stores.
 
-The coordinator makes the plan from all descriptions. What a rank must know of it is short: which cells of which
-layouts are its own. Together with the number of each tensor's kind, which is the same message for all, the rank
-finds out itself what it stores. This module never communicates and never touches files.
+The coordinator makes the plan from all descriptions. What a rank must know of it is short: which cells of
+which layouts are its own. Together with the number of each tensor's kind, which is the same message for
+all, the rank finds out itself what it stores. This module never communicates and never touches files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from nnx.box import Box
 from nnx.checkpoint.assigning import Assigned, assign_all, assign_once
 from nnx.checkpoint.cells import Cell, cell_box, has_cell
-from nnx.checkpoint.describing import Description, Extents
+from nnx.checkpoint.describing import Description, Extents, dtype_name
 from nnx.checkpoint.merging import Held, merge
 from nnx.checkpoint.placing import Kind, OddBox, OddTensor, Stored
 from nnx.checkpoint.shardfile import StoredBox, rank_file
@@ -34,7 +34,8 @@ class Deal:
     """What every rank is told alike.
 
     Attributes:
-        kinds: For each distinct facts the kind of each name, as little-endian 32-bit numbers; -1 if it is odd.
+        kinds: For each distinct facts the kind of each name, as little-endian 32-bit numbers; -1 where
+            the tensor is odd.
         cuts: For each kind its chunk and its layout.
     """
 
@@ -196,29 +197,27 @@ def select(
     """
     boxes: list[StoredBox] = []
     data: list[Tensor] = []
-    for name, kind in zip(
-        description.facts.names, np.frombuffer(deal.kinds[own.facts], "<i4").tolist(), strict=True
-    ):
+    kinds = np.frombuffer(deal.kinds[own.facts], "<i4").tolist()
+    of_kind: dict[int, list[Box]] = {}
+    for name, kind in zip(description.facts.names, kinds, strict=True):
         if kind < 0:
             continue
-        chunk, layout = deal.cuts[kind]
-        for cell in own.cells.get(layout, ()):
-            shard = shards[name]
-            if has_cell(shard.shape, chunk, cell):
-                box = cell_box(shard.shape, chunk, cell)
-                boxes.append(_stored_box(name, shard, box))
-                data.append(_part(shard, box))
+        shard = shards[name]
+        if kind not in of_kind:
+            chunk, layout = deal.cuts[kind]
+            cells = [cell for cell in own.cells.get(layout, ()) if has_cell(shard.shape, chunk, cell)]
+            of_kind[kind] = [cell_box(shard.shape, chunk, cell) for cell in cells]
+        for box in of_kind[kind]:
+            boxes.append(StoredBox(name, shard.shape, dtype_name(shard.dtype), box))
+            data.append(_part(shard, box))
     odd = own.odd
     if odd is None:
         odd = [(item.name, box) for item in description.odd for box in item.boxes]
     for name, box in odd:
-        boxes.append(_stored_box(name, shards[name], box))
-        data.append(_part(shards[name], box))
+        shard = shards[name]
+        boxes.append(StoredBox(name, shard.shape, dtype_name(shard.dtype), box))
+        data.append(_part(shard, box))
     return boxes, data
-
-
-def _stored_box(name: str, shard: Shard, box: Box) -> StoredBox:
-    return StoredBox(name, tuple(shard.shape), str(shard.dtype).removeprefix("torch."), box)
 
 
 def _part(shard: Shard, box: Box) -> Tensor:

@@ -123,7 +123,8 @@ def deliver(
     Args:
         group: The ranks.
         outgoing: What this rank sends; nothing on the coordinator itself.
-        senders: On the coordinator: the rank of each message, in an order that is that of `outgoing` for each rank.
+        senders: On the coordinator: the rank of each message, in an order that is that of `outgoing` for
+            each rank.
         doing: What this is for, for messages.
 
     Returns:

@@ -157,38 +157,69 @@ def flat_bytes(tensor: Tensor, limit: int = _SLAB) -> Iterator[memoryview]:
 
 
 def _header(boxes: Sequence[StoredBox]) -> bytes:
-    entries: dict[str, object] = {}
-    origin: dict[str, object] = {}
-    offsets: dict[str, object] = {}
+    """The header as text; as a tree of objects it would take most of the time that small tensors take."""
+    entries: list[str] = []
+    origins: list[str] = []
+    offsets: list[str] = []
+    known: dict[tuple[str, tuple[int, ...], Box], _Entry] = {}
+    used: set[str] = set()
     taken = {"__metadata__"} | {box.name for box in boxes}
     start = 0
     for box in boxes:
-        key = _key(box.name, entries, taken)
+        signature = (box.dtype_name, box.shape, box.box)
+        entry = known.get(signature)
+        if entry is None:
+            entry = known[signature] = _entry(box)
+        key = _key(box.name, used, taken)
+        used.add(key)
         taken.add(key)
-        stored = DTYPES[box.dtype_name]
-        parts = [stored.parts] if stored.parts > 1 else []
-        stop = start + box.nbytes
-        entries[key] = {
-            "dtype": stored.code,
-            "shape": [*box.box.size, *parts],
-            "data_offsets": [start, stop],
-        }
-        origin[key] = {
-            "name": box.name,
-            "dtype": box.dtype_name,
-            "shape": box.shape,
-            "offset": box.box.offset,
-        }
+        quoted = json.dumps(key)
+        stop = start + entry.nbytes
+        entries.append(f'{quoted}:{{{entry.fields},"data_offsets":[{start},{stop}]}}')
         # torch's own Hugging Face reader looks for this entry.
-        offsets[key] = {"saved_offsets": [*box.box.offset, *(0 for _ in parts)]}
+        offsets.append(f'{quoted}:{{"saved_offsets":{entry.saved}}}')
+        if not entry.plain or key != box.name:
+            name = quoted if key == box.name else json.dumps(box.name)
+            origins.append(f'{quoted}:{{"name":{name},{entry.origin}}}')
         start = stop
-    metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets), "nnx": json.dumps(origin)}
-    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    metadata = {"format": "pt", "DCP_SHARDING_INFO": _object(offsets), "nnx": _object(origins)}
+    head = f'"__metadata__":{json.dumps(metadata, separators=(",", ":"))}'
+    text = _object([head, *entries]).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
 
 
-def _key(name: str, used: dict[str, object], taken: set[str]) -> str:
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What the header says of boxes that differ in their names only."""
+
+    nbytes: int
+    fields: str
+    saved: str
+    origin: str
+    plain: bool
+    """Whether the standard fields say it all: a whole tensor of a type that safetensors has."""
+
+
+def _entry(box: StoredBox) -> _Entry:
+    stored = DTYPES[box.dtype_name]
+    parts = [stored.parts] if stored.parts > 1 else []
+    shape = json.dumps([*box.box.size, *parts], separators=(",", ":"))
+    origin = {"dtype": box.dtype_name, "shape": box.shape, "offset": box.box.offset}
+    return _Entry(
+        nbytes=box.nbytes,
+        fields=f'"dtype":"{stored.code}","shape":{shape}',
+        saved=json.dumps([*box.box.offset, *(0 for _ in parts)], separators=(",", ":")),
+        origin=json.dumps(origin, separators=(",", ":"))[1:-1],
+        plain=not parts and box.box == Box.whole(box.shape),
+    )
+
+
+def _object(members: Sequence[str]) -> str:
+    return f"{{{','.join(members)}}}"
+
+
+def _key(name: str, used: set[str], taken: set[str]) -> str:
     """The tensor's name for its first box in this file, a numbered one for further boxes."""
     if name not in used and name != "__metadata__":
         return name
