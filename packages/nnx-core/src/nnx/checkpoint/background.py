@@ -62,7 +62,7 @@ def save_async(
         tensors=tensors,
         objects=objects,
         rank_objects=rank_objects,
-        aliases=aliases or {},
+        aliases=dict(aliases or {}),
         mode=state_dict_type,
         provenance=copy.deepcopy(dict(provenance or {})),
         opaque=opaque,
