@@ -439,6 +439,13 @@ def test_models_split_in_other_ways_are_refused(name: str, copy: Callable[[str],
         storage.open_checkpoint(path)
 
 
+def test_tensors_that_were_offloaded_to_nvme_are_refused(copy: Callable[[str], Path]) -> None:
+    path = copy("zero3_world2_fp32")
+    (path / "global_step3" / "offloaded_tensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"offloaded to NVMe.*ds_to_universal"):
+        storage.open_checkpoint(path)
+
+
 def test_experts_with_groups_of_their_own_are_refused(copy: Callable[[str], Path]) -> None:
     path = copy("zero2_world2_sgd")
     for file in path.rglob("*optim_states.pt"):

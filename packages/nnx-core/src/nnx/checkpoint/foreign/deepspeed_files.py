@@ -13,6 +13,7 @@ __all__ = ["Files", "holds_checkpoints", "model_file", "scan", "tag_directory"]
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _EXPERT_FILE = re.compile(r"layer_.*|(?:.*_)?expert_.*|expp_rank_.*")
+_OFFLOADED = "offloaded_tensors"
 _LATEST = ("latest", "latest_universal")
 
 
@@ -76,6 +77,11 @@ def scan(directory: Path) -> Files:
             raise CheckpointError(
                 f"'{path}' belongs to a model that was split by tensor, pipeline or expert parallelism.",
                 remedy="Only data-parallel checkpoints (ZeRO) can be read; merge it with DeepSpeed first.",
+            )
+        if path.name == _OFFLOADED:
+            raise CheckpointError(
+                f"'{path}' holds tensors that were offloaded to NVMe, in files of DeepSpeed's own.",
+                remedy="Save without NVMe offload, or convert it with DeepSpeed's ds_to_universal.py first.",
             )
         if model:
             files.models[None if model[1] is None else int(model[1])] = path
