@@ -1,4 +1,4 @@
-"""Giving the parts of a DCP directory's state dict their logical names, and taking back what we left there."""
+"""Giving the parts of a DCP directory their logical names, and taking back what we left beside them."""
 
 from __future__ import annotations
 
