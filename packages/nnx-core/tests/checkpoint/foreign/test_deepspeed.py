@@ -442,7 +442,7 @@ def test_models_split_in_other_ways_are_refused(name: str, copy: Callable[[str],
 def test_tensors_that_were_offloaded_to_nvme_are_refused(copy: Callable[[str], Path]) -> None:
     path = copy("zero3_world2_fp32")
     (path / "global_step3" / "offloaded_tensors").mkdir()
-    with pytest.raises(CheckpointError, match=r"offloaded to NVMe.*ds_to_universal"):
+    with pytest.raises(CheckpointError, match="offloaded to NVMe"):
         storage.open_checkpoint(path)
 
 

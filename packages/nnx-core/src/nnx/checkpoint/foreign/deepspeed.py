@@ -153,7 +153,7 @@ def _partition_count(state: Mapping[str, Any]) -> int:
     if len(set(counts)) != 1:
         raise CheckpointError(
             f"the param groups are cut into {list(counts)} parts: experts have groups of their own.",
-            remedy="Only data-parallel checkpoints (ZeRO) can be read; merge it with DeepSpeed first.",
+            remedy="Only data-parallel checkpoints (ZeRO) can be read.",
         )
     return int(counts[0])
 

@@ -76,12 +76,12 @@ def scan(directory: Path) -> Files:
         if _EXPERT_FILE.fullmatch(path.name) or (found and int(found[2]) > 0):
             raise CheckpointError(
                 f"'{path}' belongs to a model that was split by tensor, pipeline or expert parallelism.",
-                remedy="Only data-parallel checkpoints (ZeRO) can be read; merge it with DeepSpeed first.",
+                remedy="Only data-parallel checkpoints (ZeRO) can be read.",
             )
         if path.name == _OFFLOADED:
             raise CheckpointError(
                 f"'{path}' holds tensors that were offloaded to NVMe, in files of DeepSpeed's own.",
-                remedy="Save without NVMe offload, or convert it with DeepSpeed's ds_to_universal.py first.",
+                remedy="Save it without NVMe offload.",
             )
         if model:
             files.models[None if model[1] is None else int(model[1])] = path
