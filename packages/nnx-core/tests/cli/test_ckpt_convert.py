@@ -211,7 +211,7 @@ def test_a_progress_bar_with_bytes_per_second_is_drawn_on_a_terminal(
     reader.start()
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "120")
-    with open(terminal, "w") as stderr, monkeypatch.context() as patch:
+    with os.fdopen(terminal, "w") as stderr, monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", stderr)
         code = {
             "convert": lambda: rewriting.run_convert(big, target, **NO_OPTIONS, options=[]),

@@ -248,3 +248,10 @@ def test_distances_are_right_for_every_element_type(
     assert found.largest == largest or (math.isnan(found.largest) and math.isnan(largest))
     back = difference_of(bits(right, dtype), bits(left, dtype), dtype)
     assert back == found or math.isnan(largest)
+
+
+def test_two_kinds_of_nan_differ_in_their_bits_only() -> None:
+    nans = [torch.tensor([0x7FC00000 + payload], dtype=torch.int32) for payload in (0, 1)]
+    left, right = (memoryview(nan.numpy()).cast("B") for nan in nans)
+    found = difference_of(left, right, torch.float32)
+    assert (found.elements, found.largest) == (1, 0.0)

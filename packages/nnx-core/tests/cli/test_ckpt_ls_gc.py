@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import nnx.checkpoint as storage
+from jobs.remote_jobs import s3_server
 from nnx.checkpoint.places import LocalPlace, place_of
 from nnx.checkpoint.retention import collect_garbage
 from nnx.checkpoint.surveying import PARTIAL
@@ -151,6 +152,31 @@ def test_urls_are_listed_inspected_compared_and_verified() -> None:
         assert json.loads(invoke("gc", root, "--json").stdout)["removed"] == []
     finally:
         fsspec.filesystem("memory").rm("/listing", recursive=True)
+
+
+def test_every_verb_works_on_an_object_store(tmp_path: Path) -> None:
+    with s3_server():
+        root = "s3://bucket/runs"
+        for step in (1, 2):
+            save(f"{root}/deep/last.ckpt", step, keep_previous=1)
+        save(f"{root}/other.ckpt", 1)
+        found = listed(root)
+        assert {name: row["step"] for name, row in found.items()} == {"deep/last.ckpt": 2, "other.ckpt": 1}
+        assert [row["step"] for row in found["deep/last.ckpt"]["previous"]] == [1]
+        for verb in ("inspect", "verify"):
+            assert invoke(verb, f"{root}/other.ckpt").exit_code == 0
+        assert invoke("merge", f"{root}/other.ckpt", tmp_path / "one.ckpt").exit_code == 0
+        assert invoke("diff", f"{root}/other.ckpt", tmp_path / "one.ckpt").exit_code == 0
+        assert invoke("diff", f"{root}/other.ckpt", f"{root}/deep/last.ckpt").exit_code == 1
+        convert = invoke("convert", tmp_path / "one.ckpt", f"{root}/back.ckpt", "--to", "nnx")
+        assert convert.exit_code == 0
+        assert invoke("diff", f"{root}/back.ckpt", f"{root}/other.ckpt").exit_code == 0
+        removed = json.loads(invoke("gc", root, "--keep-previous", 0, "--json").stdout)["removed"]
+        assert [item["kind"] for item in removed] == ["previous save"]
+        assert listed(root)["deep/last.ckpt"]["previous"] == []
+        assert storage.verify(f"{root}/deep/last.ckpt") == []
+        with pytest.raises(CheckpointError, match="there is nothing at"):
+            invoke("ls", "s3://bucket/nothing")
 
 
 # --- gc -------------------------------------------------------------------------------------------

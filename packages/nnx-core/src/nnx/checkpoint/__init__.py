@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nnx.checkpoint.background import save_async
     from nnx.checkpoint.codec import EnumName
+    from nnx.checkpoint.comparing import Comparison, compare
     from nnx.checkpoint.converting import convert, merge
     from nnx.checkpoint.dcp import Handle, Reader, Writer
     from nnx.checkpoint.formats import CheckpointFormat, find_format, open_checkpoint
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from nnx.checkpoint.opened import Checkpoint
     from nnx.checkpoint.pending import PendingSave
     from nnx.checkpoint.reading import NativeCheckpoint, open_native
+    from nnx.checkpoint.retention import collect_garbage
     from nnx.checkpoint.saving import save
     from nnx.checkpoint.source import is_checkpoint
     from nnx.checkpoint.verifying import Damage, verify
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint",
     "CheckpointFormat",
+    "Comparison",
     "Damage",
     "EnumName",
     "Handle",
@@ -36,6 +39,8 @@ __all__ = [
     "Reader",
     "TensorEntry",
     "Writer",
+    "collect_garbage",
+    "compare",
     "convert",
     "find_format",
     "is_checkpoint",
@@ -50,6 +55,7 @@ __all__ = [
 _HOME = {
     "Checkpoint": "opened",
     "CheckpointFormat": "formats",
+    "Comparison": "comparing",
     "Damage": "verifying",
     "EnumName": "codec",
     "Handle": "dcp",
@@ -59,6 +65,8 @@ _HOME = {
     "Reader": "dcp",
     "TensorEntry": "index",
     "Writer": "dcp",
+    "collect_garbage": "retention",
+    "compare": "comparing",
     "convert": "converting",
     "find_format": "formats",
     "is_checkpoint": "source",
