@@ -8,6 +8,7 @@ asks a `PieceSource` for both.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -140,12 +141,12 @@ class Fetcher:
     def _run(self, tasks: Sequence[_Task], readers: dict[str, Reader]) -> None:
         work = _Shared(tasks)
         count = min(len(tasks), max((reader.parallel for reader in readers.values()), default=1))
-        threads = [
-            threading.Thread(target=work.run, args=(_Worker(self._source, readers),))
-            for _ in range(count - 1)
-        ]
-        for thread in threads:
-            thread.start()
+        threads = []
+        for _ in range(count - 1):
+            thread = threading.Thread(target=work.run, args=(_Worker(self._source, readers),))
+            with contextlib.suppress(RuntimeError):  # no memory is left for one: fewer are slower, not wrong
+                thread.start()
+                threads.append(thread)
         work.run(_Worker(self._source, readers))
         for thread in threads:
             thread.join()

@@ -109,6 +109,12 @@ def _read_ahead(checkpoint: Checkpoint, entries: Sequence[TensorEntry]) -> Itera
     slabs = itertools.cycle([torch.empty(SLAB, dtype=torch.uint8) for _ in range(2)])
     pending: Future[list[Part]] | None = None
     with ThreadPoolExecutor(1, thread_name_prefix="nnx-read") as reader:
+        try:
+            reader.submit(int)
+        except RuntimeError:  # no memory is left for a thread: slower, not wrong
+            for batch in _batches(entries):
+                yield _load(checkpoint, batch, next(slabs))
+            return
         for batch, slab in zip(_batches(entries), slabs, strict=False):
             # The other slab is being used; this one has been.
             following = reader.submit(_load, checkpoint, batch, slab)
