@@ -44,6 +44,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor parallel, deduped": {"plan": "tp", "units": 2, "deduped": True},
     "tensor parallel and ZeRO": {"plan": "tp", "units": 2, "zero": True},
     "tensor parallel and ZeRO on 3": {"plan": "tp", "units": 3, "zero": True, "deduped": True},
+    "repeated at other places of the buckets": {"plan": "mixed", "units": 2, "zero": True},
     "pipeline": {"plan": "pp"},
     "pipeline and ZeRO": {"plan": "pp", "units": 2, "zero": True},
 }
