@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from nnx.checkpoint import Checkpoint
 from nnx.layout import Shard, shard_of
@@ -77,18 +78,27 @@ def collect(
 
 
 def _collect_model(model: Mapping[str, Any], saved: Saved) -> dict[str, Any]:
-    stored: dict[int, str] = {}
+    stored: dict[Any, str] = {}
     extra = {}
     for name, value in model.items():
         key = f"model.{name}"
         if not isinstance(value, (Shard, Tensor)):
             extra[name] = value
-        elif id(value) in stored:
-            saved.aliases[key] = stored[id(value)]
+            continue
+        identity = _identity(value)
+        if identity in stored:
+            saved.aliases[key] = stored[identity]
         else:
-            stored[id(value)] = key
+            stored[identity] = key
             saved.tensors[key] = _as_shard(value)
     return extra
+
+
+def _identity(value: Shard | Tensor) -> Any:
+    """What tied entries have in common: `Module.state_dict` makes another tensor object for each name."""
+    if isinstance(value, (Shard, DTensor)) or value.numel() == 0 or value.is_meta or not value.data_ptr():
+        return id(value)
+    return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
 
 
 def _collect_optimizer(prefix: str, state: OptimizerState, saved: Saved) -> dict[str, Any]:

@@ -81,6 +81,14 @@ def test_tied_weights_are_stored_once_and_frozen_ones_and_buffers_are_there(save
     assert "optim.0.state.frozen.weight.exp_avg" not in stored.tensors
 
 
+def test_lightnings_own_strategies_store_tied_weights_once_too(pool: WorkerPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "tied.ckpt")
+    pool.run(train, replace(RUN, strategy="ddp", options={}, steps=1, save=path), world_size=2)
+    stored = storage.open_checkpoint(path)
+    assert stored.aliases == {"model.back.weight": "model.head.weight"}
+    assert "model.back.weight" not in stored.tensors
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_hook_may_rename_entries_and_only_those_are_read_as_a_whole(
     pool: WorkerPool, saved: str, whole: list[float], devices: int

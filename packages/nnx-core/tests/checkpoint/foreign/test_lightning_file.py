@@ -73,6 +73,24 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     return path, straight.losses
 
 
+# --- reading optimizers ---------------------------------------------------------------------------
+
+
+def test_names_replace_numbers_only_where_they_are_names_of_the_model(tmp_path: Path) -> None:
+    module = nn.ModuleDict({"net": nn.Linear(2, 2)})
+    path = tmp_path / "named.ckpt"
+    for part, expected in ((module, ["net.weight", "net.bias"]), (module["net"], [0, 1])):
+        optimizer = torch.optim.AdamW(part.named_parameters())
+        optimizer.zero_grad()
+        module["net"](torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        torch.save({"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()]}, path)
+        states = stored_optimizer_states(nnx.checkpoint.open_checkpoint(path))
+        assert states is not None
+        assert states[0]["param_groups"][0]["params"] == expected
+        assert list(states[0]["state"]) == expected
+
+
 # --- writing --------------------------------------------------------------------------------------
 
 

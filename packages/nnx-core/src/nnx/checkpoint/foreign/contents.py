@@ -162,11 +162,12 @@ class Contents:
             state: As ``Optimizer.state_dict()`` gives it; further keys are kept too.
             names: What parameter 0, 1, ... of the groups is called. Where they are not given and the groups
                 hold ``param_names`` (torch stores them for optimizers built from ``named_parameters``),
-                these replace the numbers.
+                these replace the numbers, if they are names of the model added before: those of one of
+                its parts are not.
         """
         optimizers = self.objects.setdefault("optim", [])
         prefix = f"optim.{len(optimizers)}.state"
-        renamed = _names_by_number(state["param_groups"], names)
+        renamed = self._names_by_number(state["param_groups"], names)
         values: dict[Any, dict[str, Any]] = {}
         for parameter, entries in state["state"].items():
             name = renamed.get(parameter, parameter)
@@ -186,6 +187,18 @@ class Contents:
         other = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
         if other:
             optimizers[-1]["other"] = other
+
+    def _names_by_number(
+        self, groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None
+    ) -> dict[Any, str]:
+        if names is not None:
+            return dict(enumerate(names))
+        found: dict[Any, str] = {}
+        for group in groups:
+            if "param_names" in group:
+                found.update(zip(group["params"], group["param_names"], strict=True))
+        known = {*self.entries, *self.aliases}
+        return found if all(f"model.{name}" in known for name in found.values()) else {}
 
     def set_trainer(self, rest: Mapping[str, Any]) -> None:
         """Set what remains of Lightning's dict."""
@@ -242,13 +255,3 @@ def _place(value: FileTensor | Tensor) -> tuple[Any, ...] | None:
     if value.numel() == 0:
         return None
     return (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
-
-
-def _names_by_number(groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -> dict[Any, str]:
-    if names is not None:
-        return dict(enumerate(names))
-    found: dict[Any, str] = {}
-    for group in groups:
-        if "param_names" in group:
-            found.update(zip(group["params"], group["param_names"], strict=True))
-    return found
