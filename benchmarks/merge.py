@@ -7,7 +7,7 @@ merges; the contenders take turns in random order, and the source is dropped fro
 "raw" reads the bytes of nnx's checkpoint through the page cache and writes them with O_DIRECT, eight
 megabytes after eight, fsync included. Printed are medians, their ratio to raw, and the most memory that a
 merge held beyond what the process had before it (VmHWM, reset before each; the first, which does not count
-for the times, included). nnx verifies the checksums of what it reads and computes those of the zip file; DCP
+for the times, included; Lightning, which writing its format needs, is imported before). nnx verifies the checksums of what it reads and computes those of the zip file; DCP
 has none.
 """
 
@@ -27,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import lightning.fabric.utilities.data  # noqa: F401 - so that its memory does not count as a merge's
 import torch.distributed.checkpoint as dcp
 from checkpoint import make_state
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
