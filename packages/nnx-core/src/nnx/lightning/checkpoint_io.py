@@ -11,6 +11,7 @@ import importlib
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from typing import Any, Literal
 
 import torch
@@ -140,6 +141,10 @@ class CheckpointIO:
             return load_single_file(path, map_location, weights_only)
         stored = found.open(path, weights_only=weights_only is not False)
         checkpoint = dict(stored.objects["trainer"])
+        if stored.format != "nnx":
+            # What Trainer insists on; Fabric's checkpoints of our own do not have it, and need not.
+            required = {"pytorch-lightning_version": version("lightning"), "lr_schedulers": []}
+            checkpoint = {**required, **checkpoint}
         state_dict = dict(LazyStateDict(stored))
         if state_dict:
             checkpoint["state_dict"] = state_dict

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import nnx
 import nnx.checkpoint as storage
 from nnx.canonical import stored_optimizer_states
 from nnx.checkpoint.foreign.colossalai import ColossalAI
@@ -200,8 +201,9 @@ def test_training_goes_on_as_it_would_have(
     assert resumed(converted) == wanted
 
 
-def test_stock_lightning_resumes_from_a_converted_file(
-    saved: Path, trained: tuple[nn.Module, torch.optim.Optimizer], tmp_path: Path
+@pytest.mark.parametrize("converted", [True, False])
+def test_stock_lightning_resumes_from_a_converted_file_and_with_our_plugin_directly(
+    saved: Path, trained: tuple[nn.Module, torch.optim.Optimizer], tmp_path: Path, converted: bool
 ) -> None:
     import lightning as L
     from torch.utils.data import DataLoader
@@ -225,7 +227,8 @@ def test_stock_lightning_resumes_from_a_converted_file(
             return make_optimizer(self.net)
 
     (saved / "lr_scheduler").unlink()
-    storage.convert(saved, tmp_path / "one.ckpt")
+    if converted:
+        storage.convert(saved, tmp_path / "one.ckpt")
     data = [torch.randn(4, 3, generator=torch.Generator().manual_seed(step)) for step in range(3, 6)]
     module = Module()
     trainer = L.Trainer(
@@ -237,8 +240,10 @@ def test_stock_lightning_resumes_from_a_converted_file(
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=tmp_path,
+        plugins=None if converted else [nnx.CheckpointIO()],
     )
-    trainer.fit(module, DataLoader(data, batch_size=None), ckpt_path=tmp_path / "one.ckpt")
+    source = tmp_path / "one.ckpt" if converted else saved
+    trainer.fit(module, DataLoader(data, batch_size=None), ckpt_path=source)
     assert module.losses == train(*trained, range(3, 6))
 
 
