@@ -149,10 +149,12 @@ class TrainingData:
             )
         combined = trainer.fit_loop._combined_loader
         samplers = [tracked(loader) for loader in combined.flattened]
-        for sampler in filter(None, samplers):
+        for index, sampler in enumerate(samplers):
+            if sampler is None:
+                continue
             sampler.begin_at_start()
-        for sampler, saved in zip(samplers, self._saved, strict=False):
-            if sampler and saved and not (place.inside and saved.started_from):
+            saved = self._saved[index] if self._saved else None
+            if saved is not None and not (place.inside and saved.started_from):
                 sampler.restore_generators(saved.generators)
         if place.inside:
             self._count_from(trainer, samplers)
