@@ -7,8 +7,8 @@ merges; the contenders take turns in random order, and the source is dropped fro
 "raw" reads the bytes of nnx's checkpoint through the page cache and writes them with O_DIRECT, eight
 megabytes after eight, fsync included. Printed are medians, their ratio to raw, and the most memory that a
 merge held beyond what the process had before it (VmHWM, reset before each; the first, which does not count
-for the times, included; Lightning, which writing its format needs, is imported before). nnx verifies the checksums of what it reads and computes those of the zip file; DCP
-has none.
+for the times, included; Lightning, which writing its format needs, is imported before). nnx verifies the
+checksums of what it reads and computes those of the zip file; DCP has none.
 """
 
 from __future__ import annotations
