@@ -63,7 +63,6 @@ class LightningFile(CheckpointFormat):
     @override
     def open(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> ForeignCheckpoint:
         loaded = load_torch_file(Path(path), weights_only=weights_only)
-        contents = Contents(path, self.name)
         if isinstance(loaded, nn.Module):
             loaded = {"state_dict": loaded}
         if not isinstance(loaded, Mapping):
@@ -71,17 +70,13 @@ class LightningFile(CheckpointFormat):
                 f"'{path}' holds a {type(loaded).__name__}, expected a dict with the state of a model.",
                 remedy="Save `model.state_dict()` or a Lightning checkpoint instead.",
             )
-        rest = dict(loaded)
-        ours = rest.pop(_OURS, None) if _is_ours(rest.get(_OURS)) else None
-        origin: dict[str, Any] = {"provenance": {"format": self.name}}
-        if _VERSION_KEY in rest:
-            origin["provenance"]["lightning"] = rest[_VERSION_KEY]
-        if ours is not None:
-            origin = _restore_leftovers(contents, rest, ours)
-        _add_model(contents, rest)
-        _add_optimizers(contents, rest, ours)
-        contents.set_trainer(rest)
-        return contents.opened(**origin)
+        try:
+            return _interpret(Contents(path, self.name), dict(loaded))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"'{path}' contradicts itself: {type(error).__name__}: {error}.",
+                remedy="Restore it from a backup, or use another checkpoint.",
+            ) from error
 
     @override
     def write(
@@ -113,6 +108,19 @@ class LightningFile(CheckpointFormat):
 
 
 # --- reading --------------------------------------------------------------------------------------
+
+
+def _interpret(contents: Contents, rest: dict[str, Any]) -> ForeignCheckpoint:
+    ours = rest.pop(_OURS, None) if _is_ours(rest.get(_OURS)) else None
+    origin: dict[str, Any] = {"provenance": {"format": contents.format}}
+    if _VERSION_KEY in rest:
+        origin["provenance"]["lightning"] = rest[_VERSION_KEY]
+    if ours is not None:
+        origin = _restore_leftovers(contents, rest, ours)
+    _add_model(contents, rest)
+    _add_optimizers(contents, rest, ours)
+    contents.set_trainer(rest)
+    return contents.opened(**origin)
 
 
 def _is_ours(value: Any) -> bool:
