@@ -7,7 +7,8 @@ sharded ones. The plugin object stays the user's; single methods of it are repla
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,4 +62,15 @@ def route_optimizer_steps(optimizers: Iterable[Any], backend: Backend[Any]) -> N
         return
     for wrapped in optimizers:
         optimizer = unwrap_optimizer(wrapped)
-        optimizer.step = partial(backend.optimizer_step, optimizer, optimizer.step)
+        optimizer.step = _routed(optimizer, backend)
+
+
+def _routed(optimizer: Optimizer, backend: Backend[Any]) -> MethodType:
+    """A step that goes through the engine; a bound method, because schedulers wrap its function."""
+    inner = optimizer.step
+
+    @wraps(inner)  # with the mark by which a scheduler knows that it wrapped it already
+    def step(owner: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return backend.optimizer_step(owner, inner, *args, **kwargs)
+
+    return MethodType(step, optimizer)
