@@ -25,7 +25,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 import torch
@@ -68,6 +68,7 @@ class World:
         """Into how many slabs of rows a parameter is cut."""
         return {"fsdp": self.ranks, "hsdp": max(1, self.ranks // REPLICAS), "ddp": 1}[self.layout]
 
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Parameters with AdamW's state, as many as there shall be."""
         shapes: dict[str, tuple[int, ...]] = {"model.embed.weight": (50257, WIDTH)}
@@ -80,20 +81,25 @@ class World:
             layer += 1
         return dict(list(shapes.items())[: self.tensors])
 
+    @cached_property
+    def cut_shapes(self) -> list[tuple[int, ...]]:
+        """The distinct shapes that are cut."""
+        return sorted({shape for shape in self.shapes.values() if shape})
+
     def shards(self, rank: int) -> dict[str, Shard]:
         """What a rank holds; all views are of the same number."""
         slab = rank % self.slabs
         number = torch.zeros(())
         known: dict[tuple[int, ...], Shard] = {}
-        for shape in set(self.shapes().values()):
+        for shape in set(self.shapes.values()):
             boxes = _slab(shape, slab, self.slabs)
             known[shape] = Shard(shape, torch.float32, boxes, tuple(number.expand(b.size) for b in boxes))
-        return {name: known[shape] for name, shape in self.shapes().items()}
+        return {name: known[shape] for name, shape in self.shapes.items()}
 
     def alike(self, rank: int) -> object:
         """The same for ranks that hold full slabs of the same tensors, apart from one with a shorter slab."""
         slab, seen = rank % self.slabs, []
-        for shape in sorted({shape for shape in self.shapes().values() if shape}):
+        for shape in self.cut_shapes:
             rows = -(-shape[0] // self.slabs)
             last = grid(shape[:1], (rows,))[0] - 1
             seen.append((slab > last, slab == last and rank if shape[0] % rows else slab == last))
@@ -139,7 +145,7 @@ def exchange(world: World) -> Exchange:
         like = first.setdefault(world.alike(rank), rank)
         if like == rank or rank == world.ranks - 1:
             shards = world.shards(rank)
-            seconds, (description, (head, raws)) = timed(partial(run_rank, shards, world.ranks))
+            seconds, (description, (head, raws)) = timed(partial(run_rank, shards, rank, world.ranks))
             slowest = max(slowest, seconds)
             described[rank], heads = description, [*heads, head]
             parts |= raws
@@ -154,10 +160,10 @@ def exchange(world: World) -> Exchange:
 
 
 def run_rank(
-    shards: dict[str, Shard], world_size: int
+    shards: dict[str, Shard], rank: int, world_size: int
 ) -> tuple[Description, tuple[Head, dict[bytes, bytes]]]:
     """What a rank does before it waits for the coordinator."""
-    description = describe(shards, world_size=world_size)
+    description = describe(shards, rank=rank, world_size=world_size)
     return description, pack(description)
 
 

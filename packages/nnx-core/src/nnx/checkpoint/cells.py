@@ -32,6 +32,7 @@ __all__ = [
     "guess",
     "habits",
     "has_cell",
+    "seats",
     "trimmed",
 ]
 
@@ -133,39 +134,66 @@ def find_fault_of_grid(shape: Sequence[int], chunk: Sequence[int], cells: Iterab
 # --- guessing -------------------------------------------------------------------------------------
 
 
+def seats(rank: int, world_size: int) -> list[tuple[int, int]]:
+    """Into how many parts a mesh of these ranks may cut a tensor dim, and which part is then this rank's.
+
+    Example:
+        >>> seats(5, 6)
+        [(6, 5), (3, 2), (2, 1)]
+    """
+    found = {
+        (parts, rank // inner % parts): None
+        for parts in reversed(_divisors(world_size))
+        for inner in _divisors(world_size // parts)
+        if parts > 1
+    }
+    return list(found)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
+    return sorted({*small, *(number // i for i in small)})
+
+
 def habits(boxes: Iterable[tuple[Sequence[int], Box, int]]) -> Habits:
     """Which coordinates a rank's cells have, from shapes, the boxes it holds of them, and how often.
 
-    A box that ends before its tensor does has the full size of a cell, so its coordinate is certain. Where
-    all of them end their tensors (on the last rank), boxes that divide the tensor are believed.
+    Only boxes that end before their tensor does count: they have the full size of a cell.
     """
-    sure: dict[int, Counter[int]] = {}
-    likely: dict[int, Counter[int]] = {}
+    seen: dict[int, Counter[int]] = {}
     for shape, box, count in boxes:
         for dim, (full, start, extent) in enumerate(zip(shape, box.offset, box.size, strict=True)):
-            if extent < full and start % extent == 0:
-                seen = sure if start + extent < full else likely
+            if start + extent < full and start % extent == 0:
                 seen.setdefault(dim, Counter())[start // extent] += count
-    dims = max([*sure, *likely, -1]) + 1
     return tuple(
-        tuple(i for i, _ in (sure.get(dim) or likely.get(dim) or Counter()).most_common())
-        for dim in range(dims)
+        tuple(i for i, _ in seen.get(dim, Counter()).most_common()) for dim in range(max([*seen, -1]) + 1)
     )
 
 
-def guess(shape: Sequence[int], box: Box, usual: Habits) -> tuple[tuple[int, ...], Cell] | None:
+def guess(
+    shape: Sequence[int], box: Box, usual: Habits, possible: Sequence[tuple[int, int]]
+) -> tuple[tuple[int, ...], Cell] | None:
     """A chunk and a cell that are exactly this box; None if there are none.
 
     The last cell of a dim may be shorter than the chunk, which therefore is uncertain; then the coordinates
-    that the rank usually has decide. Other ranks hold full cells and will tell whether the guess was right.
+    that the rank usually has decide, or else where in a mesh it may be. Other ranks hold full cells and will
+    tell whether the guess was right.
+
+    Args:
+        shape: Of the tensor.
+        box: What the rank holds of it.
+        usual: As `habits` finds them.
+        possible: As `seats` finds them.
 
     Example:
-        >>> guess((10,), Box((9,), (1,)), usual=((3,),))
+        >>> guess((10,), Box((9,), (1,)), usual=((3,),), possible=[])
+        ((3,), (3,))
+        >>> guess((10,), Box((9,), (1,)), usual=(), possible=seats(3, 4))
         ((3,), (3,))
     """
     chunk, at = [], []
     for dim, (full, start, extent) in enumerate(zip(shape, box.offset, box.size, strict=True)):
-        found = _guess_dim(full, start, extent, usual[dim] if dim < len(usual) else ())
+        found = _guess_dim(full, start, extent, usual[dim] if dim < len(usual) else (), possible)
         if found is None:
             return None
         chunk.append(found[0])
@@ -173,11 +201,17 @@ def guess(shape: Sequence[int], box: Box, usual: Habits) -> tuple[tuple[int, ...
     return tuple(chunk), trimmed(at)
 
 
-def _guess_dim(full: int, start: int, extent: int, usual: Sequence[int]) -> tuple[int, int] | None:
+def _guess_dim(
+    full: int, start: int, extent: int, usual: Sequence[int], possible: Sequence[tuple[int, int]]
+) -> tuple[int, int] | None:
     if start == 0:
-        return max(extent, 1), 0
+        return extent, 0
     if start + extent == full:
         for i in usual:
             if i and start % i == 0 and start // i >= extent:
                 return start // i, i
-    return (extent, start // extent) if extent and start % extent == 0 else None
+        for parts, i in possible:
+            step = -(-full // parts)
+            if i * step == start and start + step >= full:
+                return step, i
+    return (extent, start // extent) if start % extent == 0 else None

@@ -25,7 +25,7 @@ import torch
 import xxhash
 
 from nnx.box import Box
-from nnx.checkpoint.cells import Cell, guess, habits
+from nnx.checkpoint.cells import Cell, guess, habits, seats
 from nnx.checkpoint.dtypes import DTYPES
 from nnx.errors import CheckpointError
 from nnx.layout import Shard
@@ -123,6 +123,7 @@ def describe(
     own: Mapping[str, Shard] | None = None,
     *,
     aliases: Mapping[str, str] | None = None,
+    rank: int = 0,
     world_size: int = 1,
 ) -> Description:
     """What this rank holds.
@@ -131,7 +132,8 @@ def describe(
         shards: Tensors that other ranks know too.
         own: Tensors that only this rank has.
         aliases: Tied names.
-        world_size: Number of ranks that save.
+        rank: Which of the ranks that save this is.
+        world_size: How many they are.
 
     Raises:
         CheckpointError: A shard has a dtype that the format cannot store, or views that cannot be written.
@@ -145,7 +147,7 @@ def describe(
         _require_data(name, shard)
         held.append(numbers.setdefault((shard.dtype, shard.shape, shard.boxes), len(numbers)))
     signatures = [_Signature(dtype_name(dtype), tuple(shape), boxes) for dtype, shape, boxes in numbers]
-    kinds, cuts, cells = _cuts(held, signatures, world_size)
+    kinds, cuts, cells = _cuts(held, signatures, rank, world_size)
     odd = [
         Odd(name, signatures[i].dtype_name, signatures[i].shape, signatures[i].boxes)
         for name, i in zip(names, held, strict=True)
@@ -212,7 +214,7 @@ def _facts(
 
 
 def _cuts(
-    held: Sequence[int], signatures: Sequence[_Signature], world_size: int
+    held: Sequence[int], signatures: Sequence[_Signature], rank: int, world_size: int
 ) -> tuple[list[int], list[tuple[Extents, int] | None], tuple[Cell, ...]]:
     """The number of each signature's cut, the cuts, and the cells that they number.
 
@@ -221,7 +223,10 @@ def _cuts(
     counts = Counter(held)
     single = {i: s.boxes[0] for i, s in enumerate(signatures) if len(s.boxes) == 1 and _is_inside(s)}
     usual = habits((signatures[i].shape, box, counts[i]) for i, box in single.items())
-    guesses = {i: found for i, box in single.items() if (found := guess(signatures[i].shape, box, usual))}
+    possible = seats(rank, world_size)
+    guesses = {
+        i: found for i, box in single.items() if (found := guess(signatures[i].shape, box, usual, possible))
+    }
     if _is_sparse(guesses, signatures, counts, world_size):
         guesses = {}
     cells: dict[Cell, int] = {}

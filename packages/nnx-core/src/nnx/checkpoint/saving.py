@@ -240,6 +240,7 @@ class Save:
             {name: shard for name, shard in shards.items() if name not in private},
             {name: shards[name] for name in sorted(private) if name in shards},
             aliases=self.request.aliases,
+            rank=self.rank,
             world_size=self.size,
         )
         return self.description
