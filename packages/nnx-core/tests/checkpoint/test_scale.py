@@ -1,4 +1,4 @@
-"""Plans and indexes by kind: the same boxes as a list of them, at a cost that grows with ranks plus tensors."""
+"""Plans and indexes by kind: the same boxes as a list of them, at a cost of ranks plus tensors."""
 
 from __future__ import annotations
 
