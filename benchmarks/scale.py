@@ -180,6 +180,7 @@ def coordinate(arrived: Exchange, mode: Mode) -> tuple[list[Own], Deal, Stored, 
         files[name] = FileEntry(4096 + sizes.size(number), "0" * 32, 4096)
         files[f"{name.rsplit('.', 1)[0]}.sums"] = FileEntry(0, "0" * 32, 0)
     manifest = Manifest(SAVE_ID, "", files, requires=required(stored))
+    decode_index(index, manifest, source="index")
     encode_manifest(manifest)
     return own, deal, stored, index, manifest
 

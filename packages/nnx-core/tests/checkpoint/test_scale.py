@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import nnx.checkpoint
 from nnx.box import Box, boxes_of_range, find_fault
+from nnx.checkpoint import placing
 from nnx.checkpoint.cells import cell_box, guess, habits, seats
 from nnx.checkpoint.describing import Description, describe, pack, unpack
 from nnx.checkpoint.index import Index, decode_index, encode_index, required
@@ -156,7 +157,16 @@ def listed(selected: list[list[StoredBox]]) -> dict[tuple[str, Box, str], tuple[
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.fixture(params=[1, 1024], scope="module")
+def shared_from(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Positions by sums that files share, and without, which is what few tensors get."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placing, "_SHARED", request.param)
+        yield
+
+
+@pytest.mark.usefixtures("shared_from")
+@settings(max_examples=100, deadline=None)
 @given(worlds(), st.sampled_from(["deduped", "sharded"]))
 def test_the_index_says_exactly_what_the_ranks_wrote(world: World, mode: Mode) -> None:
     saved = save_in_messages(world, mode)
@@ -463,6 +473,20 @@ def test_a_listed_piece_among_regular_ones_must_lie_where_the_rule_puts_it() -> 
     body["tensors"]["0.flat"]["pieces"][0][3] += 4
     with pytest.raises(CheckpointError, match=r"a piece in 'r00000\.safetensors' starts at"):
         decode_index(json.dumps(body).encode(), saved.manifest, source="x")
+
+
+def test_the_example_of_the_specification_is_an_index() -> None:
+    text = (Path(__file__).parents[4] / "docs" / "checkpoint-format.md").read_text()
+    raw = text.split("## index.json")[1].split("```json\n")[1].split("```")[0]
+    files = {
+        "r00000.safetensors": FileEntry(4208, "", 4096),
+        "r00001.safetensors": FileEntry(4200, "", 4096),
+        "r00000.sums": FileEntry(0, "", 0),
+        "r00001.sums": FileEntry(0, "", 0),
+    }
+    index = decode_index(raw.encode(), Manifest(SAVE_ID, "", files), source="the example")
+    where = [(piece.file, piece.start) for piece in index.tensors["model.embed.weight"].pieces]
+    assert where == [("r00000.safetensors", 4104), ("r00001.safetensors", 4096)]
 
 
 def test_a_manifest_names_the_feature_and_a_reader_without_it_would_refuse() -> None:

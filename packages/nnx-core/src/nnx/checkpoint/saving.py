@@ -27,7 +27,7 @@ from nnx.checkpoint import pending
 from nnx.checkpoint.codec import Encoder
 from nnx.checkpoint.commit import Attempt, begin, now
 from nnx.checkpoint.describing import Description, describe
-from nnx.checkpoint.index import INDEX, encode_index, required
+from nnx.checkpoint.index import INDEX, decode_index, encode_index, required
 from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, digest
 from nnx.checkpoint.negotiating import gather_descriptions
 from nnx.checkpoint.places import Location, Place, place_of
@@ -155,6 +155,7 @@ class Save:
         self.path = place_of(request.path)
         self.attempt: Attempt | None = None
         self.plan: Plan | None = None
+        self.deal: Deal | None = None
         self.description: Description | None = None
         self._captured: _Captured | None = None
         self._failure: Exception | None = None
@@ -222,7 +223,7 @@ class Save:
                 doing=self.doing,
                 give_up=self._give_up,
             )
-            deal = share(self.group, self.plan.deal() if self.plan else None, doing=self.doing)
+            deal = share(self.group, self.deal, doing=self.doing)
             exchange(
                 self.group,
                 lambda: self._write(told, deal),
@@ -255,6 +256,7 @@ class Save:
 
     def _decide(self, descriptions: list[Description]) -> list[_Told]:
         self.plan = make_plan(descriptions, self.request.mode)
+        self.deal = self.plan.deal()
         self.attempt = begin(self.path)
         return [_Told(self.attempt.save_id, own) for own in self.plan.own()]
 
@@ -287,6 +289,7 @@ class Save:
             provenance=self.request.provenance,
             requires=required(stored),
         )
+        decode_index(index, manifest, source=str(directory / INDEX))  # what cannot be read is not committed
         self.attempt.commit(manifest, keep_previous=self.request.keep_previous)
         return [None] * self.size
 
