@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import nnx
 import nnx.checkpoint as storage
 from jobs.lightning_checkpoint_jobs import (
     average,
@@ -25,6 +26,7 @@ from jobs.lightning_checkpoint_jobs import (
 )
 from jobs.lightning_jobs import OPTIONS
 from jobs.training import Run, train
+from nnx.canonical import RANKS
 from nnx.testing.pool import WorkerPool
 
 RUN = Run(options=OPTIONS, steps=6, groups=2)
@@ -79,6 +81,13 @@ def test_tied_weights_are_stored_once_and_frozen_ones_and_buffers_are_there(save
     assert "model.back.weight" not in stored.tensors
     assert {"model.frozen.weight", "model.scale"} <= set(stored.tensors)
     assert "optim.0.state.frozen.weight.exp_avg" not in stored.tensors
+
+
+def test_a_single_file_keeps_the_random_state_of_every_rank(saved: str, tmp_path: Path) -> None:
+    storage.merge(saved, tmp_path / "one.ckpt")
+    stored = storage.open_checkpoint(saved)
+    loaded = nnx.CheckpointIO().load_checkpoint(tmp_path / "one.ckpt")
+    assert [ranks["rng"] for ranks in loaded[RANKS]] == [stored.rank_objects(r)["rng"] for r in range(2)]
 
 
 def test_lightnings_own_strategies_store_tied_weights_once_too(pool: WorkerPool, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from nnx.errors import CheckpointError
 from nnx.layout import Shard
 from nnx.lightning.checkpoint_io import (
     CheckpointIO,
+    has_logical_names,
     innermost_checkpoint_io,
     load_single_file,
     numbered_optimizer_state,
@@ -163,20 +164,18 @@ def open_together(strategy: Any, path: Any, weights_only: bool | None) -> storag
     """Open a checkpoint of any format on every rank; if one cannot, none does. Collective.
 
     Returns:
-        The open checkpoint; of a plain file of ``torch.save``, and of what only the user's own
-        CheckpointIO knows, the dict that was saved.
+        The open checkpoint; of a file of ``torch.save`` that Trainer did not write, and of what only the
+        user's own CheckpointIO knows, the dict that was saved.
     """
     io = strategy.checkpoint_io
     ours = innermost_checkpoint_io(io) is not None
     settle_together()
     with together(control_group(), doing=f"opening {str(path)!r}"):
-        found = storage.find_format(path) if ours or place_of(path).kind() == "directory" else None
-        if ours and found is not None and found.name == "lightning":
-            return load_single_file(path, None, weights_only)
-        if found is None or found.name == "lightning":
-            loaded: dict[str, Any] = io.load_checkpoint(path, weights_only=weights_only)
-            return loaded
-        return found.open(path, weights_only=weights_only is not False)
+        if ours or place_of(path).kind() == "directory":
+            stored = storage.open_checkpoint(path, weights_only=weights_only is not False)
+            return stored if has_logical_names(stored) else load_single_file(path, None, weights_only)
+        loaded: dict[str, Any] = io.load_checkpoint(path, weights_only=weights_only)
+        return loaded
 
 
 def load_lightning_checkpoint(strategy: Any, path: Any, weights_only: bool | None) -> dict[str, Any]:

@@ -128,7 +128,8 @@ class CheckpointIO:
 
         Args:
             path: A checkpoint of any known format.
-            map_location: Passed to ``torch.load`` for single files; of other formats tensors are on the CPU.
+            map_location: Passed to ``torch.load`` for files that Trainer did not write; else tensors are on
+                the CPU.
             weights_only: Safe loading unless False, which executes what the checkpoint brings along.
 
         Raises:
@@ -136,10 +137,9 @@ class CheckpointIO:
         """
         if self.async_save:
             settle_together()
-        found = storage.find_format(path)
-        if found.name == "lightning":
+        stored = storage.open_checkpoint(path, weights_only=weights_only is not False)
+        if not has_logical_names(stored):
             return load_single_file(path, map_location, weights_only)
-        stored = found.open(path, weights_only=weights_only is not False)
         checkpoint = dict(stored.objects["trainer"])
         if stored.format != "nnx":
             # What Trainer insists on; Fabric's checkpoints of our own do not have it, and need not.
@@ -226,8 +226,13 @@ def innermost_checkpoint_io(io: Any) -> CheckpointIO | None:
     return io if isinstance(io, CheckpointIO) else None
 
 
+def has_logical_names(stored: storage.Checkpoint) -> bool:
+    """Whether its own keys do not matter: what Fabric's users save has keys that they will ask for."""
+    return stored.format != "lightning" or "pytorch-lightning_version" in stored.objects["trainer"]
+
+
 def load_single_file(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Read a single-file checkpoint of Lightning's, mapped into memory rather than copied."""
+    """Read a file of ``torch.save`` as it is, mapped into memory rather than copied."""
     safe = weights_only is not False
     try:
         loaded: dict[str, Any] = torch.load(

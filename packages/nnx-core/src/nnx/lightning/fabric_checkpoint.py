@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nnx.canonical import RANKS, LazyStateDict, StoredRanks, stored_optimizer_states
+from nnx.checkpoint.views import FABRIC_KEYS
 from nnx.collective import control_group, together
 from nnx.errors import CheckpointError
 from nnx.lightning.checkpoint import (
@@ -26,8 +27,6 @@ from nnx.lightning.routing import unwrap_optimizer
 from nnx.random_state import RandomState
 
 __all__ = ["load_fabric_checkpoint", "save_fabric_checkpoint"]
-
-_KEYS = "nnx-fabric-keys"
 
 
 def save_fabric_checkpoint(
@@ -57,7 +56,7 @@ def save_fabric_checkpoint(
         checkpoint["optimizer_states"] = [
             _prefixed(strategy, modules, optimizer) for optimizer in optimizers.values()
         ]
-    checkpoint[_KEYS] = {"modules": list(modules), "optimizers": list(optimizers)}
+    checkpoint[FABRIC_KEYS] = {"modules": list(modules), "optimizers": list(optimizers)}
     own = next((value.state_dict() for value in random.values()), None)  # there is only one random state
     save_lightning_checkpoint(strategy, checkpoint, path, storage_options, own=own)
 
@@ -125,7 +124,7 @@ class _Source:
         else:
             self.rest = dict(opened.objects["trainer"])
             self.optimizers = stored_optimizer_states(opened)
-        self.keys = self.rest.pop(_KEYS, {"modules": [], "optimizers": []})
+        self.keys = self.rest.pop(FABRIC_KEYS, {"modules": [], "optimizers": []})
 
     def everything(self) -> dict[str, Any]:
         """The whole checkpoint, tensors included, for users who ask for no particular object."""
