@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from nnx.checkpoint.describing import Description, describe, pack, unpack
 from nnx.checkpoint.index import Index, decode_index, encode_index, required
 from nnx.checkpoint.manifest import FileEntry, Manifest, decode_manifest, encode_manifest
 from nnx.checkpoint.negotiating import requests
+from nnx.checkpoint.placing import Kind, Placement, Stored
 from nnx.checkpoint.plan import Mode, make_plan, select
 from nnx.checkpoint.shardfile import StoredBox, file_order
 from nnx.errors import CheckpointError
@@ -36,8 +38,21 @@ World = Sequence[dict[str, Shard]]
 
 
 def shard(shape: Sequence[int], boxes: Sequence[Box], dtype: torch.dtype = torch.float32) -> Shard:
-    number = torch.zeros((), dtype=dtype)
-    return Shard(tuple(shape), dtype, tuple(boxes), tuple(number.expand(box.size) for box in boxes))
+    """A shard whose elements are numbered through the whole tensor, as far as the dtype can count."""
+    if any(o + n > full for box in boxes for o, n, full in zip(box.offset, box.size, shape, strict=True)):
+        views = [torch.zeros(box.size, dtype=dtype) for box in boxes]
+    else:
+        views = [numbered(tuple(shape), dtype)[box.slices] for box in boxes]
+    return Shard(tuple(shape), dtype, tuple(boxes), tuple(views))
+
+
+@cache
+def numbered(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(math.prod(shape)).view(shape).to(dtype)
+
+
+def holds_its_own_numbers(box: StoredBox, view: torch.Tensor) -> bool:
+    return torch.equal(view, numbered(box.shape, view.dtype)[box.box.slices])
 
 
 def chunked(extent: int, parts: int, part: int) -> tuple[int, int]:
@@ -132,6 +147,7 @@ def save_in_messages(world: World, mode: Mode) -> Saved:
         shards = world[rank]
         boxes, data = select(describe_rank(world, rank), shards, deal, own)
         assert [tuple(view.shape) for view in data] == [box.box.size for box in boxes]
+        assert all(holds_its_own_numbers(box, view) for box, view in zip(boxes, data, strict=True))
         selected.append([boxes[i] for i in file_order(boxes)])
     stored = plan.stored([bool(boxes) for boxes in selected])
     headers = [100 * (rank + 1) for rank, boxes in enumerate(selected) if boxes]
@@ -226,11 +242,11 @@ def test_a_box_of_a_chunked_tensor_is_guessed(
 ) -> None:
     part = data.draw(st.integers(0, parts - 1))
     found = slab((extent, 3), 0, parts, part)
-    # What tells the coordinate where the last box is short: a tensor cut evenly, or the place in the mesh.
-    even = (2 * parts, 3)
-    usual = habits([(even, slab(even, 0, parts, part)[0], 1)]) if seen else ()
+    # What tells the coordinate where the last box is short: a full slab of another tensor, or the mesh.
+    longer = (2 * parts + 2, 3)
+    usual = habits([(longer, slab(longer, 0, parts + 1, part)[0], 1)]) if seen else ()
     if found:
-        cut = guess((extent, 3), found[0], usual, seats(part, parts))
+        cut = guess((extent, 3), found[0], usual, [] if seen else seats(part, parts))
         assert cut is not None
         assert cell_box((extent, 3), *cut) == found[0]
         if found[0].size[0] < extent:
@@ -286,7 +302,7 @@ def loads(saved: Saved) -> list[int]:
 
 
 def test_replicas_are_spread_by_bytes_over_the_ranks() -> None:
-    replicas = {f"w{i}": shard_of(torch.zeros(10 * (i + 1))) for i in range(8)}
+    replicas = {f"w{i}": shard((10 * (i + 1),), [Box((0,), (10 * (i + 1),))]) for i in range(8)}
     saved = save_in_messages([replicas] * 3, "deduped")
     assert sum(loads(saved)) == 4 * 10 * 36
     assert max(loads(saved)) - min(loads(saved)) <= 40 * 10
@@ -294,7 +310,7 @@ def test_replicas_are_spread_by_bytes_over_the_ranks() -> None:
 
 
 def test_many_equal_replicas_are_dealt_in_turn() -> None:
-    replicas = {f"w{i}": shard_of(torch.zeros(7)) for i in range(100)}
+    replicas = {f"w{i}": shard((7,), [Box((0,), (7,))]) for i in range(100)}
     assert sorted(loads(save_in_messages([replicas] * 8, "deduped"))) == [12 * 28] * 4 + [13 * 28] * 4
 
 
@@ -307,6 +323,12 @@ def test_replicas_of_slabs_are_spread_within_their_groups() -> None:
     saved = save_in_messages(world, "deduped")
     assert sum(loads(saved)) == 7 * 64 * 3 * 4
     assert max(loads(saved)) == 3 * 16 * 3 * 4
+
+
+def test_replicas_of_odd_boxes_are_spread_too() -> None:
+    boxes = [Box((i,), (1,)) for i in range(12)]
+    saved = save_in_messages([{"grid": shard((12,), boxes)}] * 3, "deduped")
+    assert loads(saved) == [16, 16, 16]
 
 
 def test_a_large_replica_is_written_by_several_ranks() -> None:
@@ -475,6 +497,25 @@ def test_a_listed_piece_among_regular_ones_must_lie_where_the_rule_puts_it() -> 
         decode_index(json.dumps(body).encode(), saved.manifest, source="x")
 
 
+@pytest.mark.usefixtures("shared_from")
+def test_a_file_may_hold_several_cells_of_a_tensor_and_whole_tensors_between() -> None:
+    kinds = [
+        Kind("float32", (5, 3), (2, 3), 0),
+        Kind("float32", (4,), (4,), 1),
+        Kind("int8", (2, 3), (1, 3), 0),
+    ]
+    layouts = [{(): (0,), (1,): (0,), (2,): (1,)}, {(): (0, 1)}]
+    stored = Stored(["a.safetensors", "b.safetensors"], layouts, kinds, {"x": 0, "y": 1, "z": 0, "k": 2}, {})
+    placement = Placement(stored, [100, 200], BLOCK)
+    expected = [("x", (0, 0), 100, 0), ("x", (2, 0), 124, 2), ("y", (0,), 148, 4), ("z", (0, 0), 164, 5)]
+    expected += [("z", (2, 0), 188, 7), ("k", (0, 0), 212, 9), ("k", (1, 0), 215, 10)]
+    assert [(name, box.offset) for name, box in placement.pieces(0)] == [item[:2] for item in expected]
+    assert [(n, o, *placement.locate(0, n, o)) for n, o, _, _ in expected] == expected
+    assert placement.locate(1, "y", (0,)) == (212, 1)
+    assert [placement.size(file) for file in (0, 1)] == [118, 40]
+    assert [placement.blocks(file) for file in (0, 1)] == [11, 3]
+
+
 def test_the_example_of_the_specification_is_an_index() -> None:
     text = (Path(__file__).parents[4] / "docs" / "checkpoint-format.md").read_text()
     raw = text.split("## index.json")[1].split("```json\n")[1].split("```")[0]
@@ -517,8 +558,9 @@ def save_and_load(path: str) -> list[str]:
                 shards[f"{number}.{len(shape)}.{shape[0]}"] = Shard(shape, full.dtype, tuple(boxes), views)
     shards["big"] = shard_of(torch.randn(1000, 700, generator=random))
     expected = {name: [view.clone() for view in one.data] for name, one in shards.items()}
-    for mode in ("deduped", "sharded"):
-        nnx.checkpoint.save(f"{path}/{mode}", tensors=shards, objects={}, state_dict_type=mode)  # type: ignore[arg-type]
+    modes: tuple[Mode, Mode] = ("deduped", "sharded")
+    for mode in modes:
+        nnx.checkpoint.save(f"{path}/{mode}", tensors=shards, objects={}, state_dict_type=mode)
         for one in shards.values():
             for view in one.data:
                 view.zero_()
