@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.request import Request, urlopen
 
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
@@ -32,6 +33,8 @@ def s3_server() -> Iterator[dict[str, str]]:
     }
     os.environ.update(environment)
     try:
+        # What an earlier server of this process stored outlives it.
+        urlopen(Request(f"{environment['AWS_ENDPOINT_URL']}/moto-api/reset", method="POST")).close()
         fsspec.filesystem("s3").mkdir("bucket")
         yield environment
     finally:
