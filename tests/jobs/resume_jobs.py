@@ -57,7 +57,7 @@ def exact_state(trainer: Trainer, module: LightningModule) -> tuple[str, str]:
 
 
 def gather_all(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-    """Every tensor complete on every rank, in one collective: one for each would take most of a cell's time."""
+    """Every tensor complete on every rank, in one collective: many small ones take most of a cell's time."""
     mine = {
         (kind, name): (shard.boxes, shard.data)
         for kind, values in tensors.items()
