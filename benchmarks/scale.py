@@ -10,9 +10,9 @@ ranks that cut every tensor alike only one describes itself; the others send the
 coordinates, which is what they would have sent.
 
 Columns: processor seconds that one rank needs to describe itself and to find out what it stores (the
-slowest of those that were run), bytes that it sends and receives; seconds and peak memory (tracemalloc, in
-a second run) of the coordinator from unpacking to the bytes of index and manifest; the length of the index;
-seconds to open it; seconds to find all pieces of one file in it.
+slowest of those that were run), bytes that one rank sends at most, and receives; seconds and peak memory
+(tracemalloc, in a second run) of the coordinator from unpacking to the bytes of index and manifest; the
+length of the index; seconds to open it; seconds to find all pieces of one file in it.
 """
 
 from __future__ import annotations
@@ -152,10 +152,13 @@ def exchange(world: World) -> Exchange:
         else:
             mine = tuple((rank % world.slabs,) if cell else () for cell in heads[like].cells)
             heads.append(replace(heads[like], cells=mine))
-    sent = max(len(pickle.dumps(head)) for head in heads)
     asked = requests(heads)
     wanted = {key for keys in asked for key in keys}
-    sent += max(sum(len(parts[key]) for key in keys) for keys in asked)
+    messages = [
+        len(pickle.dumps(head)) + sum(len(parts[key]) for key in keys)
+        for head, keys in zip(heads, asked, strict=True)
+    ]
+    sent = max(messages[1:], default=0)  # what the coordinator tells itself does not travel
     return Exchange(heads, {key: parts[key] for key in wanted}, described, slowest, sent)
 
 
