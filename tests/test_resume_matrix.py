@@ -35,7 +35,7 @@ Cell = tuple[str, int]
 
 
 def optimizers_of(source: Cell, target: Cell) -> int:
-    """AdamW with two groups, SGD with momentum and Adafactor; the last is more than Lightning's strategy can."""
+    """AdamW in two groups, SGD with momentum and Adafactor, which Lightning's own strategy cannot step."""
     return 2 if "model_parallel" in (source[0], target[0]) else 3
 
 
