@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from nnx.plugins.hookspecs import hookimpl
     from nnx.random_state import RandomState
     from nnx.registry import StrategyRegistry
-    from nnx.spec import Capabilities, StrategySpec
+    from nnx.spec import Capabilities, CheckpointFormatSpec, StrategySpec
 
     __version__: str
 
 __all__ = [
     "Capabilities",
+    "CheckpointFormatSpec",
     "StrategySpec",
     "hookimpl",
     "StrategyRegistry",
@@ -55,6 +56,7 @@ __all__ = [
 
 _HOME = {
     "Capabilities": "nnx.spec",
+    "CheckpointFormatSpec": "nnx.spec",
     "StrategySpec": "nnx.spec",
     "hookimpl": "nnx.plugins.hookspecs",
     "StrategyRegistry": "nnx.registry",

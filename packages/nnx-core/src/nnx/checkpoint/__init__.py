@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from nnx.checkpoint.comparing import Comparison, compare
     from nnx.checkpoint.converting import convert, merge
     from nnx.checkpoint.dcp import Handle, Reader, Writer
+    from nnx.checkpoint.foreign.contents import Contents
     from nnx.checkpoint.formats import CheckpointFormat, find_format, open_checkpoint
     from nnx.checkpoint.index import TensorEntry
     from nnx.checkpoint.manifest import Manifest
@@ -30,6 +31,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointFormat",
     "Comparison",
+    "Contents",
     "Damage",
     "EnumName",
     "Handle",
@@ -56,6 +58,7 @@ _HOME = {
     "Checkpoint": "opened",
     "CheckpointFormat": "formats",
     "Comparison": "comparing",
+    "Contents": "foreign.contents",
     "Damage": "verifying",
     "EnumName": "codec",
     "Handle": "dcp",

@@ -6,15 +6,16 @@ Our own and the ones in `nnx.checkpoint.foreign` are built in; a plugin adds oth
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nnx.checkpoint.source import is_checkpoint
-from nnx.errors import CheckpointError
+from nnx.errors import CheckpointError, PluginError
 from nnx.plugins import checkpoint_formats
 from nnx.spec import CheckpointFormatSpec, import_reference
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from nnx.checkpoint.opened import Checkpoint
 
 __all__ = ["CheckpointFormat", "Progress", "find_format", "get_format", "open_checkpoint", "specs"]
+
+log = logging.getLogger("nnx.checkpoint")
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done so far and their total."""
@@ -144,7 +147,16 @@ def _load(target: str) -> CheckpointFormat:
 
 def writable() -> list[str]:
     """Names of the formats that can be written."""
-    return [name for name in specs() if get_format(name).can_write]
+    return [usable.name for usable in _usable() if usable.can_write]
+
+
+def _usable() -> Iterator[CheckpointFormat]:
+    """Every format that can be imported: a broken plugin must not keep others from being found."""
+    for name in specs():
+        try:
+            yield get_format(name)
+        except PluginError as error:
+            log.warning("Checkpoint format %r is left out: %s", name, error)
 
 
 def find_format(path: str | os.PathLike[str]) -> CheckpointFormat:
@@ -155,8 +167,7 @@ def find_format(path: str | os.PathLike[str]) -> CheckpointFormat:
     """
     if is_checkpoint(path):
         return get_format("nnx")
-    for name in specs():
-        candidate = get_format(name)
+    for candidate in _usable():
         if candidate.guess_can_open(path):
             return candidate
     raise _unknown(path)
