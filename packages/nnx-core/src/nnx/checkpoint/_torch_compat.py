@@ -1,6 +1,6 @@
 """The private names of torch that checkpoints rely on, each with the versions it was checked with.
 
-Nothing else in `nnx.checkpoint` uses a private name. `test_torch_compat.py` holds each to its use.
+Nothing else in `nnx.checkpoint` uses a private name; the tests of what uses each hold it to its use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""Every private name of Lightning that nnx uses, in one place.
+"""The private names of Lightning that nnx uses, in one place, except those of its loops.
 
-Checked against Lightning 2.6.6. The functions take the root of a module tree, because the two
-copies of Lightning each have their own classes.
+What exact resume needs of the loops' counters and of the data fetcher is in `nnx.lightning.loop_progress` and
+`nnx.lightning.training_data`, which are about nothing else.
+
+Checked against Lightning 2.6.6. The functions take the root of a module tree, because the two copies of
+Lightning each have their own classes.
 """
 
 from __future__ import annotations
