@@ -262,6 +262,26 @@ def test_two_runs_saving_to_one_path_never_commit_a_mixture(tmp_path: Path) -> N
     assert names(path) == {"manifest.json", checkpoint.manifest.save_id}
 
 
+def test_two_runs_that_make_one_path_at_once_see_each_other_as_runs(tmp_path: Path) -> None:
+    refused: set[str] = set()
+
+    def run(path: Path, start: threading.Barrier) -> None:
+        start.wait()
+        try:
+            save(path, objects={"n": 1})
+        except CheckpointError as error:
+            refused.add(str(error))
+
+    for number in range(60):
+        start = threading.Barrier(2)
+        threads = [threading.Thread(target=run, args=(tmp_path / str(number), start)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all("another run is saving to it now" in text for text in refused), refused
+
+
 def test_a_second_run_is_refused_while_the_first_one_saves_and_harms_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a"
     save(path, objects={"n": 1})

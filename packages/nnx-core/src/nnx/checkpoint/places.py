@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
@@ -212,9 +213,11 @@ class LocalPlace(Place):
 
     @override
     def kind(self) -> Literal["file", "directory"] | None:
-        if self.path.is_dir():
-            return "directory"
-        return "file" if self.path.exists() else None
+        try:  # one look: another run may make it between two
+            mode = self.path.stat().st_mode
+        except (OSError, ValueError):
+            return None
+        return "directory" if stat.S_ISDIR(mode) else "file"
 
     @override
     def names(self) -> list[str]:
