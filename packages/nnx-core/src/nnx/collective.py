@@ -24,6 +24,7 @@ __all__ = [
     "background_group",
     "broadcast_tensor",
     "control_group",
+    "gather_object",
     "is_distributed",
     "together",
 ]
@@ -78,6 +79,16 @@ def all_gather_object(value: T, group: dist.ProcessGroup | None) -> list[T]:
     values: list[T | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return cast("list[T]", values)
+
+
+def gather_object(value: T, group: dist.ProcessGroup | None) -> list[T] | None:
+    """Every rank's value on rank 0, in rank order, and None on the others; just this one without a group."""
+    if group is None:
+        return [value]
+    is_target = dist.get_rank(group) == 0
+    values: list[T | None] | None = [None] * dist.get_world_size(group) if is_target else None
+    dist.gather_object(value, values, group=group, group_dst=0)
+    return cast("list[T] | None", values)
 
 
 @torch.no_grad()

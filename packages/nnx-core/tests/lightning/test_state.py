@@ -15,12 +15,13 @@ from nnx.canonical import (
     LazyStateDict,
     StoredName,
     collect,
+    numbered_optimizer_state,
     positional_optimizer_state,
     stored_optimizer_states,
 )
 from nnx.errors import CheckpointError
 from nnx.layout import Shard, shard_of
-from nnx.lightning.checkpoint_io import CheckpointIO, numbered_optimizer_state
+from nnx.lightning.checkpoint_io import CheckpointIO
 from nnx.restore import fill_model
 from nnx.state import describe_model, describe_optimizer, repoint_optimizer
 

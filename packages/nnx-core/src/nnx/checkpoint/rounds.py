@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from nnx.collective import gather_object
 from nnx.errors import CheckpointError, NnxError
 
 __all__ = ["deliver", "exchange", "rank_and_size", "share"]
@@ -95,11 +96,9 @@ def _travel(
     doing: str,
     give_up: Callable[[], None],
 ) -> R | _Failure:
-    rank, size = rank_and_size(group)
-    gathered: list[Any] | None = [None] * size if rank == 0 else None
     received: list[Any] = [None]
     with _explained(doing):
-        dist.gather_object(outcome, gathered, group=group, group_dst=0)
+        gathered = gather_object(outcome, group)
         answers = _decide(gathered, decide, doing, give_up) if gathered is not None else None
         dist.scatter_object_list(received, cast("list[Any]", answers), group=group, group_src=0)
     return cast("R | _Failure", received[0])

@@ -11,7 +11,6 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,12 +21,13 @@ from nnx.canonical import (
     LazyStateDict,
     StoredRanks,
     collect,
+    numbered_optimizer_state,
     numbers_parameters,
     positional_optimizer_state,
     stored_optimizer_states,
 )
 from nnx.checkpoint.places import place_of
-from nnx.collective import control_group, together
+from nnx.collective import control_group, gather_object, together
 from nnx.errors import CheckpointError
 from nnx.layout import Shard
 from nnx.lightning.checkpoint_io import (
@@ -35,7 +35,6 @@ from nnx.lightning.checkpoint_io import (
     has_logical_names,
     innermost_checkpoint_io,
     load_single_file,
-    numbered_optimizer_state,
     refuse_storage_options,
     settle_together,
 )
@@ -45,7 +44,6 @@ from nnx.state import parameter_names
 
 __all__ = [
     "gather_full",
-    "gather_object",
     "load_lightning_checkpoint",
     "module_state_dict",
     "open_together",
@@ -93,7 +91,7 @@ def save_lightning_checkpoint(
         return
     full = _gather_tree(checkpoint, {})
     if own is not None:
-        full[RANKS] = gather_object(own)
+        full[RANKS] = gather_object(own, control_group())
     with together(control_group(), doing=f"saving {str(path)!r}"):
         if strategy.global_rank == 0:
             states = full.get("optimizer_states", ())
@@ -136,21 +134,10 @@ def _gather_tree(value: Any, seen: dict[int, Tensor | None]) -> Any:
     return value
 
 
-def gather_object(value: Any) -> list[Any] | None:
-    """Every rank's value on rank 0, and None on the others. Collective."""
-    group = control_group()
-    if group is None:
-        return [value]
-    is_target = dist.get_rank(group) == 0
-    gathered: list[Any] | None = [None] * dist.get_world_size(group) if is_target else None
-    dist.gather_object(value, gathered, group=group, group_dst=0)
-    return gathered
-
-
 def gather_full(shard: Shard) -> Tensor | None:
     """The complete tensor on rank 0 and None on the others. Collective."""
     pieces = [(box, view.detach().cpu()) for box, view in zip(shard.boxes, shard.data, strict=True)]
-    parts = gather_object(pieces)
+    parts = gather_object(pieces, control_group())
     if parts is None:
         return None
     full = torch.empty(shard.shape, dtype=shard.dtype)

@@ -39,8 +39,9 @@ from nnx.state import OptimizerState
 __all__ = [
     "CheckpointIO",
     "exists",
+    "has_logical_names",
     "innermost_checkpoint_io",
-    "numbered_optimizer_state",
+    "load_single_file",
     "refuse_storage_options",
     "settle_together",
 ]

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from nnx.canonical import RANKS
-from nnx.lightning.checkpoint import gather_object
+from nnx.collective import control_group, gather_object
 from nnx.lightning.checkpoint_io import innermost_checkpoint_io
 from nnx.lightning.exact_resume import ExactResume
 from nnx.lightning.processes import ParallelProcesses
@@ -51,7 +51,7 @@ class ResumeCallback:
         """Send what this rank has to save to rank 0, which writes alone."""
         if self._resume is None:
             return
-        ranks = gather_object(self._resume.state(trainer))
+        ranks = gather_object(self._resume.state(trainer), control_group())
         if ranks is not None:
             checkpoint[RANKS] = ranks
 
