@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from nnx.testing.pool import WorkerPool
+from nnx.testing.pool import WorkerPool, shared_pool
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[WorkerPool]:
-    """Up to four worker processes that stay warm for the whole session."""
-    with WorkerPool(size=4) as workers:
-        yield workers
+def pool() -> WorkerPool:
+    """Up to four worker processes that stay warm for the whole session, the conformance suite's too."""
+    return shared_pool()

@@ -30,7 +30,7 @@ def test_it_is_found_by_its_entry_point_without_importing_torch(tmp_path):
     assert 'tiny = "nnx_tiny.plugin"' in (TINY / "pyproject.toml").read_text()
     script = (
         "import sys; from nnx.cli import main\n"
-        "sys.argv = ['nnx', 'show', 'averaged', '--json']\n"
+        "sys.argv = ['nnx', 'show', 'tiny', '--json']\n"
         "try: main()\n"
         "finally: assert 'torch' not in sys.modules\n"
     )
@@ -41,13 +41,13 @@ def test_it_is_found_by_its_entry_point_without_importing_torch(tmp_path):
     )
     assert finished.returncode == 0, finished.stderr
     shown = json.dumps(json.loads(finished.stdout))
-    assert "nnx_tiny.backend:AveragedBackend" in shown
+    assert "nnx_tiny.backend:TinyBackend" in shown
     assert "bucket_megabytes" in shown
 
 
 def test_it_trains_as_one_process_does_and_fsdp_reads_its_checkpoint(pool, tmp_path):
-    alone = pool.run(jobs.train, "averaged", tmp_path / "alone", world_size=1)[0]
-    ranks = pool.run(jobs.train, "averaged", tmp_path / "both", world_size=2)
+    alone = pool.run(jobs.train, "tiny", tmp_path / "alone", world_size=1)[0]
+    ranks = pool.run(jobs.train, "tiny", tmp_path / "both", world_size=2)
     assert len(alone["train"]) == 2 * jobs.STEPS
     assert len(set(alone["train"])) == 2 * jobs.STEPS
     for rank in ranks:

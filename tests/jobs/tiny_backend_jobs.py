@@ -37,7 +37,7 @@ def train(strategy: str, directory: Path, resume: Path | None = None) -> dict[st
     seed_everything(1, verbose=False)
     record = Record()
     config = GPTConfig(context=32, layers=2, heads=2, width=32)
-    nnx.StrategyRegistry.register("averaged", "nnx_tiny.backend:AveragedBackend", override=True)
+    nnx.StrategyRegistry.register("tiny", "nnx_tiny.backend:TinyBackend", override=True)
     try:
         trainer = Trainer(
             accelerator="cpu",
@@ -64,7 +64,7 @@ def train(strategy: str, directory: Path, resume: Path | None = None) -> dict[st
         else:
             trainer.validate(module, datamodule=data, ckpt_path=resume, verbose=False)
     finally:
-        nnx.StrategyRegistry.remove("averaged")
+        nnx.StrategyRegistry.remove("tiny")
     return {"train": record.losses, "val": [float(trainer.callback_metrics["val_loss"])]}
 
 
@@ -72,11 +72,11 @@ def refused_option() -> str:
     """The message for an option out of range."""
     import nnx
 
-    nnx.StrategyRegistry.register("averaged", "nnx_tiny.backend:AveragedBackend", override=True)
+    nnx.StrategyRegistry.register("tiny", "nnx_tiny.backend:TinyBackend", override=True)
     try:
-        nnx.strategy("averaged", bucket_megabytes=0)
+        nnx.strategy("tiny", bucket_megabytes=0)
     except nnx.OptionError as error:
         return str(error)
     finally:
-        nnx.StrategyRegistry.remove("averaged")
+        nnx.StrategyRegistry.remove("tiny")
     return "no error"

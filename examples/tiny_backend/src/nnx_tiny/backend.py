@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import nnx
-from nnx_tiny.options import AveragedOptions
+from nnx_tiny.options import TinyOptions
 
-__all__ = ["AveragedBackend"]
+__all__ = ["TinyBackend"]
 
 
-class AveragedBackend(nnx.Backend[AveragedOptions]):
+class TinyBackend(nnx.Backend[TinyOptions]):
     """Every rank holds the whole model; after each backward the gradients are averaged over the ranks."""
 
-    Options = AveragedOptions
+    Options = TinyOptions
     _averaging = True
 
     def parallelize(self, module: nn.Module, sample: object) -> Mapping[nn.Parameter, nn.Parameter]:

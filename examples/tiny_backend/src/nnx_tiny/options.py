@@ -1,4 +1,4 @@
-"""Options of the strategy `averaged`: apart from the engine, so that `nnx show` need not import torch."""
+"""Options of the strategy `tiny`: apart from the engine, so that `nnx show` need not import torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from nnx.errors import OptionError
 from nnx.options import option
 
-__all__ = ["AveragedOptions"]
+__all__ = ["TinyOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AveragedOptions:
-    """Keyword arguments of ``nnx.strategy("averaged", ...)``."""
+class TinyOptions:
+    """Keyword arguments of ``nnx.strategy("tiny", ...)``."""
 
     bucket_megabytes: float = option(
         25.0, help="Gradients are averaged in pieces of about this size: fewer calls or less memory."

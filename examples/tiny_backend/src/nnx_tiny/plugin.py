@@ -12,11 +12,11 @@ def nnx_strategies() -> list[StrategySpec]:
     """One strategy."""
     return [
         StrategySpec(
-            "averaged",
-            "nnx_tiny.backend:AveragedBackend",
+            "tiny",
+            "nnx_tiny.backend:TinyBackend",
             description="Data parallel: every rank holds the whole model, gradients are averaged",
             use_when="you want to see how small a backend can be",
             capabilities=Capabilities(precisions=("32-true", "bf16-mixed")),
-            options="nnx_tiny.options:AveragedOptions",
+            options="nnx_tiny.options:TinyOptions",
         )
     ]

@@ -85,6 +85,7 @@ class Capabilities:
     gradient_accumulation: bool = _capability(True, "several backward passes before one optimizer step")
     clip_by_norm: bool = _capability(True, "gradient clipping by the global norm")
     clip_by_value: bool = _capability(True, "gradient clipping by value")
+    unused_parameters: bool = _capability(True, "parameters that take no part in a step's loss")
     manual_optimization: bool = _capability(True, "LightningModules with automatic_optimization=False")
     trainer: bool = _capability(True, "usable as Trainer(strategy=...)")
     fabric: bool = _capability(True, "usable as Fabric(strategy=...)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -42,6 +43,7 @@ def _application(arguments: list[str]) -> typer.Typer:
     app.command("list")(list_strategies)
     app.command("show")(show_strategy)
     app.command("doctor")(check_installation)
+    app.command("conformance")(check_strategy)
     app.add_typer(_checkpoint_commands(arguments), name="ckpt", help=_CHECKPOINT_HELP)
     return app
 
@@ -89,3 +91,42 @@ def check_installation(
     from nnx.cli.doctor import run
 
     raise typer.Exit(run(strict=strict, as_json=as_json))
+
+
+def check_strategy(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Name of a strategy, or pkg.module:Class of one that is not registered."),
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Try everything, at every world size.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="A check or a group of checks; may be repeated.")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", help="name=value for the strategy; may be repeated.")
+    ] = None,
+    imports: Annotated[
+        list[str] | None, typer.Option("--import", help="Module to import first; may be repeated.")
+    ] = None,
+    badge: Annotated[Path | None, typer.Option("--badge", help="Write an SVG badge to this file.")] = None,
+    show_checks: Annotated[bool, typer.Option("--list", help="Only list the checks.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Check in real processes that a strategy keeps its promises."""
+    from nnx.cli import conformance
+
+    if show_checks:
+        raise typer.Exit(conformance.list_checks(as_json=as_json))
+    if name is None:
+        raise typer.BadParameter("Which strategy? Run `nnx list` to see the names.", param_hint="NAME")
+    raise typer.Exit(
+        conformance.run(
+            name,
+            full=full,
+            only=only or [],
+            options=option or [],
+            imports=imports or [],
+            badge=badge,
+            as_json=as_json,
+        )
+    )

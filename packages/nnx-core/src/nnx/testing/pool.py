@@ -8,6 +8,7 @@ This module owns starting, feeding, watching and killing the workers. It knows n
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import gc
@@ -27,13 +28,14 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
 
-__all__ = ["JobError", "WorkerPool"]
+__all__ = ["JobError", "WorkerPool", "shared_pool"]
 
 START_TIMEOUT = 120.0
 """Seconds that a worker may take to start and import torch, on a machine busy with other things."""
@@ -162,6 +164,18 @@ class WorkerPool:
         self._workers += new
         for worker in new:
             worker.wait_until_ready()
+
+
+@cache
+def shared_pool(size: int = 4) -> WorkerPool:
+    """The workers that everything in this process shares; they are killed when it ends.
+
+    Args:
+        size: Most ranks that a job may have.
+    """
+    pool = WorkerPool(size)
+    atexit.register(pool.close)
+    return pool
 
 
 class _Worker:

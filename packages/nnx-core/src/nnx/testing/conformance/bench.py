@@ -1,0 +1,139 @@
+"""What a check works with: the strategy under test, the workers, and the results of one plain process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from nnx.testing.conformance.check import CheckFailed, NotApplicable
+from nnx.testing.conformance.subject import REFERENCE, Identity, Subject
+from nnx.testing.pool import JobError, WorkerPool
+
+if TYPE_CHECKING:
+    from nnx.testing.conformance.task import Outcome, Task
+
+__all__ = ["Bench", "Reference", "summary_of"]
+
+
+class Reference:
+    """Results of one plain process, computed once for all strategies that share the workers.
+
+    Args:
+        pool: The workers.
+    """
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self._results: dict[Any, Any] = {}
+
+    def run(self, job: Callable[..., Any], *args: Any) -> Any:
+        """Call ``job(REFERENCE, *args)`` on one worker, unless that was done before."""
+        key = (job.__module__, job.__qualname__, repr(args))
+        if key not in self._results:
+            self._results[key] = self._pool.run(_in_worker, job, REFERENCE, args, world_size=1)[0]
+        return self._results[key]
+
+
+class Bench:
+    """One check's tools.
+
+    Attributes:
+        subject: The strategy.
+        identity: What stands behind it, and what it declares.
+        directory: An empty directory of this check's own.
+        full: Whether everything is to be tried, at every world size.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        identity: Identity,
+        *,
+        pool: WorkerPool,
+        reference: Reference,
+        directory: Path,
+        full: bool = False,
+        deadline: float = 60.0,
+    ) -> None:
+        self.subject = subject
+        self.identity = identity
+        self.directory = directory
+        self.full = full
+        self._pool = pool
+        self._reference = reference
+        self._end = time.monotonic() + deadline
+
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """Where numbers are compared: two ranks, and three if everything is tried."""
+        return (2, 3) if self.full else (2,)
+
+    @property
+    def remaining(self) -> float:
+        """Seconds until the check counts as hung."""
+        return max(1.0, self._end - time.monotonic())
+
+    def run(
+        self, job: Callable[..., Any], *args: Any, world_size: int = 2, subject: Subject | None = None
+    ) -> list[Any]:
+        """Call ``job(subject, *args)`` once per rank, in warm workers.
+
+        Args:
+            job: A function of a module that the workers can import.
+            *args: Its further arguments; they travel by pickle, as the results do.
+            world_size: Ranks.
+            subject: Another strategy than the one under test, such as ``Subject("ddp")``.
+
+        Returns:
+            The results in rank order.
+
+        Raises:
+            CheckFailed: A rank raised, died or did not answer in time; the message says which, and how.
+        """
+        chosen = subject or self.subject
+        try:
+            return self._pool.run(
+                _in_worker, job, chosen, args, world_size=world_size, timeout=self.remaining
+            )
+        except JobError as error:
+            raise CheckFailed(summary_of(chosen, error)) from error
+
+    def alone(self, job: Callable[..., Any], *args: Any) -> Any:
+        """The result of ``job(REFERENCE, *args)`` on one plain process; computed once."""
+        return self._reference.run(job, *args)
+
+    def train(self, task: Task, *, world_size: int = 2) -> list[Outcome]:
+        """Train a task; see `nnx.testing.conformance.training.fit`."""
+        from nnx.testing.conformance.training import fit
+
+        return self.run(fit, task, world_size=world_size)
+
+    def train_alone(self, task: Task) -> Outcome:
+        """Train a task on one plain process; computed once."""
+        from nnx.testing.conformance.training import fit
+
+        outcome: Outcome = self.alone(fit, task)
+        return outcome
+
+    def not_applicable(self, reason: str) -> NoReturn:
+        """End the check: there is nothing to try on this strategy."""
+        raise NotApplicable(reason)
+
+
+def _in_worker(job: Callable[..., Any], subject: Subject, args: tuple[Any, ...]) -> Any:
+    subject.prepare()
+    return job(subject, *args)
+
+
+def summary_of(subject: Subject, error: JobError) -> str:
+    """One line for each way in which ranks failed: the last line of the traceback, or how it died."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in error.failures.items():
+        ranks.setdefault(text.rstrip().rpartition("\n")[2].strip(), []).append(rank)
+    parts = [
+        f"{'ranks' if len(where) > 1 else 'rank'} {', '.join(map(str, where))} of {len(error.output)}: {what}"
+        for what, where in ranks.items()
+    ]
+    return f"{subject.strategy}: " + "; ".join(parts)

@@ -1,0 +1,1 @@
+"""The checks, one module for each group; a function's docstring is the promise that it tries."""

@@ -1,0 +1,206 @@
+"""Runs checks on a strategy: which apply, what became of each, and the report of all.
+
+`nnx conformance` and `StrategyConformance` both stand on `Session`.
+"""
+
+from __future__ import annotations
+
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from nnx.errors import NnxError, OptionError
+from nnx.registry import StrategyRegistry
+from nnx.testing.conformance.bench import Bench, Reference, summary_of
+from nnx.testing.conformance.check import Check, CheckFailed, NotApplicable, all_checks, missing_capability
+from nnx.testing.conformance.report import Report, Result, Verdict
+from nnx.testing.conformance.subject import Identity, Subject
+from nnx.testing.pool import JobError, WorkerPool
+
+__all__ = ["Session", "run_conformance", "select_checks"]
+
+WORKERS = 3
+"""Ranks that the largest job needs."""
+_DISTRIBUTIONS = ("nnx-core", "torch", "lightning")
+
+
+class Session:
+    """One strategy on one set of workers.
+
+    Args:
+        subject: The strategy.
+        pool: At least three workers.
+        reference: Results of one plain process, shared by the sessions on the same workers.
+        full: Whether everything is tried.
+
+    Raises:
+        NnxError: The strategy cannot be found or imported.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        *,
+        pool: WorkerPool,
+        reference: Reference | None = None,
+        full: bool = False,
+    ) -> None:
+        self.subject = subject
+        self.full = full
+        self._pool = pool
+        self._reference = reference or Reference(pool)
+        self.identity = self._identify()
+
+    def try_check(self, check: Check, directory: Path) -> Result:
+        """Run one check.
+
+        Args:
+            check: Which.
+            directory: An empty directory for it.
+        """
+        started = time.monotonic()
+        verdict, detail = self._verdict(check, directory)
+        return Result(
+            check=check.name,
+            group=check.group,
+            promise=check.promise,
+            verdict=verdict,
+            detail=detail,
+            seconds=round(time.monotonic() - started, 2),
+        )
+
+    def _verdict(self, check: Check, directory: Path) -> tuple[Verdict, str]:
+        identity = self.identity
+        if identity.kind not in check.kinds:
+            return "skipped", f"not asked of a {_KINDS[identity.kind]}"
+        missing = [m for r in check.requires if (m := missing_capability(identity.capabilities, r))]
+        declared = f"it declares {', '.join(missing)}"
+        try:
+            self._run(check, directory)
+        except NotApplicable as reason:
+            return "skipped", str(reason)
+        except CheckFailed as failure:
+            return ("skipped", declared) if missing else ("failed", str(failure))
+        return ("undeclared", f"works, although {declared}") if missing else ("passed", "")
+
+    def _run(self, check: Check, directory: Path) -> None:
+        bench = Bench(
+            self.subject,
+            self.identity,
+            pool=self._pool,
+            reference=self._reference,
+            directory=directory,
+            full=self.full,
+            deadline=check.deadline,
+        )
+        try:
+            check.run(bench)
+        except (CheckFailed, NotApplicable):
+            raise
+        except Exception as error:
+            raise CheckFailed(f"{type(error).__name__}: {error}") from error
+
+    def _identify(self) -> Identity:
+        if not (self.subject.is_lightning or self.subject.imports or ":" in self.subject.strategy):
+            StrategyRegistry.get(self.subject.strategy)  # explains a wrong name without starting anything
+        try:
+            found: Identity = self._pool.run(_identify, self.subject, world_size=1)[0]
+        except JobError as error:
+            raise NnxError(
+                f"the strategy cannot be checked: {summary_of(self.subject, error)}",
+                remedy="See `nnx list` for the names, or pass 'pkg.module:Class'.",
+            ) from error
+        return found
+
+
+_KINDS = {
+    "backend": "Backend",
+    "strategy": "raw Lightning strategy",
+    "lightning": "strategy of Lightning's own",
+}
+
+
+def run_conformance(
+    subject: Subject,
+    *,
+    full: bool = False,
+    only: Iterable[str] = (),
+    report_result: Callable[[Result], None] | None = None,
+) -> Report:
+    """Check a strategy in worker processes started for it.
+
+    Args:
+        subject: The strategy.
+        full: Try everything, at every world size.
+        only: Names of checks or groups; all by default.
+        report_result: Called after each check.
+
+    Raises:
+        NnxError: The strategy cannot be found or imported, or there is no such check.
+
+    Example:
+        >>> report = run_conformance(Subject("ddp"), only=["losses_float64"])
+        >>> report.summary()
+        '1 passed'
+    """
+    started = time.monotonic()
+    checks = select_checks(only, full=full)
+    results = []
+    with WorkerPool(size=WORKERS) as pool, tempfile.TemporaryDirectory(prefix="nnx-conformance-") as top:
+        session = Session(subject, pool=pool, full=full)
+        for check in checks:
+            directory = Path(top) / check.name
+            directory.mkdir()
+            result = session.try_check(check, directory)
+            results.append(result)
+            if report_result is not None:
+                report_result(result)
+    return Report(
+        strategy=subject.strategy,
+        kind=session.identity.kind,
+        owner=session.identity.owner,
+        target=session.identity.target,
+        profile="full" if full else "fast",
+        versions={"python": platform.python_version(), **{name: _version(name) for name in _DISTRIBUTIONS}},
+        results=results,
+        seconds=round(time.monotonic() - started, 1),
+    )
+
+
+def select_checks(only: Iterable[str] = (), *, full: bool = False) -> list[Check]:
+    """The checks of a profile, or those that are named.
+
+    Args:
+        only: Names of checks or of groups; these are chosen from both profiles.
+        full: Also what the fast profile leaves out.
+
+    Raises:
+        OptionError: There is no check or group of that name.
+    """
+    checks = all_checks()
+    wanted = set(only)
+    known = {check.name for check in checks} | {check.group for check in checks}
+    for name in sorted(wanted - known):
+        near = get_close_matches(name, sorted(known), n=1)
+        raise OptionError(
+            f"there is no check or group {name!r}.",
+            remedy=f"Did you mean {near[0]!r}?" if near else "See `nnx conformance --list`.",
+        )
+    if wanted:
+        return [check for check in checks if check.name in wanted or check.group in wanted]
+    return [check for check in checks if full or not check.full]
+
+
+def _identify(subject: Subject) -> Identity:
+    return subject.identify()
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,74 @@
+"""The checks as a pytest class that plugins subclass."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from nnx.testing.conformance.bench import Reference
+from nnx.testing.conformance.check import Check, all_checks
+from nnx.testing.conformance.runner import Session
+from nnx.testing.conformance.subject import Subject
+from nnx.testing.pool import WorkerPool, shared_pool
+
+__all__ = ["StrategyConformance", "UndeclaredCapability"]
+
+
+class UndeclaredCapability(UserWarning):
+    """A strategy can do what it declares that it cannot."""
+
+
+class StrategyConformance:
+    """Every promise of a strategy as a test of its own, in real processes.
+
+    Subclass it in a test module of the plugin; the class attributes say what is checked::
+
+        from nnx.testing import StrategyConformance
+
+        class TestMine(StrategyConformance):
+            strategy = "mine"
+
+    Attributes:
+        strategy: A registered name, or ``"pkg.module:Class"`` of a `Backend` or a Lightning strategy.
+        options: Keyword arguments for it.
+        imports: Modules to import first in every process.
+        full: Whether everything is tried, at every world size.
+    """
+
+    strategy: ClassVar[str]
+    options: ClassVar[Mapping[str, Any]] = {}
+    imports: ClassVar[tuple[str, ...]] = ()
+    full: ClassVar[bool] = False
+
+    @pytest.fixture(scope="class")
+    def session(self, request: pytest.FixtureRequest) -> Session:
+        """The strategy on the workers that all classes of the process share."""
+        cls = request.cls
+        subject = Subject(cls.strategy, options=cls.options, imports=tuple(cls.imports))
+        pool = shared_pool()
+        return Session(subject, pool=pool, reference=_reference(pool), full=cls.full)
+
+    @pytest.mark.parametrize("check", all_checks(), ids=lambda check: check.name)
+    def test_promise(self, session: Session, check: Check, tmp_path: Path) -> None:
+        """Try one check."""
+        if check.full and not self.full:
+            pytest.skip("only in the full profile")
+        result = session.try_check(check, tmp_path)
+        if result.verdict == "failed":
+            pytest.fail(f"{check.promise}\n{result.detail}", pytrace=False)
+        if result.verdict == "skipped":
+            pytest.skip(result.detail)
+        if result.verdict == "undeclared":
+            warnings.warn(
+                f"{self.strategy}: {check.name} {result.detail}", UndeclaredCapability, stacklevel=1
+            )
+
+
+@cache
+def _reference(pool: WorkerPool) -> Reference:
+    return Reference(pool)

@@ -1,0 +1,7 @@
+"""Faults that the checks of the group `stages` catch."""
+
+from __future__ import annotations
+
+from faults import Fault
+
+FAULTS: list[Fault] = []

@@ -1,0 +1,57 @@
+"""The conformance suite is tested with strategies that are broken on purpose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from faults import Fault, all_faults
+from nnx.testing.conformance import Session, all_checks
+from nnx.testing.conformance.bench import Reference
+from nnx.testing.pool import WorkerPool
+
+CHECKS = {check.name: check for check in all_checks()}
+FAULTS = {fault.name: fault for fault in all_faults()}
+NEIGHBOURS = 2
+"""Other checks of the same group that must not fail because of a narrow fault."""
+
+
+@pytest.fixture(scope="module")
+def reference(pool: WorkerPool) -> Reference:
+    return Reference(pool)
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
+def test_the_fault_is_caught_by_the_check_that_names_it(
+    pool: WorkerPool, reference: Reference, fault: Fault, tmp_path: Path
+) -> None:
+    session = Session(fault.subject(), pool=pool, reference=reference)
+
+    def verdict(name: str) -> tuple[str, str]:
+        directory = tmp_path / name
+        directory.mkdir()
+        result = session.try_check(CHECKS[name], directory)
+        return result.verdict, result.detail
+
+    assert verdict(fault.caught_by)[0] == "failed"
+    for neighbour in neighbours(fault):
+        found, detail = verdict(neighbour)
+        assert found != "failed", f"{neighbour}: {detail}"
+
+
+def neighbours(fault: Fault) -> list[str]:
+    """The checks that follow the fault's own in its group, in a circle."""
+    if not fault.is_narrow:
+        return []
+    group = [check for check in CHECKS.values() if check.group == CHECKS[fault.caught_by].group]
+    start = [check.name for check in group].index(fault.caught_by)
+    around = [check.name for check in group[start + 1 :] + group[:start] if not check.full]
+    return [name for name in around if name not in fault.also][:NEIGHBOURS]
+
+
+def test_every_fault_names_checks_that_exist() -> None:
+    assert len(FAULTS) == len(all_faults()), "two faults have one name"
+    for fault in FAULTS.values():
+        named = {fault.caught_by, *fault.also} - {"*"}
+        assert named <= CHECKS.keys(), fault
