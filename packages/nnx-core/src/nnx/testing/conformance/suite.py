@@ -14,7 +14,7 @@ from nnx.testing.conformance.bench import Reference
 from nnx.testing.conformance.check import Check, all_checks
 from nnx.testing.conformance.runner import Session
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.pool import WorkerPool, shared_pool
+from nnx.testing.pool import shared_pool
 
 __all__ = ["StrategyConformance", "UndeclaredCapability"]
 
@@ -45,20 +45,12 @@ class StrategyConformance:
     imports: ClassVar[tuple[str, ...]] = ()
     full: ClassVar[bool] = False
 
-    @pytest.fixture(scope="class")
-    def session(self, request: pytest.FixtureRequest) -> Session:
-        """The strategy on the workers that all classes of the process share."""
-        cls = request.cls
-        subject = Subject(cls.strategy, options=cls.options, imports=tuple(cls.imports))
-        pool = shared_pool()
-        return Session(subject, pool=pool, reference=_reference(pool), full=cls.full)
-
     @pytest.mark.parametrize("check", all_checks(), ids=lambda check: check.name)
-    def test_promise(self, session: Session, check: Check, tmp_path: Path) -> None:
+    def test_promise(self, check: Check, tmp_path: Path) -> None:
         """Try one check."""
         if check.full and not self.full:
             pytest.skip("only in the full profile")
-        result = session.try_check(check, tmp_path)
+        result = _session(type(self)).try_check(check, tmp_path)
         if result.verdict == "failed":
             pytest.fail(f"{check.promise}\n{result.detail}", pytrace=False)
         if result.verdict == "skipped":
@@ -70,5 +62,12 @@ class StrategyConformance:
 
 
 @cache
-def _reference(pool: WorkerPool) -> Reference:
-    return Reference(pool)
+def _session(suite: type[StrategyConformance]) -> Session:
+    """The strategy of a suite, on the workers and the reference results that all suites share."""
+    subject = Subject(suite.strategy, options=suite.options, imports=tuple(suite.imports))
+    return Session(subject, pool=shared_pool(), reference=_reference(), full=suite.full)
+
+
+@cache
+def _reference() -> Reference:
+    return Reference(shared_pool())
