@@ -50,7 +50,8 @@ class StrategyConformance:
         """Try one check."""
         if check.full and not self.full:
             pytest.skip("only in the full profile")
-        result = _session(type(self)).try_check(check, tmp_path)
+        subject = Subject(self.strategy, options=self.options, imports=tuple(self.imports))
+        result = _session(subject, self.full).try_check(check, tmp_path)
         if result.verdict == "failed":
             pytest.fail(f"{check.promise}\n{result.detail}", pytrace=False)
         if result.verdict == "skipped":
@@ -62,10 +63,9 @@ class StrategyConformance:
 
 
 @cache
-def _session(suite: type[StrategyConformance]) -> Session:
-    """The strategy of a suite, on the workers and the reference results that all suites share."""
-    subject = Subject(suite.strategy, options=suite.options, imports=tuple(suite.imports))
-    return Session(subject, pool=shared_pool(), reference=_reference(), full=suite.full)
+def _session(subject: Subject, full: bool) -> Session:
+    """The strategy on the workers and the reference results that all suites share."""
+    return Session(subject, pool=shared_pool(), reference=_reference(), full=full)
 
 
 @cache
