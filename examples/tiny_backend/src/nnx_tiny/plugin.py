@@ -9,7 +9,7 @@ __all__ = ["nnx_strategies"]
 
 @hookimpl
 def nnx_strategies() -> list[StrategySpec]:
-    """One strategy."""
+    """One idea twice: as a backend, and as a strategy of Lightning's."""
     return [
         StrategySpec(
             "tiny",
@@ -18,5 +18,12 @@ def nnx_strategies() -> list[StrategySpec]:
             use_when="you want to see how small a backend can be",
             capabilities=Capabilities(precisions=("32-true", "bf16-mixed")),
             options="nnx_tiny.options:TinyOptions",
-        )
+        ),
+        StrategySpec(
+            "tiny_lightning",
+            "nnx_tiny.strategy:TinyStrategy",
+            description="The same as tiny, written as a strategy of lightning.pytorch",
+            use_when="you want to see what nnx-core does for a backend",
+            capabilities=Capabilities(precisions=("32-true", "bf16-mixed"), fabric=False),
+        ),
     ]
