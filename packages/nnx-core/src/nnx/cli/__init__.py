@@ -98,6 +98,7 @@ def check_strategy(
         str | None,
         typer.Argument(help="Name of a strategy, or pkg.module:Class of one that is not registered."),
     ] = None,
+    *,
     full: Annotated[bool, typer.Option("--full", help="Try everything, at every world size.")] = False,
     only: Annotated[
         list[str] | None, typer.Option("--only", help="A check or a group of checks; may be repeated.")
@@ -110,6 +111,9 @@ def check_strategy(
     ] = None,
     badge: Annotated[Path | None, typer.Option("--badge", help="Write an SVG badge to this file.")] = None,
     show_checks: Annotated[bool, typer.Option("--list", help="Only list the checks.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print the tracebacks and the output of ranks that failed.")
+    ] = False,
     as_json: _Json = False,
 ) -> None:
     """Check in real processes that a strategy keeps its promises."""
@@ -127,6 +131,7 @@ def check_strategy(
             options=option or [],
             imports=imports or [],
             badge=badge,
+            verbose=verbose,
             as_json=as_json,
         )
     )

@@ -1,19 +1,26 @@
 """``nnx conformance``: check that a strategy keeps its promises.
 
-Unlike other verbs on strategies it runs them, in worker processes, and takes minutes.
+Unlike other verbs on strategies it runs them, in worker processes, and takes minutes: results are printed
+as they come, and what failed is explained at the end.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nnx.cli.output import print_json, print_note, print_table, print_text
-from nnx.errors import OptionError
+from nnx.cli.output import print_error, print_json, print_note, print_table, print_text
+from nnx.errors import OptionError, StrategyNotFoundError, StrategyNotInstalledError
 
-__all__ = ["list_checks", "run"]
+if TYPE_CHECKING:
+    from nnx.testing.conformance import Check, Report, Result
+
+__all__ = ["list_checks", "parse_options", "run"]
 
 
 def run(
@@ -24,22 +31,31 @@ def run(
     options: Sequence[str],
     imports: Sequence[str],
     badge: Path | None,
+    verbose: bool,
     as_json: bool,
 ) -> int:
-    """Check a strategy and print what was found; 1 where it breaks a promise."""
-    from nnx.testing.conformance import Result, Subject, run_conformance
+    """Check a strategy and print what was found; 1 where it breaks a promise, 2 for wrong arguments."""
+    from nnx.testing.conformance import Subject, run_conformance, select_checks
 
-    def show(result: Result) -> None:
-        print_note(f"{result.verdict:>10}  {result.check}  ({result.seconds:.1f} s)")
-
-    subject = Subject(strategy, options=parse_options(options), imports=tuple(imports))
-    report = run_conformance(subject, full=full, only=only, report_result=show)
+    try:
+        subject = Subject(strategy, options=parse_options(options), imports=tuple(imports))
+        count = len(select_checks(only, full=full))
+        report = run_conformance(
+            subject,
+            full=full,
+            only=only,
+            report_start=_announce(count),
+            report_result=_show_on_standard_error if as_json else _show,
+        )
+    except (OptionError, StrategyNotFoundError, StrategyNotInstalledError) as error:
+        print_error(error)
+        return 2
     if badge is not None:
         badge.write_text(report.badge(), encoding="utf-8")
     if as_json:
         print_json(report.as_dict())
     else:
-        _print_report(report)
+        _conclude(report, verbose=verbose)
     return int(not report.ok)
 
 
@@ -87,13 +103,68 @@ def parse_options(options: Sequence[str]) -> dict[str, Any]:
     return parsed
 
 
-def _print_report(report: Any) -> None:
-    print_table(
-        ("group", "check", "verdict", "seconds", "detail"),
-        [[r.group, r.check, r.verdict, f"{r.seconds:.1f}", r.detail] for r in report.results],
+# --- while it runs ---
+
+
+def _announce(count: int) -> Callable[[Check], None]:
+    """Says on a terminal which check runs, in a line that the result replaces."""
+    done = 0
+
+    def announce(check: Check) -> None:
+        nonlocal done
+        done += 1
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[K[{done}/{count}] {check.name} ...")
+            sys.stderr.flush()
+
+    return announce
+
+
+def _show(result: Result) -> None:
+    _erase_announcement()
+    print_text(_line(result))
+    sys.stdout.flush()
+
+
+def _show_on_standard_error(result: Result) -> None:
+    _erase_announcement()
+    print_note(_line(result))
+
+
+def _erase_announcement() -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
+
+
+def _line(result: Result) -> str:
+    """One check on one line; a failure's reason is too long for it."""
+    verdict = "FAILED" if result.verdict == "failed" else result.verdict
+    reason = "" if result.verdict == "failed" else result.detail
+    return (
+        f"{verdict:<10}  {result.group:<11}  {result.check:<42}  {result.seconds:6.1f} s  {reason}".rstrip()
     )
+
+
+# --- at the end ---
+
+
+def _conclude(report: Report, *, verbose: bool) -> None:
+    for failure in report.failures:
+        print_text(f"\nFAILED {failure.check}")
+        _print_wrapped(f"promised: {failure.promise}")
+        _print_wrapped(f"seen: {failure.detail}")
+        if verbose and failure.log:
+            print_text(textwrap.indent(failure.log.rstrip(), "    "))
     print_text("")
     print_text(f"{report.strategy} ({report.kind}, {report.target}, from {report.owner})")
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     print_text(f"{report.profile} profile, {versions}")
     print_text(f"{report.summary()} in {report.seconds:.0f} s")
+    if any(failure.log for failure in report.failures) and not verbose:
+        print_note("--verbose prints the tracebacks; --only NAME repeats a single check.")
+
+
+def _print_wrapped(text: str) -> None:
+    width = max(60, shutil.get_terminal_size((110, 24)).columns)
+    print_text(textwrap.fill(text, width, initial_indent="  ", subsequent_indent="    "))

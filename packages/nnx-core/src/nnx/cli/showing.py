@@ -67,6 +67,7 @@ def _show_installed(spec: StrategySpec, *, as_json: bool) -> int:
             ("target", spec.reference),
             ("docs", spec.docs_url),
             *(("remark", remark) for remark in remarks),
+            ("check it", f"nnx conformance {spec.name}"),
         ]
     )
     print_text("")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from nnx.testing.pool import JobError, WorkerPool
 if TYPE_CHECKING:
     from nnx.testing.conformance.task import Outcome, Task
 
-__all__ = ["Bench", "Reference", "summary_of"]
+__all__ = ["Bench", "Reference", "exception_in", "summary_of"]
 
 
 class Reference:
@@ -128,12 +129,27 @@ def _in_worker(job: Callable[..., Any], subject: Subject, args: tuple[Any, ...])
 
 
 def summary_of(subject: Subject, error: JobError) -> str:
-    """One line for each way in which ranks failed: the last line of the traceback, or how it died."""
+    """One line for each way in which ranks failed: the exception without its traceback, or how it died."""
     ranks: dict[str, list[int]] = {}
     for rank, text in error.failures.items():
-        ranks.setdefault(text.rstrip().rpartition("\n")[2].strip(), []).append(rank)
+        ranks.setdefault(exception_in(text), []).append(rank)
     parts = [
         f"{'ranks' if len(where) > 1 else 'rank'} {', '.join(map(str, where))} of {len(error.output)}: {what}"
         for what, where in ranks.items()
     ]
     return f"{subject.strategy}: " + "; ".join(parts)
+
+
+def exception_in(traceback: str) -> str:
+    r"""What a formatted traceback ends with, on one line; other text as it is.
+
+    Example:
+        >>> exception_in('  File "x.py", line 1, in f\n    g()\nKeyError: two\n\tlines')
+        'KeyError: two lines'
+    """
+    lines = traceback.rstrip().split("\n")
+    frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+    end = frames[-1] + 1 if frames else 0
+    while frames and lines[end].startswith("    ") and end < len(lines) - 1:
+        end += 1  # the frame's source line, and the marks below it
+    return textwrap.shorten(" ".join(lines[end:]), 600, placeholder=" ...")

@@ -10,6 +10,9 @@ from xml.sax.saxutils import escape
 
 __all__ = ["Report", "Result", "Verdict"]
 
+SCHEMA = 1
+"""Of the plain data; it grows when a field changes its meaning or goes, not when one is added."""
+
 Verdict = Literal["passed", "undeclared", "skipped", "failed"]
 """``undeclared``: it works although the strategy declares that it does not."""
 
@@ -25,6 +28,7 @@ class Result:
         verdict: How it ended.
         detail: Why it failed or was skipped, or which capability could be declared.
         seconds: How long it took.
+        log: Tracebacks and output of the ranks, where a check failed because a rank did.
     """
 
     check: str
@@ -33,6 +37,7 @@ class Result:
     verdict: Verdict
     detail: str
     seconds: float
+    log: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """This report as plain data for JSON."""
-        return {"ok": self.ok, "summary": self.summary(), **asdict(self)}
+        return {"schema": SCHEMA, "ok": self.ok, "summary": self.summary(), **asdict(self)}
 
     def badge(self) -> str:
         """An SVG image for a README: green where all is well, red where a check failed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from nnx.errors import NnxError, OptionError
 from nnx.registry import StrategyRegistry
-from nnx.testing.conformance.bench import Bench, Reference, summary_of
+from nnx.testing.conformance.bench import Bench, Reference, exception_in
 from nnx.testing.conformance.check import Check, CheckFailed, NotApplicable, all_checks, missing_capability
 from nnx.testing.conformance.report import Report, Result, Verdict
 from nnx.testing.conformance.subject import Identity, Subject
@@ -63,7 +64,7 @@ class Session:
             directory: An empty directory for it.
         """
         started = time.monotonic()
-        verdict, detail = self._verdict(check, directory)
+        verdict, detail, log = self._verdict(check, directory)
         return Result(
             check=check.name,
             group=check.group,
@@ -71,21 +72,23 @@ class Session:
             verdict=verdict,
             detail=detail,
             seconds=round(time.monotonic() - started, 2),
+            log=log,
         )
 
-    def _verdict(self, check: Check, directory: Path) -> tuple[Verdict, str]:
+    def _verdict(self, check: Check, directory: Path) -> tuple[Verdict, str, str]:
+        """How it ended, why in a line, and everything that is known of a failure."""
         identity = self.identity
         if identity.kind not in check.kinds:
-            return "skipped", f"not asked of a {_KINDS[identity.kind]}"
+            return "skipped", f"not asked of a {_KINDS[identity.kind]}", ""
         missing = [m for r in check.requires if (m := missing_capability(identity.capabilities, r))]
         declared = f"it declares {', '.join(missing)}"
         try:
             self._run(check, directory)
         except NotApplicable as reason:
-            return "skipped", str(reason)
+            return "skipped", str(reason), ""
         except CheckFailed as failure:
-            return ("skipped", declared) if missing else ("failed", str(failure))
-        return ("undeclared", f"works, although {declared}") if missing else ("passed", "")
+            return ("skipped", declared, "") if missing else ("failed", str(failure), _log(failure))
+        return ("undeclared", f"works, although {declared}", "") if missing else ("passed", "", "")
 
     def _run(self, check: Check, directory: Path) -> None:
         bench = Bench(
@@ -111,8 +114,8 @@ class Session:
             found: Identity = self._pool.run(_identify, self.subject, world_size=1)[0]
         except JobError as error:
             raise NnxError(
-                f"the strategy cannot be checked: {summary_of(self.subject, error)}",
-                remedy="See `nnx list` for the names, or pass 'pkg.module:Class'.",
+                f"{self.subject.strategy!r} cannot be checked: {exception_in(error.failures[0])}",
+                remedy="`nnx list` has the names, and `nnx show NAME` the options.",
             ) from error
         return found
 
@@ -129,7 +132,8 @@ def run_conformance(
     *,
     full: bool = False,
     only: Iterable[str] = (),
-    report_result: Callable[[Result], None] | None = None,
+    report_start: Callable[[Check], None] = lambda check: None,
+    report_result: Callable[[Result], None] = lambda result: None,
 ) -> Report:
     """Check a strategy in worker processes started for it.
 
@@ -137,6 +141,7 @@ def run_conformance(
         subject: The strategy.
         full: Try everything, at every world size.
         only: Names of checks or groups; all by default.
+        report_start: Called before each check.
         report_result: Called after each check.
 
     Raises:
@@ -155,10 +160,9 @@ def run_conformance(
         for check in checks:
             directory = Path(top) / check.name
             directory.mkdir()
-            result = session.try_check(check, directory)
-            results.append(result)
-            if report_result is not None:
-                report_result(result)
+            report_start(check)
+            results.append(session.try_check(check, directory))
+            report_result(results[-1])
     return Report(
         strategy=subject.strategy,
         kind=session.identity.kind,
@@ -196,7 +200,17 @@ def select_checks(only: Iterable[str] = (), *, full: bool = False) -> list[Check
 
 
 def _identify(subject: Subject) -> Identity:
-    return subject.identify()
+    identity = subject.identify()
+    subject.flag()  # refuses options once and clearly, not in every check
+    return identity
+
+
+def _log(failure: CheckFailed) -> str:
+    """Tracebacks and output of the ranks, or the traceback of the check itself."""
+    cause = failure.__cause__
+    if cause is None:
+        return ""
+    return str(cause) if isinstance(cause, JobError) else "".join(traceback.format_exception(cause))
 
 
 def _version(distribution: str) -> str:

@@ -53,7 +53,7 @@ class StrategyConformance:
         subject = Subject(self.strategy, options=self.options, imports=tuple(self.imports))
         result = _session(subject, self.full).try_check(check, tmp_path)
         if result.verdict == "failed":
-            pytest.fail(f"{check.promise}\n{result.detail}", pytrace=False)
+            pytest.fail(f"{check.promise}\n{result.detail}\n{result.log}".rstrip(), pytrace=False)
         if result.verdict == "skipped":
             pytest.skip(result.detail)
         if result.verdict == "undeclared":
