@@ -20,12 +20,20 @@ from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Outcome, Task
 
-__all__ = ["complete", "fit", "make_trainer", "mean_over_ranks", "outcome_of", "world_size"]
+__all__ = [
+    "complete",
+    "fit",
+    "make_trainer",
+    "mean_over_ranks",
+    "outcome_of",
+    "trainer_settings",
+    "world_size",
+]
 
 
 def world_size() -> int:
-    """Ranks of the job."""
-    return int(os.environ["WORLD_SIZE"])
+    """Ranks of the job; one outside of the workers."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def make_trainer(subject: Subject, task: Task, **settings: Any) -> Trainer:
@@ -36,8 +44,22 @@ def make_trainer(subject: Subject, task: Task, **settings: Any) -> Trainer:
         task: Steps, accumulation, clipping and precision.
         **settings: Further arguments of Trainer, or others in place of the above.
     """
+    return Trainer(**trainer_settings(subject, task, **settings))
+
+
+def trainer_settings(
+    subject: Subject, task: Task, *, namespace: str = "lightning.pytorch", **settings: Any
+) -> dict[str, Any]:
+    """The arguments of a Trainer as `make_trainer` builds it.
+
+    Args:
+        subject: The strategy.
+        task: See `make_trainer`.
+        namespace: Root of the Lightning tree whose Trainer gets them.
+        **settings: See `make_trainer`.
+    """
     chosen: dict[str, Any] = {
-        "strategy": subject.flag(),
+        "strategy": subject.flag(namespace),
         "accelerator": subject.accelerator,
         "devices": world_size(),
         "max_steps": task.steps,
@@ -53,7 +75,7 @@ def make_trainer(subject: Subject, task: Task, **settings: Any) -> Trainer:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    return Trainer(**{**chosen, **settings})
+    return {**chosen, **settings}
 
 
 def fit(
