@@ -86,6 +86,10 @@ class Capabilities:
     clip_by_norm: bool = _capability(True, "gradient clipping by the global norm")
     clip_by_value: bool = _capability(True, "gradient clipping by value")
     unused_parameters: bool = _capability(True, "parameters that take no part in a step's loss")
+    freezing_while_training: bool = _capability(
+        True, "parameters may be frozen, unfrozen and added to an optimizer while training"
+    )
+    submodule_hooks: bool = _capability(True, "hooks on submodules run in every step")
     manual_optimization: bool = _capability(True, "LightningModules with automatic_optimization=False")
     trainer: bool = _capability(True, "usable as Trainer(strategy=...)")
     fabric: bool = _capability(True, "usable as Fabric(strategy=...)")

@@ -1,6 +1,7 @@
 """What a check is: one promise of a strategy, and the function that tries it.
 
-Each module of `nnx.testing.conformance.checks` is a group of checks. Nothing here runs one (see `runner`).
+Each module or package in `nnx.testing.conformance.checks` is a group of checks. Nothing here runs one (see
+`runner`).
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def check(
     def register(function: Callable[[Bench], None]) -> Callable[[Bench], None]:
         made = Check(
             name=name or function.__name__,
-            group=function.__module__.rpartition(".")[2],
+            group=function.__module__.partition(".checks.")[2].partition(".")[0],
             promise=(function.__doc__ or "").strip().partition("\n")[0],
             run=function,
             requires=requires,
