@@ -13,7 +13,7 @@ from typing import Any
 
 from nnx.errors import NnxError, PluginError
 from nnx.plugins import inventory
-from nnx.spec import LIGHTNING_NAMES, StrategySpec
+from nnx.spec import LIGHTNING_NAMES, Capabilities, StrategySpec
 
 __all__ = ["Registry", "StrategyRegistry"]
 
@@ -46,6 +46,7 @@ class Registry:
         description: str = "",
         override: bool = False,
         checkpoint_io: Any = None,
+        capabilities: Capabilities | None = None,
         **init_params: Any,
     ) -> None:
         """Add a strategy to this process, and to all of Lightning's registries.
@@ -57,13 +58,19 @@ class Registry:
             override: Take the name even from a plugin or from Lightning itself.
             checkpoint_io: A CheckpointIO of Lightning's, or a callable without arguments that makes
                 one for each strategy; by default the strategy has its own.
+            capabilities: What it promises to do; by default what most strategies do.
             **init_params: Keyword arguments that the target always gets.
 
         Raises:
             PluginError: The name is not valid, or taken; nothing has been registered then.
         """
         spec = StrategySpec(
-            name, target, description=description, checkpoint_io=checkpoint_io, init_params=init_params
+            name,
+            target,
+            description=description,
+            checkpoint_io=checkpoint_io,
+            capabilities=capabilities or Capabilities(),
+            init_params=init_params,
         )
         with self._lock:
             if not override and (owner := self._owner_of_taken(name)):

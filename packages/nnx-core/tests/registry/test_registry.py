@@ -32,6 +32,14 @@ def test_a_class_of_this_process_can_be_registered():
     assert Registry.get("mine").reference.endswith(":Something")
 
 
+def test_a_registration_may_declare_what_the_strategy_promises():
+    Registry.register("most", Something)
+    Registry.register("mine", Something, capabilities=nnx.Capabilities(fabric=False))
+    assert Registry.get("most").capabilities == nnx.Capabilities()
+    assert not Registry.get("mine").capabilities.fabric
+    assert Registry.get("mine").init_params == {}
+
+
 def test_the_description_shows_what_a_plugin_declares(site):
     site.add(
         "aa-full",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import platform
 import tempfile
 import time
@@ -111,10 +112,10 @@ class Session:
         if not (self.subject.is_lightning or self.subject.imports or ":" in self.subject.strategy):
             StrategyRegistry.get(self.subject.strategy)  # explains a wrong name without starting anything
         try:
-            found: Identity = self._pool.run(_identify, self.subject, world_size=1)[0]
+            found: Identity = self._pool.run(_identify, self.subject, world_size=WORKERS)[0]
         except JobError as error:
             raise NnxError(
-                f"{self.subject.strategy!r} cannot be checked: {exception_in(error.failures[0])}",
+                f"{self.subject.strategy!r} cannot be checked: {exception_in(next(iter(error.failures.values())))}",
                 remedy="`nnx list` has the names, and `nnx show NAME` the options.",
             ) from error
         return found
@@ -200,6 +201,7 @@ def select_checks(only: Iterable[str] = (), *, full: bool = False) -> list[Check
 
 
 def _identify(subject: Subject) -> Identity:
+    importlib.import_module("lightning.pytorch")  # so that the first check's seconds are its own
     identity = subject.identify()
     subject.flag()  # refuses options once and clearly, not in every check
     return identity

@@ -1,0 +1,24 @@
+"""Strategies that declare less than others, for the tests of the conformance suite's verdicts.
+
+Workers import this module because the tests name it in ``imports``; importing it registers the names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nnx
+from nnx_tiny.backend import TinyBackend
+
+
+class ForgetsClipping(TinyBackend):
+    """Leaves gradients as they are, whatever the user asked for."""
+
+    def clip_grad_norm(self, optimizer: Any, max_norm: float, **kwargs: Any) -> Any:
+        return super().clip_grad_norm(optimizer, float("inf"), **kwargs)
+
+
+_UNCLIPPED = nnx.Capabilities(clip_by_norm=False)
+
+nnx.StrategyRegistry.register("modest", TinyBackend, capabilities=_UNCLIPPED, override=True)
+nnx.StrategyRegistry.register("forgetful", ForgetsClipping, capabilities=_UNCLIPPED, override=True)
