@@ -33,7 +33,8 @@ __all__ = [
 
 def world_size() -> int:
     """Ranks of the job; one outside of the workers."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    # Lightning deletes WORLD_SIZE when a run has ended, and a job may have several; it has one node.
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
 
 
 def make_trainer(subject: Subject, task: Task, **settings: Any) -> Trainer:
