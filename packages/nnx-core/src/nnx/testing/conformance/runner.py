@@ -114,8 +114,9 @@ class Session:
         try:
             found: Identity = self._pool.run(_identify, self.subject, world_size=WORKERS)[0]
         except JobError as error:
+            reason = exception_in(next(iter(error.failures.values())))
             raise NnxError(
-                f"{self.subject.strategy!r} cannot be checked: {exception_in(next(iter(error.failures.values())))}",
+                f"{self.subject.strategy!r} cannot be checked: {reason}",
                 remedy="`nnx list` has the names, and `nnx show NAME` the options.",
             ) from error
         return found
