@@ -86,8 +86,8 @@ class Report:
 
     def badge(self) -> str:
         """An SVG image for a README: green where all is well, red where a check failed."""
-        passed = sum(result.verdict == "passed" for result in self.results)
-        text = f"{passed} checks passed" if self.ok else f"{len(self.failures)} checks failed"
+        count = len(self.failures) or sum(r.verdict in ("passed", "undeclared") for r in self.results)
+        text = f"{count} check{'s' * (count != 1)} {'passed' if self.ok else 'failed'}"
         return _svg("nnx conformance", text, "#2e7d32" if self.ok else "#c62828")
 
 
