@@ -15,6 +15,9 @@ import nnx.checkpoint as storage
 from jobs.lightning_jobs import OPTIONS, collectives, full
 from jobs.resume_jobs import Seen
 from jobs.training import GLOBAL_BATCH, Block, Net, Run, dataset, digest_of, loader, make_trainer
+from nnx.testing.conformance import Subject
+from nnx.testing.conformance import fabric_jobs as conformance
+from nnx_fsdp.backend import FSDPBackend
 
 
 def fabric_for(devices: int, precision: str = "32-true") -> Fabric:
@@ -348,3 +351,34 @@ def filter_and_raw(devices: int, path: str, raw_path: str) -> dict[str, Any]:
     fabric.load_raw(raw_path, model)
     report["raw"] = torch.equal(full(model.embed.weight), Net(Run()).embed.weight)
     return report
+
+
+class Witness(FSDPBackend):
+    """Remembers for which module each backward was."""
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.seen = [*getattr(self, "seen", []), module]
+        super().backward(module, loss, *args, **kwargs)
+
+
+def modules_of_backward(devices: int) -> list[list[int]]:
+    """Which of two modules the engine was told of: with one set up, with both, and with one named."""
+    nnx.StrategyRegistry.register("witness", Witness, override=True)
+    fabric = Fabric(strategy="witness", accelerator="cpu", devices=devices)
+    fabric.launch()
+    modules = [nn.Linear(4, 3), nn.Linear(4, 3)]
+    x = torch.ones(2, 4)
+    first = fabric.setup_module(modules[0])
+    fabric.backward(first(x).sum())
+    second = fabric.setup_module(modules[1])
+    fabric.backward(first(x).sum() + second(x).sum())
+    fabric.backward(second(x).sum(), model=second)
+    nnx.StrategyRegistry.remove("witness")
+    seen = fabric.strategy.backend.seen
+    return [[i for i, module in enumerate(modules) if module in tuple(one.modules())] for one in seen]
+
+
+def resume_flat_masters(subject: Subject, loop: conformance.Loop, path: str) -> conformance.Seen:
+    """The conformance suite's interrupted loop."""
+    subject.prepare()
+    return conformance.interrupted(subject, loop, path)

@@ -16,6 +16,8 @@ from jobs.fabric_jobs import (
     filter_and_raw,
     load,
     load_trainers,
+    modules_of_backward,
+    resume_flat_masters,
     resume_in_trainer,
     save,
     setup_apart,
@@ -24,6 +26,9 @@ from jobs.fabric_jobs import (
 from jobs.lightning_jobs import OPTIONS
 from jobs.resume_jobs import run_cell
 from jobs.training import Run
+from nnx.testing.conformance import Subject
+from nnx.testing.conformance import fabric_jobs as conformance
+from nnx.testing.conformance.subject import REFERENCE
 from nnx.testing.pool import WorkerPool
 
 
@@ -50,6 +55,21 @@ def test_accumulation_and_clipping_equal_one_process_and_return_the_norm(pool: W
             assert report["norms"] == pytest.approx(expected["norms"], rel=1e-4)
     assert expected["norms"][0] > 0.2 and expected["norms"][1] == pytest.approx(0.1, rel=1e-4)
     assert expected["norms"][-1] == pytest.approx(0.01)
+
+
+def test_the_engine_is_told_the_users_module_at_each_backward_also_where_fabric_names_none(
+    pool: WorkerPool,
+) -> None:
+    assert pool.run(modules_of_backward, 2, world_size=2) == [[[0], [0, 1], [1]]] * 2
+
+
+def test_an_engine_whose_optimizers_hold_parameters_of_its_own_saves_and_resumes(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    loop, subject = conformance.Loop(), Subject("jobs.engines:FlatMasters")
+    expected = pool.run(conformance.train, REFERENCE, loop, world_size=1)[0]
+    for seen in pool.run(resume_flat_masters, subject, loop, str(tmp_path / "flat.ckpt"), world_size=2):
+        assert seen.losses == pytest.approx(expected.losses, abs=1e-5)
 
 
 def test_two_models_with_an_optimizer_each_are_sharded_trained_saved_and_resumed(

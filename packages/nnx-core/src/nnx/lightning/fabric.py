@@ -39,6 +39,7 @@ class FabricAdapter(ParallelProcesses):
 
     def __init__(self, backend: Backend[Any], **kwargs: Any) -> None:
         self._modules: list[nn.Module] = []
+        self._owners: dict[Optimizer, nn.Module] = {}
         super().__init__(backend, **kwargs)
 
     @property
@@ -100,6 +101,7 @@ class FabricAdapter(ParallelProcesses):
         replaced = self._parallelize(module)
         for optimizer in optimizers:
             repoint_optimizer(optimizer, replaced)
+            self._owners[optimizer] = module
         self.backend.setup_optimizers(module, optimizers)
         route_optimizer_steps(optimizers, self.backend)
         return EngineModule(module, self.backend), optimizers, scheduler
@@ -111,7 +113,8 @@ class FabricAdapter(ParallelProcesses):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Take over an optimizer over the parameters of a module that was set up before."""
-        self.backend.setup_optimizers(self._owner(optimizer), [optimizer])
+        module = self._owners[optimizer] = self._owner(optimizer)
+        self.backend.setup_optimizers(module, [optimizer])
         route_optimizer_steps([optimizer], self.backend)
         return optimizer
 
@@ -122,6 +125,8 @@ class FabricAdapter(ParallelProcesses):
         return replaced
 
     def _owner(self, optimizer: Optimizer) -> nn.Module:
+        if optimizer in self._owners:  # from then on it may hold parameters of the engine's own
+            return self._owners[optimizer]
         wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for module in self._modules:
             if wanted & {id(parameter) for parameter in module.parameters()}:
@@ -131,6 +136,12 @@ class FabricAdapter(ParallelProcesses):
             remedy="Call `fabric.setup_module(model)` first and build the optimizer from "
             "`model.parameters()`, or pass both to `fabric.setup(model, optimizer)`.",
         )
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients; the engine gets the user's module, or all of them where Fabric names none."""
+        if module is None:
+            module = self._modules[0] if len(self._modules) == 1 else nn.ModuleList(self._modules)
+        super().backward(tensor, unwrap_engine(module), *args, **kwargs)  # type: ignore[misc] # of the tree's
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, after taking notice of a background save that has ended meanwhile."""
