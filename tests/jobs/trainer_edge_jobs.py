@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 
-import nnx
 from jobs.lightning_jobs import Noisy, full, rank, trainer_for, uneven
 from jobs.training import Net, Run, make_strategy, make_trainer
 
@@ -127,16 +125,6 @@ class EMA(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.restored = state["average"]
         self.decay = state["decay"]
-
-
-def average_weights(run: Run) -> str:
-    """The error of Lightning's own averaging callback; the module is plain again afterwards."""
-    module = Net(run)
-    try:
-        make_trainer(run, callbacks=[EMAWeightAveraging(decay=0.5)]).fit(module)
-    except nnx.UnsupportedError as error:
-        return f"{error} {all(type(p) is nn.Parameter for p in module.parameters())}"
-    return "no error"
 
 
 class Exploding(Net):

@@ -13,6 +13,7 @@ files nor Lightning. `nnx.restore` fills live modules and optimizers from it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,6 +180,25 @@ class LazyStateDict(MutableMapping[str, Any]):
         self._values: dict[str, Any] = {
             name.removeprefix(prefix): value for name, value in extra.items() if name.startswith(prefix)
         }
+
+    @classmethod
+    def of(cls, stored: Checkpoint, entries: Mapping[str, Any]) -> LazyStateDict:
+        """A ``state_dict`` that stands among the objects of a checkpoint.
+
+        Args:
+            stored: The open checkpoint.
+            entries: By name, a `StoredName` for what stays there, and other values.
+        """
+        made = cls.__new__(cls)
+        made.stored = stored
+        made._names = {name: value.key for name, value in entries.items() if isinstance(value, StoredName)}
+        made._values = {name: value for name, value in entries.items() if name not in made._names}
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyStateDict:
+        made = copy(self)
+        made._names, made._values = dict(self._names), deepcopy(self._values, memo)
+        return made
 
     def untouched(self, name: str) -> str | None:
         """The logical name to read `name` from, or None if a value was put in its place."""

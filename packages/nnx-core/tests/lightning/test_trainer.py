@@ -19,7 +19,6 @@ from jobs.lightning_jobs import (
     save_when_fit_is_over,
 )
 from jobs.trainer_edge_jobs import (
-    average_weights,
     explode,
     fail_and_go_on,
     fail_on_one_rank,
@@ -164,13 +163,6 @@ def test_an_error_on_all_ranks_leaves_a_plain_module_that_can_be_trained_again(p
         assert report["plain"]
         assert report["losses"][0] == pytest.approx(expected.losses[0], abs=1e-6)
         assert len(report["losses"]) == 4
-
-
-def test_lightnings_averaging_callback_is_refused_before_training(pool: WorkerPool) -> None:
-    for message in pool.run(average_weights, Run(options=OPTIONS, steps=2), world_size=2):
-        assert message.startswith("EMAWeightAveraging keeps a complete copy of the model")
-        assert message.endswith("or use strategy 'ddp'. True")
-    assert pool.run(average_weights, Run(strategy="ddp", steps=2), world_size=2) == ["no error"] * 2
 
 
 def test_clipping_gradients_that_are_not_finite_can_be_an_error_on_every_rank(pool: WorkerPool) -> None:

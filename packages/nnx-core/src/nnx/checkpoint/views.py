@@ -18,8 +18,9 @@ __all__ = ["FABRIC_KEYS", "Described", "View", "WeightsOnly"]
 
 FABRIC_KEYS = "nnx-fabric-keys"
 """Where a checkpoint that Fabric saved says under which keys the user has modules and optimizers."""
-_TRAINING = ("callbacks", "lr_schedulers")
-"""What Lightning leaves out of a checkpoint with ``save_weights_only=True``, besides the optimizers."""
+_TRAINING = ("callbacks", "lr_schedulers", "current_model_state", "averaging_state")
+"""What Lightning leaves out of a checkpoint with ``save_weights_only=True``, besides the optimizers; the last
+two are of its averaging callbacks."""
 
 
 class View(Checkpoint):

@@ -30,6 +30,7 @@ from nnx.checkpoint.places import place_of
 from nnx.collective import control_group, gather_object, together
 from nnx.errors import CheckpointError
 from nnx.layout import Shard
+from nnx.lightning.averaged_weights import WeightsOnDisk
 from nnx.lightning.checkpoint_io import (
     CheckpointIO,
     has_logical_names,
@@ -40,9 +41,10 @@ from nnx.lightning.checkpoint_io import (
 )
 from nnx.lightning.routing import unwrap_optimizer
 from nnx.restore import fill_model
-from nnx.state import parameter_names
+from nnx.state import ModelState, parameter_names
 
 __all__ = [
+    "as_state_dict",
     "gather_full",
     "load_lightning_checkpoint",
     "module_state_dict",
@@ -56,7 +58,11 @@ __all__ = [
 def module_state_dict(backend: Backend[Any], module: nn.Module) -> dict[str, Any]:
     """A module's state dict as handles on this rank's shards; tied names share one handle. Collective."""
     backend.sync_buffers(module)
-    state = backend.model_state(module)
+    return as_state_dict(backend.model_state(module))
+
+
+def as_state_dict(state: ModelState) -> dict[str, Any]:
+    """A described module in the form of a ``state_dict``, handles in place of tensors."""
     tied = {alias: state.tensors[name] for alias, name in state.aliases.items()}
     return {**state.tensors, **tied, **state.extra}
 
@@ -167,9 +173,10 @@ def open_together(strategy: Any, path: Any, weights_only: bool | None) -> storag
 
 def load_lightning_checkpoint(strategy: Any, path: Any, weights_only: bool | None) -> dict[str, Any]:
     """Open a checkpoint as Lightning's dict; its ``state_dict`` stays on disk until used. Collective."""
-    stored = open_together(strategy, path, weights_only)
-    if isinstance(stored, dict):
-        return stored
+    opened = open_together(strategy, path, weights_only)
+    if isinstance(opened, dict):
+        return opened
+    stored = WeightsOnDisk(opened)
     # What Trainer insists on and Fabric's checkpoints do not have.
     required = {"pytorch-lightning_version": _lightning_version(strategy), "lr_schedulers": []}
     checkpoint = {**required, **stored.objects["trainer"]}

@@ -229,7 +229,9 @@ def innermost_checkpoint_io(io: Any) -> CheckpointIO | None:
 
 def has_logical_names(stored: storage.Checkpoint) -> bool:
     """Whether its own keys do not matter: what Fabric's users save has keys that they will ask for."""
-    return stored.format != "lightning" or "pytorch-lightning_version" in stored.objects["trainer"]
+    if stored.format != "lightning":
+        return True
+    return "pytorch-lightning_version" in stored.tree(None, lambda name: name)["trainer"]  # reads no tensor
 
 
 def load_single_file(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:

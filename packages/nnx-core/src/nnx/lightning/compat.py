@@ -16,7 +16,10 @@ from typing import Any
 from torch import nn
 
 __all__ = [
+    "average_of",
     "averaging_callbacks",
+    "copies_only",
+    "forget_schedulers",
     "instantiate_from_config",
     "is_wrapping_checkpoint_io",
     "make_launcher",
@@ -67,11 +70,37 @@ def reset_seed(root: str) -> None:
 
 
 def averaging_callbacks(trainer: Any) -> list[Any]:
-    """Callbacks that hold a complete copy of the model to average into.
+    """Callbacks that average into a copy of the model.
 
     Upstream: ``_average_model`` of ``WeightAveraging`` and ``StochasticWeightAveraging``.
     """
-    return [c for c in trainer.callbacks if isinstance(getattr(c, "_average_model", None), nn.Module)]
+    return [callback for callback in trainer.callbacks if hasattr(callback, "_average_model")]
+
+
+def average_of(callback: Any) -> nn.Module | None:
+    """What an averaging callback averages into; None before there is one."""
+    average = callback._average_model
+    return average if isinstance(average, nn.Module) else None
+
+
+def copies_only(root: str, callback: Any) -> bool:
+    """Whether an averaging callback does no more in ``setup`` than to copy the model.
+
+    Upstream: ``setup`` of ``callbacks.WeightAveraging`` and ``callbacks.StochasticWeightAveraging``.
+    """
+    callbacks = importlib.import_module(f"{root}.callbacks")
+    known = (callbacks.WeightAveraging.setup, callbacks.StochasticWeightAveraging.setup)
+    return type(callback).setup in known
+
+
+def forget_schedulers(callback: Any, trainer: Any) -> None:
+    """Drop the schedulers in whose place a restored ``StochasticWeightAveraging`` puts its own.
+
+    It does so when fit starts, which is too early where checkpoints are restored after that.
+    Upstream: ``StochasticWeightAveraging._clear_schedulers`` and ``_scheduler_state``.
+    """
+    if getattr(callback, "_scheduler_state", None) is not None:
+        callback._clear_schedulers(trainer)
 
 
 def running_stage_loader(trainer: Any) -> Iterable[Any]:

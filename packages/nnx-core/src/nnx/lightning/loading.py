@@ -20,6 +20,7 @@ from nnx.checkpoint import Checkpoint
 from nnx.checkpoint._torch_compat import loads_itself
 from nnx.errors import CheckpointError, OptionError
 from nnx.layout import Shard, shard_of
+from nnx.lightning.averaged_weights import WeightsOnDisk
 from nnx.lightning.compat import migrate_checkpoint
 from nnx.lightning.rebuilding import Kind, build, kind_of
 from nnx.restore import fill_model
@@ -70,7 +71,7 @@ def load_from_checkpoint(
         ``model = nnx.load_from_checkpoint(Net, "last.ckpt", map_location="cuda", dropout=0.0)``
     """
     kind = kind_of(cls)
-    stored = storage.open_checkpoint(path, weights_only=weights_only is not False)
+    stored = WeightsOnDisk(storage.open_checkpoint(path, weights_only=weights_only is not False))
     content = _lightning_dict(stored, kind)
     made: T = build(cls, kind, content, kwargs, source=str(path))
     if isinstance(made, nn.Module):

@@ -18,7 +18,7 @@ from nnx.backend import Backend
 from nnx.checkpoint.background import poll
 from nnx.checkpoint.pending import settle_quietly, take_error
 from nnx.collective import all_arrive
-from nnx.errors import UnsupportedError
+from nnx.lightning.averaging import Averages
 from nnx.lightning.checkpoint import (
     load_lightning_checkpoint,
     module_state_dict,
@@ -27,7 +27,7 @@ from nnx.lightning.checkpoint import (
     save_lightning_checkpoint,
 )
 from nnx.lightning.checkpoint_io import CheckpointIO
-from nnx.lightning.compat import averaging_callbacks, is_wrapping_checkpoint_io, make_optimizers
+from nnx.lightning.compat import is_wrapping_checkpoint_io, make_optimizers
 from nnx.lightning.exact_resume import ExactResume
 from nnx.lightning.layer_sync import put_back, synchronize_layers
 from nnx.lightning.processes import ParallelProcesses
@@ -63,6 +63,7 @@ class TrainerAdapter(ParallelProcesses):
     def __init__(self, backend: Backend[Any], **kwargs: Any) -> None:
         self._replaced_layers: dict[str, nn.Module] = {}
         self._has_failed = False
+        self._averages = Averages(backend)
         super().__init__(backend, **kwargs)
         self._exact_resume = ExactResume(
             resume_data=self.common.resume_data, strict_rng=self.common.strict_rng
@@ -84,6 +85,11 @@ class TrainerAdapter(ParallelProcesses):
         self._precision_plugin = plugin
 
     # --- set up -------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Join the process group; the callbacks are set up next. Collective."""
+        super().setup_environment()
+        self._averages.prepare(self.root, self.lightning_module.trainer)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -107,8 +113,8 @@ class TrainerAdapter(ParallelProcesses):
             self._replaced_layers = synchronize_layers(self._layer_sync, module)
         self.model = module
         replaced = self.backend.parallelize(module, lambda: trainer_example_inputs(trainer, module))
+        self._averages.lay_out(trainer, module)
         if fitting:
-            _refuse_averaging(trainer, replaced)
             self.setup_optimizers(trainer)
         for optimizer in self.optimizers:  # they may have been built before, in the module's `__init__`
             repoint_optimizer(optimizer, replaced)
@@ -135,12 +141,14 @@ class TrainerAdapter(ParallelProcesses):
         if module is not None:
             self._exact_resume.close(module.trainer)
         if module is not None and self._backend_is_set_up and self._can_gather():
+            self._averages.give_back(gather=True)
             replaced = self.backend.unparallelize(module)
             for optimizer in self.optimizers:
                 repoint_optimizer(optimizer, replaced)
             put_back(module, self._replaced_layers)
             self._replaced_layers = {}
             module.cpu()
+        self._averages.give_back(gather=False)
         self.backend.teardown()
         self._backend_is_set_up = False
         self.cluster_environment.teardown()
@@ -290,15 +298,3 @@ class TrainerAdapter(ParallelProcesses):
         """Delete a checkpoint, from rank 0."""
         if self.global_rank == 0:
             self.checkpoint_io.remove_checkpoint(filepath)
-
-
-def _refuse_averaging(trainer: Any, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Lightning's averaging callbacks copy complete parameters from and into the module's."""
-    callbacks = averaging_callbacks(trainer) if replaced else []
-    if callbacks:
-        raise UnsupportedError(
-            f"{type(callbacks[0]).__name__} keeps a complete copy of the model, which cannot be averaged "
-            "with the sharded parameters of this strategy.",
-            remedy="Average `parameter.detach().clone()` of each parameter in a callback of your own, which "
-            "works on shards, or use strategy 'ddp'.",
-        )
