@@ -18,6 +18,13 @@ class ForgetsClipping(TinyBackend):
         return super().clip_grad_norm(optimizer, float("inf"), **kwargs)
 
 
+class Stumbles(TinyBackend):
+    """Does not survive its first call."""
+
+    def parallelize(self, module: Any, sample: object) -> Any:
+        raise RuntimeError("planted in the engine")
+
+
 _UNCLIPPED = nnx.Capabilities(clip_by_norm=False)
 
 nnx.StrategyRegistry.register("modest", TinyBackend, capabilities=_UNCLIPPED, override=True)
