@@ -82,6 +82,12 @@ class Capabilities:
     needs_sample: bool = _capability(False, "it must see example inputs before the first step")
     multiple_optimizers: bool = _capability(True, "more than one optimizer at a time")
     parameter_groups: bool = _capability(True, "optimizers with several parameter groups")
+    added_parameter_groups: bool = _capability(
+        True, "parameters may be added to an optimizer while it is training"
+    )
+    repeated_closures: bool = _capability(
+        True, "an optimizer may evaluate its closure more than once in a step"
+    )
     gradient_accumulation: bool = _capability(True, "several backward passes before one optimizer step")
     clip_by_norm: bool = _capability(True, "gradient clipping by the global norm")
     clip_by_value: bool = _capability(True, "gradient clipping by value")

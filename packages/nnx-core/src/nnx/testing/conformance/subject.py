@@ -14,7 +14,8 @@ __all__ = ["REFERENCE", "Identity", "Subject"]
 
 _UNREGISTERED = "strategy_under_test"
 _LIGHTNING = Capabilities(
-    precisions=("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed"), unused_parameters=False
+    precisions=("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"),
+    unused_parameters=False,
 )
 
 
