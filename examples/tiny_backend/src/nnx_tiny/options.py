@@ -14,9 +14,7 @@ __all__ = ["TinyOptions"]
 class TinyOptions:
     """Keyword arguments of ``nnx.strategy("tiny", ...)``."""
 
-    bucket_megabytes: float = option(
-        25.0, help="Gradients are averaged in pieces of about this size: fewer calls or less memory."
-    )
+    bucket_megabytes: float = option(25.0, help="Gradients are averaged in pieces of about this size.")
 
     def __post_init__(self) -> None:
         if self.bucket_megabytes <= 0:

@@ -6,6 +6,8 @@ from nnx import Capabilities, StrategySpec, hookimpl
 
 __all__ = ["nnx_strategies"]
 
+_PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
+
 
 @hookimpl
 def nnx_strategies() -> list[StrategySpec]:
@@ -16,7 +18,7 @@ def nnx_strategies() -> list[StrategySpec]:
             "nnx_tiny.backend:TinyBackend",
             description="Data parallel: every rank holds the whole model, gradients are averaged",
             use_when="you want to see how small a backend can be",
-            capabilities=Capabilities(precisions=("32-true", "bf16-mixed")),
+            capabilities=Capabilities(precisions=_PRECISIONS),
             options="nnx_tiny.options:TinyOptions",
         ),
         StrategySpec(
@@ -24,6 +26,6 @@ def nnx_strategies() -> list[StrategySpec]:
             "nnx_tiny.strategy:TinyStrategy",
             description="The same as tiny, written as a strategy of lightning.pytorch",
             use_when="you want to see what nnx-core does for a backend",
-            capabilities=Capabilities(precisions=("32-true", "bf16-mixed"), fabric=False),
+            capabilities=Capabilities(precisions=_PRECISIONS, fabric=False),
         ),
     ]

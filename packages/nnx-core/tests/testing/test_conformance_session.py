@@ -189,6 +189,15 @@ def test_a_rank_that_raises_is_named_with_its_error_on_one_line(verdict: Callabl
     assert "printed before the end" in result.log
 
 
+def test_a_job_that_fails_in_one_plain_process_is_not_blamed_on_the_strategy(
+    verdict: Callable[..., Result],
+) -> None:
+    result = verdict(lambda bench: bench.alone(jobs.fail_on_rank, 0))
+    assert result.verdict == "failed"
+    assert result.detail == "the reference fails, one plain process: RuntimeError: planted in a job"
+    assert "in fail_on_rank" in result.log
+
+
 def test_a_check_that_hangs_is_ended_and_the_next_one_runs(
     pool: WorkerPool, verdict: Callable[..., Result]
 ) -> None:

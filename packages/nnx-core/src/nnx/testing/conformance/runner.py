@@ -105,6 +105,9 @@ class Session:
             check.run(bench)
         except (CheckFailed, NotApplicable):
             raise
+        except JobError as error:
+            reason = exception_in(next(iter(error.failures.values())))
+            raise CheckFailed(f"the reference fails, one plain process: {reason}") from error
         except Exception as error:
             raise CheckFailed(f"{type(error).__name__}: {error}") from error
 

@@ -1,0 +1,122 @@
+"""Every planted fault against the whole fast profile of the conformance suite, as a table in Markdown.
+
+    python tests/fault_table.py [--only FAULT] [--group GROUP] [--wide]
+
+`test_planted_faults.py` tries a few checks for each fault; this tries all, which takes about a minute each.
+A check that the unbroken strategy fails too does not count. Wide faults are tried on their own check only,
+unless `--wide` asks for all. The exit code is 1 where a fault was not caught, or a narrow one failed a check
+that it does not name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from faults import Fault, all_faults
+from nnx.testing.conformance import Session, Subject, all_checks, select_checks
+from nnx.testing.conformance.bench import Reference
+from nnx.testing.pool import WorkerPool
+
+CHECKS = {check.name: check for check in all_checks()}
+FAST = [check.name for check in select_checks()]
+
+
+class Laboratory:
+    """The workers, and what the unbroken strategies fail."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self.pool = pool
+        self.reference = Reference(pool)
+        self.healthy: dict[Subject, set[str]] = {}
+
+    def failures(self, subject: Subject, names: Iterable[str]) -> set[str]:
+        """Names of the checks that fail on a strategy."""
+        session = Session(subject, pool=self.pool, reference=self.reference)
+        failed = set()
+        for name in names:
+            with tempfile.TemporaryDirectory(prefix="nnx-fault-") as directory:
+                if session.try_check(CHECKS[name], Path(directory)).verdict == "failed":
+                    failed.add(name)
+        return failed
+
+    def failures_without_the_fault(self, fault: Fault, names: Iterable[str]) -> set[str]:
+        """Those of the checks that fail on the strategy that was broken as well."""
+        base = replace(fault.subject(), strategy=unbroken(fault))
+        if base not in self.healthy:
+            self.healthy[base] = self.failures(base, FAST)
+        return self.healthy[base] & set(names)
+
+
+def unbroken(fault: Fault) -> str:
+    """The class that the fault was planted in: the first one up its line that is not a fault."""
+    module, _, name = fault.target.partition(":")
+    line = getattr(importlib.import_module(module), name).__mro__
+    base = next(cls for cls in line if not cls.__module__.startswith("faults"))
+    return f"{base.__module__}:{base.__qualname__}"
+
+
+def examine(laboratory: Laboratory, fault: Fault, *, wide: bool) -> tuple[str, bool]:
+    """One row of the table, and whether all is as the fault says."""
+    started = time.monotonic()
+    everything = fault.is_narrow or wide
+    names = dict.fromkeys([fault.caught_by, *(FAST if everything else ())])
+    failed = laboratory.failures(fault.subject(), names)
+    caught, others = fault.caught_by in failed, failed - {fault.caught_by}
+    if others:
+        others -= laboratory.failures_without_the_fault(fault, others)
+    surprises = others - set(fault.also) if fault.is_narrow else set()
+    cells = [
+        fault.name,
+        unbroken(fault).rpartition(":")[2],
+        f"{fault.caught_by}{'' if caught else ' **NOT CAUGHT**'}",
+        "(wide)" if not fault.is_narrow else ", ".join(sorted(others - surprises)) or "nothing",
+        ", ".join(f"**{name}**" for name in sorted(surprises)),
+        f"{time.monotonic() - started:.0f}",
+    ]
+    return f"| {' | '.join(cells)} |", caught and not surprises
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", action="append", default=[], help="part of a fault's name; may be repeated")
+    parser.add_argument(
+        "--group", action="append", default=[], help="faults that this group of checks catches"
+    )
+    parser.add_argument("--wide", action="store_true", help="try wide faults on every check too")
+    arguments = parser.parse_args()
+    chosen = [
+        fault
+        for fault in all_faults()
+        if (not arguments.only or any(part in fault.name for part in arguments.only))
+        and (not arguments.group or CHECKS[fault.caught_by].group in arguments.group)
+    ]
+    if not chosen:
+        parser.error("there is no such fault")
+    print(
+        "| fault | planted in | caught by | what it names failed too | what it does not name | s |",
+        flush=True,
+    )
+    print("|---|---|---|---|---|---|", flush=True)
+    wrong = 0
+    with WorkerPool(size=3) as pool:
+        laboratory = Laboratory(pool)
+        for fault in chosen:
+            row, is_right = examine(laboratory, fault, wide=arguments.wide)
+            wrong += not is_right
+            print(row, flush=True)
+        for base, failed in laboratory.healthy.items():
+            print(f"\n{base.strategy} by itself fails: {', '.join(sorted(failed)) or 'nothing'}")
+    print(f"\n{len(chosen) - wrong} of {len(chosen)} faults are caught as they say.")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
