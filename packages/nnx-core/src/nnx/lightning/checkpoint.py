@@ -41,7 +41,7 @@ from nnx.lightning.checkpoint_io import (
 )
 from nnx.lightning.routing import unwrap_optimizer
 from nnx.restore import fill_model
-from nnx.state import ModelState, parameter_names
+from nnx.state import ModelState
 
 __all__ = [
     "as_state_dict",
@@ -219,16 +219,18 @@ def restore_optimizers(
             )
         for wrapped, state in zip(optimizers, saved, strict=True):
             optimizer = unwrap_optimizer(wrapped)
-            backend.load_optimizer_state(module, optimizer, _by_name(module, optimizer, state))
+            backend.load_optimizer_state(module, optimizer, _by_name(backend, module, optimizer, state))
     backend.finish_load(module, [unwrap_optimizer(optimizer) for optimizer in optimizers])
 
 
-def _by_name(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> Any:
+def _by_name(
+    backend: Backend[Any], module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
+) -> Any:
     """A state in torch's own, numbered form gets the names of the parameters at the same positions."""
     if not numbers_parameters(state):
         return state
-    names = parameter_names(module)
-    order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    groups = backend.optimizer_state(module, optimizer)["param_groups"]  # it may hold other tensors than these
+    order = [name for group in groups for name in group["params"]]
     saved = sum(len(group["params"]) for group in state["param_groups"])
     if saved != len(order):
         raise CheckpointError(
