@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 STEPS = 4
 
@@ -18,8 +22,6 @@ def train(strategy: str, directory: Path, resume: Path | None = None) -> dict[st
     from gpt.model import GPTConfig
     from gpt.module import LitGPT
     from lightning.pytorch import Callback, Trainer, seed_everything
-
-    import nnx
 
     class Descent(LitGPT):
         def configure_optimizers(self):
@@ -36,35 +38,30 @@ def train(strategy: str, directory: Path, resume: Path | None = None) -> dict[st
 
     seed_everything(1, verbose=False)
     record = Record()
-    config = GPTConfig(context=32, layers=2, heads=2, width=32)
-    nnx.StrategyRegistry.register("tiny", "nnx_tiny.backend:TinyBackend", override=True)
-    try:
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=int(os.environ["WORLD_SIZE"]),
-            strategy=strategy,
-            max_epochs=1,
-            accumulate_grad_batches=2,
-            gradient_clip_val=0.01,
-            gradient_clip_algorithm="value",
-            callbacks=record,
-            limit_val_batches=2,
-            num_sanity_val_steps=0,
-            use_distributed_sampler=False,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        data = StandardLibrary(steps=2 * STEPS, global_batch=12, context=32, limit=50_000)
-        module = Descent(config, steps=STEPS)
-        if resume is None:
-            trainer.fit(module, datamodule=data)
-            trainer.save_checkpoint(directory / "last.ckpt")
-        else:
-            trainer.validate(module, datamodule=data, ckpt_path=resume, verbose=False)
-    finally:
-        nnx.StrategyRegistry.remove("tiny")
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=strategy,
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.01,
+        gradient_clip_algorithm="value",
+        callbacks=record,
+        limit_val_batches=2,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = StandardLibrary(steps=2 * STEPS, global_batch=12, context=32, limit=50_000)
+    module = Descent(GPTConfig(context=32, layers=2, heads=2, width=32), steps=STEPS)
+    if resume is None:
+        trainer.fit(module, datamodule=data)
+        trainer.save_checkpoint(directory / "last.ckpt")
+    else:
+        trainer.validate(module, datamodule=data, ckpt_path=resume, verbose=False)
     return {"train": record.losses, "val": [float(trainer.callback_metrics["val_loss"])]}
 
 
@@ -72,11 +69,91 @@ def refused_option() -> str:
     """The message for an option out of range."""
     import nnx
 
-    nnx.StrategyRegistry.register("tiny", "nnx_tiny.backend:TinyBackend", override=True)
     try:
         nnx.strategy("tiny", bucket_megabytes=0)
     except nnx.OptionError as error:
         return str(error)
-    finally:
-        nnx.StrategyRegistry.remove("tiny")
     return "no error"
+
+
+def show_in_a_fresh_process(name: str) -> tuple[str, bool]:
+    """What ``nnx show --json`` prints, and whether it imports torch."""
+    script = (
+        "import sys; from nnx.cli import main\n"
+        f"sys.argv = ['nnx', 'show', {name!r}, '--json']\n"
+        "try: main()\n"
+        "finally: sys.stderr.write(str('torch' in sys.modules))\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    return finished.stdout, finished.stderr == "True"
+
+
+def average(bucket_megabytes: float) -> dict[str, Any]:
+    """Gradients after averaging, of parameters that not every rank uses."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from nnx_tiny.averaging import average_gradients
+
+    rank = dist.get_rank()
+    module = nn.ParameterDict(
+        {name: nn.Parameter(torch.zeros(1)) for name in ("only on rank 1", "nowhere", "frozen")}
+    )
+    module["shared"] = nn.Parameter(torch.zeros(3))
+    module["lower precision"] = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    module["frozen"].requires_grad_(False)
+    module["shared"].grad = torch.tensor([1.0, 2.0, 3.0]) * rank
+    module["lower precision"].grad = torch.full((1,), rank, dtype=torch.bfloat16)
+    if rank == 1:
+        module["only on rank 1"].grad = torch.full((1,), 6.0)
+    average_gradients(module, bucket_megabytes=bucket_megabytes)
+    return {name: parameter.grad for name, parameter in module.items()}
+
+
+def sampler_shares() -> dict[tuple[int, int], dict[str, int]]:
+    """Which share each process of three nodes with two processes reads."""
+    import torch
+
+    from nnx_tiny.strategy import TinyStrategy
+
+    shares = {}
+    for node in range(3):
+        for local in (0, 1):
+            environment = SimpleNamespace(
+                node_rank=lambda node=node: node,
+                local_rank=lambda local=local: local,
+                set_world_size=lambda size: None,
+            )
+            environment.set_global_rank = lambda rank, where=environment: setattr(where, "rank", rank)
+            environment.global_rank = lambda where=environment: where.rank
+            strategy = TinyStrategy(
+                parallel_devices=[torch.device("cpu")] * 2, cluster_environment=environment
+            )
+            strategy.num_nodes = 3
+            strategy.set_world_ranks()
+            shares[node, local] = strategy.distributed_sampler_kwargs
+    return shares
+
+
+def reductions() -> dict[str, Any]:
+    """Every kind of reduction of this rank's number."""
+    import torch
+    import torch.distributed as dist
+
+    from nnx_tiny.strategy import TinyStrategy
+
+    strategy = TinyStrategy(parallel_devices=[torch.device("cpu")])
+    rank = dist.get_rank()
+    given = torch.tensor(float(rank))
+    kinds = ["mean", "avg", "sum", "max", dist.ReduceOp.SUM, None]
+    seen: dict[str, Any] = {
+        "ReduceOp.SUM" if isinstance(kind, dist.ReduceOp.RedOpType) else str(kind): strategy.reduce(
+            given, reduce_op=kind
+        ).item()
+        for kind in kinds
+    }
+    seen["mean of integers"] = strategy.reduce(torch.tensor(rank)).item()
+    seen["not a tensor"] = strategy.reduce(rank)
+    seen["argument"] = given.item()
+    return seen
