@@ -122,6 +122,7 @@ def test_show_prints_everything_that_is_declared(acme, nnx_command):
         "provided by: acme 3.1",
         "target: acme_backend:Backend",
         "docs: https://acme.example/full",
+        "check it: nnx conformance acme_full",
         "offload yes states can live in host memory while the device computes",
         "pipeline no consecutive layers run on different ranks, in stages",
         "mode 'fast' | 'slow' 'fast' how it goes",
