@@ -1,33 +1,24 @@
-"""What the ranks do for the checks of `stages`: modules that watch themselves, and what Trainers do to them."""
+"""What the ranks do for the checks of `stages`: one module through several Trainers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
-from torch import Tensor, nn
-from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from nnx.collective import all_gather_object, is_distributed
-from nnx.testing.conformance.data import FEATURES, dataset, share_of
+from nnx.testing.conformance.data import loader, share_of
 from nnx.testing.conformance.models import Plain
+from nnx.testing.conformance.stages_models import Branching, Watched
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Outcome, Task
-from nnx.testing.conformance.training import make_trainer, mean_over_ranks, outcome_of
+from nnx.testing.conformance.training import make_trainer, outcome_of
 
 __all__ = [
-    "Branching",
-    "CutSampler",
-    "EmptyValidation",
-    "OtherBatchesInEvaluation",
-    "UnequalShares",
-    "VaryingBatches",
-    "Watched",
     "any_order",
     "decide_on_rank_zero",
     "evaluate_then_fit",
@@ -42,134 +33,7 @@ __all__ = [
     "stop_early",
 ]
 
-# --- modules ------------------------------------------------------------------------------------------
-
-
-class Watched(Plain):
-    """Remembers what evaluation gives.
-
-    Attributes:
-        evaluated: By stage, the mean over all ranks of every batch's loss.
-    """
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        self.evaluated: dict[str, list[float]] = {"validate": [], "test": [], "predict": []}
-
-    def validation_step(self, batch: list[Tensor], index: int) -> None:
-        """Note the loss."""
-        self.evaluated["validate"].append(mean_over_ranks(self.loss(batch).item()))
-
-    def test_step(self, batch: list[Tensor], index: int) -> None:
-        """Note the loss."""
-        self.evaluated["test"].append(mean_over_ranks(self.loss(batch).item()))
-
-    def predict_step(self, batch: list[Tensor], index: int) -> Tensor:
-        """Note the size of what comes out, and give it."""
-        outputs: Tensor = self(batch[0])
-        self.evaluated["predict"].append(mean_over_ranks(outputs.square().mean().item()))
-        return outputs
-
-
-class Branching(Watched):
-    """Computes something else in training than in evaluation, without chance.
-
-    Attributes:
-        modes: By stage, whether all modules, or any, were in training mode in every step.
-    """
-
-    def build(self) -> None:
-        """A dropout that drops everything makes the difference, and so does a branch."""
-        super().build()
-        self.dropout = nn.Dropout(1.0)
-        self.modes: dict[str, list[tuple[bool, bool]]] = {"train": [], "evaluate": []}
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Training halves the hidden layer; evaluation adds to it what training drops."""
-        flags = [part.training for part in self.modules()]
-        self.modes["train" if torch.is_grad_enabled() else "evaluate"].append((all(flags), any(flags)))
-        hidden = self.embed(x)
-        for block in self.blocks:
-            hidden = block(hidden)
-        if self.training:
-            hidden = hidden * 0.5
-        return self.head(hidden + self.dropout(torch.sin(hidden)))  # type: ignore[no-any-return]
-
-
-class CutSampler(Sampler[list[int]]):
-    """Cuts the samples into global batches of given sizes, each over the ranks as evenly as it goes.
-
-    Args:
-        sizes: Of the global batches.
-        num_replicas: Ranks that share the data.
-        rank: Which of them this is.
-    """
-
-    def __init__(self, sizes: Sequence[int], *, num_replicas: int, rank: int) -> None:
-        self.sizes, self.replicas, self.rank = tuple(sizes), num_replicas, rank
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start, end in pairwise([0, *accumulate(self.sizes)]):
-            yield torch.arange(start, end).tensor_split(self.replicas)[self.rank].tolist()
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-
-class _Cut(Watched):
-    """Reads its data in batches of chosen sizes."""
-
-    def cut(self, sizes: Sequence[int]) -> DataLoader[Any]:
-        data = dataset(self.task)
-        return DataLoader(data, batch_sampler=CutSampler(sizes, **share_of(self.trainer)))
-
-
-class VaryingBatches(_Cut):
-    """Every training step has another number of samples, some more than the first."""
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Sizes that all world sizes divide."""
-        return self.cut((12, 6, 18, 12, 24))
-
-
-class UnequalShares(_Cut):
-    """In the last batches the ranks have different numbers of samples; no sample counts more for it."""
-
-    sizes = (12, 7, 12, 5)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Sizes that not all world sizes divide."""
-        return self.cut(self.sizes)
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        """The mean over the ranks of this loss is the mean over all samples."""
-        replicas = share_of(self.trainer)["num_replicas"]
-        count = self.sizes[index] * FEATURES
-        loss = mse_loss(self(batch[0]), batch[1], reduction="sum") * (replicas / count)
-        self.record(loss)
-        return loss
-
-
-class OtherBatchesInEvaluation(_Cut):
-    """Evaluates in batches of other sizes than it is trained in."""
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Smaller ones and larger ones than in training."""
-        return self.cut((6, 18, 12, 24))
-
-    test_dataloader = predict_dataloader = val_dataloader
-
-
-class EmptyValidation(Watched):
-    """Has nothing to validate with."""
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """A loader of no samples."""
-        nothing = torch.empty(0, FEATURES, dtype=self.task.torch_dtype)
-        return DataLoader(TensorDataset(nothing, nothing), batch_size=4)
-
-
-# --- one module through several Trainers ----------------------------------------------------------------
+# --- in any order -------------------------------------------------------------------------------------
 
 
 def _outcome(trainer: Trainer, module: Watched) -> Outcome:
@@ -292,11 +156,12 @@ class _Looking(Plain):
 
     def build(self) -> None:
         super().build()
+        self.count: Tensor
         self.register_buffer("count", torch.zeros(()))
         self.with_gradients: set[str] = set()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.count += 1  # type: ignore[operator]
+        self.count += 1
         outputs = super().forward(x)
         if not self.training and (outputs.requires_grad or torch.is_grad_enabled()):
             self.with_gradients.add(str(self.trainer.state.fn))
@@ -308,7 +173,7 @@ def look_at_evaluation(subject: Subject, task: Task) -> dict[str, Any]:
     module = _Looking(task)
     make_trainer(subject, task, limit_val_batches=1).validate(module, verbose=False)
     make_trainer(subject, task, limit_test_batches=1).test(module, verbose=False)
-    predicted = make_trainer(subject, task, limit_predict_batches=1).predict(module)
+    predicted: Any = make_trainer(subject, task, limit_predict_batches=1).predict(module)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     report = {
         "with gradients": sorted(module.with_gradients),
@@ -321,12 +186,19 @@ def look_at_evaluation(subject: Subject, task: Task) -> dict[str, Any]:
     return {**report, "losses": module.losses}
 
 
+class _Sharing(Plain):
+    """Notes which share of the data it predicts for; after the run a strategy need not know."""
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        self.share = share_of(self.trainer)["rank"]
+        return loader(self.task, self.trainer)
+
+
 def predict(subject: Subject, task: Task) -> tuple[int, list[Tensor]]:
     """This rank's share of the data, and what `Trainer.predict` returns for it."""
-    module = Plain(task)
-    trainer = make_trainer(subject, task)
-    outputs = trainer.predict(module)
-    return share_of(trainer)["rank"], [] if outputs is None else list(outputs)
+    module = _Sharing(task)
+    outputs: Any = make_trainer(subject, task).predict(module)
+    return module.share, list(outputs or ())
 
 
 # --- where a run ends -----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nnx.testing.conformance import stages_jobs as jobs
+from nnx.testing.conformance import stages_models as models
 from nnx.testing.conformance.bench import Bench
 from nnx.testing.conformance.check import check, expect
 from nnx.testing.conformance.comparing import (
@@ -82,8 +83,8 @@ def any_order(bench: Bench) -> None:
 
 # --- evaluation within fit ------------------------------------------------------------------------------
 
-_VALIDATED = Task(model=jobs.Watched, batches=3)
-_BRANCHING = Task(model=jobs.Branching, batches=3)
+_VALIDATED = Task(model=models.Watched, batches=3)
+_BRANCHING = Task(model=models.Branching, batches=3)
 
 
 @check()
@@ -107,7 +108,7 @@ def validation_leaves_training_alone(bench: Bench) -> None:
 @check("gradient_accumulation")
 def validation_while_gradients_accumulate(bench: Bench) -> None:
     """Validation between two batches of one step loses nothing of the gradients accumulated so far."""
-    task = Task(model=jobs.Watched, batches=4, steps=2, accumulate=2)
+    task = Task(model=models.Watched, batches=4, steps=2, accumulate=2)
     without = bench.train_alone(Task(batches=4, steps=2, accumulate=2))
     for world_size in bench.world_sizes:
         ranks = bench.run(jobs.fit_and_validate, task, world_size=world_size)
@@ -191,7 +192,7 @@ def predictions_of_each_rank(bench: Bench) -> None:
 @check()
 def smaller_last_batch(bench: Bench) -> None:
     """An epoch's last batch may be smaller; training and evaluation use it as it is."""
-    task = Task(model=jobs.Watched, batches=2, last_batch=6, steps=4)
+    task = Task(model=models.Watched, batches=2, last_batch=6, steps=4)
     _compare(bench, jobs.fit_and_validate, task)
 
 
@@ -207,7 +208,7 @@ def last_batch_of_one_sample(bench: Bench) -> None:
 @check()
 def unequal_shares(bench: Bench) -> None:
     """Ranks may have different numbers of samples in a batch."""
-    task = Task(model=jobs.UnequalShares, batches=3, steps=8)
+    task = Task(model=models.UnequalShares, batches=3, steps=8)
     alone = bench.train_alone(task)
     for world_size in bench.world_sizes:
         ranks = bench.train(task, world_size=world_size)
@@ -217,7 +218,7 @@ def unequal_shares(bench: Bench) -> None:
 @check()
 def batch_size_changes(bench: Bench) -> None:
     """Every step may have another batch size, also a larger one than the first."""
-    task = Task(model=jobs.VaryingBatches, batches=6, steps=5)
+    task = Task(model=models.VaryingBatches, batches=6, steps=5)
     alone = bench.train_alone(task)
     for world_size in bench.world_sizes:
         ranks = bench.train(task, world_size=world_size)
@@ -227,7 +228,7 @@ def batch_size_changes(bench: Bench) -> None:
 @check()
 def other_batch_size_in_evaluation(bench: Bench) -> None:
     """Evaluation may have other batch sizes than training."""
-    task = Task(model=jobs.OtherBatchesInEvaluation, batches=5, steps=2)
+    task = Task(model=models.OtherBatchesInEvaluation, batches=5, steps=2)
     _compare(bench, jobs.fit_then_evaluate, task, "other")
 
 
@@ -235,7 +236,7 @@ def other_batch_size_in_evaluation(bench: Bench) -> None:
 def empty_validation(bench: Bench) -> None:
     """A validation loader without samples is passed over."""
     settings = {"limit_val_batches": 1.0, "num_sanity_val_steps": 1, "max_steps": -1, "max_epochs": 2}
-    _compare(bench, jobs.fit_until, Task(model=jobs.EmptyValidation, batches=2), settings)
+    _compare(bench, jobs.fit_until, Task(model=models.EmptyValidation, batches=2), settings)
 
 
 # --- the end of a run -----------------------------------------------------------------------------------
@@ -274,5 +275,5 @@ def early_stopping(bench: Bench) -> None:
         seen = bench.run(jobs.stop_early, task, world_size=world_size)
         expect(
             seen == [expected] * world_size,
-            f"training ended after {seen} batches on the {world_size} ranks; in one process after {expected}.",
+            f"training ended after {seen} batches on the {world_size} ranks; alone after {expected}.",
         )
