@@ -387,3 +387,4 @@ def _clean_up(environment: dict[str, str], directory: Path) -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     gc.collect()
+    gc.freeze()  # what survives is modules; to search them again after each job takes longer than most jobs
