@@ -7,13 +7,13 @@ from pathlib import Path
 
 from nnx.testing.conformance.bench import Bench
 from nnx.testing.conformance.check import check, expect
-from nnx.testing.conformance.checks.checkpoints.runs import SAVED_AFTER, TASK, Record, run
+from nnx.testing.conformance.checks.checkpoints.runs import SAVED_AFTER, TASK, TOLERANCE, Record, run
 from nnx.testing.conformance.checks.checkpoints.snapshots import (
     expect_same_groups,
     expect_same_optimizers,
     expect_same_weights,
 )
-from nnx.testing.conformance.comparing import TOLERANCE, expect_equal_losses, expect_equal_weights
+from nnx.testing.conformance.comparing import expect_equal_losses, expect_equal_weights
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Task
 
@@ -62,10 +62,9 @@ def _expect_resumed(bench: Bench, ranks: list[Record], saved: Record, what: str)
         expect_same_groups(resumed.started, saved.saved, where=where)
         counters = resumed.started.counters
         expect(counters == saved.saved.counters, f"{where}: {counters}, saved was {saved.saved.counters}.")
-        tolerance = TOLERANCE["float64"]
         losses = alone.losses[SAVED_AFTER:]
-        expect_equal_losses(resumed.losses, losses, tolerance=tolerance, where=where)
-        expect_equal_weights(resumed.weights, alone.weights, tolerance=tolerance, where=where)
+        expect_equal_losses(resumed.losses, losses, tolerance=TOLERANCE, where=where)
+        expect_equal_weights(resumed.weights, alone.weights, tolerance=TOLERANCE, where=where)
 
 
 def _path(bench: Bench, saved_by: int) -> str:

@@ -14,8 +14,16 @@ from torch import Tensor
 
 from nnx.testing.conformance.bench import Bench
 from nnx.testing.conformance.check import check, expect
-from nnx.testing.conformance.checks.checkpoints.runs import TASK, Record, Resumable, SaveAt, run, trainer_for
-from nnx.testing.conformance.comparing import TOLERANCE, expect_equal_weights
+from nnx.testing.conformance.checks.checkpoints.runs import (
+    TASK,
+    TOLERANCE,
+    Record,
+    Resumable,
+    SaveAt,
+    run,
+    trainer_for,
+)
+from nnx.testing.conformance.comparing import expect_equal_weights
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Outcome, Task
 from nnx.testing.conformance.training import outcome_of
@@ -49,8 +57,7 @@ def best_and_last_load(bench: Bench) -> None:
     """`ckpt_path="best"` evaluates the best weights, `ckpt_path="last"` resumes the latest."""
     second: Record = bench.alone(_train, replace(_TASK, steps=2))
     for rank, (best, step) in enumerate(bench.run(_use, _TASK, str(bench.directory))):
-        tolerance = TOLERANCE["float64"]
-        expect_equal_weights(best.weights, second.weights, tolerance=tolerance, where=f"best, rank {rank}")
+        expect_equal_weights(best.weights, second.weights, tolerance=TOLERANCE, where=f"best, rank {rank}")
         expect(step == len(SCORES), f"rank {rank}: 'last' was resumed in step {step}, not {len(SCORES)}.")
 
 
@@ -105,8 +112,8 @@ def _trainer(subject: Subject, task: Task, folder: str, **settings: Any) -> Trai
 def _keep(subject: Subject, task: Task, folder: str) -> _Report:
     trainer = _trainer(subject, task, folder)
     removed: list[str] = []
-    io = trainer.strategy.checkpoint_io
-    io.remove_checkpoint = _noting(io.remove_checkpoint, removed)  # type: ignore[method-assign]
+    io: Any = trainer.strategy.checkpoint_io
+    io.remove_checkpoint = _noting(io.remove_checkpoint, removed)
     trainer.fit(task.module())
     trainer.strategy.barrier()
     best: Any = trainer.checkpoint_callback

@@ -98,6 +98,7 @@ class Dropping(Plain):
         super().build()
         self.dropout = nn.Dropout(0.3)
         self.drawn: list[list[float]] = []
+        self.share = 0
 
     def forward(self, x: Tensor) -> Tensor:
         """As before, with dropout in the end."""
@@ -108,6 +109,7 @@ class Dropping(Plain):
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         """One batch."""
+        self.share = share_of(self.trainer)["rank"]
         loss = super().training_step(batch, index)
         self.drawn.append([random.random(), float(np.random.rand()), float(torch.rand(()))])
         return loss
@@ -134,7 +136,7 @@ class Shuffled(Plain):
         return DataLoader(data, batch_size=size, shuffle=True)
 
 
-TASK = Task(model=Dropping, optimizer="adamw", dtype="float64", steps=_STEPS)
+TASK = Task(model=Dropping, optimizer="adamw", steps=_STEPS)
 
 
 class SeedRanks(Callback):
@@ -173,7 +175,7 @@ def _fit(subject: Subject, task: Task, *callbacks: Callback, ckpt_path: str | No
     trainer = trainer_for(subject, task, callbacks=list(callbacks))
     trainer.fit(module, ckpt_path=ckpt_path)
     outcome = outcome_of(trainer, module)
-    return _Seen(share_of(trainer)["rank"], module.drawn, outcome.losses, outcome.weights)
+    return _Seen(module.share, module.drawn, outcome.losses, outcome.weights)
 
 
 def _interrupted(subject: Subject, task: Task, path: str) -> tuple[_Seen, _Seen]:
