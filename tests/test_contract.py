@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jobs.contract_jobs import sampled, train_with_engines
+from jobs.contract_jobs import sampled, save_afterwards, train_with_engines
 from jobs.training import Run
 from nnx.testing.pool import WorkerPool
 
@@ -40,6 +40,18 @@ def test_checkpoints_travel_between_engines(pool: WorkerPool, tmp_path: Path, so
         run = replace(first, strategy=target, devices=devices, save=None, resume=str(path))
         for outcome in pool.run(train_with_engines, run, world_size=devices):
             assert outcome.losses == pytest.approx(saved.losses[step:], abs=1e-5), target
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_saved_after_the_run_is_resumed_like_what_is_saved_within(
+    pool: WorkerPool, tmp_path: Path, engine: str
+) -> None:
+    path, steps = str(tmp_path / "last.ckpt"), 5
+    run = Run(strategy=engine, steps=steps)
+    whole = pool.run(train_with_engines, run, world_size=2)[0]
+    pool.run(save_afterwards, replace(run, steps=3), path, world_size=2)
+    for outcome in pool.run(train_with_engines, replace(run, resume=path), world_size=2):
+        assert outcome.losses == pytest.approx(whole.losses[3:], abs=1e-5)
 
 
 def test_a_tracing_engine_is_given_the_first_batch_and_gives_whole_parameters_back(pool: WorkerPool) -> None:

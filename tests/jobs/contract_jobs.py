@@ -14,6 +14,14 @@ def train_with_engines(run: Run) -> Outcome:
     return train(run)
 
 
+def save_afterwards(run: Run, path: str) -> None:
+    """Train under one of the engines, and save when the run has ended."""
+    engines.register()
+    trainer = make_trainer(run)
+    trainer.fit(Net(run))
+    trainer.save_checkpoint(path)
+
+
 def sampled(run: Run) -> tuple[list[Any], bool]:
     """Shapes of the example inputs that an engine was given, and whether parameters came back whole."""
     engines.register()

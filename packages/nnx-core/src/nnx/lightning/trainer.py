@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from nnx.backend import Backend
 from nnx.checkpoint.background import poll
 from nnx.checkpoint.pending import settle_quietly, take_error
 from nnx.collective import all_arrive
+from nnx.errors import CheckpointError
 from nnx.lightning.averaging import Averages
 from nnx.lightning.checkpoint import (
     load_lightning_checkpoint,
@@ -38,7 +39,7 @@ from nnx.lightning.routing import (
     unwrap_optimizer,
 )
 from nnx.lightning.sample import trainer_example_inputs
-from nnx.state import repoint_optimizer
+from nnx.state import OptimizerState, repoint_optimizer
 
 __all__ = ["TrainerAdapter"]
 
@@ -63,6 +64,7 @@ class TrainerAdapter(ParallelProcesses):
     def __init__(self, backend: Backend[Any], **kwargs: Any) -> None:
         self._replaced_layers: dict[str, nn.Module] = {}
         self._has_failed = False
+        self._final_states: dict[Optimizer, OptimizerState] = {}
         self._averages = Averages(backend)
         super().__init__(backend, **kwargs)
         self._exact_resume = ExactResume(
@@ -104,6 +106,7 @@ class TrainerAdapter(ParallelProcesses):
 
     def setup(self, trainer: Any) -> None:
         """Lay the model out and build the optimizers. Collective."""
+        self._final_states.clear()
         self.accelerator.setup(trainer)
         if isinstance(self.checkpoint_io, CheckpointIO):
             self.checkpoint_io.start_run()
@@ -141,6 +144,7 @@ class TrainerAdapter(ParallelProcesses):
         if module is not None:
             self._exact_resume.close(module.trainer)
         if module is not None and self._backend_is_set_up and self._can_gather():
+            self._keep_final_states(module)
             self._averages.give_back(gather=True)
             replaced = self.backend.unparallelize(module)
             for optimizer in self.optimizers:
@@ -157,6 +161,12 @@ class TrainerAdapter(ParallelProcesses):
         self.checkpoint_io.teardown()
         if save_error is not None:
             raise save_error
+
+    def _keep_final_states(self, module: nn.Module) -> None:
+        """Describe optimizer state while the engine knows where it lies: it may be saved after the run."""
+        for optimizer in map(unwrap_optimizer, self.optimizers):
+            with suppress(CheckpointError):  # whoever saves it will be told
+                self._final_states[optimizer] = self.backend.optimizer_state(module, optimizer)
 
     def _end_saving(self) -> BaseException | None:
         """Let the save in flight get onto the disk, also when training failed."""
@@ -270,7 +280,10 @@ class TrainerAdapter(ParallelProcesses):
 
     def optimizer_state(self, optimizer: Optimizer) -> Any:
         """This rank's optimizer state by parameter name; handles, not copies."""
-        return self.backend.optimizer_state(self.lightning_module, unwrap_optimizer(optimizer))
+        optimizer = unwrap_optimizer(optimizer)
+        if optimizer in self._final_states:
+            return self._final_states[optimizer]
+        return self.backend.optimizer_state(self.lightning_module, optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, all ranks together."""
