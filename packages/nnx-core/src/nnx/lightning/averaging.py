@@ -328,7 +328,7 @@ class _Average:
 def _tensors(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Every parameter and buffer: its full name, the dict that holds it, and its name there; sorted."""
     found = [
-        (f"{prefix}.{name}", held, name)
+        (f"{prefix}.{name}".lstrip("."), held, name)
         for prefix, submodule in module.named_modules(remove_duplicate=False)
         for held in (submodule._parameters, submodule._buffers)
         for name, value in held.items()
