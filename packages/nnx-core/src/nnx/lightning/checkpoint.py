@@ -229,7 +229,7 @@ def _by_name(
     """A state in torch's own, numbered form gets the names of the parameters at the same positions."""
     if not numbers_parameters(state):
         return state
-    groups = backend.optimizer_state(module, optimizer)["param_groups"]  # it may hold other tensors than these
+    groups = backend.optimizer_state(module, optimizer)["param_groups"]  # it may hold its own tensors
     order = [name for group in groups for name in group["params"]]
     saved = sum(len(group["params"]) for group in state["param_groups"])
     if saved != len(order):
