@@ -29,6 +29,7 @@ from nnx.lightning.checkpoint import (
 )
 from nnx.lightning.checkpoint_io import CheckpointIO
 from nnx.lightning.compat import is_wrapping_checkpoint_io, make_optimizers
+from nnx.lightning.even_prediction import EvenPrediction
 from nnx.lightning.exact_resume import ExactResume
 from nnx.lightning.layer_sync import put_back, synchronize_layers
 from nnx.lightning.processes import ParallelProcesses
@@ -64,6 +65,7 @@ class TrainerAdapter(ParallelProcesses):
     def __init__(self, backend: Backend[Any], **kwargs: Any) -> None:
         self._replaced_layers: dict[str, nn.Module] = {}
         self._has_failed = False
+        self._even_prediction = EvenPrediction()
         self._final_states: dict[Optimizer, OptimizerState] = {}
         self._averages = Averages(backend)
         super().__init__(backend, **kwargs)
@@ -221,9 +223,11 @@ class TrainerAdapter(ParallelProcesses):
             return self._step("test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``predict_step`` through the engine, without gradients."""
+        """Run ``predict_step`` through the engine, without gradients, as often as the other ranks do."""
         with self.precision_plugin.predict_step_context(), self._evaluation_context():
-            return self._step("predict_step", args, kwargs)
+            predicted = self._step("predict_step", args, kwargs)
+            self._even_prediction.after_step(lambda: self._step("predict_step", args, kwargs), *args)
+            return predicted
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step, after taking notice of a background save that has ended meanwhile."""
@@ -245,7 +249,15 @@ class TrainerAdapter(ParallelProcesses):
         self.backend.sync_buffers(self.lightning_module)
 
     on_test_start = on_validation_start
-    on_predict_start = on_validation_start
+
+    def on_predict_start(self) -> None:
+        """As `on_validation_start`; also agree with the other ranks on the number of steps."""
+        self.on_validation_start()
+        batches = self.lightning_module.trainer.num_predict_batches
+        self._even_prediction.start(batches, most=self._most)
+
+    def _most(self, own: int) -> int:
+        return int(self._reduce(torch.tensor(own), None, "max"))
 
     # --- collectives --------------------------------------------------------------------------
 
