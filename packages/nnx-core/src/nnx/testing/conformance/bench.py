@@ -19,15 +19,19 @@ __all__ = ["Bench", "Reference", "exception_in", "summary_of"]
 
 
 class Reference:
-    """Results of one plain process, computed once for all strategies that share the workers.
+    """Results that are computed once: of one plain process, for all strategies, and what checks share.
 
     Args:
         pool: The workers.
+
+    Attributes:
+        shared: Results of `Bench.run_once`, or how it failed, by what was run.
     """
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
         self._results: dict[Any, Any] = {}
+        self.shared: dict[Any, list[Any] | CheckFailed] = {}
 
     def run(self, job: Callable[..., Any], *args: Any) -> Any:
         """Call ``job(REFERENCE, *args)`` on one worker, unless that was done before."""
@@ -100,6 +104,31 @@ class Bench:
             )
         except JobError as error:
             raise CheckFailed(summary_of(chosen, error)) from error
+
+    def run_once(self, job: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
+        """Like `run`, for what several checks look at: only the first of them runs it.
+
+        Args:
+            job: See `run`.
+            *args: See `run`; they need faithful reprs.
+            world_size: Ranks.
+
+        Returns:
+            The results in rank order, which the check must not change.
+
+        Raises:
+            CheckFailed: As in `run`, for every check that asks.
+        """
+        shared, key = self._reference.shared, (self.subject, job, repr(args), world_size)
+        if key not in shared:
+            try:
+                shared[key] = self.run(job, *args, world_size=world_size)
+            except CheckFailed as failure:
+                shared[key] = failure
+        found = shared[key]
+        if isinstance(found, CheckFailed):
+            raise found
+        return found
 
     def alone(self, job: Callable[..., Any], *args: Any) -> Any:
         """The result of ``job(REFERENCE, *args)`` on one plain process; computed once."""

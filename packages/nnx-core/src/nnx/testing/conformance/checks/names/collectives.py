@@ -1,0 +1,193 @@
+"""What user code says to the other ranks: through Trainer's strategy and through the module."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch.distributed import ReduceOp
+
+from nnx.testing.conformance.bench import Bench
+from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.checks.names.probing import in_training
+from nnx.testing.conformance.models import Plain
+from nnx.testing.conformance.subject import Subject
+from nnx.testing.conformance.training import world_size
+
+
+@check()
+def all_gather(bench: Bench) -> None:
+    """`self.all_gather` stacks every rank's tensors, in tuples and dicts as well, on every rank."""
+    for size in bench.world_sizes:
+        expected = [[rank, 10 * rank] for rank in range(size)]
+        for rank, gathered in enumerate(bench.run(_gather, world_size=size)):
+            for what, seen in gathered.items():
+                expect(
+                    seen == expected,
+                    f"rank {rank} of {size}: all_gather of {what} gives {seen}, expected {expected}.",
+                )
+
+
+@check()
+def all_gather_with_gradients(bench: Bench) -> None:
+    """`self.all_gather(sync_grads=True)` sends each rank the gradient of its part, summed over the ranks."""
+    for rank, gradient in enumerate(bench.run(_gather_with_gradients)):
+        expected = [2.0 * (rank + 1)] * 2
+        expect(gradient == expected, f"rank {rank}: the gradient is {gradient}, expected {expected}.")
+
+
+@check()
+def broadcast(bench: Bench) -> None:
+    """`trainer.strategy.broadcast` gives every rank the objects and tensors of the rank that is named."""
+    for size in bench.world_sizes:
+        for rank, received in enumerate(bench.run(_broadcast, world_size=size)):
+            for source, seen in enumerate(received):
+                expected = (f"from {source}", [float(source)] * 2)
+                expect(
+                    seen == expected,
+                    f"rank {rank} of {size}: broadcast from rank {source} gives {seen}, expected {expected}.",
+                )
+
+
+@check()
+def reductions(bench: Bench) -> None:
+    """`trainer.strategy.reduce` gives the mean, sum, product, maximum or minimum over all ranks, on each."""
+    for size in bench.world_sizes:
+        column = torch.tensor([[rank + 1.0, -rank] for rank in range(size)])
+        by_name = {
+            "sum": column.sum(dim=0),
+            "mean": column.mean(dim=0),
+            "avg": column.mean(dim=0),
+            "max": column.max(dim=0).values,
+            "min": column.min(dim=0).values,
+            "product": column.prod(dim=0),
+        }
+        for rank, reduced in enumerate(bench.run(_reduce, world_size=size)):
+            for operation, seen in reduced.items():
+                expected = by_name[operation.removeprefix("ReduceOp.").lower()].tolist()
+                expect(
+                    seen == expected,
+                    f"rank {rank} of {size}: reduce_op={operation} gives {seen}, expected {expected}.",
+                )
+
+
+@check()
+def boolean_decisions(bench: Bench) -> None:
+    """`trainer.strategy.reduce_boolean_decision` tells every rank whether all, or any, of them agree."""
+    expected = {
+        "all agree": (True, True),
+        "only rank 0 agrees": (False, True),
+        "only rank 1 agrees": (False, True),
+        "none agrees": (False, False),
+    }
+    for rank, decided in enumerate(bench.run(_decide)):
+        for votes, seen in decided.items():
+            expect(
+                seen == expected[votes],
+                f"rank {rank}: where {votes}, (all=True, all=False) give {seen}, expected {expected[votes]}.",
+            )
+
+
+@check()
+def barrier(bench: Bench) -> None:
+    """`trainer.strategy.barrier` holds every rank until the last one has come."""
+    for rank, missing in enumerate(bench.run(_wait, str(bench.directory))):
+        expect(not missing, f"rank {rank} passed the barrier before ranks {missing} had come to it.")
+
+
+# ---- what follows runs in the workers ----------------------------------------------------------------
+
+
+def _gather(subject: Subject) -> dict[str, Any]:
+    def look(trainer: Trainer, module: Plain) -> dict[str, Any]:
+        own = torch.tensor([module.global_rank, 10 * module.global_rank], device=module.device)
+        nested: Any = module.all_gather({"inside": (own, own.clone())})
+        return {
+            "a tensor": _listed(module.all_gather(own)),
+            "a tuple in a dict": _listed(nested["inside"][1]),
+            "a tensor, by trainer.strategy": _listed(trainer.strategy.all_gather(own)),
+        }
+
+    return in_training(subject, look)
+
+
+def _listed(gathered: Any) -> list[Any]:
+    values: list[Any] = gathered.tolist()
+    return values
+
+
+def _gather_with_gradients(subject: Subject) -> list[float]:
+    def look(trainer: Trainer, module: Plain) -> list[float]:
+        with torch.enable_grad():
+            own = torch.ones(2, device=module.device, requires_grad=True)
+            gathered: Any = module.all_gather(own, sync_grads=True)
+            weights = torch.arange(1.0, trainer.world_size + 1, device=module.device)
+            (gathered * weights[:, None]).sum().backward()
+        assert own.grad is not None
+        return _listed(own.grad)
+
+    return in_training(subject, look)
+
+
+def _broadcast(subject: Subject) -> list[tuple[str, list[float]]]:
+    def look(trainer: Trainer, module: Plain) -> list[tuple[str, list[float]]]:
+        received = []
+        for source in range(trainer.world_size):
+            text = trainer.strategy.broadcast(f"from {trainer.global_rank}", src=source)
+            own = torch.full((2,), float(trainer.global_rank), device=module.device)
+            received.append((text, _listed(trainer.strategy.broadcast(own, src=source))))
+        return received
+
+    return in_training(subject, look)
+
+
+def _reduce(subject: Subject) -> dict[str, list[float]]:
+    names = ("mean", "avg", "sum", "max", "min", "product")
+    objects = {"SUM": ReduceOp.SUM, "MAX": ReduceOp.MAX, "MIN": ReduceOp.MIN, "PRODUCT": ReduceOp.PRODUCT}
+    operations: dict[str, Any] = {name: name for name in names}
+    operations |= {f"ReduceOp.{name}": operation for name, operation in objects.items()}
+
+    def look(trainer: Trainer, module: Plain) -> dict[str, list[float]]:
+        reduced = {}
+        for name, operation in operations.items():
+            own = torch.tensor([trainer.global_rank + 1.0, -trainer.global_rank], device=module.device)
+            reduced[name] = _listed(trainer.strategy.reduce(own, reduce_op=operation))
+        return reduced
+
+    return in_training(subject, look)
+
+
+def _decide(subject: Subject) -> dict[str, tuple[bool, bool]]:
+    votes: dict[str, Callable[[int], bool]] = {
+        "all agree": lambda rank: True,
+        "only rank 0 agrees": lambda rank: rank == 0,
+        "only rank 1 agrees": lambda rank: rank == 1,
+        "none agrees": lambda rank: False,
+    }
+
+    def look(trainer: Trainer, module: Plain) -> dict[str, tuple[bool, bool]]:
+        decide = trainer.strategy.reduce_boolean_decision
+        return {
+            name: (decide(vote(trainer.global_rank), all=True), decide(vote(trainer.global_rank), all=False))
+            for name, vote in votes.items()
+        }
+
+    return in_training(subject, look)
+
+
+def _wait(subject: Subject, folder: str) -> list[int]:
+    def look(trainer: Trainer, module: Plain) -> list[int]:
+        marks = [Path(folder) / str(rank) for rank in range(world_size())]
+        if trainer.global_rank > 0:
+            time.sleep(0.2)
+        marks[trainer.global_rank].touch()
+        trainer.strategy.barrier("until all have come")
+        missing = [rank for rank, mark in enumerate(marks) if not mark.exists()]
+        trainer.strategy.barrier()
+        return missing
+
+    return in_training(subject, look)

@@ -1,0 +1,106 @@
+"""Logged values: reduced over the ranks where that is asked for, and only there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import MaxMetric, MeanMetric, Metric, SumMetric
+
+from nnx.testing.conformance.bench import Bench
+from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.models import Plain
+from nnx.testing.conformance.subject import Subject
+from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.training import fit
+
+_STEPS = 2
+
+
+@check()
+def logs_reduced(bench: Bench) -> None:
+    """`self.log(sync_dist=True)` gives the mean, sum, maximum or minimum over all ranks, on every rank."""
+    for world_size in bench.world_sizes:
+        steps, ranks = range(1, _STEPS + 1), range(1, world_size + 1)
+        values = [step * rank for step in steps for rank in ranks]
+        weighted = sum(step * rank * rank for step in steps for rank in ranks) / sum(ranks) / _STEPS
+        expected = {
+            "mean": weighted,  # by batch size
+            "sum": sum(values),
+            "max": max(values),
+            "min": min(values),
+            "in_step": _STEPS * sum(ranks) / world_size,
+        }
+        for rank, outcome in enumerate(bench.run_once(_logged, world_size=world_size)):
+            _expect_values(outcome, expected, where=f"rank {rank} of {world_size}, sync_dist=True")
+
+
+@check()
+def logs_left_alone(bench: Bench) -> None:
+    """`self.log(sync_dist=False)` keeps each rank's own value."""
+    for rank, outcome in enumerate(bench.run_once(_logged)):
+        own = {"own": (rank + 1) * sum(range(1, _STEPS + 1))}
+        _expect_values(outcome, own, where=f"rank {rank}, sync_dist=False")
+
+
+@check()
+def torchmetrics_reduced(bench: Bench) -> None:
+    """A torchmetrics metric on the module counts what all ranks saw, wherever it is logged."""
+    values = [step * rank for step in range(1, _STEPS + 1) for rank in (1, 2)]
+    expected = {
+        "metric_mean": sum(values) / len(values),
+        "metric_sum": sum(values),
+        "metric_max": max(values),
+    }
+    for rank, outcome in enumerate(bench.run(_measured)):
+        _expect_values(outcome, expected, where=f"rank {rank}, torchmetrics")
+
+
+def _expect_values(seen: dict[str, float], expected: dict[str, float], *, where: str) -> None:
+    for name, wanted in expected.items():
+        value = seen.get(name)
+        is_close = value is not None and abs(value - wanted) <= 1e-5 * max(1.0, abs(wanted))
+        expect(is_close, f"{where}: {name!r} is logged as {value}, expected {wanted:.7g}.")
+
+
+# ---- what follows runs in the workers ----------------------------------------------------------------
+
+
+class _Logging(Plain):
+    """Logs a value that no two ranks share, from batches of sizes that no two ranks share."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        size = self.global_rank + 1
+        value = float(size * (index + 1))
+        epoch: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": size}
+        self.log("mean", value, sync_dist=True, **epoch)
+        self.log("sum", value, sync_dist=True, reduce_fx="sum", **epoch)
+        self.log("max", value, sync_dist=True, reduce_fx="max", **epoch)
+        self.log("min", value, sync_dist=True, reduce_fx="min", **epoch)
+        self.log("own", value, sync_dist=False, reduce_fx="sum", **epoch)
+        self.log("in_step", value, sync_dist=True, on_step=True, on_epoch=False)
+        return super().training_step(batch, index)
+
+
+def _logged(subject: Subject) -> dict[str, float]:
+    return fit(subject, Task(model=_Logging, steps=_STEPS, batches=_STEPS)).metrics
+
+
+class _Measuring(Plain):
+    """Has metrics as submodules."""
+
+    def build(self) -> None:
+        super().build()
+        self.metrics = torch.nn.ModuleDict({"mean": MeanMetric(), "sum": SumMetric(), "max": MaxMetric()})
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        for name, metric in self.metrics.items():
+            assert isinstance(metric, Metric)
+            metric.update(torch.tensor(float((self.global_rank + 1) * (index + 1)), device=self.device))
+            self.log(f"metric_{name}", metric, on_step=False, on_epoch=True)
+        return super().training_step(batch, index)
+
+
+def _measured(subject: Subject) -> dict[str, float]:
+    return fit(subject, Task(model=_Measuring, steps=_STEPS, batches=_STEPS)).metrics
