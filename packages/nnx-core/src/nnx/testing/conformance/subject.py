@@ -16,6 +16,7 @@ _UNREGISTERED = "strategy_under_test"
 _LIGHTNING = Capabilities(
     precisions=("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"),
     unused_parameters=False,
+    freezing_while_training=False,
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 
@@ -49,12 +51,11 @@ def _compare(bench: Bench, which: str) -> None:
 
 
 def _averaged_by(subject: Subject, which: str) -> Outcome:
-    makers = {
+    makers: dict[str, Callable[[], Callback]] = {
         "WeightAveraging": WeightAveraging,
         "EMAWeightAveraging": lambda: EMAWeightAveraging(decay=0.7),
         "StochasticWeightAveraging": lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1),
     }
-    callback: Callback = makers[which]()
     return fit(
-        subject, Task(batches=2), callbacks=[callback], max_steps=-1, max_epochs=3, limit_val_batches=1
+        subject, Task(batches=2), callbacks=[makers[which]()], max_steps=-1, max_epochs=3, limit_val_batches=1
     )

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities.model_summary import summarize
+from lightning.pytorch.utilities.model_summary.model_summary import summarize
 from torch import Tensor, nn
 
 from nnx.testing.conformance.bench import Bench
@@ -138,7 +138,8 @@ class _Decaying(Plain):
     """Decays weights of linear layers only, by the rule that one finds in many projects."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        decayed, others = [], []
+        decayed: list[str] = []
+        others: list[str] = []
         for module_name, module in self.named_modules():
             for name, _ in module.named_parameters(recurse=False):
                 full_name = f"{module_name}.{name}" if module_name else name

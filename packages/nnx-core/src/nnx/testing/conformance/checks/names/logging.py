@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def torchmetrics_reduced(bench: Bench) -> None:
         _expect_values(outcome, expected, where=f"rank {rank}, torchmetrics")
 
 
-def _expect_values(seen: dict[str, float], expected: dict[str, float], *, where: str) -> None:
+def _expect_values(seen: Mapping[str, float], expected: Mapping[str, float], *, where: str) -> None:
     for name, wanted in expected.items():
         value = seen.get(name)
         is_close = value is not None and abs(value - wanted) <= 1e-5 * max(1.0, abs(wanted))
