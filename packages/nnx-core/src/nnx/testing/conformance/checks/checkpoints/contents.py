@@ -21,6 +21,7 @@ from nnx.testing.conformance.checks.checkpoints.runs import (
     run,
     trainer_for,
 )
+from nnx.testing.conformance.checks.checkpoints.snapshots import abbreviated, expect_exactly
 from nnx.testing.conformance.comparing import expect_equal_weights
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Outcome, Task
@@ -45,7 +46,10 @@ def names_in_the_checkpoint(bench: Bench) -> None:
         index, _, name = key.partition(".")
         wanted.add(f"optim.{index}.state.{name}")
     missing, extra = sorted(wanted - stored.tensors.keys()), sorted(stored.tensors.keys() - wanted)
-    expect(not missing and not extra, f"the checkpoint lacks {missing} and has {extra} instead.")
+    expect(
+        not missing and not extra,
+        f"the checkpoint lacks {abbreviated(missing)} and has {abbreviated(extra)} instead.",
+    )
 
 
 @check()
@@ -66,7 +70,7 @@ def values_in_the_checkpoint(bench: Bench) -> None:
     """A checkpoint holds the weights of the step in which it was saved, to the bit."""
     stored, saved = saved_checkpoint(bench)
     weights = {name: stored.read(f"model.{name}") for name in saved.saved.weights}
-    expect_equal_weights(weights, saved.saved.weights, tolerance=0.0, where="in the checkpoint")
+    expect_exactly(weights, saved.saved.weights, where="in the checkpoint")
 
 
 @check()
@@ -75,11 +79,9 @@ def saving_in_the_background(bench: Bench) -> None:
     saved: Record = bench.run(_save_in_background, TASK, _path(bench))[0]
     stored = _open(bench)
     weights = {name: stored.read(f"model.{name}") for name in saved.saved.weights}
-    expect_equal_weights(weights, saved.saved.weights, tolerance=0.0, where="saved in the background")
+    expect_exactly(weights, saved.saved.weights, where="saved in the background")
     state = {key: stored.read(_optimizer_name(key)) for key in saved.saved.optimizers}
-    expect_equal_weights(
-        state, saved.saved.optimizers, tolerance=0.0, where="state of the optimizer, saved in the background"
-    )
+    expect_exactly(state, saved.saved.optimizers, where="state of the optimizer, saved in the background")
 
 
 @check()
@@ -87,7 +89,7 @@ def weights_only_has_no_optimizer(bench: Bench) -> None:
     """`save_weights_only` saves the weights, and no optimizer state."""
     stored, saved = saved_checkpoint(bench, weights_only=True)
     others = sorted(name for name in stored.tensors if not name.startswith("model."))
-    expect(not others, f"besides the weights the checkpoint holds {others}.")
+    expect(not others, f"besides the weights the checkpoint holds {abbreviated(others)}.")
     entries = sorted({"optimizer_states", "lr_schedulers"} & stored.objects["trainer"].keys())
     entries += ["optim"] if "optim" in stored.objects else []
     expect(not entries, f"besides the weights the checkpoint has {entries}.")
@@ -110,7 +112,7 @@ def loads_in_one_process(bench: Bench) -> None:
     """The weights load into a plain module in one process, by `nnx.load_from_checkpoint`."""
     saved: Record = bench.run(_save, TASK, _path(bench))[0]
     (weights,) = bench.run(_load_plainly, TASK, _path(bench), world_size=1)
-    expect_equal_weights(weights, saved.saved.weights, tolerance=0.0, where="in one process")
+    expect_exactly(weights, saved.saved.weights, where="in one process")
 
 
 @check()
@@ -121,7 +123,7 @@ def evaluates_a_checkpoint(bench: Bench) -> None:
     for rank, (validated, tested) in enumerate(bench.run(_evaluate, TASK, _path(bench))):
         for outcome, metric in ((validated, "val_loss"), (tested, "test_loss")):
             where = f"rank {rank}, {metric}"
-            expect_equal_weights(outcome.weights, saved.saved.weights, tolerance=0.0, where=where)
+            expect_exactly(outcome.weights, saved.saved.weights, where=where)
             loss, wanted = outcome.metrics[metric], alone.metrics["val_loss"]
             expect(abs(loss - wanted) <= 1e-6, f"{where} is {loss:.8g}, one process has {wanted:.8g}.")
 

@@ -19,7 +19,8 @@ from nnx.testing.conformance.checks.checkpoints.runs import (
     Resumable,
     run,
 )
-from nnx.testing.conformance.comparing import expect_equal_losses, expect_equal_weights
+from nnx.testing.conformance.checks.checkpoints.snapshots import expect_exactly
+from nnx.testing.conformance.comparing import expect_equal_losses
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Task
 
@@ -43,7 +44,7 @@ def save_hook_sees_the_weights(bench: Bench) -> None:
         where = f"rank {rank}"
         expect(set(seen) == names, f"{where}: the hook saw {sorted(seen)}, the model has {sorted(names)}.")
         wanted = {"head.weight": task.module().head.weight.detach() * 0 + 0.5}
-        expect_equal_weights(head, wanted, tolerance=0.0, where=f"{where}, filled in by on_load_checkpoint")
+        expect_exactly(head, wanted, where=f"{where}, filled in by on_load_checkpoint")
 
 
 @check()

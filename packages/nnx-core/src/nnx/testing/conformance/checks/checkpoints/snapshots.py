@@ -18,9 +18,16 @@ from torch.distributed.tensor import DTensor
 from nnx.collective import all_gather_object, control_group
 from nnx.layout import Shard, shard_of
 from nnx.testing.conformance.check import CheckFailed, expect
-from nnx.testing.conformance.comparing import expect_equal_weights
 
-__all__ = ["Snapshot", "expect_same_optimizers", "expect_same_weights", "take_snapshot"]
+__all__ = [
+    "Snapshot",
+    "abbreviated",
+    "expect_exactly",
+    "expect_same_groups",
+    "expect_same_optimizers",
+    "expect_same_weights",
+    "take_snapshot",
+]
 
 
 @dataclass(frozen=True)
@@ -64,25 +71,50 @@ def take_snapshot(trainer: Trainer) -> Snapshot:
 
 def expect_same_weights(seen: Snapshot, expected: Snapshot, *, where: str) -> None:
     """The state dicts agree exactly."""
-    _expect_equal(seen.weights, expected.weights, tolerance=0.0, where=where)
+    expect_exactly(seen.weights, expected.weights, where=where)
 
 
 def expect_same_optimizers(seen: Snapshot, expected: Snapshot, *, where: str, tolerance: float = 0.0) -> None:
     """The tensors of the optimizers' state agree, exactly unless a tolerance is given."""
-    _expect_equal(
-        seen.optimizers, expected.optimizers, tolerance=tolerance, where=f"{where}, state of the optimizers"
-    )
+    where = f"{where}, state of the optimizers"
+    expect_exactly(seen.optimizers, expected.optimizers, where=where, tolerance=tolerance)
 
 
-def _expect_equal(
-    seen: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, tolerance: float, where: str
+def expect_exactly(
+    seen: Mapping[str, Tensor], saved: Mapping[str, Tensor], *, where: str, tolerance: float = 0.0
 ) -> None:
-    try:
-        expect_equal_weights(seen, expected, tolerance=tolerance, where=where)
-    except CheckFailed as failure:
+    """Tensors are those that were saved, to the bit unless a tolerance is given; the worst one is named."""
+    missing, extra = sorted(saved.keys() - seen.keys()), sorted(seen.keys() - saved.keys())
+    expect(
+        not missing and not extra,
+        f"{where}: {abbreviated(missing)} missing, {abbreviated(extra)} unexpected.",
+    )
+    differences = {name: _difference(seen[name], wanted) for name, wanted in saved.items()}
+    worst = max(differences, key=lambda name: differences[name], default="")
+    if worst and not differences[worst] <= tolerance:
         raise CheckFailed(
-            str(failure).replace("from one process", "from what was saved").replace(" in the state dict", "")
-        ) from None
+            f"{where}: {worst} ({_form(seen[worst])}) differs by {differences[worst]:.3g} from what was "
+            f"saved ({_form(saved[worst])}); allowed are {tolerance:g}."
+        )
+
+
+def _difference(seen: Tensor, saved: Tensor) -> float:
+    """Infinite where shape or dtype is another."""
+    if _form(seen) != _form(saved):
+        return float("inf")
+    difference = (seen.double() - saved.double()).abs().flatten()
+    return float(torch.nan_to_num(difference, nan=float("inf")).amax()) if difference.numel() else 0.0
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def abbreviated(names: list[str]) -> str:
+    """The first few names, and how many there are."""
+    return (
+        f"{', '.join(names[:3])} ({len(names)} in all)" if len(names) > 3 else ", ".join(names) or "nothing"
+    )
 
 
 def expect_same_groups(seen: Snapshot, expected: Snapshot, *, where: str) -> None:
