@@ -76,6 +76,17 @@ class ScalarNet(Net):
         return super().forward(x) * self.temperature
 
 
+class EmptyNet(Net):
+    """Owns a parameter without elements, which FSDP2 cannot reduce the gradient of."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.nothing.sum()
+
+
 class LateNet(Net):
     """Builds its layers in `configure_model`, on the meta device."""
 
@@ -112,6 +123,7 @@ MODELS |= {
     "sharded": Sharded,
     "generic": GenericNet,
     "scalar": ScalarNet,
+    "empty": EmptyNet,
     "late": LateNet,
     "counting": Counting,
 }

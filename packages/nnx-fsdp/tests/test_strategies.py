@@ -144,6 +144,16 @@ def test_a_scalar_parameter_is_replicated_and_accumulates_like_the_others(pool: 
         torch.testing.assert_close(outcome.weights["temperature"], expected.weights["temperature"])
 
 
+def test_a_parameter_without_elements_is_replicated(pool: WorkerPool) -> None:
+    run = Run(options=BLOCKS, model="empty", clip=0.05)
+    alone = replace(run, strategy="auto", options={}, devices=1)
+    expected = pool.run(train_and_look, alone, world_size=1)[0][0]
+    for outcome, seen in pool.run(train_and_look, run, world_size=2):
+        assert seen["plain"] == ["nothing"]
+        assert outcome.losses == pytest.approx(expected.losses, abs=1e-5)
+        assert outcome.weights["nothing"].shape == (0, 3)
+
+
 @pytest.mark.parametrize("strategy", ["fsdp_auto", "fsdp_manual"])
 def test_a_model_built_on_the_meta_device_is_materialised_alike_on_all_ranks(
     pool: WorkerPool, strategy: str

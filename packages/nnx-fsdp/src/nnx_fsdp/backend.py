@@ -144,7 +144,7 @@ class FSDPBackend(Backend[FSDPOptions]):
         self._prepare(unit, name=name)
         self._compile(unit)
         self._recompute(unit)
-        self._fully_shard(unit, ignored=self._scalars(unit), is_root=False)
+        self._fully_shard(unit, ignored=_unshardable(unit), is_root=False)
 
     def _shard_root(self, root: nn.Module) -> None:
         self._prepare(root, name="")
@@ -152,7 +152,7 @@ class FSDPBackend(Backend[FSDPOptions]):
             for child in _parts_with_forward(root):
                 self._compile(child)
         self._recompute(root)
-        replicated = self._scalars(root)
+        replicated = _unshardable(root)
         if can_be_sharded(root):
             self._fully_shard(root, ignored=replicated, is_root=True)
         else:
@@ -166,7 +166,7 @@ class FSDPBackend(Backend[FSDPOptions]):
         users = Counter(p for child in children for p in set(child.parameters()))
         tied = {parameter for parameter, count in users.items() if count > 1}
         for child in children:
-            ignored = self._scalars(child) | (tied & set(child.parameters()))
+            ignored = _unshardable(child) | (tied & set(child.parameters()))
             if any(p not in ignored and not isinstance(p, DTensor) for p in child.parameters()):
                 self._fully_shard(child, ignored=ignored, is_root=False)
 
@@ -176,9 +176,6 @@ class FSDPBackend(Backend[FSDPOptions]):
         move_to(module, self.context.device)
         if self.options.sync_module_states:
             broadcast_module(module)
-
-    def _scalars(self, module: nn.Module) -> set[nn.Parameter]:
-        return {p for p in module.parameters() if p.ndim == 0 and not isinstance(p, DTensor)}
 
     def _fully_shard(self, module: nn.Module, *, ignored: set[nn.Parameter], is_root: bool) -> None:
         before = dict(module.named_parameters())
@@ -330,6 +327,12 @@ def _parts_with_forward(module: nn.Module) -> Iterator[nn.Module]:
             yield from _parts_with_forward(child)
         else:
             yield child
+
+
+def _unshardable(module: nn.Module) -> set[nn.Parameter]:
+    """The parameters that FSDP2 fails with: those without a dimension and those without elements."""
+    plain = (p for p in module.parameters() if not isinstance(p, DTensor))
+    return {p for p in plain if p.ndim == 0 or p.numel() == 0}
 
 
 def _gather(parameter: nn.Parameter) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Gradients of the few parameters that FSDP2 cannot shard: averaged over all ranks, like DDP does.
 
-These are 0-d parameters, and parameters owned directly by a module whose class cannot be extended
-(``class Model(Generic[T], nn.Module)``).
+These are 0-d parameters, parameters without elements, and parameters owned directly by a module whose
+class cannot be extended (``class Model(Generic[T], nn.Module)``).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from nnx.collective import all_gather_object, is_distributed
+from nnx.collective import all_gather_object, control_group
 from nnx.testing.conformance.data import loader, share_of
 from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.stages_models import Branching, Watched
@@ -216,10 +216,6 @@ def fit_until(subject: Subject, task: Task, settings: dict[str, Any]) -> Outcome
     return outcome
 
 
-def _of_all_ranks(value: bool) -> list[bool]:
-    return all_gather_object(value, None) if is_distributed() else [value]
-
-
 class _Decide(Callback):
     """Wants to stop after the second batch, on rank 0 only."""
 
@@ -233,7 +229,7 @@ class _Decide(Callback):
             wanted = trainer.global_rank == 0
             for name, all_ranks in (("any", False), ("all", True)):
                 decision = trainer.strategy.reduce_boolean_decision(wanted, all=all_ranks)
-                self.decided[name] = _of_all_ranks(bool(decision))
+                self.decided[name] = all_gather_object(bool(decision), control_group())
             # Ranks that do not agree would wait for each other: the check tells from what was decided.
             trainer.should_stop = trainer.should_stop or any(self.decided["any"])
 

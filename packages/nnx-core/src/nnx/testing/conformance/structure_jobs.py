@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
@@ -170,11 +169,11 @@ class Normalizing(Counting):
         self(batch[0])
 
 
-def watch_buffers(subject: Subject, task: Task) -> dict[str, Any]:
-    """Train, validating after each batch, and test; the buffers of each step of evaluation and of the end."""
+def watch_buffers(subject: Subject, task: Task, validate: bool) -> dict[str, Any]:
+    """Train, validate after each batch if asked for, and test; the buffers in evaluation and at the end."""
     module = task.module()
     assert isinstance(module, Counting), "the tasks of these checks train counting modules"
-    make_trainer(subject, task, limit_val_batches=1, val_check_interval=1).fit(module)
+    make_trainer(subject, task, limit_val_batches=int(validate), val_check_interval=1).fit(module)
     module.evaluate("end")
     make_trainer(subject, task, limit_test_batches=1).test(module, verbose=False)
     return {**module.seen, "wrong": getattr(module, "wrong", 0.0)}
@@ -259,24 +258,27 @@ def fit_in_init_module(subject: Subject, task: Task, empty_init: bool) -> Outcom
     trainer = make_trainer(subject, task)
     with trainer.init_module(empty_init=empty_init):
         module = task.module()
+    with_values = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
     trainer.fit(module)
-    return outcome_of(trainer, module)
+    outcome = outcome_of(trainer, module)
+    outcome.notes["with values"] = with_values
+    return outcome
+
+
+class _MeasuredWrapping(Wrapped):
+    """Counts, as soon as its blocks are wrapped, how much of them this rank holds."""
+
+    def build_late(self) -> None:
+        super().build_late()
+        shards = [p.to_local() if isinstance(p, DTensor) else p for p in self.blocks.parameters()]
+        self.held = sum(shard.numel() for shard in shards)
 
 
 def local_share(subject: Subject, task: Task) -> tuple[int, int]:
-    """How many elements of the wrapped blocks this rank holds in training, and how many there are."""
-    module, look = Wrapped(task), _LookAtShares()
-    fit(subject, task, module=module, callbacks=[look])
-    return look.held, sum(p.numel() for p in module.blocks.parameters())
-
-
-class _LookAtShares(Callback):
-    held = 0
-
-    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        blocks = module.get_submodule("blocks")
-        shards = [p.to_local() if isinstance(p, DTensor) else p for p in blocks.parameters()]
-        self.held = sum(shard.numel() for shard in shards)
+    """How many elements of the blocks this rank holds once they are wrapped, and how many there are."""
+    module = _MeasuredWrapping(task)
+    fit(subject, task, module=module)
+    return module.held, sum(p.numel() for p in module.blocks.parameters())
 
 
 # --- hooks and chance ---------------------------------------------------------------------------------

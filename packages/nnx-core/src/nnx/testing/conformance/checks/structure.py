@@ -194,7 +194,7 @@ def _counts(seen: dict[str, Tensor], steps: int) -> dict[str, Tensor]:
 @check()
 def buffers_keep_updates(bench: Bench) -> None:
     """What training writes into buffers is there after it, and they have their names, dtypes and values."""
-    rank_zero, *_ = bench.run(jobs.watch_buffers, Task(model=jobs.Counting))
+    rank_zero, *_ = bench.run(jobs.watch_buffers, Task(model=jobs.Counting), True)
     (after,) = rank_zero["end"]
     expected = {
         **_counts(after, 3),
@@ -207,7 +207,7 @@ def buffers_keep_updates(bench: Bench) -> None:
 @check()
 def buffers_in_validation(bench: Bench) -> None:
     """Validation within fit has rank 0's buffers on every rank."""
-    ranks = bench.run(jobs.watch_buffers, Task(model=jobs.Counting))
+    ranks = bench.run(jobs.watch_buffers, Task(model=jobs.Counting), True)
     for step, first in enumerate(ranks[0]["validate"]):
         for rank, report in enumerate(ranks):
             where = f"validation after step {step}, rank {rank}"
@@ -217,7 +217,7 @@ def buffers_in_validation(bench: Bench) -> None:
 @check()
 def buffers_in_a_later_test(bench: Bench) -> None:
     """A test after fit has rank 0's buffers on every rank."""
-    ranks = bench.run(jobs.watch_buffers, Task(model=jobs.Counting))
+    ranks = bench.run(jobs.watch_buffers, Task(model=jobs.Counting), False)
     for rank, report in enumerate(ranks):
         expected = _counts(ranks[0]["test"][0], 3)
         _expect_buffers(report["test"][0], expected, where=f"test after fit, rank {rank}")
@@ -226,7 +226,7 @@ def buffers_in_a_later_test(bench: Bench) -> None:
 @check()
 def batch_norm(bench: Bench) -> None:
     """Running statistics are those of rank 0's data; every rank's validation computes with them."""
-    ranks = bench.run(jobs.watch_buffers, Task(model=jobs.Normalizing))
+    ranks = bench.run(jobs.watch_buffers, Task(model=jobs.Normalizing), True)
     for step, first in enumerate(ranks[0]["validate"]):
         expected = {
             "norm.running_mean": first["own_mean"],
@@ -284,9 +284,12 @@ def built_in_init_module(bench: Bench) -> None:
 
 @check("meta_initialization")
 def built_without_values(bench: Bench) -> None:
-    """Under `Trainer.init_module(empty_init=True)` a model gets its values from `reset_parameters`."""
+    """`Trainer.init_module(empty_init=True)` allocates nothing; `reset_parameters` gives the values later."""
     alone = bench.train_alone(Task(model=building.Reset))
     ranks = bench.run(jobs.fit_in_init_module, Task(model=building.Reset), True)
+    for rank, outcome in enumerate(ranks):
+        made = outcome.notes["with values"]
+        expect(not made, f"rank {rank}: memory was allocated for {made} when the model was built.")
     expect_same_run(ranks, alone, tolerance=TOLERANCE["float32"])
 
 
@@ -314,7 +317,7 @@ def wrapped_layers(bench: Bench) -> None:
 
 @check("manual_wrap")
 def wrapped_layers_are_sharded(bench: Bench) -> None:
-    """Layers wrapped with `wrap()` are held in parts by the ranks."""
+    """`wrap()` splits a layer over the ranks at once, so that a model can be built layer by layer."""
     for rank, (held, whole) in enumerate(bench.run(jobs.local_share, Task(steps=1))):
         expect(held < whole, f"rank {rank} holds {held} of the {whole} elements of the wrapped layers.")
 
