@@ -15,10 +15,12 @@ def train_with_engines(run: Run) -> Outcome:
 
 
 def save_afterwards(run: Run, path: str) -> None:
-    """Train under one of the engines, and save when the run has ended."""
+    """Train under one of the engines, evaluate, and save when both runs have ended."""
     engines.register()
     trainer = make_trainer(run)
-    trainer.fit(Net(run))
+    module = Net(run)
+    trainer.fit(module)
+    trainer.test(module, verbose=False)
     trainer.save_checkpoint(path)
 
 

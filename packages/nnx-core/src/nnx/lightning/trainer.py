@@ -66,6 +66,7 @@ class TrainerAdapter(ParallelProcesses):
         self._replaced_layers: dict[str, nn.Module] = {}
         self._has_failed = False
         self._even_prediction = EvenPrediction()
+        self._optimizers_of_backend: list[Optimizer] = []
         self._final_states: dict[Optimizer, OptimizerState] = {}
         self._averages = Averages(backend)
         super().__init__(backend, **kwargs)
@@ -108,7 +109,6 @@ class TrainerAdapter(ParallelProcesses):
 
     def setup(self, trainer: Any) -> None:
         """Lay the model out and build the optimizers. Collective."""
-        self._final_states.clear()
         self.accelerator.setup(trainer)
         if isinstance(self.checkpoint_io, CheckpointIO):
             self.checkpoint_io.start_run()
@@ -120,12 +120,14 @@ class TrainerAdapter(ParallelProcesses):
         replaced = self.backend.parallelize(module, lambda: trainer_example_inputs(trainer, module))
         self._averages.lay_out(trainer, module)
         if fitting:
+            self._final_states.clear()
             self.setup_optimizers(trainer)
         for optimizer in self.optimizers:  # they may have been built before, in the module's `__init__`
             repoint_optimizer(optimizer, replaced)
         optimizers = [unwrap_optimizer(optimizer) for optimizer in self.optimizers] if fitting else []
         self.backend.setup_optimizers(module, optimizers)
         route_optimizer_steps(optimizers, self.backend)
+        self._optimizers_of_backend = optimizers
         self.setup_precision_plugin()
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -166,7 +168,8 @@ class TrainerAdapter(ParallelProcesses):
 
     def _keep_final_states(self, module: nn.Module) -> None:
         """Describe optimizer state while the engine knows where it lies: it may be saved after the run."""
-        for optimizer in map(unwrap_optimizer, self.optimizers):
+        optimizers, self._optimizers_of_backend = self._optimizers_of_backend, []
+        for optimizer in optimizers:
             with suppress(CheckpointError):  # whoever saves it will be told
                 self._final_states[optimizer] = self.backend.optimizer_state(module, optimizer)
 
