@@ -95,6 +95,9 @@ class Capabilities:
     freezing_while_training: bool = _capability(
         True, "parameters may be frozen, unfrozen and added to an optimizer while training"
     )
+    sync_batchnorm: bool = _capability(
+        True, "Trainer(sync_batchnorm=True) normalises over the batches of all ranks"
+    )
     submodule_hooks: bool = _capability(True, "hooks on submodules run in every step")
     manual_optimization: bool = _capability(True, "LightningModules with automatic_optimization=False")
     trainer: bool = _capability(True, "usable as Trainer(strategy=...)")

@@ -20,6 +20,7 @@ from nnx.testing.conformance.training import make_trainer, outcome_of
 
 __all__ = [
     "any_order",
+    "branch",
     "decide_on_rank_zero",
     "evaluate_then_fit",
     "fit_again",
@@ -118,14 +119,21 @@ def any_order(subject: Subject, task: Task) -> Outcome:
 
 
 def fit_and_validate(subject: Subject, task: Task) -> Outcome:
-    """Validate before the first step and after every batch, and test in the end."""
+    """Validate before the first step and after every batch."""
     module = _watched(task)
     trainer = make_trainer(subject, task, num_sanity_val_steps=1, limit_val_batches=2, val_check_interval=1)
     trainer.fit(module)
+    return _outcome(trainer, module)
+
+
+def branch(subject: Subject, task: Task) -> Outcome:
+    """Test, then train and validate, with a module that is another one in evaluation."""
+    module = Branching(task)
     make_trainer(subject, task).test(module, verbose=False)
+    trainer = make_trainer(subject, task, limit_val_batches=2, val_check_interval=1)
+    trainer.fit(module)
     outcome = _outcome(trainer, module)
-    if isinstance(module, Branching):
-        outcome.notes["modes"] = module.modes
+    outcome.notes["modes"] = module.modes
     return outcome
 
 

@@ -19,7 +19,7 @@ from nnx.testing.conformance.stages_models import Watched
 from nnx.testing.conformance.structure_building import Wrapped
 from nnx.testing.conformance.structure_models import Recomputing, Tied
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Outcome, Task
+from nnx.testing.conformance.task import GLOBAL_BATCH, Outcome, Task
 from nnx.testing.conformance.training import fit, make_trainer, outcome_of
 
 __all__ = [
@@ -192,9 +192,9 @@ class _SynchronizedNorm(nn.BatchNorm1d):
         assert self.running_var is not None, "it tracks"
         assert self.num_batches_tracked is not None, "it tracks"
         with torch.no_grad():
-            count = len(input) * size
+            unbiased = GLOBAL_BATCH / (GLOBAL_BATCH - 1)
             self.running_mean += 0.1 * (mean - self.running_mean)
-            self.running_var += 0.1 * (var * count / (count - 1) - self.running_var)
+            self.running_var += 0.1 * (var * unbiased - self.running_var)
             self.num_batches_tracked += 1
         outputs: Tensor = (input - mean) / torch.sqrt(var + self.eps) * self.weight + self.bias
         return outputs

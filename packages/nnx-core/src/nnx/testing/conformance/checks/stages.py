@@ -84,7 +84,7 @@ def any_order(bench: Bench) -> None:
 # --- evaluation within fit ------------------------------------------------------------------------------
 
 _VALIDATED = Task(model=models.Watched, batches=3)
-_BRANCHING = Task(model=models.Branching, batches=3)
+_BRANCHING = Task(batches=3)
 
 
 @check()
@@ -118,10 +118,10 @@ def validation_while_gradients_accumulate(bench: Bench) -> None:
 @check()
 def evaluation_takes_the_eval_branch(bench: Bench) -> None:
     """In evaluation every module is in evaluation mode: dropout is off and `self.training` False."""
-    alone: Outcome = bench.alone(jobs.fit_and_validate, _BRANCHING)
+    alone: Outcome = bench.alone(jobs.branch, _BRANCHING)
     expected = {stage: alone.notes[stage] for stage in ("validate", "test")}
     for world_size in bench.world_sizes:
-        ranks = bench.run(jobs.fit_and_validate, _BRANCHING, world_size=world_size)
+        ranks = bench.run(jobs.branch, _BRANCHING, world_size=world_size)
         for rank, outcome in enumerate(ranks):
             in_training = [any_part for _, any_part in outcome.notes["modes"]["evaluate"]]
             expect(
@@ -135,9 +135,9 @@ def evaluation_takes_the_eval_branch(bench: Bench) -> None:
 @check()
 def training_takes_the_training_branch_again(bench: Bench) -> None:
     """After validation every module is in training mode again: dropout is on and `self.training` True."""
-    alone: Outcome = bench.alone(jobs.fit_and_validate, _BRANCHING)
+    alone: Outcome = bench.alone(jobs.branch, _BRANCHING)
     for world_size in bench.world_sizes:
-        ranks = bench.run(jobs.fit_and_validate, _BRANCHING, world_size=world_size)
+        ranks = bench.run(jobs.branch, _BRANCHING, world_size=world_size)
         for rank, outcome in enumerate(ranks):
             wrong = [i for i, (every_part, _) in enumerate(outcome.notes["modes"]["train"]) if not every_part]
             expect(not wrong, f"rank {rank}: modules were in evaluation mode in training steps {wrong}.")

@@ -239,7 +239,7 @@ def batch_norm(bench: Bench) -> None:
     expect(worst < 1e-4, f"outputs in validation differ by {worst:.3g} from what the statistics make them.")
 
 
-@check()
+@check("sync_batchnorm")
 def synchronized_batch_norm(bench: Bench) -> None:
     """With `sync_batchnorm` the statistics are those of the global batch, and the layers come back."""
     alone: Outcome = bench.alone(jobs.fit_synchronized, Task())
@@ -325,7 +325,7 @@ def wrapped_layers_are_sharded(bench: Bench) -> None:
 # --- hooks and chance ---------------------------------------------------------------------------------
 
 
-@check()
+@check("submodule_hooks")
 def hooks_of_the_user(bench: Bench) -> None:
     """Hooks on layers are called, with the effect that they have in one process, and stay afterwards."""
     alone: Outcome = bench.alone(jobs.fit_hooked, Task())
