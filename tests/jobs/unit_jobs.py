@@ -150,7 +150,8 @@ def arrive() -> dict[str, Any]:
         report["took"] = time.monotonic() - start
     else:
         time.sleep(2.5)  # until the others have gone
-        report["without the others"] = all_arrive("there", timeout=1)
+        report["without the others"] = all_arrive("there", timeout=20)
+        report["took"] = time.monotonic() - start - 2.5
     return report
 
 

@@ -127,10 +127,13 @@ def all_arrive(place: str, *, timeout: float) -> bool:
         key = f"nnx/{place}/visit {visit}"
         arrived = store.add(key, 1)
         while arrived < dist.get_world_size() and time.monotonic() < deadline:
+            if store.add(f"{key}, left", 0):
+                break
             time.sleep(0.05)
             arrived = store.add(key, 0)
         if arrived < dist.get_world_size():
-            store.add(key, -1)  # whoever comes from now on must not count this rank
+            store.add(key, -1)  # whoever comes from now on must not count this rank,
+            store.add(f"{key}, left", 1)  # nor wait for it
     except RuntimeError:  # the rank that keeps the store is gone
         return False
     return arrived == dist.get_world_size()

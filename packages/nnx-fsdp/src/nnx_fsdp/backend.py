@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -30,9 +30,11 @@ from nnx.errors import OptionError, UnsupportedError
 from nnx.state import ModelState
 from nnx_fsdp._torch_compat import can_be_sharded, remove_fully_shard
 from nnx_fsdp.materialize import broadcast_module, materialize, move_to
+from nnx_fsdp.mesh import mesh_of
 from nnx_fsdp.optimizers import step_context
 from nnx_fsdp.options import FSDPOptions
 from nnx_fsdp.replicate import ReplicatedParameters
+from nnx_fsdp.steps import PartsOfRoot, forward_as
 from nnx_fsdp.units import UnitChoice, as_classes, choose_units
 
 __all__ = ["FSDPBackend"]
@@ -50,12 +52,14 @@ class _Layout:
         compiled: Modules whose forward was replaced by a compiled one, on the instance.
         checkpointed: Modules whose forward was replaced by one that recomputes activations.
         replicated: The parameters that could not be sharded.
+        parts: What lets a step of manual optimization call submodules itself, once there was one.
     """
 
     plain: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     compiled: set[nn.Module] = field(default_factory=set)
     checkpointed: set[nn.Module] = field(default_factory=set)
     replicated: ReplicatedParameters | None = None
+    parts: PartsOfRoot | None = None
 
 
 class FSDPBackend(Backend[FSDPOptions]):
@@ -89,14 +93,14 @@ class FSDPBackend(Backend[FSDPOptions]):
         if replicas is None and self.options.hybrid:
             replicas = context.num_nodes
         if replicas is None:
-            return init_device_mesh(context.device.type, (context.world_size,), mesh_dim_names=("shard",))
+            return mesh_of(context.device.type, (context.world_size,), names=("shard",))
         if context.world_size % replicas:
             raise OptionError(
                 f"replicate_size={replicas} does not divide the world size {context.world_size}.",
                 remedy="Choose a divisor of the number of ranks.",
             )
         shape = (replicas, context.world_size // replicas)
-        return init_device_mesh(context.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        return mesh_of(context.device.type, shape, names=("replicate", "shard"))
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         """With manual wrapping, torch's ``wrap()`` shards its module at once; else it does nothing."""
@@ -245,6 +249,8 @@ class FSDPBackend(Backend[FSDPOptions]):
             changed.__dict__.pop("forward", None)
         if layout.replicated is not None:
             layout.replicated.remove()
+        if layout.parts is not None:
+            layout.parts.remove()
         return replaced
 
     # --- step ---------------------------------------------------------------------------------
@@ -252,15 +258,29 @@ class FSDPBackend(Backend[FSDPOptions]):
     def run_step(self, module: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the step inside the root's forward, because that is what FSDP2's root hooks hang on."""
         result: T
+        if torch.is_grad_enabled() and not getattr(module, "automatic_optimization", True):
+            return self._run_manual(module, step, *args, **kwargs)
         if step is module:
             result = module(*args, **kwargs)
         else:
-            with _forward_as(module, step):
+            with forward_as(module, step):
                 result = module(*args, **kwargs)  # `step` ran in it
         if not torch.is_grad_enabled():
             # No backward will free what the root gathered, and code that walks over parameters
             # between steps must find the sharded ones.
             self._reshard(module)
+        return result
+
+    def _run_manual(self, module: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run a step that calls forward, backward and the optimizers itself, whichever way it likes."""
+        layout = self._layouts.get(module)
+        if layout is None or not isinstance(module, FSDPModule):
+            return step(*args, **kwargs)
+        if layout.parts is None:
+            layout.parts = PartsOfRoot(module, opaque=layout.compiled)
+        with layout.parts.callable():
+            result = step(*args, **kwargs)
+        self._reshard(module)  # a forward that no backward followed left its units gathered
         return result
 
     @contextmanager
@@ -286,9 +306,12 @@ class FSDPBackend(Backend[FSDPOptions]):
                 submodule.reshard()
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run the optimizer's step on DTensors."""
+        """Run the optimizer's step on DTensors; what is gathered of the old weights is freed."""
         with step_context(optimizer):
-            return step(*args, **kwargs)
+            result = step(*args, **kwargs)
+        for module in self._layouts:  # a forward that no backward followed left its units gathered
+            self._reshard(module)
+        return result
 
     # --- state --------------------------------------------------------------------------------
 
@@ -296,28 +319,6 @@ class FSDPBackend(Backend[FSDPOptions]):
         """Handles on the shards; whatever is gathered at the moment is freed first."""
         self._reshard(module)
         return super().model_state(module)
-
-
-@contextmanager
-def _forward_as(module: nn.Module, step: Callable[..., Any]) -> Iterator[None]:
-    """Make the next call of the module run `step`; inside it the module's own forward is back."""
-    own = module.__dict__.get("forward")
-
-    def restore() -> None:
-        if own is None:
-            module.__dict__.pop("forward", None)
-        else:
-            module.forward = own
-
-    def redirected(*args: Any, **kwargs: Any) -> Any:
-        restore()
-        return step(*args, **kwargs)
-
-    module.forward = redirected
-    try:
-        yield
-    finally:
-        restore()
 
 
 def _parts_with_forward(module: nn.Module) -> Iterator[nn.Module]:

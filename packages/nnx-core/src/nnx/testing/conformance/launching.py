@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nnx.testing.conformance.bench import Bench
     from nnx.testing.conformance.task import Task
 
-__all__ = ["BY_LIGHTNING", "BY_TORCHRUN", "Launch", "Launched", "launch"]
+__all__ = ["BY_LIGHTNING", "BY_TORCHRUN", "OF_LAUNCHERS", "Launch", "Launched", "launch"]
 
 BY_LIGHTNING: tuple[str, ...] = ()
 """``python train.py``: whatever else is to run, the strategy starts."""
@@ -34,7 +34,8 @@ BY_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=
 """``torchrun train.py``"""
 
 _SCRIPT = Path(__file__).parent / "scripts" / "train.py"
-_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
+OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
+"""Environment variables that tell a process its place among others."""
 _done: dict[Launch, Launched] = {}
 
 
@@ -152,7 +153,7 @@ def run_script(
     Returns:
         Its exit code (None where it had to be killed), all that was printed, and the seconds it took.
     """
-    environment = {key: value for key, value in os.environ.items() if key not in _OF_LAUNCHERS}
+    environment = {key: value for key, value in os.environ.items() if key not in OF_LAUNCHERS}
     environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
     environment["OMP_NUM_THREADS"] = "1"
     if accelerator == "cpu":

@@ -1,1 +1,89 @@
-"""To be written."""
+"""Residue: when training has ended, the process is as it was before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nnx.testing.conformance.bench import Bench
+from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.residue_jobs import (
+    DESCRIPTORS,
+    Change,
+    files_left,
+    grown,
+    left_behind,
+    survivors,
+)
+from nnx.testing.conformance.subject import Subject
+
+
+def _expect_unchanged(bench: Bench, job: Callable[[Subject, str], Change], probe: str) -> None:
+    for rank, change in enumerate(bench.run(job, probe)):
+        expect(
+            not change.new and not change.gone,
+            f"rank {rank}: {probe} after training: new {change.new}, gone {change.gone}; expected no change.",
+        )
+
+
+def _expect_no_growth(bench: Bench, probe: str) -> None:
+    for rank, change in enumerate(bench.run(grown, probe)):
+        expect(not change.new, f"rank {rank}: two more runs added {change.new} {probe}, expected none.")
+
+
+@check()
+def no_process_groups(bench: Bench) -> None:
+    """Further runs in a process leave no further process groups."""
+    _expect_no_growth(bench, "process groups")
+
+
+@check()
+def no_threads(bench: Bench) -> None:
+    """No thread goes on when training has ended."""
+    for rank, change in enumerate(bench.run(left_behind, "threads")):
+        expect(not change.new, f"rank {rank}: threads {change.new} go on after training, expected none.")
+
+
+@check()
+def no_files(bench: Bench) -> None:
+    """No file is left, neither in the working directory nor in that for temporary files."""
+    for rank, files in enumerate(bench.run(files_left, str(bench.directory))):
+        expect(not files, f"rank {rank} found {files} after a run that saves nothing.")
+
+
+@check()
+def no_environment_variables(bench: Bench) -> None:
+    """Environment variables are as before."""
+    _expect_unchanged(bench, left_behind, "environment")
+
+
+@check()
+def no_torch_settings(bench: Bench) -> None:
+    """Torch's defaults are as before: dtype, device, grad mode, determinism, precision, threads."""
+    _expect_unchanged(bench, left_behind, "torch settings")
+
+
+@check()
+def no_signal_handlers(bench: Bench) -> None:
+    """Signals are handled as before."""
+    _expect_unchanged(bench, left_behind, "signal handlers")
+
+
+@check()
+def no_descriptors(bench: Bench) -> None:
+    """Further runs in a process leave no further open files and sockets."""
+    if not DESCRIPTORS.is_dir():
+        bench.not_applicable(f"this system has no {DESCRIPTORS}")
+    _expect_no_growth(bench, "descriptors")
+
+
+@check()
+def no_survivors(bench: Bench) -> None:
+    """When the user drops a trained module, it and its parameters and optimizer are freed."""
+    for rank, alive in enumerate(bench.run(survivors)):
+        expect(not alive, f"rank {rank}: {', '.join(alive)} stayed alive after its Trainer was gone.")
+
+
+@check()
+def no_tensors(bench: Bench) -> None:
+    """Further runs in a process leave no further tensors."""
+    _expect_no_growth(bench, "tensors")

@@ -1,0 +1,34 @@
+"""Device meshes, each made once for a world: their process groups last as long as the world does."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+__all__ = ["mesh_of"]
+
+_Key = tuple[str, tuple[int, ...], tuple[str, ...]]
+_meshes: dict[dist.ProcessGroup, dict[_Key, DeviceMesh]] = {}
+
+
+def mesh_of(device_type: str, shape: tuple[int, ...], *, names: tuple[str, ...]) -> DeviceMesh:
+    """The mesh of all ranks in this shape. Collective the first time.
+
+    Torch never takes down the groups of a mesh that is dropped, so a mesh for each Trainer would leave
+    groups, threads and sockets behind with every run.
+
+    Args:
+        device_type: Such as ``"cpu"``.
+        shape: Ranks along each axis.
+        names: Of the axes.
+    """
+    world = dist.group.WORLD
+    if world is None:  # then torch makes the world, or explains why it cannot
+        return init_device_mesh(device_type, shape, mesh_dim_names=names)
+    if world not in _meshes:
+        _meshes.clear()  # of a world that was destroyed since
+        _meshes[world] = {}
+    made, key = _meshes[world], (device_type, shape, names)
+    if key not in made:
+        made[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return made[key]
