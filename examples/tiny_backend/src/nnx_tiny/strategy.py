@@ -1,7 +1,6 @@
-"""The same arithmetic as a strategy of Lightning's, for engines that want the whole of its interface.
+"""The same arithmetic as a strategy of Lightning's: what nnx-core does for a backend is done here by hand.
 
-What nnx-core does for a backend has to be done here by hand: who is who, starting processes, collectives,
-samplers, buffers. In return there is nothing between the class and Trainer. Fabric would need a second one.
+In return nothing is between the class and Trainer. Fabric would need a second class.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_only
@@ -26,12 +26,7 @@ T = TypeVar("T")
 
 
 class TinyStrategy(ParallelStrategy):
-    """Every rank holds the whole model; after each backward the gradients are averaged over the ranks.
-
-    Args:
-        bucket_megabytes: Gradients are averaged in pieces of about this size.
-        **lightning: Arguments of Lightning's ``ParallelStrategy``.
-    """
+    """Every rank holds the whole model; after each backward the gradients are averaged over the ranks."""
 
     is_distributed = True  # without it Trainer injects no sampler and ignores `sync_dist`
 
@@ -64,10 +59,8 @@ class TinyStrategy(ParallelStrategy):
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def _configure_launcher(self) -> None:
-        if self.cluster_environment is not None:
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
+        if (environment := self.cluster_environment) is not None:
+            self._launcher = _SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         """Join the process group."""
@@ -83,16 +76,23 @@ class TinyStrategy(ParallelStrategy):
                 world_size=self.world_size,
             )
 
+    def setup(self, trainer: Trainer) -> None:
+        """Exchange the layers that `sync_batchnorm` synchronizes."""
+        if self._layer_sync is not None and self.model is not None:
+            self.model = self._layer_sync.apply(self.model)
+        super().setup(trainer)
+
+    def teardown(self) -> None:
+        """Give the user's kind of layers back."""
+        if self._layer_sync is not None and self.model is not None:
+            self.model = self._layer_sync.revert(self.model)
+        super().teardown()
+
     def model_to_device(self) -> None:
         """Move the module, and start all ranks from rank 0's values."""
         if self.model is not None:
             self.model.to(self.root_device)
             take_from_rank_zero((*self.model.parameters(), *self.model.buffers()))
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """What is saved, with rank 0's buffers."""
-        self._share_buffers()
-        return super().lightning_module_state_dict()
 
     def _share_buffers(self) -> None:
         if self.model is not None:
