@@ -15,8 +15,8 @@ from torch import nn
 
 from nnx.testing.conformance.bench import Bench
 from nnx.testing.conformance.check import CheckFailed, check, expect
-from nnx.testing.conformance.checks.checkpoints.contents import saved_checkpoint
 from nnx.testing.conformance.checks.checkpoints.runs import TASK, Resumable, error_of, run
+from nnx.testing.conformance.checks.checkpoints.stored import path_in, saved_checkpoint
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Task
 
@@ -45,7 +45,7 @@ def missing_checkpoint(bench: Bench) -> None:
 def another_model(bench: Bench) -> None:
     """A checkpoint of another model is refused on every rank, in the same words, which name what differs."""
     saved_checkpoint(bench)
-    errors = bench.run(_resume, replace(TASK, model=Wider), str(bench.directory / "saved.ckpt"))
+    errors = bench.run(_resume, replace(TASK, model=Wider), path_in(bench))
     for rank, error in enumerate(errors):
         named = "head.weight" in error or "more.weight" in error
         expect(named, f"rank {rank}: {error or 'no error'!r} names neither head.weight nor more.weight.")
@@ -65,10 +65,10 @@ def save_fails_everywhere(bench: Bench) -> None:
 
 def _expect_refused(bench: Bench, damage: Callable[[Path], None]) -> None:
     saved_checkpoint(bench)
-    path = bench.directory / "saved.ckpt"
-    file = max(path.rglob("*.safetensors"))
+    path = path_in(bench)
+    file = max(Path(path).rglob("*.safetensors"))
     damage(file)
-    for rank, error in enumerate(bench.run(_resume, TASK, str(path))):
+    for rank, error in enumerate(bench.run(_resume, TASK, path)):
         if not error:
             raise CheckFailed(f"rank {rank} resumed from a damaged checkpoint.")
         expect(file.name in error, f"rank {rank}: the error does not name {file.name}: {error}")

@@ -8,7 +8,6 @@ from torch import Tensor
 
 import nnx
 import nnx.checkpoint
-from nnx.checkpoint import NativeCheckpoint
 from nnx.testing.conformance.bench import Bench
 from nnx.testing.conformance.check import check, expect
 from nnx.testing.conformance.checks.checkpoints.runs import (
@@ -22,6 +21,7 @@ from nnx.testing.conformance.checks.checkpoints.runs import (
     trainer_for,
 )
 from nnx.testing.conformance.checks.checkpoints.snapshots import abbreviated, expect_exactly
+from nnx.testing.conformance.checks.checkpoints.stored import open_saved, path_in, save, saved_checkpoint
 from nnx.testing.conformance.comparing import expect_equal_weights
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Outcome, Task
@@ -32,14 +32,14 @@ from nnx.testing.conformance.training import outcome_of
 def checkpoint_is_whole(bench: Bench) -> None:
     """What is saved verifies against its checksums."""
     saved_checkpoint(bench)
-    damage = nnx.checkpoint.verify(_path(bench))
+    damage = nnx.checkpoint.verify(path_in(bench))
     expect(not damage, f"`nnx ckpt verify` finds {'; '.join(map(str, damage))}.")
 
 
 @check()
 def names_in_the_checkpoint(bench: Bench) -> None:
     """Weights and optimizer state are stored under the model's own names."""
-    alone: Record = bench.alone(_save, TASK, "")
+    alone: Record = bench.alone(save, TASK, "")
     stored, _ = saved_checkpoint(bench)
     wanted = {f"model.{name}" for name in alone.saved.weights}
     for key in alone.saved.optimizers:
@@ -76,8 +76,8 @@ def values_in_the_checkpoint(bench: Bench) -> None:
 @check()
 def saving_in_the_background(bench: Bench) -> None:
     """A save in the background holds the values of the moment it was asked for, though training went on."""
-    saved: Record = bench.run(_save_in_background, TASK, _path(bench))[0]
-    stored = _open(bench)
+    saved: Record = bench.run(_save_in_background, TASK, path_in(bench))[0]
+    stored = open_saved(bench)
     weights = {name: stored.read(f"model.{name}") for name in saved.saved.weights}
     expect_exactly(weights, saved.saved.weights, where="saved in the background")
     state = {key: stored.read(_optimizer_name(key)) for key in saved.saved.optimizers}
@@ -100,8 +100,8 @@ def weights_only_has_no_optimizer(bench: Bench) -> None:
 @check()
 def weights_only_evaluates(bench: Bench) -> None:
     """A checkpoint of weights only is evaluated, and is refused for resuming on every rank."""
-    alone: Record = bench.alone(_save, TASK, "")
-    for rank, (error, evaluated) in enumerate(bench.run(_use_weights_only, TASK, _path(bench))):
+    alone: Record = bench.alone(save, TASK, "")
+    for rank, (error, evaluated) in enumerate(bench.run(_use_weights_only, TASK, path_in(bench))):
         where = f"rank {rank}, weights only"
         expect("optimizer" in error, f"{where}: resuming ended with {error or 'no error'!r}.")
         expect_equal_weights(evaluated.weights, alone.saved.weights, tolerance=TOLERANCE, where=where)
@@ -110,40 +110,22 @@ def weights_only_evaluates(bench: Bench) -> None:
 @check()
 def loads_in_one_process(bench: Bench) -> None:
     """The weights load into a plain module in one process, by `nnx.load_from_checkpoint`."""
-    saved: Record = bench.run(_save, TASK, _path(bench))[0]
-    (weights,) = bench.run(_load_plainly, TASK, _path(bench), world_size=1)
+    saved: Record = bench.run(save, TASK, path_in(bench))[0]
+    (weights,) = bench.run(_load_plainly, TASK, path_in(bench), world_size=1)
     expect_exactly(weights, saved.saved.weights, where="in one process")
 
 
 @check()
 def evaluates_a_checkpoint(bench: Bench) -> None:
     """`validate` and `test` with `ckpt_path` evaluate the weights that were saved."""
-    saved: Record = bench.run(_save, TASK, _path(bench))[0]
+    saved: Record = bench.run(save, TASK, path_in(bench))[0]
     alone: Outcome = bench.alone(_evaluate_after, TASK)
-    for rank, (validated, tested) in enumerate(bench.run(_evaluate, TASK, _path(bench))):
+    for rank, (validated, tested) in enumerate(bench.run(_evaluate, TASK, path_in(bench))):
         for outcome, metric in ((validated, "val_loss"), (tested, "test_loss")):
             where = f"rank {rank}, {metric}"
             expect_exactly(outcome.weights, saved.saved.weights, where=where)
             loss, wanted = outcome.metrics[metric], alone.metrics["val_loss"]
             expect(abs(loss - wanted) <= 1e-6, f"{where} is {loss:.8g}, one process has {wanted:.8g}.")
-
-
-def saved_checkpoint(bench: Bench, *, weights_only: bool = False) -> tuple[NativeCheckpoint, Record]:
-    """A checkpoint of the strategy, opened, and the run that saved it.
-
-    Args:
-        bench: Of the check.
-        weights_only: Save the weights only.
-    """
-    saved: Record = bench.run(_save, TASK, _path(bench), weights_only)[0]
-    return _open(bench), saved
-
-
-def _open(bench: Bench) -> NativeCheckpoint:
-    stored = nnx.checkpoint.open_checkpoint(_path(bench))
-    if not isinstance(stored, NativeCheckpoint):
-        bench.not_applicable(f"it writes checkpoints of a format of its own ({stored.format})")
-    return stored
 
 
 def _optimizer_name(key: str) -> str:
@@ -152,16 +134,7 @@ def _optimizer_name(key: str) -> str:
     return f"optim.{index}.state.{name}"
 
 
-def _path(bench: Bench) -> str:
-    return str(bench.directory / "saved.ckpt")
-
-
 # --- jobs -----------------------------------------------------------------------------------------
-
-
-def _save(subject: Subject, task: Task, path: str, weights_only: bool = False) -> Record:
-    paths = {SAVED_AFTER: path}
-    return run(subject, replace(task, steps=SAVED_AFTER), paths=paths, weights_only=weights_only)
 
 
 def _save_in_background(subject: Subject, task: Task, path: str) -> Record:
@@ -170,7 +143,7 @@ def _save_in_background(subject: Subject, task: Task, path: str) -> Record:
 
 def _use_weights_only(subject: Subject, task: Task, path: str) -> tuple[str, Outcome]:
     """How resuming from weights only fails, and evaluating them with another model."""
-    _save(subject, task, path, weights_only=True)
+    save(subject, task, path, weights_only=True)
     error = error_of(lambda: run(subject, task, ckpt_path=path))
     return error, _validate(subject, replace(task, seed=task.seed + 1), path)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from nnx.testing.conformance.bench import Bench
 from nnx.testing.conformance.check import check, expect
@@ -13,6 +12,7 @@ from nnx.testing.conformance.checks.checkpoints.snapshots import (
     expect_same_optimizers,
     expect_same_weights,
 )
+from nnx.testing.conformance.checks.checkpoints.stored import save
 from nnx.testing.conformance.comparing import expect_equal_losses, expect_equal_weights
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Task
@@ -26,7 +26,7 @@ def resume_at_world_sizes(bench: Bench) -> None:
     """What 1, 2 or 3 ranks saved is resumed exactly by 1, 2 and 3 ranks."""
     for saved_by in _WORLD_SIZES:
         path = _path(bench, saved_by)
-        saved = bench.run(_save, TASK, path, world_size=saved_by)[0]
+        saved = bench.run(save, TASK, path, world_size=saved_by)[0]
         for resumed_by in _WORLD_SIZES:
             ranks = bench.run(_resume, TASK, path, world_size=resumed_by)
             _expect_resumed(bench, ranks, saved, f"saved by {saved_by}, resumed by {resumed_by}")
@@ -36,7 +36,7 @@ def resume_at_world_sizes(bench: Bench) -> None:
 def resume_from_ddp(bench: Bench) -> None:
     """A checkpoint that `ddp` wrote with `nnx.CheckpointIO` is resumed exactly."""
     path = _path(bench, 2)
-    saved = bench.run(_save, TASK, path, subject=_DDP)[0]
+    saved = bench.run(save, TASK, path, subject=_DDP)[0]
     for world_size in bench.world_sizes:
         ranks = bench.run(_resume, TASK, path, world_size=world_size)
         _expect_resumed(bench, ranks, saved, f"saved by 2 under ddp, resumed by {world_size}")
@@ -46,7 +46,7 @@ def resume_from_ddp(bench: Bench) -> None:
 def resume_under_ddp(bench: Bench) -> None:
     """What it wrote is resumed exactly by `ddp` with `nnx.CheckpointIO`."""
     path = _path(bench, 2)
-    saved = bench.run(_save, TASK, path)[0]
+    saved = bench.run(save, TASK, path)[0]
     for world_size in bench.world_sizes:
         ranks = bench.run(_resume, TASK, path, world_size=world_size, subject=_DDP)
         _expect_resumed(bench, ranks, saved, f"saved by 2, resumed by {world_size} under ddp")
@@ -54,7 +54,7 @@ def resume_under_ddp(bench: Bench) -> None:
 
 def _expect_resumed(bench: Bench, ranks: list[Record], saved: Record, what: str) -> None:
     """State to the bit, and losses and final weights of one process that was never interrupted."""
-    alone: Record = bench.alone(_train, TASK)
+    alone: Record = bench.alone(run, TASK)
     for rank, resumed in enumerate(ranks):
         where = f"{what}, rank {rank}"
         expect_same_weights(resumed.started, saved.saved, where=where)
@@ -68,18 +68,10 @@ def _expect_resumed(bench: Bench, ranks: list[Record], saved: Record, what: str)
 
 
 def _path(bench: Bench, saved_by: int) -> str:
-    return str(Path(bench.directory) / f"saved-by-{saved_by}.ckpt")
+    return str(bench.directory / f"saved-by-{saved_by}.ckpt")
 
 
 # --- jobs -----------------------------------------------------------------------------------------
-
-
-def _train(subject: Subject, task: Task) -> Record:
-    return run(subject, task)
-
-
-def _save(subject: Subject, task: Task, path: str) -> Record:
-    return run(subject, replace(task, steps=SAVED_AFTER), paths={SAVED_AFTER: path})
 
 
 def _resume(subject: Subject, task: Task, path: str) -> Record:

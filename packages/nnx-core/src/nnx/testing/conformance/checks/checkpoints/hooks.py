@@ -20,6 +20,7 @@ from nnx.testing.conformance.checks.checkpoints.runs import (
     run,
 )
 from nnx.testing.conformance.checks.checkpoints.snapshots import expect_exactly
+from nnx.testing.conformance.checks.checkpoints.stored import path_in
 from nnx.testing.conformance.comparing import expect_equal_losses
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Task
@@ -31,7 +32,7 @@ _ENTRY = {"note": "kept", "numbers": (1, 2.5), "nested": {"deep": [True, None]}}
 def hook_entries_come_back(bench: Bench) -> None:
     """What `on_save_checkpoint` of the module adds, its `on_load_checkpoint` gets, on every rank."""
     task = replace(TASK, model=Noting)
-    for rank, seen in enumerate(bench.run(_noted, task, _path(bench))):
+    for rank, seen in enumerate(bench.run(_noted, task, path_in(bench))):
         expect(seen == _ENTRY, f"rank {rank}: the hook saved {_ENTRY} and got {seen}.")
 
 
@@ -40,7 +41,7 @@ def save_hook_sees_the_weights(bench: Bench) -> None:
     """`on_save_checkpoint` sees the state dict under the model's own names, and may leave entries out."""
     task = replace(TASK, model=Selective)
     names = set(bench.alone(_names, task))
-    for rank, (seen, head) in enumerate(bench.run(_left_out, task, _path(bench))):
+    for rank, (seen, head) in enumerate(bench.run(_left_out, task, path_in(bench))):
         where = f"rank {rank}"
         expect(set(seen) == names, f"{where}: the hook saw {sorted(seen)}, the model has {sorted(names)}.")
         wanted = {"head.weight": task.module().head.weight.detach() * 0 + 0.5}
@@ -50,8 +51,8 @@ def save_hook_sees_the_weights(bench: Bench) -> None:
 @check()
 def load_hook_renames(bench: Bench) -> None:
     """`on_load_checkpoint` sees the complete weights and may rename them."""
-    alone: Record = bench.alone(_train, TASK)
-    ranks = bench.run(_renamed, TASK, replace(TASK, model=Renamed), _path(bench))
+    alone: Record = bench.alone(run, TASK)
+    ranks = bench.run(_renamed, TASK, replace(TASK, model=Renamed), path_in(bench))
     for rank, (shape, resumed) in enumerate(ranks):
         where = f"renamed while loading, rank {rank}"
         wanted = tuple(alone.weights["embed.weight"].shape)
@@ -63,17 +64,13 @@ def load_hook_renames(bench: Bench) -> None:
 @check()
 def callback_state_comes_back(bench: Bench) -> None:
     """The state of callbacks comes back, and their hooks are called on every rank."""
-    for rank, (counted, entry) in enumerate(bench.run(_counted, TASK, _path(bench))):
+    for rank, (counted, entry) in enumerate(bench.run(_counted, TASK, path_in(bench))):
         expect(
             counted == TASK.steps,
             f"rank {rank}: a callback that counts batches has {counted} after a run of {TASK.steps} that "
             f"was resumed after {SAVED_AFTER}.",
         )
         expect(entry == SAVED_AFTER, f"rank {rank}: a callback's hook saved {SAVED_AFTER} and got {entry}.")
-
-
-def _path(bench: Bench) -> str:
-    return str(bench.directory / "saved.ckpt")
 
 
 # --- models and callbacks -------------------------------------------------------------------------
@@ -181,10 +178,6 @@ class Counting(Callback):
 
 
 # --- jobs -----------------------------------------------------------------------------------------
-
-
-def _train(subject: Subject, task: Task) -> Record:
-    return run(subject, task)
 
 
 def _names(subject: Subject, task: Task) -> list[str]:

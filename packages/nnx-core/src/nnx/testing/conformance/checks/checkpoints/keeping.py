@@ -55,7 +55,7 @@ def removes_checkpoints_once(bench: Bench) -> None:
 @check()
 def best_and_last_load(bench: Bench) -> None:
     """`ckpt_path="best"` evaluates the best weights, `ckpt_path="last"` resumes the latest."""
-    second: Record = bench.alone(_train, replace(_TASK, steps=2))
+    second: Record = bench.alone(run, replace(_TASK, steps=2))
     for rank, (best, step) in enumerate(bench.run(_use, _TASK, str(bench.directory))):
         expect_equal_weights(best.weights, second.weights, tolerance=TOLERANCE, where=f"best, rank {rank}")
         expect(step == len(SCORES), f"rank {rank}: 'last' was resumed in step {step}, not {len(SCORES)}.")
@@ -89,10 +89,6 @@ class _Report:
     best: str
     kept: list[str]
     removed: list[str]
-
-
-def _train(subject: Subject, task: Task) -> Record:
-    return run(subject, task)
 
 
 def _trainer(subject: Subject, task: Task, folder: str, **settings: Any) -> Trainer:

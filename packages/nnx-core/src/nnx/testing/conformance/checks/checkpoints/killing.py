@@ -21,6 +21,7 @@ import nnx.checkpoint
 from nnx.testing.conformance.bench import Bench
 from nnx.testing.conformance.check import CheckFailed, check, expect
 from nnx.testing.conformance.checks.checkpoints.runs import trainer_for
+from nnx.testing.conformance.checks.checkpoints.stored import path_in
 from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Task
@@ -48,7 +49,7 @@ def killed_at_every_operation(bench: Bench) -> None:
 
 
 def _try_kills(bench: Bench, kills: int | None) -> None:
-    path = str(bench.directory / "saved.ckpt")
+    path = path_in(bench)
     subject = replace(bench.subject, accelerator="cpu")  # what was started on a GPU cannot be forked
     version = 1
     _save(bench, subject, path, version)

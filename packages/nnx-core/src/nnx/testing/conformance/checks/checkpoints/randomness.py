@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nnx.testing.conformance.bench import Bench
 from nnx.testing.conformance.check import check, expect
 from nnx.testing.conformance.checks.checkpoints.runs import SaveAt, trainer_for
+from nnx.testing.conformance.checks.checkpoints.stored import open_saved, path_in
 from nnx.testing.conformance.data import dataset, share_of
 from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
@@ -27,7 +28,9 @@ _STEPS, _SAVED_AFTER = 5, 2
 @check()
 def randomness_goes_on(bench: Bench) -> None:
     """Resumed within an epoch, each rank draws its own next random numbers: dropout and losses to the bit."""
-    for rank, (whole, resumed) in enumerate(bench.run(_interrupted, TASK, _path(bench))):
+    ranks = bench.run(_interrupted, TASK, path_in(bench))
+    open_saved(bench)
+    for rank, (whole, resumed) in enumerate(ranks):
         where = f"rank {rank}, resumed after step {_SAVED_AFTER}"
         _expect_equal(resumed.drawn, whole.drawn[_SAVED_AFTER:], f"{where}: random numbers drawn")
         _expect_equal(resumed.losses, whole.losses[_SAVED_AFTER:], f"{where}: losses")
@@ -39,7 +42,8 @@ def randomness_goes_on(bench: Bench) -> None:
 @check()
 def ranks_draw_their_own(bench: Bench) -> None:
     """Ranks that read different data and drew differently before they were saved do so afterwards."""
-    ranks = bench.run(_interrupted, TASK, _path(bench))
+    ranks = bench.run(_interrupted, TASK, path_in(bench))
+    open_saved(bench)
     first: dict[int, Any] = {}
     for rank, (whole, resumed) in enumerate(ranks):
         twin = first.setdefault(whole.share, resumed)
@@ -54,7 +58,7 @@ def ranks_draw_their_own(bench: Bench) -> None:
 @check()
 def saving_changes_nothing(bench: Bench) -> None:
     """A run that saves draws the same random numbers, and has the same losses, as one that does not."""
-    for rank, (silent, saving) in enumerate(bench.run(_with_and_without, TASK, _path(bench))):
+    for rank, (silent, saving) in enumerate(bench.run(_with_and_without, TASK, path_in(bench))):
         _expect_equal(saving.drawn, silent.drawn, f"rank {rank}: random numbers drawn in a run that saves")
         _expect_equal(saving.losses, silent.losses, f"rank {rank}: losses of a run that saves")
 
@@ -62,9 +66,10 @@ def saving_changes_nothing(bench: Bench) -> None:
 @check()
 def data_goes_on(bench: Bench) -> None:
     """Resumed within a shuffled epoch, a run reads what is left of it, once, at any world size."""
-    path = _path(bench)
+    path = path_in(bench)
     everything = set(range(TASK.batches * GLOBAL_BATCH))
     before = _read(bench.run(_read_first, TASK, path))
+    open_saved(bench)
     for world_size in (2, 1) if not bench.full else (2, 1, 3):
         after = _read(bench.run(_read_rest, TASK, path, world_size=world_size))
         where = f"saved by 2, resumed by {world_size}"
@@ -81,10 +86,6 @@ def _expect_equal(seen: list[Any], wanted: list[Any], what: str) -> None:
 
 def _read(ranks: list[list[int]]) -> set[int]:
     return {sample for rank in ranks for sample in rank}
-
-
-def _path(bench: Bench) -> str:
-    return str(bench.directory / "saved.ckpt")
 
 
 # --- models ---------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from nnx.testing.conformance.checks.checkpoints.snapshots import (
     expect_same_optimizers,
     expect_same_weights,
 )
+from nnx.testing.conformance.checks.checkpoints.stored import path_in
 from nnx.testing.conformance.comparing import expect_equal_losses, expect_equal_weights
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Outcome, Task
@@ -38,7 +39,7 @@ _RESUMED = "resumed with 2 ranks"
 @check()
 def weights_resume(bench: Bench) -> None:
     """A resumed run begins with exactly the weights that were saved."""
-    for rank, (whole, resumed) in enumerate(bench.run(_round_trip, TASK, _path(bench))):
+    for rank, (whole, resumed) in enumerate(bench.run(_round_trip, TASK, path_in(bench))):
         expect_same_weights(resumed.started, whole.saved, where=f"{_RESUMED}, rank {rank}")
 
 
@@ -46,7 +47,7 @@ def weights_resume(bench: Bench) -> None:
 def optimizer_state_resumes(bench: Bench) -> None:
     """A resumed run begins with exactly the optimizer state that was saved, of every parameter."""
     alone = bench.alone(_saved_state, TASK)
-    for rank, (whole, resumed) in enumerate(bench.run(_round_trip, TASK, _path(bench))):
+    for rank, (whole, resumed) in enumerate(bench.run(_round_trip, TASK, path_in(bench))):
         expect_same_optimizers(whole.saved, alone, tolerance=TOLERANCE, where=f"saved, rank {rank}")
         expect_same_optimizers(resumed.started, whole.saved, where=f"{_RESUMED}, rank {rank}")
 
@@ -54,7 +55,7 @@ def optimizer_state_resumes(bench: Bench) -> None:
 @check()
 def buffers_resume(bench: Bench) -> None:
     """Buffers are saved and come back."""
-    for rank, (_, resumed) in enumerate(bench.run(_round_trip, TASK, _path(bench))):
+    for rank, (_, resumed) in enumerate(bench.run(_round_trip, TASK, path_in(bench))):
         seen = int(resumed.weights["seen"])
         expect(
             seen == TASK.steps,
@@ -66,7 +67,7 @@ def buffers_resume(bench: Bench) -> None:
 @check()
 def schedule_and_counters_resume(bench: Bench) -> None:
     """Schedulers, the step and the epoch go on where they stood."""
-    for rank, (whole, resumed) in enumerate(bench.run(_round_trip, TASK, _path(bench))):
+    for rank, (whole, resumed) in enumerate(bench.run(_round_trip, TASK, path_in(bench))):
         where = f"{_RESUMED}, rank {rank}"
         for what in ("schedulers", "counters"):
             seen, wanted = getattr(resumed.started, what), getattr(whole.saved, what)
@@ -80,7 +81,7 @@ def schedule_and_counters_resume(bench: Bench) -> None:
 @check()
 def losses_go_on(bench: Bench) -> None:
     """The losses after resuming are those of the run that was not interrupted."""
-    for rank, (whole, resumed) in enumerate(bench.run(_round_trip, TASK, _path(bench))):
+    for rank, (whole, resumed) in enumerate(bench.run(_round_trip, TASK, path_in(bench))):
         where = f"{_RESUMED}, rank {rank}"
         expect_equal_losses(resumed.losses, whole.losses[SAVED_AFTER:], tolerance=TOLERANCE, where=where)
         expect_equal_weights(resumed.weights, whole.weights, tolerance=TOLERANCE, where=where)
@@ -90,7 +91,7 @@ def losses_go_on(bench: Bench) -> None:
 def param_groups_resume(bench: Bench) -> None:
     """Every param group gets its hyperparameters back, also those that were changed while training."""
     task = replace(TASK, model=TwoGroups)
-    for rank, (whole, resumed) in enumerate(bench.run(_change_groups, task, _path(bench))):
+    for rank, (whole, resumed) in enumerate(bench.run(_change_groups, task, path_in(bench))):
         expect_same_groups(resumed.started, whole.saved, where=f"{_RESUMED}, rank {rank}")
         groups = resumed.started.groups[0]
         for group, wanted in zip(groups, CHANGED, strict=True):
@@ -105,7 +106,7 @@ def two_optimizers_resume(bench: Bench) -> None:
     """Each of two optimizers of different kinds gets its own state back."""
     task = replace(TASK, model=TwoOptimizers, steps=2 * TASK.steps)
     alone = bench.alone(_saved_state, task, 2 * SAVED_AFTER)
-    for rank, (whole, resumed) in enumerate(bench.run(_round_trip, task, _path(bench), 2 * SAVED_AFTER)):
+    for rank, (whole, resumed) in enumerate(bench.run(_round_trip, task, path_in(bench), 2 * SAVED_AFTER)):
         expect_same_optimizers(whole.saved, alone, tolerance=TOLERANCE, where=f"saved, rank {rank}")
         where = f"{_RESUMED}, rank {rank}"
         expect_same_optimizers(resumed.started, whole.saved, where=where)
@@ -115,8 +116,8 @@ def two_optimizers_resume(bench: Bench) -> None:
 @check()
 def resume_and_save_again(bench: Bench) -> None:
     """What a resumed run saves over the checkpoint it came from can be resumed as well."""
-    alone = bench.alone(_train, TASK)
-    for rank, (second, third) in enumerate(bench.run(_relay, TASK, _path(bench))):
+    alone = bench.alone(run, TASK)
+    for rank, (second, third) in enumerate(bench.run(_relay, TASK, path_in(bench))):
         where = f"resumed for the second time, rank {rank}"
         expect_same_weights(third.started, second.saved, where=where)
         expect_same_optimizers(third.started, second.saved, where=where)
@@ -127,16 +128,12 @@ def resume_and_save_again(bench: Bench) -> None:
 @check()
 def saving_after_fit(bench: Bench) -> None:
     """`trainer.save_checkpoint` after `fit` saves what was trained, ready to be resumed."""
-    alone = bench.alone(_train, TASK)
-    for rank, (ended, resumed) in enumerate(bench.run(_save_afterwards, TASK, _path(bench))):
+    alone = bench.alone(run, TASK)
+    for rank, (ended, resumed) in enumerate(bench.run(_save_afterwards, TASK, path_in(bench))):
         where = f"saved after fit, rank {rank}"
         expect_exactly(resumed.started.weights, ended.weights, where=where)
         losses = alone.losses[SAVED_AFTER:]
         expect_equal_losses(resumed.losses, losses, tolerance=TOLERANCE, where=where)
-
-
-def _path(bench: Bench) -> str:
-    return str(bench.directory / "saved.ckpt")
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -201,10 +198,6 @@ class TwoOptimizers(Resumable):
 def _saved_state(subject: Subject, task: Task, step: int = SAVED_AFTER) -> Snapshot:
     """The state after some steps."""
     return run(subject, replace(task, steps=step), paths={step: ""}).saved
-
-
-def _train(subject: Subject, task: Task) -> Record:
-    return run(subject, task)
 
 
 def _round_trip(subject: Subject, task: Task, path: str, step: int = SAVED_AFTER) -> tuple[Record, Record]:
