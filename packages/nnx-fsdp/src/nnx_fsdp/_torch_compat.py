@@ -1,19 +1,22 @@
-"""Every private name of torch's FSDP2 that this package uses: how to take it off a module again.
+"""Every private name of torch's FSDP2 that this package uses.
 
 Checked against torch 2.11 and 2.13. FSDP2 has no public inverse of ``fully_shard``; without one a
-module could not be deep-copied, trained a second time or handed back under its own class.
+module could not be deep-copied, trained a second time or handed back under its own class. Nor has it a
+public way to begin and end what hangs on the root's forward where that is not called (see `steps`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed import _composable_state
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["can_be_sharded", "remove_fully_shard"]
+__all__ = ["before_part", "can_be_sharded", "finish_after_backward", "prepare_root", "remove_fully_shard"]
 
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
@@ -40,7 +43,7 @@ def remove_fully_shard(module: nn.Module) -> None:
     """
     if not isinstance(module, FSDPModule):
         return
-    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+    state = _state(module)
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
     for group in _param_groups(state):
@@ -60,6 +63,31 @@ def remove_fully_shard(module: nn.Module) -> None:
     module.__dict__.pop(REGISTRY_KEY, None)
     _composable_state._module_state_mapping.pop(module, None)
     module.__class__ = type(module).__mro__[2]  # [FSDP<Class>, FSDPModule, Class, ...]
+
+
+def prepare_root(root: FSDPModule) -> None:
+    """Make a module the root of its units before one of them runs by itself."""
+    _state(root)._lazy_init()
+
+
+def before_part(root: FSDPModule, args: Any, kwargs: Any) -> Any:
+    """What the root's forward would do first: gather its parameters, and cast inputs as its policy says."""
+    root.unshard()
+    return _state(root)._cast_forward_inputs(args, kwargs)
+
+
+def finish_after_backward(root: FSDPModule, output: Any) -> None:
+    """When backward reaches the output, let FSDP2 reduce and reshard the root's part at its end."""
+    if not torch.is_grad_enabled():
+        return
+    state = _state(root)
+    for value in tree_leaves(output):
+        if isinstance(value, Tensor) and value.requires_grad:
+            value.register_hook(state._pre_backward)  # type: ignore[no-untyped-call]
+
+
+def _state(module: Any) -> Any:
+    return fully_shard.state(module)  # type: ignore[attr-defined]
 
 
 def _param_groups(state: Any) -> list[Any]:

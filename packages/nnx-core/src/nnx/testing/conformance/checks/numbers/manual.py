@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, optim
+from torch.nn.functional import mse_loss
 
 from nnx.testing.conformance.bench import Bench
 from nnx.testing.conformance.check import check
@@ -67,6 +68,12 @@ def several_optimizers_clipped(bench: Bench) -> None:
 def several_optimizers_toggled(bench: Bench) -> None:
     """`toggle_optimizer` keeps the other optimizer's parameters out of a step."""
     expect_parity(bench, Task(model=_Toggled, steps=6))
+
+
+@check("manual_optimization", "multiple_optimizers")
+def parts_called_directly(bench: Bench) -> None:
+    """A step may call parts of the module instead of the module, and again after a backward."""
+    expect_parity(bench, Task(model=_CallingParts, steps=4))
 
 
 class _Manual(Plain):
@@ -193,11 +200,19 @@ class _SeveralClipped(_Several):
 
 class _Toggled(_Several):
     def training_step(self, batch: list[Tensor], index: int) -> Any:
-        """One step of each; meanwhile the other's parameters need no gradient."""
+        """One step of each; meanwhile the other's parameters need no gradient and get none."""
         both: Any = self.optimizers()
         for optimizer, scale in zip(both, (1.0, 0.5), strict=True):
             self.toggle_optimizer(optimizer)
-            optimizer.zero_grad()
             self.manual_backward(self.recorded_loss(batch) * scale)
             optimizer.step()
+            optimizer.zero_grad()  # only its own: what reached the other's would stay
             self.untoggle_optimizer(optimizer)
+
+
+class _CallingParts(_Several):
+    """As a GAN calls its generator and its discriminator."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        """What the module computes, without calling the module."""
+        return mse_loss(type(self).forward(self, batch[0]).to(batch[1].dtype), batch[1])

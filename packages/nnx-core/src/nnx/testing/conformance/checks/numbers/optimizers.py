@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import optim
 from torch.optim import Optimizer
 
 from nnx.testing.conformance.bench import Bench
@@ -126,7 +126,7 @@ class _Extragradient(Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Go there, look again, come back, and step."""
         if closure is None:
             raise TypeError("it needs a closure")

@@ -105,7 +105,7 @@ class _Overflowing(Plain):
         """Spoil what reaches the first layer in backward, and only that."""
         hidden = self.embed(x)
         if self.overflow is not None:
-            hidden = _Overflow.apply(hidden, self.overflow)
+            hidden = _Overflow.apply(hidden, self.overflow)  # type: ignore[no-untyped-call]
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(hidden)  # type: ignore[no-any-return]

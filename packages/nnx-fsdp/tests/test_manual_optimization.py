@@ -1,0 +1,38 @@
+"""Manual optimization under FSDP2: whatever order a step calls things in, one process's numbers come out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jobs.manual_jobs import Adversaries, LookingAgain, train
+from nnx.testing.conformance.comparing import expect_same_run
+from nnx.testing.pool import WorkerPool
+from nnx_fsdp.options import MixedPrecision
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "only a root": {},
+    "blocks": {"min_num_params": 100},
+    "blocks kept": {"min_num_params": 100, "reshard_after_forward": False},
+    "root resharded": {"reshard_after_forward": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@pytest.mark.parametrize("model", [Adversaries, LookingAgain])
+def test_a_step_may_call_parts_and_forwards_as_it_likes(
+    pool: WorkerPool, options: dict[str, Any], model: Any
+) -> None:
+    alone = pool.run(train, "auto", {}, model, world_size=1)[0]
+    ranks = pool.run(train, "fsdp_auto", options, model, world_size=2)
+    expect_same_run(ranks, alone, tolerance=1e-5)
+    assert [outcome.notes["hooks"] for outcome in ranks] == [0, 0]
+
+
+def test_inputs_of_a_part_are_cast_as_the_mixed_precision_policy_says(pool: WorkerPool) -> None:
+    options = {"mixed_precision": MixedPrecision(param_dtype="bfloat16")}
+    alone = pool.run(train, "auto", {}, Adversaries, world_size=1)[0]
+    for outcome in pool.run(train, "fsdp_auto", options, Adversaries, world_size=2):
+        assert outcome.losses == pytest.approx(alone.losses, rel=0.02)
+        assert outcome.losses != alone.losses

@@ -1,0 +1,66 @@
+"""Jobs of manual optimization: steps that call forward, backward and optimizers in an order of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn, optim
+from torch.nn.functional import mse_loss
+
+from nnx.testing.conformance.models import Plain
+from nnx.testing.conformance.subject import Subject
+from nnx.testing.conformance.task import Outcome, Task
+from nnx.testing.conformance.training import fit
+
+
+class Adversaries(Plain):
+    """Two optimizers as Lightning documents them for a GAN: toggled, parts called, zeroed after the step."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        for optimizer, scale in zip(self.optimizers(), (1.0, 0.5), strict=True):
+            self.toggle_optimizer(optimizer)
+            hidden = self.embed(batch[0])
+            for block in self.blocks:
+                hidden = block(hidden)
+            loss = mse_loss(self.head(hidden), batch[1]) * scale
+            self.record(loss)
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        around = nn.ModuleList([self.embed, self.head])
+        return [optim.SGD(self.blocks.parameters(), lr=0.1), optim.SGD(around.parameters(), lr=0.1)]
+
+
+class LookingAgain(Plain):
+    """Runs the forward once more between backward and step, and every third batch without either."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.record(loss)
+        if index % 3 == 1:
+            return
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.loss(batch)
+        optimizer.step()
+        self.record(self.loss(batch))
+
+
+def train(strategy: str, options: dict[str, Any], model: type[Plain], **settings: Any) -> Outcome:
+    """Train for a few steps; the notes say whether hooks were left on the module."""
+    module = Task(model=model, steps=4, **settings).module()
+    outcome = fit(Subject(strategy, options=options), module.task, module=module)
+    outcome.notes["hooks"] = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
+    return outcome
