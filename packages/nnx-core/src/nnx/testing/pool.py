@@ -297,9 +297,15 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port on which nobody listens, below those that the system gives to outgoing connections.
+
+    One of the latter could be taken again before rank 0 listens on it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 # ---- what follows runs in the worker -----------------------------------------------------------------
