@@ -27,12 +27,14 @@ class Fault:
         target: ``"faults.module:Class"``.
         caught_by: Name of the check that has to fail.
         also: Checks that rightly fail too; `EVERYTHING` for a wide fault.
+        imports: Modules that register `target`, where that is a name, for faults that declare capabilities.
     """
 
     name: str
     target: str
     caught_by: str
     also: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
 
     @property
     def is_narrow(self) -> bool:
@@ -41,7 +43,7 @@ class Fault:
 
     def subject(self) -> Subject:
         """The broken strategy."""
-        return Subject(self.target)
+        return Subject(self.target, imports=self.imports)
 
 
 def all_faults() -> list[Fault]:

@@ -1,7 +1,0 @@
-"""Faults that the checks of the group `structure` catch."""
-
-from __future__ import annotations
-
-from faults import Fault
-
-FAULTS: list[Fault] = []
