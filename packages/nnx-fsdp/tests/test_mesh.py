@@ -21,5 +21,5 @@ def test_a_mesh_is_made_once_and_anew_for_the_next_world(pool: WorkerPool) -> No
         assert pool.run(make_meshes, world_size=2, init="gloo") == [[True, False, True]] * 2
 
 
-def test_without_a_world_torch_makes_one_or_explains(pool: WorkerPool) -> None:
+def test_without_a_world_torch_makes_one(pool: WorkerPool) -> None:
     assert pool.run(make_meshes, world_size=2) == [[True, False, True]] * 2

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 __all__ = ["mesh_of"]
 
 _Key = tuple[str, tuple[int, ...], tuple[str, ...]]
-_meshes: dict[dist.ProcessGroup, dict[_Key, DeviceMesh]] = {}
+_meshes: dict[dist.ProcessGroup | None, dict[_Key, DeviceMesh]] = {}
 
 
 def mesh_of(device_type: str, shape: tuple[int, ...], *, names: tuple[str, ...]) -> DeviceMesh:
@@ -22,13 +22,10 @@ def mesh_of(device_type: str, shape: tuple[int, ...], *, names: tuple[str, ...])
         shape: Ranks along each axis.
         names: Of the axes.
     """
-    world = dist.group.WORLD
-    if world is None:  # then torch makes the world, or explains why it cannot
-        return init_device_mesh(device_type, shape, mesh_dim_names=names)
-    if world not in _meshes:
-        _meshes.clear()  # of a world that was destroyed since
-        _meshes[world] = {}
-    made, key = _meshes[world], (device_type, shape, names)
-    if key not in made:
-        made[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    return made[key]
+    key = (device_type, shape, names)
+    if key not in _meshes.get(dist.group.WORLD, {}):
+        made = init_device_mesh(device_type, shape, mesh_dim_names=names)  # makes the world, if there is none
+        if dist.group.WORLD not in _meshes:
+            _meshes.clear()  # of a world that was destroyed since
+        _meshes.setdefault(dist.group.WORLD, {})[key] = made
+    return _meshes[dist.group.WORLD][key]

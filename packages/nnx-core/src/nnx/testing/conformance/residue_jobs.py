@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,7 +92,7 @@ def survivors(subject: Subject) -> list[str]:
     module = TASK.module()
     trainer = make_trainer(subject, TASK)
     trainer.fit(module)
-    watched = {
+    watched: dict[str, weakref.ref[Any]] = {
         "the module": weakref.ref(module),
         "a layer": weakref.ref(module.head),
         "a parameter": weakref.ref(module.head.weight),

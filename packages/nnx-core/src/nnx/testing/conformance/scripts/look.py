@@ -1,0 +1,29 @@
+"""``python look.py NAME ENGINE``: runs ``nnx list`` and ``nnx show NAME``, and prints what that imported."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from typing import Any
+
+from nnx.cli import main
+
+
+def run(*arguments: str) -> Any:
+    """The exit code of a command of ``nnx``; what it prints is dropped."""
+    sys.argv = ["nnx", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            main()
+        except SystemExit as end:
+            return end.code or 0
+    return 0
+
+
+if __name__ == "__main__":
+    name, engine = sys.argv[1:]
+    codes = [run("list"), run("show", name)]
+    heavy = [each for each in ("torch", "lightning", "pytorch_lightning", engine) if each in sys.modules]
+    sys.stdout.write(json.dumps({"codes": codes, "imported": heavy}))
