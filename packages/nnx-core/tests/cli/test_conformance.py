@@ -200,7 +200,7 @@ def test_a_terminal_sees_which_check_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    announce = conformance._announce(2)
+    announce = conformance._announcing(2)
     for check in all_checks()[:2]:
         announce(check)
         conformance._show(Result(check.name, check.group, check.promise, "passed", "", 1.0))

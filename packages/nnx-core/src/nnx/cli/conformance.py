@@ -7,6 +7,7 @@ as they come, and what failed is explained at the end.
 from __future__ import annotations
 
 import ast
+import itertools
 import shutil
 import sys
 import textwrap
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from nnx.testing.conformance import Check, Report, Result
 
 __all__ = ["list_checks", "parse_options", "run"]
+
+_ERASE = "\r\x1b[K"
+"""Makes a terminal forget the line that it is on."""
 
 
 def run(
@@ -40,11 +44,12 @@ def run(
     try:
         subject = Subject(strategy, options=parse_options(options), imports=tuple(imports))
         count = len(select_checks(only, full=full))
+        _announce("starting processes")
         report = run_conformance(
             subject,
             full=full,
             only=only,
-            report_start=_announce(count),
+            report_start=_announcing(count),
             report_result=_show_on_standard_error if as_json else _show,
         )
     except (OptionError, StrategyNotFoundError, StrategyNotInstalledError) as error:
@@ -106,18 +111,17 @@ def parse_options(options: Sequence[str]) -> dict[str, Any]:
 # --- while it runs ---
 
 
-def _announce(count: int) -> Callable[[Check], None]:
-    """Says on a terminal which check runs, in a line that the result replaces."""
-    done = 0
+def _announcing(count: int) -> Callable[[Check], None]:
+    """To be called before each of so many checks."""
+    numbers = itertools.count(1)
+    return lambda check: _announce(f"[{next(numbers)}/{count}] {check.name}")
 
-    def announce(check: Check) -> None:
-        nonlocal done
-        done += 1
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K[{done}/{count}] {check.name} ...")
-            sys.stderr.flush()
 
-    return announce
+def _announce(doing: str) -> None:
+    """Say on a terminal what is being done, in a line that the next result replaces."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"{_ERASE}{doing} ...")
+        sys.stderr.flush()
 
 
 def _show(result: Result) -> None:
@@ -133,7 +137,7 @@ def _show_on_standard_error(result: Result) -> None:
 
 def _erase_announcement() -> None:
     if sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[K")
+        sys.stderr.write(_ERASE)
         sys.stderr.flush()
 
 

@@ -1,0 +1,54 @@
+"""The table of planted faults tells what was caught from what was not, and what else failed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import fault_table
+from fault_table import Laboratory, examine, unbroken
+from faults import EVERYTHING, Fault
+from nnx.testing.conformance import Subject
+from nnx.testing.pool import WorkerPool
+
+SUMMED = Fault(name="summed", target="faults.numbers:SummedGradients", caught_by="losses_float32")
+TINY = Subject("nnx_tiny.backend:TinyBackend")
+
+
+@pytest.fixture
+def laboratory(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> Laboratory:
+    """Where only three checks are in the fast profile."""
+    monkeypatch.setattr(fault_table, "FAST", ["losses_float32", "sgd_momentum", "rank_properties"])
+    return Laboratory(pool)
+
+
+def test_a_fault_is_in_the_class_that_it_changes() -> None:
+    assert unbroken(SUMMED) == TINY.strategy
+
+
+def test_a_narrow_fault_fails_what_it_names_and_nothing_else(laboratory: Laboratory) -> None:
+    row, is_right = examine(laboratory, replace(SUMMED, also=("sgd_momentum",)), wide=False)
+    assert is_right
+    assert row.startswith("| summed | TinyBackend | losses_float32 | sgd_momentum |  | ")
+    assert laboratory.healthy == {TINY: set()}
+
+
+def test_what_a_narrow_fault_fails_besides_is_marked(laboratory: Laboratory) -> None:
+    row, is_right = examine(laboratory, SUMMED, wide=False)
+    assert not is_right
+    assert row.startswith("| summed | TinyBackend | losses_float32 | nothing | **sgd_momentum** | ")
+
+
+def test_what_fails_without_the_fault_too_does_not_count(laboratory: Laboratory) -> None:
+    laboratory.healthy[TINY] = {"sgd_momentum"}
+    row, is_right = examine(laboratory, SUMMED, wide=False)
+    assert is_right
+    assert row.startswith("| summed | TinyBackend | losses_float32 | nothing |  | ")
+
+
+def test_a_fault_that_nothing_catches_is_marked(laboratory: Laboratory) -> None:
+    missed = replace(SUMMED, caught_by="rank_properties", also=EVERYTHING)
+    row, is_right = examine(laboratory, missed, wide=False)
+    assert not is_right
+    assert row.startswith("| summed | TinyBackend | rank_properties **NOT CAUGHT** | (wide) |  | ")
