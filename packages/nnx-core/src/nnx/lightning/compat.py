@@ -10,7 +10,9 @@ Lightning each have their own classes.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -27,6 +29,7 @@ __all__ = [
     "migrate_checkpoint",
     "reset_seed",
     "running_stage_loader",
+    "seed_data_workers",
 ]
 
 
@@ -65,8 +68,25 @@ def reset_seed(root: str) -> None:
 
     Upstream: ``utilities.seed.reset_seed`` of Fabric's trees.
     """
+    _seed_utilities(root).reset_seed()
+
+
+def seed_data_workers(root: str, loader: Any, rank: int) -> None:
+    """Seed a loader's workers after ``seed_everything(workers=True)``, by another than the global rank.
+
+    Upstream: ``utilities.seed.pl_worker_init_function`` of Fabric's trees, which ``_auto_add_worker_init_fn``
+    gives to loaders that have no ``worker_init_fn``.
+    """
+    seeding = _seed_utilities(root).pl_worker_init_function
+    present = getattr(loader, "worker_init_fn", seeding)
+    is_asked_for = present is None and os.environ.get("PL_SEED_WORKERS", "0") != "0"
+    if is_asked_for or (isinstance(present, partial) and present.func is seeding):
+        loader.worker_init_fn = partial(seeding, rank=rank)
+
+
+def _seed_utilities(root: str) -> Any:
     fabric = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
-    importlib.import_module(f"{fabric.get(root, root)}.utilities.seed").reset_seed()
+    return importlib.import_module(f"{fabric.get(root, root)}.utilities.seed")
 
 
 def averaging_callbacks(trainer: Any) -> list[Any]:

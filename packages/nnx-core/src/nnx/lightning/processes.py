@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nnx.backend import Backend, ParallelContext
 from nnx.lightning.checkpoint_io import CheckpointIO
-from nnx.lightning.compat import make_launcher, reset_seed
+from nnx.lightning.compat import make_launcher, reset_seed, seed_data_workers
 from nnx.lightning.messages import show_messages
 from nnx.options import CommonOptions
 
@@ -102,6 +102,11 @@ class ParallelProcesses(ABC):
         else:
             rank, size = self.global_rank, self.num_nodes * self.num_processes
         return {"num_replicas": size, "rank": rank}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Make data workers of ranks that read the same samples draw the same random numbers."""
+        seed_data_workers(self.root, dataloader, self.distributed_sampler_kwargs["rank"])
+        return dataloader
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment this process's global rank."""

@@ -202,7 +202,8 @@ class TrainerAdapter(ParallelProcesses):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Make a training loader go on where the run being resumed was interrupted."""
-        return self._exact_resume.process(self.lightning_module.trainer, dataloader)
+        seeded = super().process_dataloader(dataloader)
+        return self._exact_resume.process(self.lightning_module.trainer, seeded)
 
     def on_train_start(self) -> None:
         """Restore the random state, after everything that draws from it while setting up."""
