@@ -91,9 +91,7 @@ def fit_further(subject: Subject, task: Task) -> Outcome:
     trainer.fit(module)
     trainer.fit_loop.epoch_loop.max_steps += task.steps
     trainer.fit(module)
-    outcome = _outcome(trainer, module)
-    outcome.notes["steps"] = [float(trainer.global_step)]
-    return outcome
+    return _outcome(trainer, module)
 
 
 def any_order(subject: Subject, task: Task) -> Outcome:
@@ -220,7 +218,7 @@ def fit_until(subject: Subject, task: Task, settings: dict[str, Any]) -> Outcome
     if settings.get("limit_test_batches"):
         trainer.test(module, verbose=False)
     outcome = _outcome(trainer, module)
-    outcome.notes["steps and epochs"] = [float(trainer.global_step), float(trainer.current_epoch)]
+    outcome.notes["end"] = f"after {trainer.global_step} steps, in epoch {trainer.current_epoch}"
     return outcome
 
 

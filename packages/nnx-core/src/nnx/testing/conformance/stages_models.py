@@ -69,7 +69,7 @@ class Branching(Watched):
     def forward(self, x: Tensor) -> Tensor:
         """Training halves the hidden layer; evaluation adds to it what training drops."""
         flags = [part.training for part in self.modules()]
-        self.modes["train" if torch.is_grad_enabled() else "evaluate"].append((all(flags), any(flags)))
+        self.modes["train" if self.trainer.training else "evaluate"].append((all(flags), any(flags)))
         hidden = self.embed(x)
         for block in self.blocks:
             hidden = block(hidden)
