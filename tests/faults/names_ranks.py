@@ -1,0 +1,249 @@
+"""Faults in what ranks tell each other, and in the data that each reads."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+from torchmetrics import Metric
+
+from faults import Fault
+from nnx_tiny.backend import TinyBackend
+from nnx_tiny.strategy import TinyStrategy
+
+# --- who is who ---------------------------------------------------------------------------------
+
+
+class CopiedModule(DDPStrategy):
+    """Keeps a copy of the module when it has trained, with its parameters."""
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._lightning_module = copy.copy(self._lightning_module)
+
+
+class EveryRankZero(DDPStrategy):
+    """Says of every rank that it is rank 0."""
+
+    @property
+    def is_global_zero(self) -> bool:
+        return True
+
+
+class RankZeroEverywhere(DDPStrategy):
+    """Does not tell `rank_zero_only` who it is."""
+
+    def on_train_start(self) -> None:
+        rank_zero_only.rank = 0
+
+
+# --- collectives --------------------------------------------------------------------------------
+
+
+class SumForMean(DDPStrategy):
+    """Sums where the mean was asked for."""
+
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        return super().reduce(tensor, group, "sum" if reduce_op in ("mean", "avg") else reduce_op)
+
+
+class NotReduced(DDPStrategy):
+    """Reduces one element of a tensor only."""
+
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        return tensor if tensor.ndim == 0 else super().reduce(tensor, group, reduce_op)
+
+
+class AlwaysReduced(DDPStrategy):
+    """Gives every rank rank 0's metrics when training ends."""
+
+    def teardown(self) -> None:
+        connector = self.lightning_module.trainer._logger_connector
+        connector._callback_metrics = self.broadcast(dict(connector.callback_metrics))
+        super().teardown()
+
+
+class MetricsAlone(DDPStrategy):
+    """Keeps torchmetrics from asking the other ranks."""
+
+    def on_train_start(self) -> None:
+        for module in self.lightning_module.modules():
+            if isinstance(module, Metric):
+                module.sync_on_compute = False
+
+
+class GathersItself(DDPStrategy):
+    """Repeats the rank's own tensor instead of gathering."""
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return torch.stack([tensor] * self.world_size)
+
+
+class GathersWithoutGradient(DDPStrategy):
+    """Ignores `sync_grads`."""
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        gathered = super().all_gather(tensor, group).detach()
+        return gathered.requires_grad_() if sync_grads else gathered
+
+
+class BroadcastsFromZero(DDPStrategy):
+    """Ignores whom to broadcast from."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return super().broadcast(obj, 0)
+
+
+class BroadcastsNothing(DDPStrategy):
+    """Keeps each rank's own object."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj
+
+
+class LocalDecisions(DDPStrategy):
+    """Lets each rank decide for itself."""
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision
+
+
+class Unanimous(DDPStrategy):
+    """Wants all ranks to agree, also where one is enough."""
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return super().reduce_boolean_decision(decision, all=True)
+
+
+class NoBarrier(DDPStrategy):
+    """Waits for nobody."""
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+# --- data ---------------------------------------------------------------------------------------
+
+
+class SameWorkerSeeds(DDPStrategy):
+    """Seeds the data workers of every rank like rank 0's."""
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)
+        return dataloader
+
+
+class NotDistributed(TinyStrategy):
+    """Does not say that it is distributed."""
+
+    is_distributed = False
+
+
+class DuplicatedShare(TinyBackend):
+    """Lets every rank read the first share."""
+
+    @property
+    def data_parallel_rank_and_size(self) -> tuple[int, int]:
+        return 0, self.context.world_size
+
+
+class _Sampling(DDPStrategy):
+    """Meddles with the sampler that Lightning injected."""
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        sampler = getattr(dataloader, "sampler", None)
+        if type(sampler) is DistributedSampler:
+            self.meddle(sampler)
+        return dataloader
+
+    def meddle(self, sampler: DistributedSampler[Any]) -> None:
+        raise NotImplementedError
+
+
+class OneOrder(_Sampling):
+    """Never tells the sampler which epoch it is."""
+
+    def meddle(self, sampler: DistributedSampler[Any]) -> None:
+        sampler.set_epoch = lambda epoch: None  # type: ignore[method-assign]
+
+
+class OwnOrder(_Sampling):
+    """Ranks that read one share shuffle it each in their own way."""
+
+    distributed_sampler_kwargs = {"num_replicas": 1, "rank": 0}  # noqa: RUF012
+
+    def meddle(self, sampler: DistributedSampler[Any]) -> None:
+        sampler.seed += self.global_rank
+
+
+class ShuffledValidation(_Sampling):
+    """Shuffles whatever it reads."""
+
+    def meddle(self, sampler: DistributedSampler[Any]) -> None:
+        sampler.shuffle = True
+
+
+class TakesOver(_Sampling):
+    """Takes every DistributedSampler for one of Lightning's."""
+
+    def meddle(self, sampler: DistributedSampler[Any]) -> None:
+        if sampler.num_replicas == 3:
+            sampler.num_replicas, sampler.rank = self.world_size, self.global_rank
+
+
+class PaddedPredictions(DDPStrategy):
+    """Fills prediction batches up to an even size."""
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        predicted = super().predict_step(*args, **kwargs)
+        return torch.cat([predicted, predicted[-1:]]) if len(predicted) % 2 else predicted
+
+
+class InOrder(DDPStrategy):
+    """Replaces samplers that it does not know."""
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        if isinstance(dataloader.sampler, (DistributedSampler, SequentialSampler)):
+            return dataloader
+        return DataLoader(dataloader.dataset, batch_size=dataloader.batch_size)
+
+
+def _fault(name: str, cls: type, caught_by: str, *also: str) -> Fault:
+    return Fault(name=name, target=f"faults.names_ranks:{cls.__name__}", caught_by=caught_by, also=also)
+
+
+_SAMPLES = ("samples_seen_once", "samples_shuffled", "samples_shared", "predictions_once")
+
+FAULTS = [
+    _fault("a copy of the module kept", CopiedModule, "trainer_has_the_module"),
+    _fault("every rank is rank 0", EveryRankZero, "rank_properties"),
+    _fault("rank_zero_only everywhere", RankZeroEverywhere, "rank_zero_runs_once"),
+    _fault("a sum instead of the mean", SumForMean, "reductions", "logs_reduced"),
+    _fault("logged values not reduced", NotReduced, "logs_reduced"),
+    _fault("all metrics are rank 0's", AlwaysReduced, "logs_left_alone"),
+    _fault("torchmetrics of one rank", MetricsAlone, "torchmetrics_reduced"),
+    _fault("nothing gathered", GathersItself, "all_gather", "all_gather_with_gradients"),
+    _fault("gathered without gradient", GathersWithoutGradient, "all_gather_with_gradients"),
+    _fault("broadcast from rank 0 only", BroadcastsFromZero, "broadcast"),
+    _fault("nothing broadcast", BroadcastsNothing, "broadcast"),
+    _fault("decisions of one rank", LocalDecisions, "boolean_decisions", "early_stopping_on_one_rank"),
+    _fault("only unanimous decisions", Unanimous, "early_stopping_on_one_rank", "boolean_decisions"),
+    _fault("no barrier", NoBarrier, "barrier"),
+    _fault("data workers seeded alike", SameWorkerSeeds, "data_workers_seeded"),
+    _fault("a strategy without is_distributed", NotDistributed, "samples_seen_once", *_SAMPLES),
+    _fault("samples duplicated", DuplicatedShare, "sampler_shares", "data_workers_seeded", *_SAMPLES),
+    _fault("samples duplicated in Fabric", DuplicatedShare, "fabric_samplers"),
+    _fault("one order in all epochs", OneOrder, "samples_shuffled"),
+    _fault("one share in different orders", OwnOrder, "samples_shared"),
+    _fault("validation shuffled", ShuffledValidation, "validation_in_order"),
+    _fault("a user's DistributedSampler taken over", TakesOver, "own_distributed_sampler"),
+    _fault("predictions padded", PaddedPredictions, "predictions_once"),
+    _fault("a user's sampler replaced", InOrder, "own_sampler"),
+]
