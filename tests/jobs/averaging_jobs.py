@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     Callback,
@@ -38,20 +39,29 @@ class Normed(Net):
         return self.head(hidden) + self.back(hidden)
 
 
-class LooksAgain(Net):
-    """Runs a forward after its step that no backward follows."""
+class Looks(Net):
+    """Only looks at every second batch: a forward that no backward follows."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, index: int) -> None:
-        optimizer = self.optimizers()
-        loss = self._loss(*batch)
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        self._record(self._loss(*batch))
+        loss = F.mse_loss(self.forward(batch[0]), batch[1])
+        if index % 2 == 0:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        self._record(loss)
+
+
+class Warming(Net):
+    """Has a scheduler that no other scheduler's state can be loaded into."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self._optimizer(self.parameters(), 0.02)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: (epoch + 1) / 4)]
 
 
 class Pretrained(EMAWeightAveraging):
@@ -73,7 +83,7 @@ class OfAnother(WeightAveraging):
         self._average_model.module.more = nn.Linear(2, 2)
 
 
-MODELS.update({"normed": Normed, "looks_again": LooksAgain})
+MODELS.update({"normed": Normed, "looks": Looks, "warming": Warming})
 
 
 def make_callback(kind: str) -> Any:
@@ -139,6 +149,7 @@ def fit(run: Run, kind: str, epochs: int | None = None) -> dict[str, Any]:
 
 def report(trainer: Trainer, module: Net, callback: Any, look: Look) -> dict[str, Any]:
     average = average_module(callback)
+    own_function = getattr(callback, "_kwargs", {}).get("multi_avg_fn")
     everything = (*average.parameters(), *average.buffers(), *module.parameters())
     return {
         "losses": module.losses,
@@ -147,6 +158,7 @@ def report(trainer: Trainer, module: Net, callback: Any, look: Look) -> dict[str
         "val_loss": float(trainer.callback_metrics.get("val_loss", 0.0)),
         "plain": all(type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" for t in everything),
         "routed": sorted(set(vars(callback)) & set(dir(type(callback)))),
+        "own function": getattr(callback._average_model, "multi_avg_fn", None) is own_function,
         "share": look.elements / max(1, sum(p.numel() for p in module.parameters())),
         "same_kinds": look.same_kinds and look.elements == look.of_the_model,
     }

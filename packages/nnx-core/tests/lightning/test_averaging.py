@@ -41,7 +41,7 @@ def assert_same(report: dict[str, Any], expected: dict[str, Any], *, since: int 
     assert report["val_loss"] == pytest.approx(expected["val_loss"], abs=1e-5)
     assert_close(report["average"], expected["average"])
     assert_close(report["weights"], expected["weights"])
-    assert report["plain"] and report["routed"] == []
+    assert report["plain"] and report["routed"] == [] and report["own function"]
 
 
 def assert_close(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -95,7 +95,7 @@ def test_averaged_buffers_are_those_of_ddp_and_the_same_on_every_rank(pool: Work
 def test_parameters_that_a_forward_has_left_gathered_are_sharded_before_they_are_averaged(
     pool: WorkerPool,
 ) -> None:
-    run = replace(RUN, model="looks_again", groups=1)
+    run = replace(RUN, model="looks", groups=1)
     alone = replace(run, strategy="auto", options={}, devices=1)
     expected = pool.run(fit, alone, "ema", world_size=1)[0]
     for report in pool.run(fit, run, "ema", world_size=2):
@@ -188,7 +188,7 @@ def test_swa_resumes_with_its_average_and_its_scheduler(
     pool: WorkerPool, tmp_path: Path, target: str
 ) -> None:
     path = str(tmp_path / "swa.ckpt")
-    run = replace(RUN, steps=100, scheduler=True, groups=1, validate_every=None)
+    run = replace(RUN, steps=100, model="warming", validate_every=None)
     expected = pool.run(fit, under("auto", run, devices=1), "swa", 4, world_size=1)[0]
     pool.run(fit, replace(run, save=path, save_at=4), "swa", 3, world_size=2)
     stored = storage.open_checkpoint(path)
