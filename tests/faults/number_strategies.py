@@ -1,0 +1,461 @@
+"""Strategies that get the numbers of training wrong, each in one way; `numbers` says what catches each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import nnx
+from nnx import Capabilities
+from nnx.grad_scaler import ParallelGradScaler
+from nnx.gradients import clip_gradients_by_norm
+from nnx_fsdp.backend import FSDPBackend
+from nnx_fsdp.steps import forward_as
+from nnx_tiny.backend import TinyBackend
+
+# --- gradients ----------------------------------------------------------------------------------
+
+
+class SummedGradients(TinyBackend):
+    """Sums gradients over the ranks instead of averaging them."""
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(module, loss * self.context.world_size, *args, **kwargs)
+
+
+class KeptGradients(TinyBackend):
+    """Never zeroes a gradient."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad = lambda set_to_none=True: None
+
+
+class RoundedGradients(TinyBackend):
+    """Reduces in float32 what is float64."""
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(module, loss, *args, **kwargs)
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.copy_(parameter.grad.float())
+
+
+class OwnStart(TinyBackend):
+    """Every rank starts from the weights that it was given."""
+
+    def parallelize(self, module: nn.Module, sample: object) -> Mapping[nn.Parameter, nn.Parameter]:
+        return {}
+
+
+class LastBatchAveraged(TinyBackend):
+    """Averages only the last of the batches that were accumulated."""
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        earlier = {p: p.grad for p in module.parameters() if p.grad is not None and self._averaging}
+        for parameter in earlier:
+            parameter.grad = None
+        super().backward(module, loss, *args, **kwargs)
+        for parameter, gradient in earlier.items():
+            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+
+
+class FullAccumulationsOnly(TinyBackend):
+    """Divides the sum of a short accumulation by its own length."""
+
+    _longest, _length = 1, 0
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(module, loss, *args, **kwargs)
+        self._length += 1
+        if self._averaging:
+            self._longest = max(self._longest, self._length)
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad *= self._longest / self._length
+            self._length = 0
+
+
+class OverwrittenGradients(TinyBackend):
+    """A backward that communicates replaces the gradients of one that did so before."""
+
+    _adding = False
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if not self._adding:
+            for parameter in module.parameters():
+                parameter.grad = None
+        self._adding = not self._averaging
+        super().backward(module, loss, *args, **kwargs)
+
+
+class DroppedByHand(TinyBackend):
+    """In manual optimization, what was not synchronized is lost."""
+
+    @contextmanager
+    def no_sync(self, module: nn.Module) -> Iterator[None]:
+        with super().no_sync(module):
+            yield
+        if not module.automatic_optimization:
+            for parameter in module.parameters():
+                parameter.grad = None
+
+
+class OwnSums(TinyBackend):
+    """Keeps sums of its own, which begin anew only where a gradient was dropped."""
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        before = {p: None if p.grad is None else p.grad.clone() for p in module.parameters()}
+        super().backward(module, loss, *args, **kwargs)
+        for parameter, earlier in before.items():
+            if earlier is not None and parameter in self.sums and parameter.grad is not None:
+                parameter.grad.copy_(self.sums[parameter] + parameter.grad - earlier)
+            if parameter.grad is not None:
+                self.sums[parameter] = parameter.grad.clone()
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.sums: dict[nn.Parameter, Tensor] = {}
+
+
+# --- clipping -----------------------------------------------------------------------------------
+
+
+class NormOfOneRank(FSDPBackend):
+    """Clips by the norm of this rank's shards."""
+
+    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, **kwargs: Any) -> Tensor:
+        local = [gradient.local for gradient in self.gradients(optimizer)]
+        norm = torch.stack([gradient.norm() for gradient in local]).norm()
+        for gradient in local:
+            gradient *= torch.clamp(max_norm / norm, max=1.0)
+        return norm
+
+
+class ValueIgnored(TinyBackend):
+    """Does not clip by value."""
+
+    def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
+        pass
+
+
+class NormOfAll(TinyBackend):
+    """Clips each optimizer by the norm over all of them."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, **kwargs: Any) -> Tensor:
+        everything = [gradient for each in self.optimizers for gradient in self.gradients(each)]
+        copies = [type(g)(g.local.clone(), g.replicas) for g in everything]
+        norm = clip_gradients_by_norm(copies, max_norm=max_norm, device=self.context.device)
+        for gradient in self.gradients(optimizer):
+            gradient.local.mul_(torch.clamp(max_norm / norm, max=1.0))
+        return norm
+
+
+class _LateScaler(ParallelGradScaler):
+    def unscale_(self, optimizer: Optimizer) -> None:
+        pass
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        super().unscale_(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
+
+class ClippedScaled(TinyBackend):
+    """Takes the loss scale off only when it steps."""
+
+    def grad_scaler(self, default: torch.amp.GradScaler) -> torch.amp.GradScaler:
+        return default if isinstance(default, _LateScaler) else _LateScaler(self, replaces=default)
+
+
+# --- optimizers ---------------------------------------------------------------------------------
+
+
+class _Stepping(TinyBackend):
+    """Does something before and after each step."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.initial = {
+            id(group): {key: value for key, value in group.items() if key != "params"}
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+        }
+
+    def optimizer_step(
+        self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        self.before(optimizer)
+        result = step(*args, **kwargs)
+        self.after(optimizer)
+        return result
+
+    def before(self, optimizer: Optimizer) -> None:
+        pass
+
+    def after(self, optimizer: Optimizer) -> None:
+        pass
+
+
+class CountsTwice(_Stepping):
+    """Every step counts as two, which Adam corrects its averages by."""
+
+    def after(self, optimizer: Optimizer) -> None:
+        for state in optimizer.state.values():
+            if "step" in state:
+                state["step"] += 1
+
+
+class ForgetsMomentum(_Stepping):
+    """Starts the momentum anew with each step."""
+
+    def after(self, optimizer: Optimizer) -> None:
+        for state in optimizer.state.values():
+            state.pop("momentum_buffer", None)
+
+
+class OneRate(TinyBackend):
+    """Gives every parameter group the learning rate of the first."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = optimizer.param_groups[0]["lr"]
+
+
+class FrozenDecay(_Stepping):
+    """Steps with the weight decay of the start."""
+
+    def before(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            if "weight_decay" in self.initial.get(id(group), {}):
+                group["weight_decay"] = self.initial[id(group)]["weight_decay"]
+
+
+class _Choosing(TinyBackend):
+    """Averages the gradients of some parameters."""
+
+    def averaged(self) -> Sequence[nn.Parameter]:
+        raise NotImplementedError
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **kwargs)
+        for parameter in self.averaged() if self._averaging else ():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.context.world_size
+
+
+class KnowsTheFirst(_Choosing):
+    """Averages the gradients of the parameters that were in an optimizer at the start."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self.known = [parameter for group in groups for parameter in group["params"]]
+
+    def averaged(self) -> Sequence[nn.Parameter]:
+        return self.known
+
+
+class FirstOptimizerOnly(_Choosing):
+    """Averages the gradients of the first optimizer's parameters."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.first = next(iter(optimizers), None)
+
+    def averaged(self) -> Sequence[nn.Parameter]:
+        return [p for group in self.first.param_groups for p in group["params"]]
+
+
+class ClosureOnce(TinyBackend):
+    """Evaluates the closure once, and remembers the answer."""
+
+    def optimizer_step(
+        self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if kwargs.get("closure") is not None:
+            kwargs["closure"] = functools.cache(kwargs["closure"])
+        return step(*args, **kwargs)
+
+
+# --- schedulers ---------------------------------------------------------------------------------
+
+
+class FrozenRate(_Stepping):
+    """Steps with the learning rate of the start."""
+
+    def before(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = self.initial.get(id(group), group)["lr"]
+
+
+class OneSchedule(_Stepping):
+    """Every group follows the schedule of the first."""
+
+    def before(self, optimizer: Optimizer) -> None:
+        first = optimizer.param_groups[0]
+        for group in optimizer.param_groups:
+            if "initial_lr" in group:
+                group["lr"] = group["initial_lr"] * first["lr"] / first["initial_lr"]
+
+
+class ScheduledTwice(DDPStrategy):
+    """Steps the schedulers of every step once more."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        for config in self.lr_scheduler_configs:
+            if config.interval == "step":
+                config.scheduler.step()
+        return result
+
+
+class ScheduledEarly(DDPStrategy):
+    """Steps the schedulers of every epoch with every step, too."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        for config in self.lr_scheduler_configs:
+            by_epoch = config.interval == "epoch" and not config.reduce_on_plateau
+            if by_epoch and self.lightning_module.automatic_optimization:
+                config.scheduler.step()
+        return result
+
+
+class OwnMetric(DDPStrategy):
+    """Reduces no metric."""
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return tensor
+
+
+# --- manual optimization ------------------------------------------------------------------------
+
+
+class AutomaticOnly(TinyBackend):
+    """Averages gradients only where Lightning runs the step."""
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if module.automatic_optimization:
+            super().backward(module, loss, *args, **kwargs)
+        else:
+            loss.backward(*args, **kwargs)
+
+
+class NotInManualClosures(TinyBackend):
+    """In manual optimization, does not average within an optimizer's step."""
+
+    _stepping = False
+
+    def optimizer_step(
+        self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        self._stepping = True
+        try:
+            return step(*args, **kwargs)
+        finally:
+            self._stepping = False
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self._stepping and not module.automatic_optimization:
+            loss.backward(*args, **kwargs)
+        else:
+            super().backward(module, loss, *args, **kwargs)
+
+
+class RootForwardOnly(FSDPBackend):
+    """Runs every step inside the root's forward, and sees to nothing else; nnx-fsdp did so once."""
+
+    def _run_manual(self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with forward_as(module, step):
+            return module(*args, **kwargs)
+
+
+class StaleWeights(FSDPBackend):
+    """Computes with the weights that a forward gathered before the optimizer's step."""
+
+    _keeping = False
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(replace(options, min_num_params=100, reshard_after_forward=False))
+
+    def _reshard(self, module: nn.Module) -> None:
+        if not self._keeping:
+            super()._reshard(module)
+
+    def _run_manual(self, *args: Any, **kwargs: Any) -> Any:
+        with self._keep():
+            return super()._run_manual(*args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._keep():
+            return super().optimizer_step(*args, **kwargs)
+
+    @contextmanager
+    def _keep(self) -> Iterator[None]:
+        before, self._keeping = self._keeping, True
+        try:
+            yield
+        finally:
+            self._keeping = before
+
+
+# --- precision and memory -----------------------------------------------------------------------
+
+
+class NoAutocast(TinyBackend):
+    """Computes in the weights' dtype, whatever the precision."""
+
+    def run_step(self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.context.device.type, enabled=False):
+            return step(*args, **kwargs)
+
+
+class WidenedWeights(TinyBackend):
+    """Gives float32 weights back."""
+
+    def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
+        module.float()
+        return {}
+
+
+class _LocalScaler(ParallelGradScaler):
+    def _unscale_grads_(self, optimizer: Optimizer, inv_scale: Tensor, *args: Any) -> Any:
+        found = torch.zeros(1)
+        for gradient in self._nnx_backend.gradients(optimizer):
+            gradient.local.mul_(inv_scale)
+            found = torch.maximum(found, (~torch.isfinite(gradient.local)).any().float())
+        return {torch.device("cpu"): found}
+
+
+class OwnOverflow(FSDPBackend):
+    """Every rank looks for overflow in its own shards."""
+
+    def grad_scaler(self, default: torch.amp.GradScaler) -> torch.amp.GradScaler:
+        return default if isinstance(default, _LocalScaler) else _LocalScaler(self, replaces=default)
+
+
+class Hoarding(TinyBackend):
+    """Holds everything, whatever it says."""
+
+
+def _register(name: str, target: type, **declared: Any) -> None:
+    if name not in nnx.StrategyRegistry:
+        nnx.StrategyRegistry.register(name, target, capabilities=Capabilities(**declared))
+
+
+_register("fault_float32_reduction", RoundedGradients, precisions=("32-true", "64-true"))
+_register("fault_clipped_scaled", ClippedScaled, precisions=("32-true", "16-mixed"))
+_register("fault_no_autocast", NoAutocast, precisions=("32-true", "bf16-mixed"))
+_register("fault_widened", WidenedWeights, precisions=("32-true", "bf16-true"))
+_register("fault_own_overflow", OwnOverflow, precisions=("32-true", "16-mixed"))
+_register("fault_hoarding", Hoarding, shards_parameters=True, shards_gradients=True, shards_optimizer=True)
