@@ -11,15 +11,14 @@ that it does not name.
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from faults import Fault, all_faults
+from nnx.registry import StrategyRegistry
 from nnx.testing.conformance import Session, Subject, all_checks, select_checks
 from nnx.testing.conformance.bench import Reference
 from nnx.testing.pool import WorkerPool
@@ -48,7 +47,7 @@ class Laboratory:
 
     def failures_without_the_fault(self, fault: Fault, names: Iterable[str]) -> set[str]:
         """Those of the checks that fail on the strategy that was broken as well."""
-        base = replace(fault.subject(), strategy=unbroken(fault))
+        base = Subject(unbroken(fault))
         if base not in self.healthy:
             self.healthy[base] = self.failures(base, FAST)
         return self.healthy[base] & set(names)
@@ -56,9 +55,10 @@ class Laboratory:
 
 def unbroken(fault: Fault) -> str:
     """The class that the fault was planted in: the first one up its line that is not a fault."""
-    module, _, name = fault.target.partition(":")
-    line = getattr(importlib.import_module(module), name).__mro__
-    base = next(cls for cls in line if not cls.__module__.startswith("faults"))
+    subject = fault.subject()
+    subject.prepare()
+    line = StrategyRegistry.get(subject.name).resolve().__mro__
+    base = next(cls for cls in line if cls.__module__.partition(".")[0] not in ("faults", "jobs"))
     return f"{base.__module__}:{base.__qualname__}"
 
 

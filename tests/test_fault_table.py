@@ -12,7 +12,7 @@ from faults import EVERYTHING, Fault
 from nnx.testing.conformance import Subject
 from nnx.testing.pool import WorkerPool
 
-SUMMED = Fault(name="summed", target="faults.numbers:SummedGradients", caught_by="losses_float32")
+SUMMED = Fault(name="summed", target="jobs.conformance_names:SumsGradients", caught_by="losses_float32")
 TINY = Subject("nnx_tiny.backend:TinyBackend")
 
 

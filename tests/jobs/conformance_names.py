@@ -18,6 +18,13 @@ class ForgetsClipping(TinyBackend):
         return super().clip_grad_norm(optimizer, float("inf"), **kwargs)
 
 
+class SumsGradients(TinyBackend):
+    """Adds gradients up over the ranks where it should average them."""
+
+    def backward(self, module: Any, loss: Any, *args: Any, **kwargs: Any) -> None:
+        super().backward(module, loss * self.context.world_size, *args, **kwargs)
+
+
 class Stumbles(TinyBackend):
     """Does not survive its first call."""
 
