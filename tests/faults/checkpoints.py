@@ -102,11 +102,16 @@ class OwnNames(TinyBackend):
 class OwnStateNames(TinyBackend):
     """Calls Adam's moments by names of its own."""
 
+    _is_loading = False
+
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
-        return _with_keys(super().optimizer_state(module, optimizer), {"exp_avg": "momentum"})
+        state = super().optimizer_state(module, optimizer)
+        return state if self._is_loading else _with_keys(state, {"exp_avg": "momentum"})
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
+        self._is_loading = True  # the core looks for where to put what it loads
         super().load_optimizer_state(module, optimizer, _with_keys(saved, {"momentum": "exp_avg"}))
+        self._is_loading = False
 
 
 def _with_keys(state: OptimizerState, changes: dict[str, str]) -> OptimizerState:
@@ -425,18 +430,7 @@ FAULTS = [
     ),
     _fault("own entry needed", OwnEntry, "resume_from_ddp"),
     _fault("optimizer resumed at the same world size only", SameWorldSizeOnly, "resume_at_world_sizes"),
-    _fault(
-        "schedule lost",
-        LostSchedule,
-        "schedule_and_counters_resume",
-        "losses_go_on",
-        "resume_and_save_again",
-        "saving_after_fit",
-        "resume_at_world_sizes",
-        "resume_from_ddp",
-        "resume_under_ddp",
-        "load_hook_renames",
-    ),
+    _fault("schedule lost", LostSchedule, "schedule_and_counters_resume"),
     _fault(
         "checkpoint not evaluated",
         EvaluatesCurrentWeights,
