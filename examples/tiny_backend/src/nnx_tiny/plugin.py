@@ -26,6 +26,6 @@ def nnx_strategies() -> list[StrategySpec]:
             "nnx_tiny.strategy:TinyStrategy",
             description="The same as tiny, written as a strategy of lightning.pytorch",
             use_when="you want to see what nnx-core does for a backend",
-            capabilities=Capabilities(precisions=_PRECISIONS, fabric=False, sync_batchnorm=False),
+            capabilities=Capabilities(precisions=_PRECISIONS, fabric=False),
         ),
     ]
