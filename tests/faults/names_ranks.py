@@ -40,7 +40,8 @@ class EveryRankZero(DDPStrategy):
 class RankZeroEverywhere(DDPStrategy):
     """Does not tell `rank_zero_only` who it is."""
 
-    def on_train_start(self) -> None:
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
         rank_zero_only.rank = 0
 
 
@@ -55,10 +56,11 @@ class SumForMean(DDPStrategy):
 
 
 class NotReduced(DDPStrategy):
-    """Reduces one element of a tensor only."""
+    """Does not reduce numbers."""
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        return tensor if tensor.ndim == 0 else super().reduce(tensor, group, reduce_op)
+        is_logged = isinstance(reduce_op, str) and tensor.ndim == 0
+        return tensor if is_logged else super().reduce(tensor, group, reduce_op)
 
 
 class AlwaysReduced(DDPStrategy):
@@ -76,7 +78,7 @@ class MetricsAlone(DDPStrategy):
     def on_train_start(self) -> None:
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):
-                module.sync_on_compute = False
+                module.distributed_available_fn = lambda: False
 
 
 class GathersItself(DDPStrategy):
@@ -187,7 +189,7 @@ class ShuffledValidation(_Sampling):
     """Shuffles whatever it reads."""
 
     def meddle(self, sampler: DistributedSampler[Any]) -> None:
-        sampler.shuffle = True
+        sampler.shuffle = sampler.num_replicas == self.world_size  # Lightning's own
 
 
 class TakesOver(_Sampling):
@@ -195,7 +197,7 @@ class TakesOver(_Sampling):
 
     def meddle(self, sampler: DistributedSampler[Any]) -> None:
         if sampler.num_replicas == 3:
-            sampler.num_replicas, sampler.rank = self.world_size, self.global_rank
+            sampler.__init__(sampler.dataset, self.world_size, self.global_rank, shuffle=False)  # type: ignore[misc]
 
 
 class PaddedPredictions(DDPStrategy):
@@ -219,7 +221,8 @@ def _fault(name: str, cls: type, caught_by: str, *also: str) -> Fault:
     return Fault(name=name, target=f"faults.names_ranks:{cls.__name__}", caught_by=caught_by, also=also)
 
 
-_SAMPLES = ("samples_seen_once", "samples_shuffled", "samples_shared", "predictions_once")
+_NOT_SPLIT = ("validation_in_order", "predictions_once", "logs_reduced")
+_TWICE = ("sampler_shares", "samples_seen_once", "predictions_once", "fabric_samplers")
 
 FAULTS = [
     _fault("a copy of the module kept", CopiedModule, "trainer_has_the_module"),
@@ -237,11 +240,11 @@ FAULTS = [
     _fault("only unanimous decisions", Unanimous, "early_stopping_on_one_rank", "boolean_decisions"),
     _fault("no barrier", NoBarrier, "barrier"),
     _fault("data workers seeded alike", SameWorkerSeeds, "data_workers_seeded"),
-    _fault("a strategy without is_distributed", NotDistributed, "samples_seen_once", *_SAMPLES),
-    _fault("samples duplicated", DuplicatedShare, "sampler_shares", "data_workers_seeded", *_SAMPLES),
-    _fault("samples duplicated in Fabric", DuplicatedShare, "fabric_samplers"),
+    _fault("a strategy without is_distributed", NotDistributed, "samples_seen_once", *_NOT_SPLIT),
+    _fault("samples duplicated", DuplicatedShare, "sampler_shares", *_TWICE),
+    _fault("samples duplicated in Fabric", DuplicatedShare, "fabric_samplers", *_TWICE),
     _fault("one order in all epochs", OneOrder, "samples_shuffled"),
-    _fault("one share in different orders", OwnOrder, "samples_shared"),
+    _fault("one share in different orders", OwnOrder, "samples_shared", "data_workers_seeded"),
     _fault("validation shuffled", ShuffledValidation, "validation_in_order"),
     _fault("a user's DistributedSampler taken over", TakesOver, "own_distributed_sampler"),
     _fault("predictions padded", PaddedPredictions, "predictions_once"),
