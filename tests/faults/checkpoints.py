@@ -442,13 +442,7 @@ FAULTS = [
     _fault(
         "same random numbers on all ranks", SameRandomNumbers, "ranks_draw_their_own", "randomness_goes_on"
     ),
-    _fault(
-        "random numbers and position not saved",
-        ForgottenRandomNumbers,
-        "randomness_goes_on",
-        "ranks_draw_their_own",
-        "data_goes_on",
-    ),
+    _fault("random numbers and position not saved", ForgottenRandomNumbers, "randomness_goes_on"),
     _fault(
         "random numbers drawn while saving", DrawsWhileSaving, "saving_changes_nothing", "randomness_goes_on"
     ),

@@ -55,6 +55,10 @@ def _try_kills(bench: Bench, kills: int | None) -> None:
     _save(bench, subject, path, version)
     operations = _save(bench, subject, path, version + 1)
     version += 1
+    if not any(operations):
+        bench.not_applicable(
+            "it writes in a way that cannot be interrupted between two operations of Python's"
+        )
     for rank, count in enumerate(operations):
         for operation in _chosen(count, kills):
             _save(bench, subject, path, version + 1, victim=rank, operation=operation)

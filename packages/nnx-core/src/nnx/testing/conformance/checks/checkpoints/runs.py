@@ -188,7 +188,8 @@ def run(
     saver = SaveAt(paths or {}, weights_only=weights_only)
     trainer = trainer_for(subject, task, callbacks=[*callbacks, saver], in_background=in_background)
     trainer.fit(module, ckpt_path=ckpt_path)
-    assert saver.started is not None
+    if saver.started is None:
+        raise CheckFailed("training ended without `on_train_start` of its callbacks.")
     outcome = outcome_of(trainer, module)
     return Record(saver.saved, saver.started, outcome.losses, outcome.weights)
 
