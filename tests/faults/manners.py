@@ -1,7 +1,438 @@
-"""Faults that the checks of the group `manners` catch."""
+"""Faults in manners: how a strategy starts, works in Fabric, fails, and what it leaves behind.
+
+Faults of whole plugins, which need a distribution, are in ``test_conformance_of_plugins.py``.
+"""
 
 from __future__ import annotations
 
-from faults import Fault
+import atexit
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
 
-FAULTS: list[Fault] = []
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from faults import EVERYTHING, Fault
+from nnx.backend import ParallelContext
+from nnx.errors import UnsupportedError
+from nnx.options import option
+from nnx_tiny.backend import TinyBackend
+
+Step = Callable[..., Any]
+
+# --- launching ----------------------------------------------------------------------------------------
+
+
+class StartsNoProcesses(DDPStrategy):
+    """Trains alone where nobody else started the processes."""
+
+    def _configure_launcher(self) -> None:
+        pass
+
+    @property
+    def num_processes(self) -> int:
+        return super().num_processes if "LOCAL_RANK" in os.environ else 1
+
+
+def _complain() -> None:
+    raise RuntimeError("too late")
+
+
+class ComplainsAtExit(TinyBackend):
+    """Cleans up when the interpreter ends, which does not work any more."""
+
+    def setup(self, context: ParallelContext) -> None:
+        super().setup(context)
+        atexit.register(_complain)
+
+
+class RefusesOneRank(TinyBackend):
+    """Does not start on one device."""
+
+    def setup(self, context: ParallelContext) -> None:
+        super().setup(context)
+        if context.world_size == 1:
+            raise UnsupportedError("there is nobody to average with.")
+
+
+# --- Fabric -------------------------------------------------------------------------------------------
+
+
+class KnowsOnlyTrainer(TinyBackend):
+    """Averages after ``training_step``, which Fabric does not have."""
+
+    def run_step(self, module: nn.Module, step: Step, *args: Any, **kwargs: Any) -> Any:
+        self._averaging = getattr(step, "__name__", "") == "training_step"
+        return super().run_step(module, step, *args, **kwargs)
+
+
+class StaysSilent(TinyBackend):
+    """Never synchronizes again after `no_sync`."""
+
+    @contextmanager
+    def no_sync(self, module: nn.Module) -> Iterator[None]:
+        self._averaging = False
+        yield
+
+
+class ReturnsTheNormAfterwards(TinyBackend):
+    """Says what the norm is after clipping."""
+
+    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, **kwargs: Any) -> Tensor:
+        return super().clip_grad_norm(optimizer, max_norm, **kwargs).clamp(max=max_norm)
+
+
+class ClipsNoValues(TinyBackend):
+    """Clips by norm only."""
+
+    def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
+        pass
+
+
+class LosesOptimizerState(TinyBackend):
+    """Restores weights only."""
+
+    def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: Any) -> None:
+        pass
+
+
+class ComputesInHalf(TinyBackend):
+    """Casts to its own idea of half precision."""
+
+    def run_step(self, module: nn.Module, step: Step, *args: Any, **kwargs: Any) -> Any:
+        is_mixed = self.context.precision == "bf16-mixed"
+        with torch.autocast("cpu", dtype=torch.float16, enabled=is_mixed):
+            return super().run_step(module, step, *args, **kwargs)
+
+
+class KnowsOneCopy(TinyBackend):
+    """Overlooks modules of the other copy of Lightning."""
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        import pytorch_lightning
+
+        self._averaging = not isinstance(module, pytorch_lightning.LightningModule)
+        super().backward(module, loss, *args, **kwargs)
+
+
+# --- repetition ---------------------------------------------------------------------------------------
+
+
+class NeedsItsOwnGroup(DDPStrategy):
+    """Believes that it is alone where a process group exists already."""
+
+    def setup_environment(self) -> None:
+        self._is_alone = dist.is_initialized()
+        super().setup_environment()
+
+    def configure_ddp(self) -> None:
+        if not self._is_alone:
+            super().configure_ddp()
+
+
+class HoldsALock(TinyBackend):
+    """Has a member that cannot be pickled."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.lock = threading.Lock()
+
+
+class AsksOneRank(DDPStrategy):
+    """Does what rank 0 wants."""
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if all:
+            return super().reduce_boolean_decision(decision, all=True)
+        return self.broadcast(decision)
+
+
+class IsEasilyPersuaded(DDPStrategy):
+    """Takes one yes for the yes of all."""
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return super().reduce_boolean_decision(decision, all=False)
+
+
+# --- failures -----------------------------------------------------------------------------------------
+
+
+class _Swallows(TinyBackend):
+    """Goes on after an error in a step."""
+
+    step = ""
+
+    def run_step(self, module: nn.Module, step: Step, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().run_step(module, step, *args, **kwargs)
+        except RuntimeError:
+            if step.__name__ != self.step:
+                raise
+            return sum(parameter.sum() * 0.0 for parameter in module.parameters())
+
+
+class SwallowsTrainingErrors(_Swallows):
+    step = "training_step"
+
+
+class SwallowsValidationErrors(_Swallows):
+    step = "validation_step"
+
+
+class EmptiesTheModule(DDPStrategy):
+    """Makes room after an error."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        with torch.no_grad():
+            for parameter in self.lightning_module.parameters():
+                parameter.zero_()
+
+
+class TellsRankZeroOnly(TinyBackend):
+    """Keeps errors of the other ranks to itself."""
+
+    def run_step(self, module: nn.Module, step: Step, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().run_step(module, step, *args, **kwargs)
+        except Exception:
+            if self.context.rank == 0:
+                raise
+            raise RuntimeError("training failed, see rank 0") from None
+
+
+class HidesInterrupts(TinyBackend):
+    """Turns an interrupt into an error like any other."""
+
+    def run_step(self, module: nn.Module, step: Step, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().run_step(module, step, *args, **kwargs)
+        except KeyboardInterrupt:
+            raise RuntimeError("the step did not succeed") from None
+
+
+class BuildsHalfAModel(TinyBackend):
+    """Goes on with what ``configure_model`` built before it failed."""
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return suppress(RuntimeError)
+
+
+class TrainsWithoutOptimizer(DDPStrategy):
+    """Goes on without optimizers where there was an error in making them."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        with suppress(RuntimeError):
+            super().setup_optimizers(trainer)
+
+
+class UndoesWhatIsNotDone(TinyBackend):
+    """Takes back what `parallelize` did, also where it did not come that far."""
+
+    def parallelize(self, module: nn.Module, sample: Any) -> Mapping[nn.Parameter, nn.Parameter]:
+        sample()
+        self.plan = "traced"
+        return super().parallelize(module, sample)
+
+    def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
+        del self.plan
+        return super().unparallelize(module)
+
+
+class TearsDownWhatIsNot(TinyBackend):
+    """Expects `setup` before `teardown`."""
+
+    def teardown(self) -> None:
+        super().teardown()
+        del self.context
+
+
+class TakesAnyOption(DDPStrategy):
+    """Ignores every option."""
+
+    def __init__(self, **options: Any) -> None:
+        passed = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io")
+        super().__init__(**{name: options[name] for name in passed if name in options})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaxOptions:
+    """Says what it allows, and allows everything."""
+
+    bucket_megabytes: float = option(25.0, help="As in the original.")
+    order: str = option("forward", help="Which gradients come first.", choices=("forward", "backward"))
+
+
+class AllowsAnyValue(TinyBackend):
+    """Has options that nobody looks at."""
+
+    Options = LaxOptions
+
+
+class RefusesOnRankZero(TinyBackend):
+    """Rank 0 refuses a precision, and the others wait for it."""
+
+    def setup(self, context: ParallelContext) -> None:
+        super().setup(context)
+        if context.precision == "64-true" and context.rank == 0:
+            raise UnsupportedError("this engine cannot compute in 64-true.")
+
+
+# --- residue ------------------------------------------------------------------------------------------
+
+
+class MakesAGroupEachTime(TinyBackend):
+    """Leaves a process group with every run."""
+
+    def setup(self, context: ParallelContext) -> None:
+        super().setup(context)
+        dist.new_group()
+
+
+class LeavesAThread(TinyBackend):
+    """Leaves a thread with every run."""
+
+    def setup(self, context: ParallelContext) -> None:
+        super().setup(context)
+        threading.Thread(target=threading.Event().wait, name="prefetching", daemon=True).start()
+
+
+class LeavesAFile(TinyBackend):
+    """Leaves a temporary file with every run."""
+
+    def setup(self, context: ParallelContext) -> None:
+        super().setup(context)
+        os.close(tempfile.mkstemp(prefix="engine-")[0])
+
+
+class SetsAVariable(TinyBackend):
+    """Leaves an environment variable."""
+
+    def setup(self, context: ParallelContext) -> None:
+        super().setup(context)
+        os.environ["ENGINE_RANK"] = str(context.rank)
+
+
+class ChangesTheDefaultDtype(TinyBackend):
+    """Leaves another default dtype; later modules get other weights from their seed."""
+
+    def teardown(self) -> None:
+        super().teardown()
+        torch.set_default_dtype(torch.float64)
+
+
+class HandlesASignal(TinyBackend):
+    """Leaves a signal handler."""
+
+    def setup(self, context: ParallelContext) -> None:
+        super().setup(context)
+        signal.signal(signal.SIGUSR2, lambda number, frame: None)
+
+
+class LeavesADescriptor(TinyBackend):
+    """Leaves an open file with every run."""
+
+    def setup(self, context: ParallelContext) -> None:
+        super().setup(context)
+        os.open(os.devnull, os.O_RDONLY)
+
+
+_modules: list[nn.Module] = []
+_buckets: list[Tensor] = []
+
+
+class KeepsModules(TinyBackend):
+    """Never forgets a module."""
+
+    def parallelize(self, module: nn.Module, sample: object) -> Mapping[nn.Parameter, nn.Parameter]:
+        _modules.append(module)
+        return super().parallelize(module, sample)
+
+
+class KeepsBuckets(TinyBackend):
+    """Allocates a buffer for every run, and frees none."""
+
+    def setup(self, context: ParallelContext) -> None:
+        super().setup(context)
+        _buckets.append(torch.zeros(3, 5))
+
+
+IN_FABRIC = (
+    "fabric_accumulation",
+    "fabric_clipping_by_norm",
+    "fabric_clipping_by_value",
+    "fabric_checkpoint",
+    "fabric_precision",
+    "lightning_fabric",
+)
+
+
+def _fault(name: str, kind: type[Any], caught_by: str, *also: str) -> Fault:
+    return Fault(name=name, target=f"{__name__}:{kind.__name__}", caught_by=caught_by, also=also)
+
+
+FAULTS = [
+    _fault("no launcher", StartsNoProcesses, "launched_by_lightning"),
+    _fault("error at exit", ComplainsAtExit, "script_ends_cleanly"),
+    _fault("one rank refused", RefusesOneRank, "one_device"),
+    _fault("averages after training_step only", KnowsOnlyTrainer, "fabric_loop", *IN_FABRIC),
+    _fault("silent after no_sync", StaysSilent, "fabric_accumulation"),
+    _fault("norm after clipping", ReturnsTheNormAfterwards, "fabric_clipping_by_norm"),
+    _fault("no clipping by value in Fabric", ClipsNoValues, "fabric_clipping_by_value"),
+    _fault("optimizer state not loaded in Fabric", LosesOptimizerState, "fabric_checkpoint"),
+    Fault(
+        name="autocast to another dtype",
+        target="computes_in_half",
+        caught_by="fabric_precision",
+        imports=("faults.manners_names",),
+    ),
+    _fault("works with one copy of Lightning", KnowsOneCopy, "pytorch_lightning"),
+    Fault(
+        name="registered in one copy of Lightning",
+        target="one_copy",
+        caught_by="lightning_fabric",
+        imports=("faults.manners_names",),
+    ),
+    _fault("group of another Trainer", NeedsItsOwnGroup, "two_trainers", "beside_another_strategy"),
+    _fault("group of another strategy", NeedsItsOwnGroup, "beside_another_strategy", "two_trainers"),
+    _fault("cannot be pickled", HoldsALock, "pickled_object"),
+    _fault("rank 0 decides", AsksOneRank, "agreed_stop"),
+    _fault("one yes is enough", IsEasilyPersuaded, "stop_only_together"),
+    _fault("training errors swallowed", SwallowsTrainingErrors, "error_in_step", *EVERYTHING),
+    _fault(
+        "module emptied after an error",
+        EmptiesTheModule,
+        "module_after_an_error",
+        "interrupt_from_the_keyboard",
+    ),
+    _fault("errors of rank 0 only", TellsRankZeroOnly, "error_on_one_rank", "error_in_step"),
+    _fault("interrupts hidden", HidesInterrupts, "interrupt_from_the_keyboard"),
+    _fault("half a model", BuildsHalfAModel, "error_in_configure_model"),
+    _fault("training without optimizer", TrainsWithoutOptimizer, "error_in_configure_optimizers"),
+    _fault("validation errors swallowed", SwallowsValidationErrors, "error_in_validation"),
+    _fault(
+        "undone before it was done", UndoesWhatIsNotDone, "fit_without_a_loader", "error_in_configure_model"
+    ),
+    _fault("teardown needs setup", TearsDownWhatIsNot, "fit_without_a_step"),
+    _fault("options ignored", TakesAnyOption, "unknown_option"),
+    _fault("option values not checked", AllowsAnyValue, "wrong_option_values"),
+    _fault("rank 0 refuses, the others wait", RefusesOnRankZero, "undeclared_precisions"),
+    _fault("process groups leaked", MakesAGroupEachTime, "no_process_groups", "no_descriptors"),
+    _fault("thread leaked", LeavesAThread, "no_threads"),
+    _fault("temporary file left", LeavesAFile, "no_files"),
+    _fault("environment variable left", SetsAVariable, "no_environment_variables"),
+    _fault("default dtype changed", ChangesTheDefaultDtype, "no_torch_settings"),
+    _fault("signal handler left", HandlesASignal, "no_signal_handlers"),
+    _fault("descriptor leaked", LeavesADescriptor, "no_descriptors"),
+    _fault("module kept alive", KeepsModules, "no_survivors", "no_tensors"),
+    _fault("buffers kept", KeepsBuckets, "no_tensors"),
+]

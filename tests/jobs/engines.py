@@ -60,6 +60,11 @@ class _SumGradient(torch.autograd.Function):
 class ColumnParallel(Backend[NoOptions]):
     """Splits the rows of every Linear's weight whose size allows it; all ranks read the same data."""
 
+    def __init__(self, options: NoOptions) -> None:
+        super().__init__(options)
+        self._plain: dict[nn.Parameter, nn.Parameter] = {}
+        self._split: list[nn.Linear] = []
+
     @property
     def data_parallel_rank_and_size(self) -> tuple[int, int]:
         return 0, 1
@@ -67,8 +72,6 @@ class ColumnParallel(Backend[NoOptions]):
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
         args, kwargs = sample()
         self.sample_shapes = [tuple(value.shape) for value in (*args, *kwargs.values())]
-        self._plain: dict[nn.Parameter, nn.Parameter] = {}
-        self._split: list[nn.Linear] = []
         users = [p for m in module.modules() for p in m.parameters(recurse=False)]
         for linear in [m for m in module.modules() if isinstance(m, nn.Linear)]:
             tied = sum(linear.weight is user for user in users) > 1

@@ -25,11 +25,13 @@ from nnx.testing.conformance.training import make_trainer, outcome_of, world_siz
 __all__ = [
     "MESSAGE",
     "Ending",
+    "WithoutData",
+    "WithoutStep",
     "fail_alone",
     "fail_in_hook",
     "fail_in_step",
+    "fit_refused",
     "fit_with_precision",
-    "fit_without_data",
     "interrupt",
     "use_option",
 ]
@@ -102,24 +104,28 @@ class FailsInHook(Plain):
         super().validation_step(batch, index)
 
 
-class WithoutData(LightningModule):
-    """A module whose user forgot the data."""
+class WithoutStep(LightningModule):
+    """A module that Lightning refuses before it sets a strategy up."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(2, 2)
-
-    def training_step(self, batch: Any, index: int) -> None:
-        """Never reached."""
 
     def configure_optimizers(self) -> Any:
         """As usual."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class WithoutData(WithoutStep):
+    """A module whose user forgot the data."""
+
+    def training_step(self, batch: Any, index: int) -> None:
+        """Never reached."""
+
+
 def fail_in_step(subject: Subject, meeting: str) -> Ending:
     """Train until the second step raises, on all ranks."""
-    module = FailsInStep(Task(dtype="float64"))
+    module = FailsInStep(Task())
     trainer = make_trainer(subject, module.task)
     ending = _ending(lambda: trainer.fit(module), meeting)
     return replace(ending, outcome=outcome_of(trainer, module))
@@ -130,7 +136,7 @@ def fail_alone(subject: Subject, meeting: str, rank: int) -> Ending:
     failures: list[float] = []
 
     def run() -> None:
-        module = FailsInStep(Task(dtype="float64"))
+        module = FailsInStep(Task())
         module.only_on = rank
         module.failures = failures
         make_trainer(subject, module.task).fit(module)
@@ -141,7 +147,7 @@ def fail_alone(subject: Subject, meeting: str, rank: int) -> Ending:
 
 def interrupt(subject: Subject, meeting: str) -> Ending:
     """Train until the second step is interrupted from the keyboard, on all ranks."""
-    module = FailsInStep(Task(dtype="float64"))
+    module = FailsInStep(Task())
     module.error = KeyboardInterrupt
     trainer = make_trainer(subject, module.task)
     handler = signal.getsignal(signal.SIGINT)
@@ -160,9 +166,9 @@ def fail_in_hook(subject: Subject, meeting: str, hook: str) -> Ending:
     return _ending(lambda: trainer.fit(module), meeting)
 
 
-def fit_without_data(subject: Subject, meeting: str) -> Ending:
-    """Train a module without data, and then one with."""
-    ending = _ending(lambda: make_trainer(subject, Task()).fit(WithoutData()), meeting)
+def fit_refused(subject: Subject, meeting: str, kind: type[LightningModule]) -> Ending:
+    """Train a module that Lightning refuses, and then one that it takes."""
+    ending = _ending(lambda: make_trainer(subject, Task()).fit(kind()), meeting)
     module = Plain(Task())
     trainer = make_trainer(subject, module.task)
     trainer.fit(module)
@@ -186,7 +192,7 @@ def fit_with_precision(subject: Subject, meeting: str, precision: str) -> Ending
     return _ending(lambda: make_trainer(subject, Task(precision=precision)).fit(Plain(Task())), meeting)
 
 
-def _ending(run: Callable[[], None], meeting: str, *, patience: float = 5.0) -> Ending:
+def _ending(run: Callable[[], None], meeting: str, *, patience: float = 2.0) -> Ending:
     """Call a function that should fail.
 
     A rank that failed hangs up on those that do not come to an end too: they would wait for it, and a
@@ -234,4 +240,4 @@ def _hang_up() -> None:
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
-        error = error.__cause__ or error.__context__
+        error = error.__cause__  # an error that took another's place does not show it

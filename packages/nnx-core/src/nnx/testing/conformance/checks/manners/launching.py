@@ -15,7 +15,9 @@ from nnx.testing.conformance.launching import BY_TORCHRUN, Launch, Launched, lau
 from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.task import Task
 
-TASK = Task(dtype="float64")
+TASK = Task()
+DEADLINE = 150.0
+"""Seconds for a script, which takes five on an idle machine: the most that the checks ask of busy ones."""
 _COMPLAINTS = re.compile(
     r"Traceback|Exception ignored|Fatal Python error|destroy_process_group|leaked \w+ objects|"
     r"terminate called|core dumped"
@@ -37,14 +39,14 @@ def _expect_same_training(bench: Bench, launched: Launched, *, ranks: int, how: 
     expect_same_run(outcomes, bench.train_alone(TASK), tolerance=TOLERANCE[TASK.dtype], what=how)
 
 
-@check()
+@check(deadline=DEADLINE)
 def launched_by_lightning(bench: Bench) -> None:
     """``python train.py`` starts all processes by itself and trains as one process does."""
     launched = launch(bench, _plan(bench))
     _expect_same_training(bench, launched, ranks=2, how="launched by Lightning")
 
 
-@check()
+@check(deadline=DEADLINE)
 def script_ends_cleanly(bench: Bench) -> None:
     """A script that has trained ends by itself, with exit code 0 and without complaints."""
     launched = launch(bench, _plan(bench))
@@ -57,7 +59,7 @@ def script_ends_cleanly(bench: Bench) -> None:
     expect(not found, f"it printed {found[:3]}, expected no complaint.")
 
 
-@check()
+@check(deadline=DEADLINE)
 def known_without_import(bench: Bench) -> None:
     """Both copies of Lightning know the name without ``import nnx``, and import its engine only to use it."""
     plan = _plan(bench)
@@ -89,21 +91,21 @@ def one_device(bench: Bench) -> None:
     expect_same_run(bench.train(TASK, world_size=1), alone, tolerance=TOLERANCE[TASK.dtype])
 
 
-@check(full=True)
+@check(full=True, deadline=DEADLINE)
 def one_device_without_launcher(bench: Bench) -> None:
     """``python train.py`` on one device trains in that very process."""
     launched = launch(bench, replace(_plan(bench), devices=1))
     _expect_same_training(bench, launched, ranks=1, how="launched on one device")
 
 
-@check(full=True)
+@check(full=True, deadline=DEADLINE)
 def launched_by_torchrun(bench: Bench) -> None:
     """``torchrun train.py`` trains as one process does."""
     launched = launch(bench, replace(_plan(bench), launcher=BY_TORCHRUN))
     _expect_same_training(bench, launched, ranks=2, how="launched by torchrun")
 
 
-@check(full=True, kinds=("backend", "lightning"))
+@check(full=True, deadline=DEADLINE, kinds=("backend", "lightning"))
 def launched_by_spawn(bench: Bench) -> None:
     """With ``start_method="spawn"`` the weights of the spawned processes come back to the script."""
     plan = _plan(bench)
@@ -119,7 +121,7 @@ def launched_by_spawn(bench: Bench) -> None:
     )
 
 
-@check("trainer", full=True)
+@check("trainer", full=True, deadline=DEADLINE)
 def lightning_cli(bench: Bench) -> None:
     """LightningCLI takes the name as ``--trainer.strategy NAME``."""
     plan = _plan(bench)
@@ -131,7 +133,7 @@ def lightning_cli(bench: Bench) -> None:
     _expect_same_training(bench, launched, ranks=2, how="launched by LightningCLI")
 
 
-@check(full=True)
+@check(full=True, deadline=DEADLINE)
 def lone_failure_ends_the_script(bench: Bench) -> None:
     """A script in which one rank fails ends within seconds, not with exit code 0, and shows the cause."""
     plan = replace(_plan(bench), task=replace(TASK, model=FailsOnLastRank))

@@ -42,10 +42,9 @@ def light_plugin(bench: Bench) -> None:
         found = json.loads(output.splitlines()[-1])
     except (IndexError, ValueError):
         raise CheckFailed(f"`nnx list` and `nnx show` ended with {code} and printed {output!r}.") from None
-    expect(
-        found["codes"] == [0, 0], f"`nnx list` and `nnx show` ended with {found['codes']}, expected zeros."
-    )
-    expect(not found["imported"], f"`nnx list` and `nnx show` imported {found['heavy']}, expected neither.")
+    codes, imported = found["codes"], found["imported"]
+    expect(codes == [0, 0], f"`nnx list` and `nnx show` ended with {codes}, expected zeros.")
+    expect(not imported, f"`nnx list` and `nnx show` imported {imported}, which listing must not.")
 
 
 @check(kinds=_OF_PLUGINS)

@@ -15,7 +15,7 @@ from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Outcome, Task
 from nnx.testing.conformance.training import fit
 
-TASK = Task(dtype="float64")
+TASK = Task()
 TOLERATED = TOLERANCE[TASK.dtype]
 
 
@@ -38,23 +38,16 @@ def beside_another_strategy(bench: Bench) -> None:
 
 
 @check()
-def object_like_name(bench: Bench) -> None:
-    """``Trainer(strategy=nnx.strategy(NAME))`` trains as ``Trainer(strategy=NAME)``."""
-    ranks = bench.run(train_with_object, False)
-    expect_same_run(ranks, bench.train_alone(TASK), tolerance=TOLERATED)
-
-
-@check()
 def pickled_object(bench: Bench) -> None:
-    """The strategy object can be pickled before use, as spawned processes need it."""
-    ranks = bench.run(train_with_object, True)
+    """The object of ``nnx.strategy(NAME)`` can be pickled, as spawning needs it, and trains like the name."""
+    ranks = bench.run(train_with_pickled)
     expect_same_run(ranks, bench.train_alone(TASK), tolerance=TOLERATED)
 
 
 @check()
 def agreed_stop(bench: Bench) -> None:
     """When one rank wants to stop, ``reduce_boolean_decision`` makes all stop after the same step."""
-    alone = bench.train_alone(Task(dtype="float64", steps=2))
+    alone = bench.train_alone(Task(steps=2))
     expect_same_run(bench.run(stop_early), alone, tolerance=TOLERATED)
 
 
@@ -80,12 +73,10 @@ def train_beside(subject: Subject) -> tuple[Outcome, Outcome]:
     return fit(subject, TASK), fit(Subject("ddp"), TASK)
 
 
-def train_with_object(subject: Subject, through_pickle: bool) -> Outcome:
-    """Train with a strategy object, or with what comes back of it from a pickle."""
+def train_with_pickled(subject: Subject) -> Outcome:
+    """Train with a strategy object that has been through a pickle."""
     strategy = nnx.strategy(subject.name, namespace="lightning.pytorch", **subject.options)
-    if through_pickle:
-        strategy = pickle.loads(pickle.dumps(strategy))
-    return fit(subject, TASK, strategy=strategy)
+    return fit(subject, TASK, strategy=pickle.loads(pickle.dumps(strategy)))
 
 
 class _Stopper(Callback):
@@ -100,7 +91,7 @@ class _Stopper(Callback):
 
 def stop_early(subject: Subject) -> Outcome:
     """Train until one rank wants to stop."""
-    return fit(subject, Task(dtype="float64", steps=5), callbacks=[_Stopper()])
+    return fit(subject, Task(steps=5), callbacks=[_Stopper()])
 
 
 class _Voter(Callback):
