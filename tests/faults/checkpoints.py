@@ -448,7 +448,7 @@ FAULTS = [
     ),
     _fault("data read from the beginning", DataStartsOver, "data_goes_on", "randomness_goes_on"),
     _fault("saved in place", SavesInPlace, "killed_while_saving", "killed_at_every_operation"),
-    _fault("never saved twice", SavesOnce, "resume_and_save_again", "saving_changes_nothing"),
+    _fault("never saved twice", SavesOnce, "resume_and_save_again", "best_and_last_load"),
     _fault(
         "optimizer saved with weights only",
         SavesOptimizersAlways,
