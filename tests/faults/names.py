@@ -1,4 +1,4 @@
-"""Faults in names and in the module itself; others of the group are in `names_callbacks` and `names_ranks`."""
+"""Faults in names and in the module itself; the group's others are in `names_callbacks` and `names_ranks`."""
 
 from __future__ import annotations
 

@@ -217,7 +217,20 @@ class InOrder(DDPStrategy):
         return DataLoader(dataloader.dataset, batch_size=dataloader.batch_size)
 
 
+STRATEGIES = {
+    f"broken_{cls.__name__.lower()}": cls
+    for cls in list(globals().values())
+    if isinstance(cls, type) and issubclass(cls, (DDPStrategy, TinyStrategy)) and cls.__module__ == __name__
+}
+"""By the name under which `names_registered` registers them."""
+
+
 def _fault(name: str, cls: type, caught_by: str, *also: str) -> Fault:
+    own = f"broken_{cls.__name__.lower()}"
+    if own in STRATEGIES:
+        return Fault(
+            name=name, target=own, caught_by=caught_by, also=also, imports=("faults.names_registered",)
+        )
     return Fault(name=name, target=f"faults.names_ranks:{cls.__name__}", caught_by=caught_by, also=also)
 
 
