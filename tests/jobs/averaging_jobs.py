@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-import nnx
 import nnx.checkpoint as storage
 from jobs import engines
-from jobs.training import MODELS, Net, Run, SaveAt, make_trainer
+from jobs.lightning_checkpoint_jobs import PLUGINS
+from jobs.training import MODELS, Block, Net, Run, SaveAt, make_trainer
 
 
 class Normed(Net):
@@ -83,7 +83,20 @@ class OfAnother(WeightAveraging):
         self._average_model.module.more = nn.Linear(2, 2)
 
 
-MODELS.update({"normed": Normed, "looks": Looks, "warming": Warming})
+class OnMeta(Net):
+    """Builds its blocks in ``configure_model``, once, on the meta device."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.blocks: Any = None
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            with torch.device("meta"):
+                self.blocks = nn.ModuleList(Block(10) for _ in range(3))
+
+
+MODELS.update({"normed": Normed, "looks": Looks, "warming": Warming, "on_meta": OnMeta})
 
 
 def make_callback(kind: str) -> Any:
@@ -132,7 +145,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def fit(run: Run, kind: str, epochs: int | None = None) -> dict[str, Any]:
+def fit(run: Run, kind: str, epochs: int | None = None, plugin: str | None = None) -> dict[str, Any]:
     """Train, in epochs of two batches if so many are asked for; both sets of weights, and what was seen."""
     extra: dict[str, Any] = {"max_epochs": epochs, "limit_train_batches": 2} if epochs else {}
     engines.register()
@@ -140,7 +153,9 @@ def fit(run: Run, kind: str, epochs: int | None = None) -> dict[str, Any]:
     look = Look(callback)
     module = MODELS[run.model](run)
     if run.strategy.startswith("ddp"):
-        extra["plugins"] = [nnx.CheckpointIO()]
+        plugin = "nnx"
+    if plugin is not None:
+        extra["plugins"] = [PLUGINS[plugin]()]
     watching = [callback, look] if kind != "none" else []
     trainer = make_trainer(run, callbacks=[*watching, SaveAt(run)], **extra)
     trainer.fit(module, ckpt_path=run.resume)

@@ -121,6 +121,15 @@ def test_every_stage_of_a_trainer_uses_the_weights_that_it_uses_in_one_process(p
     assert expected["val"] != pytest.approx(expected["test"], abs=1e-3)
 
 
+def test_a_model_of_low_precision_has_the_average_that_it_has_under_ddp(pool: WorkerPool) -> None:
+    run = replace(RUN, precision="bf16-true", validate_every=None)
+    expected = pool.run(fit, under("ddp", run), "ema", world_size=2)[0]["average"]
+    for report in pool.run(fit, run, "ema", world_size=2):
+        for name, value in report["average"].items():
+            assert value.dtype == expected[name].dtype, name
+            torch.testing.assert_close(value, expected[name], atol=0.05, rtol=0.05, msg=name)
+
+
 # --- memory -------------------------------------------------------------------------------------------
 
 
@@ -129,6 +138,17 @@ def test_no_complete_copy_is_made_before_the_model_is_sharded(pool: WorkerPool, 
     total = sum(parameter.numel() for parameter in MODELS["net"](RUN).parameters())
     for in_copy, in_module in pool.run(copied_at_setup, RUN, kind, world_size=2):
         assert (in_copy, in_module) == (0, total)
+
+
+def test_a_model_built_on_the_meta_device_has_an_average_of_real_weights(pool: WorkerPool) -> None:
+    run = replace(RUN, model="on_meta")
+    first, second = pool.run(fit, run, "ema", world_size=2)
+    assert first["plain"] and first["same_kinds"] and second["same_kinds"]
+    assert_close(first["average"], second["average"])
+    assert_close(
+        first["average"], first["weights"]
+    )  # which Lightning's callback makes the average at the end
+    assert all(value.isfinite().all() for value in first["average"].values())
 
 
 # --- checkpoints --------------------------------------------------------------------------------------
@@ -222,6 +242,20 @@ def test_what_is_loaded_elsewhere_is_the_average(
     for report in pool.run(resume_without, replace(RUN, steps=LONG), saved["fsdp_auto"], world_size=2):
         assert_close(report["weights"], average)
         assert len(report["losses"]) == LONG - HALF
+
+
+@pytest.mark.parametrize("plugin", ["torch", "async nnx"])
+def test_other_ways_of_saving_hold_the_average_too(
+    pool: WorkerPool, whole: dict[str, Any], tmp_path: Path, plugin: str
+) -> None:
+    run = replace(RUN, steps=HALF, save=str(tmp_path / "saved.ckpt"))
+    pool.run(fit, run, "ema", None, plugin, world_size=2)
+    loaded = nnx.load_from_checkpoint(MODELS["net"], run.save or "", run=RUN)
+    resumed = replace(RUN, steps=LONG, resume=run.save)
+    for report in pool.run(fit, resumed, "ema", None, plugin, world_size=2):
+        assert_same(report, whole, since=HALF)
+    average = pool.run(fit, replace(RUN, steps=HALF), "ema", world_size=2)[0]["average"]
+    assert_close(dict(loaded.state_dict()), average)
 
 
 def test_a_merged_file_resumes_under_lightnings_own_strategy(

@@ -127,7 +127,7 @@ def _copy_lightly(setup: Callable[..., None], trainer: Any, module: nn.Module, s
 
 def _copy_without_weights(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for tensor in (*module.parameters(), *module.buffers()):
-        memo[id(tensor)] = _holding(tensor, tensor.detach().new_empty(0))
+        memo[id(tensor)] = _holding(tensor, torch.empty(0, dtype=tensor.dtype))  # not on meta: it is moved
     hook = module.__dict__.pop("__deepcopy__")
     try:
         return copy.deepcopy(module, memo)

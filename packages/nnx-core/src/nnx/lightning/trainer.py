@@ -155,7 +155,7 @@ class TrainerAdapter(ParallelProcesses):
                 repoint_optimizer(optimizer, replaced)
             put_back(module, self._replaced_layers)
             self._replaced_layers = {}
-            module.cpu()
+            _move_to_host(module)
         self._averages.give_back(gather=False)
         self.backend.teardown()
         self._backend_is_set_up = False
@@ -327,3 +327,9 @@ class TrainerAdapter(ParallelProcesses):
         """Delete a checkpoint, from rank 0."""
         if self.global_rank == 0:
             self.checkpoint_io.remove_checkpoint(filepath)
+
+
+def _move_to_host(module: nn.Module) -> None:
+    """As after every run; what an error has left on the meta device must not raise another one."""
+    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        module.cpu()
