@@ -197,7 +197,7 @@ class _RAdam(Plain):
 class _RMSprop(Plain):
     def configure_optimizers(self) -> Any:
         """As named."""
-        return optim.RMSprop(self.parameters(), lr=0.02, eps=1e-3, momentum=0.5, centered=False)
+        return optim.RMSprop(self.parameters(), lr=0.002, eps=1e-3, momentum=0.5)
 
 
 _ELEMENTWISE = (_Adagrad, _Adadelta, _Adamax, _ASGD, _NAdam, _RAdam, _RMSprop)
