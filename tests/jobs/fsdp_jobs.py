@@ -87,6 +87,18 @@ class EmptyNet(Net):
         return super().forward(x) + self.nothing.sum()
 
 
+class MixedNet(Net):
+    """Trains a layer in float64 beside others, and a weight whose elements lie transposed."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
+        self.turned = nn.Parameter(torch.linspace(-0.1, 0.1, 36).reshape(6, 6).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (super().forward(x @ self.turned + x).double() * self.scale).float()
+
+
 class LateNet(Net):
     """Builds its layers in `configure_model`, on the meta device."""
 
@@ -124,6 +136,7 @@ MODELS |= {
     "generic": GenericNet,
     "scalar": ScalarNet,
     "empty": EmptyNet,
+    "mixed": MixedNet,
     "late": LateNet,
     "counting": Counting,
 }

@@ -154,6 +154,17 @@ def test_a_parameter_without_elements_is_replicated(pool: WorkerPool) -> None:
         assert outcome.weights["nothing"].shape == (0, 3)
 
 
+def test_a_second_dtype_is_replicated_and_strides_come_back(pool: WorkerPool) -> None:
+    run = Run(options=BLOCKS, model="mixed", accumulate=2, clip=0.05, steps=4)
+    alone = replace(run, strategy="auto", options={}, devices=1)
+    expected = pool.run(train_and_look, alone, world_size=1)[0][0]
+    for outcome, seen in pool.run(train_and_look, run, world_size=2):
+        assert seen["plain"] == ["scale"]
+        assert outcome.losses == pytest.approx(expected.losses, abs=1e-5)
+        for name in ("scale", "turned"):
+            torch.testing.assert_close(outcome.weights[name], expected.weights[name], check_stride=True)
+
+
 @pytest.mark.parametrize("strategy", ["fsdp_auto", "fsdp_manual"])
 def test_a_model_built_on_the_meta_device_is_materialised_alike_on_all_ranks(
     pool: WorkerPool, strategy: str

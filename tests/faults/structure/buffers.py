@@ -123,5 +123,6 @@ FAULTS = [
         name="sync_batchnorm is ignored",
         target=f"{_HERE}:ForgetsLayerSync",
         caught_by="synchronized_batch_norm",
+        also=("unused_parameters", "parameters_used_now_and_then"),
     ),
 ]

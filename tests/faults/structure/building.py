@@ -140,11 +140,13 @@ FAULTS = [
         name="configure_sharded_model is refused",
         target=f"{_HERE}:RefusesTheOlderHook",
         caught_by="built_in_configure_sharded_model",
+        also=("unused_parameters", "parameters_used_now_and_then"),
     ),
     Fault(
         name="init_module always builds on meta",
         target=f"{_HERE}:AlwaysInitializesEmpty",
         caught_by="built_in_init_module",
+        also=("unused_parameters", "parameters_used_now_and_then"),
     ),
     Fault(
         name="what is built on meta never gets its own values",

@@ -34,19 +34,12 @@ class ForgetsEmbeddings(Forgets):
         return [p for layer in layers for p in layer.parameters(recurse=False)]
 
 
-class BypassesAttributes(TinyBackend):
-    """Puts new parameters into the modules' dicts, where a layer that keeps them elsewhere does not look."""
+class ForgetsRecurrent(Forgets):
+    """Averages layers whose parameters are called weight and bias, and knows some exceptions."""
 
-    def parallelize(self, module: nn.Module, sample: object) -> Replaced:
-        super().parallelize(module, sample)
-        replaced = {
-            old: nn.Parameter(old.detach().clone(), requires_grad=old.requires_grad)
-            for old in module.parameters()
-        }
-        for part in module.modules():
-            for name, parameter in list(part.named_parameters(recurse=False)):
-                part._parameters[name] = replaced[parameter]
-        return replaced
+    def known(self, module: nn.Module) -> Iterable[nn.Parameter]:
+        layers = [part for part in module.modules() if not isinstance(part, nn.RNNBase)]
+        return [p for layer in layers for p in layer.parameters(recurse=False)]
 
 
 class AveragesWhatWasCalled(Forgets):
@@ -144,15 +137,14 @@ FAULTS = [
         caught_by="embeddings_and_convolutions",
     ),
     Fault(
-        name="a recurrent layer keeps its old weights",
-        target=f"{_HERE}:BypassesAttributes",
+        name="recurrent layers are not averaged",
+        target=f"{_HERE}:ForgetsRecurrent",
         caught_by="recurrent_layers",
     ),
     Fault(
         name="layers that are not called are not averaged",
         target=f"{_HERE}:AveragesWhatWasCalled",
         caught_by="attention_layers",
-        also=("parametrized_layers",),
     ),
     Fault(
         name="parametrized weights are not averaged",

@@ -54,6 +54,35 @@ class RefusesEmpty(TinyBackend):
         return super().parallelize(module, sample)
 
 
+class GivesMemoryBack(TinyBackend):
+    """Takes the order of a parameter's elements in memory for that of its indices."""
+
+    def unparallelize(self, module: nn.Module) -> Replaced:
+        for parameter in module.parameters():
+            if not parameter.is_contiguous():
+                in_memory = parameter.data.as_strided((parameter.numel(),), (1,))
+                parameter.data = in_memory.reshape(parameter.shape).clone()
+        return {}
+
+
+class ForgetsTheSecondDtype(Forgets):
+    """Averages parameters of the dtype of the first one that is trained."""
+
+    def known(self, module: nn.Module) -> Iterable[nn.Parameter]:
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        return [p for p in parameters if p.dtype == parameters[0].dtype]
+
+
+class StoresFrozenInFull(TinyBackend):
+    """Holds frozen parameters in float32."""
+
+    def parallelize(self, module: nn.Module, sample: object) -> Replaced:
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        return super().parallelize(module, sample)
+
+
 class ForgetsTheSecondBucket(Forgets):
     """Averages what fits the first bucket."""
 
@@ -220,6 +249,21 @@ FAULTS = [
         caught_by="empty_parameters",
     ),
     Fault(
+        name="memory is given back in its own order",
+        target=f"{_HERE}:GivesMemoryBack",
+        caught_by="strided_parameters",
+    ),
+    Fault(
+        name="a second dtype is not averaged",
+        target=f"{_HERE}:ForgetsTheSecondDtype",
+        caught_by="mixed_dtypes",
+    ),
+    Fault(
+        name="frozen parameters become float32",
+        target=f"{_HERE}:StoresFrozenInFull",
+        caught_by="quantized_parameters",
+    ),
+    Fault(
         name="the second bucket is forgotten",
         target=f"{_HERE}:ForgetsTheSecondBucket",
         caught_by="large_layers",
@@ -270,6 +314,6 @@ FAULTS = [
         name="a layer runs once in a step",
         target=f"{_HERE}:RunsLayersOnce",
         caught_by="layers_used_twice",
-        also=("recomputed_activations",),
+        also=("tied_parameters", "recomputed_activations"),
     ),
 ]

@@ -29,11 +29,11 @@ from nnx.backend import Backend, ParallelContext, Sample
 from nnx.errors import OptionError, UnsupportedError
 from nnx.state import ModelState
 from nnx_fsdp._torch_compat import can_be_sharded, remove_fully_shard
-from nnx_fsdp.materialize import broadcast_module, materialize, move_to
+from nnx_fsdp.materialize import broadcast_module, lay_in_order, materialize, move_to
 from nnx_fsdp.mesh import mesh_of
 from nnx_fsdp.optimizers import step_context
 from nnx_fsdp.options import FSDPOptions
-from nnx_fsdp.replicate import ReplicatedParameters
+from nnx_fsdp.replicate import ReplicatedParameters, unshardable
 from nnx_fsdp.steps import PartsOfRoot, forward_as
 from nnx_fsdp.units import UnitChoice, as_classes, choose_units
 
@@ -51,6 +51,7 @@ class _Layout:
         plain: From each sharded parameter to the user's own object, which has no storage meanwhile.
         compiled: Modules whose forward was replaced by a compiled one, on the instance.
         checkpointed: Modules whose forward was replaced by one that recomputes activations.
+        strides: Meta tensors with the strides of the user's objects whose elements did not lie in order.
         replicated: The parameters that could not be sharded.
         parts: What lets a step of manual optimization call submodules itself, once there was one.
     """
@@ -58,6 +59,7 @@ class _Layout:
     plain: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     compiled: set[nn.Module] = field(default_factory=set)
     checkpointed: set[nn.Module] = field(default_factory=set)
+    strides: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     replicated: ReplicatedParameters | None = None
     parts: PartsOfRoot | None = None
 
@@ -148,7 +150,7 @@ class FSDPBackend(Backend[FSDPOptions]):
         self._prepare(unit, name=name)
         self._compile(unit)
         self._recompute(unit)
-        self._fully_shard(unit, ignored=_unshardable(unit), is_root=False)
+        self._fully_shard(unit, ignored=unshardable(unit), is_root=False)
 
     def _shard_root(self, root: nn.Module) -> None:
         self._prepare(root, name="")
@@ -156,7 +158,7 @@ class FSDPBackend(Backend[FSDPOptions]):
             for child in _parts_with_forward(root):
                 self._compile(child)
         self._recompute(root)
-        replicated = _unshardable(root)
+        replicated = unshardable(root)
         if can_be_sharded(root):
             self._fully_shard(root, ignored=replicated, is_root=True)
         else:
@@ -170,7 +172,7 @@ class FSDPBackend(Backend[FSDPOptions]):
         users = Counter(p for child in children for p in set(child.parameters()))
         tied = {parameter for parameter, count in users.items() if count > 1}
         for child in children:
-            ignored = _unshardable(child) | (tied & set(child.parameters()))
+            ignored = unshardable(child) | (tied & set(child.parameters()))
             if any(p not in ignored and not isinstance(p, DTensor) for p in child.parameters()):
                 self._fully_shard(child, ignored=ignored, is_root=False)
 
@@ -183,6 +185,7 @@ class FSDPBackend(Backend[FSDPOptions]):
 
     def _fully_shard(self, module: nn.Module, *, ignored: set[nn.Parameter], is_root: bool) -> None:
         before = dict(module.named_parameters())
+        self._unfinished.strides |= lay_in_order(before.values())
         reshard = self.options.reshard_after_forward
         fully_shard(
             module,
@@ -244,6 +247,8 @@ class FSDPBackend(Backend[FSDPOptions]):
                     submodule._parameters[name] = replaced[parameter]
         for sharded, plain in replaced.items():
             plain.data = full[sharded]
+            if plain in layout.strides:
+                plain.data = torch.empty_like(layout.strides[plain], device="cpu").copy_(full[sharded])
             plain.requires_grad_(sharded.requires_grad)
         for changed in layout.compiled | layout.checkpointed:
             changed.__dict__.pop("forward", None)
@@ -328,12 +333,6 @@ def _parts_with_forward(module: nn.Module) -> Iterator[nn.Module]:
             yield from _parts_with_forward(child)
         else:
             yield child
-
-
-def _unshardable(module: nn.Module) -> set[nn.Parameter]:
-    """The parameters that FSDP2 fails with: those without a dimension and those without elements."""
-    plain = (p for p in module.parameters() if not isinstance(p, DTensor))
-    return {p for p in plain if p.ndim == 0 or p.numel() == 0}
 
 
 def _gather(parameter: nn.Parameter) -> torch.Tensor:

@@ -1,21 +1,42 @@
 """Gradients of the few parameters that FSDP2 cannot shard: averaged over all ranks, like DDP does.
 
-These are 0-d parameters, parameters without elements, and parameters owned directly by a module whose
-class cannot be extended (``class Model(Generic[T], nn.Module)``).
+These are the `unshardable` ones, and parameters owned directly by a module whose class cannot be extended
+(``class Model(Generic[T], nn.Module)``).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from nnx.collective import is_distributed
 
-__all__ = ["ReplicatedParameters"]
+__all__ = ["ReplicatedParameters", "unshardable"]
+
+
+def unshardable(module: nn.Module) -> set[nn.Parameter]:
+    """The parameters that FSDP2 cannot shard with the others of a unit.
+
+    They have no dimension or no elements, or are trained in another dtype than most elements are.
+
+    Example:
+        >>> layers = nn.Sequential(nn.Linear(3, 3, dtype=torch.bfloat16), nn.LayerNorm(3))
+        >>> [name for name, p in layers.named_parameters() if p in unshardable(layers)]
+        ['1.weight', '1.bias']
+    """
+    plain = [p for p in module.parameters() if not isinstance(p, DTensor)]
+    elements: Counter[torch.dtype] = Counter()
+    for parameter in plain:
+        if parameter.requires_grad:
+            elements[parameter.dtype] += parameter.numel()
+    usual = max(elements, key=lambda dtype: elements[dtype], default=None)
+    return {p for p in plain if p.ndim == 0 or p.numel() == 0 or (p.requires_grad and p.dtype != usual)}
 
 
 class ReplicatedParameters:

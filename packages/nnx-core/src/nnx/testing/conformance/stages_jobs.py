@@ -167,7 +167,7 @@ class _Looking(Plain):
         self.with_gradients: set[str] = set()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
+        self.count = self.count + 1
         outputs = super().forward(x)
         if not self.training and (outputs.requires_grad or torch.is_grad_enabled()):
             self.with_gradients.add(str(self.trainer.state.fn))
@@ -204,7 +204,7 @@ def predict(subject: Subject, task: Task) -> tuple[int, list[Tensor]]:
     """This rank's share of the data, and what `Trainer.predict` returns for it."""
     module = _Sharing(task)
     outputs: Any = make_trainer(subject, task).predict(module)
-    return module.share, list(outputs or ())
+    return module.share, [output.detach() for output in outputs or ()]
 
 
 # --- where a run ends -----------------------------------------------------------------------------------

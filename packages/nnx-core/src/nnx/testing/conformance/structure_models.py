@@ -19,6 +19,7 @@ from torch.utils.data import default_collate as collate
 
 from nnx.testing.conformance.data import ConsecutiveSampler, dataset, share_of
 from nnx.testing.conformance.models import BLOCKS, FEATURES, WIDTH, Block, Plain
+from nnx.testing.conformance.task import Task
 
 __all__ = [
     "Alternating",
@@ -27,12 +28,15 @@ __all__ = [
     "Empty",
     "Frozen",
     "Large",
+    "MixedDtypes",
     "Nested",
     "Parametrized",
+    "Quantized",
     "Recomputing",
     "Recurrent",
     "Reusing",
     "Scalars",
+    "Strided",
     "StructuredBatches",
     "Tied",
     "TiedBlocks",
@@ -95,6 +99,56 @@ class Empty(Plain):
     def forward(self, x: Tensor) -> Tensor:
         """The parameter takes part in the sum."""
         return super().forward(x) + (x[:, :0] @ self.nothing).sum()
+
+
+class Strided(Plain):
+    """Parameters whose elements do not lie in order, as after ``.to(memory_format=torch.channels_last)``."""
+
+    def build(self) -> None:
+        """A convolution over channels that lie last, and a transposed matrix."""
+        super().build()
+        self.convolution = nn.Conv2d(3, 4, kernel_size=2)
+        self.convolution.weight.data = self.convolution.weight.data.to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(FEATURES, 5).t() / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The inputs make a small image; the convolution's output is spread over them again."""
+        image = x.reshape(len(x), 3, 1, 2).expand(-1, -1, 2, -1)
+        pixels = self.convolution(image).flatten(1).mean(1, keepdim=True)
+        return super().forward(x + pixels) + torch.tanh(x @ self.turned.t()) @ self.turned
+
+
+class MixedDtypes(Plain):
+    """Trained parameters of two dtypes."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.head.to(torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The head computes in float64."""
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden.double()).float()  # type: ignore[no-any-return]
+
+
+class Quantized(Plain):
+    """A layer whose weight is held in integers, and one in bfloat16, both frozen, with an adapter beside."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        levels = torch.arange(FEATURES * WIDTH).reshape(WIDTH, FEATURES) % 11 - 5
+        self.levels = nn.Parameter(levels.to(torch.int8), requires_grad=False)
+        self.halves = nn.Parameter((levels / 7).to(torch.bfloat16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The frozen matrices are added to the embedding's."""
+        frozen = self.levels.to(x.dtype) / 9 + self.halves.to(x.dtype)
+        hidden = self.embed(x) + x @ frozen.t()
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)  # type: ignore[no-any-return]
 
 
 class Large(Plain):

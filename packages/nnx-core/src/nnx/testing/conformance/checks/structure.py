@@ -51,6 +51,24 @@ def empty_parameters(bench: Bench) -> None:
 
 
 @check()
+def strided_parameters(bench: Bench) -> None:
+    """Parameters may lie in memory in another order, as with channels last."""
+    _trains(bench, models.Strided)
+
+
+@check()
+def mixed_dtypes(bench: Bench) -> None:
+    """Trained parameters may have different dtypes."""
+    _trains(bench, models.MixedDtypes)
+
+
+@check()
+def quantized_parameters(bench: Bench) -> None:
+    """Frozen parameters may be integers, or of less precision than the trained ones beside them."""
+    _trains(bench, models.Quantized)
+
+
+@check()
 def large_layers(bench: Bench) -> None:
     """Repeated layers of a hundred thousand parameters train like small ones."""
     _trains(bench, models.Large, steps=2)
