@@ -223,9 +223,7 @@ def restore_optimizers(
     backend.finish_load(module, [unwrap_optimizer(optimizer) for optimizer in optimizers])
 
 
-def _by_name(
-    backend: Backend[Any], module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
-) -> Any:
+def _by_name(backend: Backend[Any], module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> Any:
     """A state in torch's own, numbered form gets the names of the parameters at the same positions."""
     if not numbers_parameters(state):
         return state
