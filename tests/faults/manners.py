@@ -194,7 +194,7 @@ class EmptiesTheModule(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         with torch.no_grad():
-            for parameter in self.lightning_module.parameters():
+            for parameter in self.model.parameters():
                 parameter.zero_()
 
 
@@ -275,7 +275,7 @@ class LaxOptions:
 class AllowsAnyValue(TinyBackend):
     """Has options that nobody looks at."""
 
-    Options = LaxOptions
+    Options = LaxOptions  # type: ignore[assignment]
 
 
 class RefusesOnRankZero(TinyBackend):

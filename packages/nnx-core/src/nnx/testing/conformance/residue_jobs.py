@@ -27,7 +27,7 @@ from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Task
 from nnx.testing.conformance.training import fit, make_trainer
 
-__all__ = ["DESCRIPTORS", "PROBES", "Change", "files_left", "grown", "left_behind", "survivors"]
+__all__ = ["DESCRIPTORS", "Change", "changes", "files_left", "survivors"]
 
 TASK = Task(optimizer="adamw")
 DESCRIPTORS = Path("/proc/self/fd")
@@ -54,23 +54,20 @@ class Change:
         return cls(dict(after - before), dict(before - after))
 
 
-def left_behind(subject: Subject, probe: str) -> Change:
-    """What differs from before to after two runs."""
-    before = PROBES[probe]()
+def changes(subject: Subject) -> dict[str, Change]:
+    """What three runs change, by what is looked at; of some, only what the last two add to the first."""
+    before = {name: probe() for name, probe in SETTINGS.items()}
+    fit(subject, TASK)
+    before |= _counts()
     fit(subject, TASK)
     fit(subject, TASK)
-    return Change.between(before, PROBES[probe]())
+    after = {name: probe() for name, probe in SETTINGS.items()} | _counts()
+    return {name: Change.between(before[name], after[name]) for name in before}
 
 
-def grown(subject: Subject, probe: str) -> Change:
-    """What two further runs add to what the first one left, such as the default process group."""
-    fit(subject, TASK)
+def _counts() -> dict[str, Counter[str]]:
     gc.collect()
-    before = PROBES[probe]()
-    fit(subject, TASK)
-    fit(subject, TASK)
-    gc.collect()
-    return Change.between(before, PROBES[probe]())
+    return {name: probe() for name, probe in GROWING.items()}
 
 
 def files_left(subject: Subject, directory: str) -> list[str]:
@@ -145,6 +142,8 @@ def _torch_settings() -> Counter[str]:
 def _descriptors() -> Counter[str]:
     """By kind: sockets and pipes have a number of their own."""
     kinds: Counter[str] = Counter()
+    if not DESCRIPTORS.is_dir():
+        return kinds
     for entry in DESCRIPTORS.iterdir():
         with suppress(OSError):  # the listing's own is closed by now
             kinds[str(entry.readlink()).partition(":")[0]] += 1
@@ -157,13 +156,16 @@ def _tensors() -> Counter[str]:
     return Counter(f"tensor {tuple(one.shape)} {one.dtype}" for one in alive)
 
 
-PROBES: dict[str, Probe] = {
-    "process groups": _process_groups,
+SETTINGS: dict[str, Probe] = {
     "threads": _threads,
     "environment": _environment,
     "signal handlers": _signal_handlers,
     "torch settings": _torch_settings,
+}
+"""What no run may change."""
+GROWING: dict[str, Probe] = {
+    "process groups": _process_groups,
     "descriptors": _descriptors,
     "tensors": _tensors,
 }
-"""By what they describe."""
+"""What the first run may add to, such as the default process group, and further ones may not."""

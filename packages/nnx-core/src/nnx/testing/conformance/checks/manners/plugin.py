@@ -43,7 +43,8 @@ def light_plugin(bench: Bench) -> None:
     except (IndexError, ValueError):
         raise CheckFailed(f"`nnx list` and `nnx show` ended with {code} and printed {output!r}.") from None
     codes, imported = found["codes"], found["imported"]
-    expect(codes == [0, 0], f"`nnx list` and `nnx show` ended with {codes}, expected zeros.")
+    said = " | ".join(output.splitlines()[:-1])
+    expect(codes == [0, 0], f"`nnx list` and `nnx show` ended with {codes}, expected zeros. {said}")
     expect(not imported, f"`nnx list` and `nnx show` imported {imported}, which listing must not.")
 
 

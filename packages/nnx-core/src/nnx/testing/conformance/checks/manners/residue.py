@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from nnx.testing.conformance.bench import Bench
 from nnx.testing.conformance.check import check, expect
 from nnx.testing.conformance.residue_jobs import (
     DESCRIPTORS,
-    Change,
+    changes,
     files_left,
-    grown,
-    left_behind,
     survivors,
 )
-from nnx.testing.conformance.subject import Subject
 
 
-def _expect_unchanged(bench: Bench, job: Callable[[Subject, str], Change], probe: str) -> None:
-    for rank, change in enumerate(bench.run(job, probe)):
+def _expect_unchanged(bench: Bench, name: str) -> None:
+    for rank, of_rank in enumerate(bench.run_once(changes)):
+        change = of_rank[name]
         expect(
             not change.new and not change.gone,
-            f"rank {rank}: {probe} after training: new {change.new}, gone {change.gone}; expected no change.",
+            f"rank {rank}: {name} after training: new {change.new}, gone {change.gone}; expected no change.",
         )
 
 
-def _expect_no_growth(bench: Bench, probe: str) -> None:
-    for rank, change in enumerate(bench.run(grown, probe)):
-        expect(not change.new, f"rank {rank}: two more runs added {change.new} {probe}, expected none.")
+def _expect_no_growth(bench: Bench, name: str) -> None:
+    for rank, of_rank in enumerate(bench.run_once(changes)):
+        new = of_rank[name].new
+        expect(not new, f"rank {rank}: further runs added {new} {name}, expected none.")
 
 
 @check()
@@ -39,8 +36,7 @@ def no_process_groups(bench: Bench) -> None:
 @check()
 def no_threads(bench: Bench) -> None:
     """No thread goes on when training has ended."""
-    for rank, change in enumerate(bench.run(left_behind, "threads")):
-        expect(not change.new, f"rank {rank}: threads {change.new} go on after training, expected none.")
+    _expect_no_growth(bench, "threads")
 
 
 @check()
@@ -53,19 +49,19 @@ def no_files(bench: Bench) -> None:
 @check()
 def no_environment_variables(bench: Bench) -> None:
     """Environment variables are as before."""
-    _expect_unchanged(bench, left_behind, "environment")
+    _expect_unchanged(bench, "environment")
 
 
 @check()
 def no_torch_settings(bench: Bench) -> None:
     """Torch's defaults are as before: dtype, device, grad mode, determinism, precision, threads."""
-    _expect_unchanged(bench, left_behind, "torch settings")
+    _expect_unchanged(bench, "torch settings")
 
 
 @check()
 def no_signal_handlers(bench: Bench) -> None:
     """Signals are handled as before."""
-    _expect_unchanged(bench, left_behind, "signal handlers")
+    _expect_unchanged(bench, "signal handlers")
 
 
 @check()
