@@ -112,11 +112,12 @@ class LeavesInferenceTensors(_Evaluates):
     """Puts buffers that it made in inference mode into the module."""
 
     def evaluate(self, module: nn.Module, step: Step, *args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
         with torch.inference_mode():
             for part in module.modules():
                 for name, buffer in part.named_buffers(recurse=False):
                     part._buffers[name] = buffer.clone()
-        return step(*args, **kwargs)
+        return result
 
 
 class GathersPredictions(_Evaluates):

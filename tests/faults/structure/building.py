@@ -19,6 +19,13 @@ from nnx_tiny.backend import TinyBackend
 Replaced = Mapping[nn.Parameter, nn.Parameter]
 
 
+class TrustsSeeds(TinyBackend):
+    """Takes it that all ranks have built the same model."""
+
+    def parallelize(self, module: nn.Module, sample: object) -> Replaced:
+        return {}
+
+
 class BuildsOnMeta(TinyBackend):
     """Lets `configure_model` build on the meta device, and never gives what is there its values."""
 
@@ -125,6 +132,11 @@ _HERE = "faults.structure.building"
 _DECLARED = ("faults.structure.declared",)
 
 FAULTS = [
+    Fault(
+        name="each rank starts from its own weights",
+        target=f"{_HERE}:TrustsSeeds",
+        caught_by="built_without_a_seed",
+    ),
     Fault(
         name="configure_model builds on meta for good",
         target=f"{_HERE}:BuildsOnMeta",

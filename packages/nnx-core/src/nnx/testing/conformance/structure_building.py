@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ __all__ = [
     "EarlyOptimizer",
     "GenericRoot",
     "Reset",
+    "Unseeded",
     "Wrapped",
 ]
 
@@ -115,6 +117,21 @@ class BuiltLateOnMeta(Reset):
         if not hasattr(self, "leave"):
             with torch.device("meta"):
                 super().build()
+
+
+class Unseeded(Plain):
+    """Starts from other weights and buffers on each rank, as where nobody called `seed_everything`."""
+
+    def build(self) -> None:
+        """The plain layers, and an offset that is not trained."""
+        torch.manual_seed(self.task.seed + int(os.environ.get("RANK", "0")))
+        super().build()
+        self.offset: Tensor
+        self.register_buffer("offset", torch.randn(FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The plain output, with the offset."""
+        return super().forward(x) + self.offset
 
 
 class EarlyOptimizer(Plain):
