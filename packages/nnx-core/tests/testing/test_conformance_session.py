@@ -61,7 +61,9 @@ def test_checks_are_chosen_by_name_and_by_group_and_keep_their_order() -> None:
     chosen = [check.name for check in select_checks(["losses_float64", "losses_float32"])]
     assert chosen == ["losses_float32", "losses_float64"]
     group = select_checks(["numbers", "losses_float64"])
-    assert group == [check for check in all_checks() if check.group == "numbers"]
+    assert group == [check for check in select_checks() if check.group == "numbers"]
+    everything = select_checks(["numbers"], full=True)
+    assert everything == [check for check in all_checks() if check.group == "numbers"]
 
 
 def test_what_is_named_is_chosen_from_both_profiles() -> None:

@@ -256,8 +256,16 @@ def _collect(workers: Sequence[_Worker], timeout: float) -> tuple[list[Any], dic
         workers[rank].dump_stacks()
         failures[rank] = f"no answer in time ({timeout:g} s, or {GRACE:g} s after another rank's failure)"
     if hung:
-        time.sleep(0.5)  # the stacks go to the worker's output
+        _wait_for_stacks([workers[rank] for rank in hung])
     return replies, failures
+
+
+def _wait_for_stacks(workers: Sequence[_Worker]) -> None:
+    """Until hung workers have printed where they hang, or are too busy or too stuck to do so."""
+    end = time.monotonic() + 5.0
+    while time.monotonic() < end and not all("(most recent call first)" in w.output() for w in workers):
+        time.sleep(0.1)
+    time.sleep(0.1)  # for the rest of the last one's
 
 
 def _receive(worker: _Worker) -> tuple[str, Any]:

@@ -41,7 +41,7 @@ def expect_equal_losses(
         if not abs(loss - wanted) <= tolerance:
             raise CheckFailed(
                 f"{where}: the loss of batch {batch} is {loss:.10g}, one process has {wanted:.10g}; "
-                f"allowed are {tolerance:g}."
+                f"they differ by {abs(loss - wanted):.3g}, allowed are {tolerance:g}."
             )
 
 

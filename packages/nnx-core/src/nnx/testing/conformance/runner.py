@@ -184,7 +184,7 @@ def select_checks(only: Iterable[str] = (), *, full: bool = False) -> list[Check
     """The checks of a profile, or those that are named.
 
     Args:
-        only: Names of checks or of groups; these are chosen from both profiles.
+        only: Names of checks, which may be of either profile, or of groups.
         full: Also what the fast profile leaves out.
 
     Raises:
@@ -199,9 +199,10 @@ def select_checks(only: Iterable[str] = (), *, full: bool = False) -> list[Check
             f"there is no check or group {name!r}.",
             remedy=f"Did you mean {near[0]!r}?" if near else "See `nnx conformance --list`.",
         )
-    if wanted:
-        return [check for check in checks if check.name in wanted or check.group in wanted]
-    return [check for check in checks if full or not check.full]
+    in_profile = [check for check in checks if full or not check.full or check.name in wanted]
+    if not wanted:
+        return in_profile
+    return [check for check in in_profile if check.name in wanted or check.group in wanted]
 
 
 def _identify(subject: Subject) -> Identity:

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import pytest
 
 from nnx.testing.conformance.bench import Reference
-from nnx.testing.conformance.check import Check, all_checks
-from nnx.testing.conformance.runner import Session
+from nnx.testing.conformance.check import Check
+from nnx.testing.conformance.runner import Session, select_checks
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.pool import shared_pool
 
@@ -38,18 +38,23 @@ class StrategyConformance:
         options: Keyword arguments for it.
         imports: Modules to import first in every process.
         full: Whether everything is tried, at every world size.
+        only: Names of checks or groups, where not all of them are tried.
     """
 
     strategy: ClassVar[str]
     options: ClassVar[Mapping[str, Any]] = {}
     imports: ClassVar[tuple[str, ...]] = ()
     full: ClassVar[bool] = False
+    only: ClassVar[tuple[str, ...]] = ()
 
-    @pytest.mark.parametrize("check", all_checks(), ids=lambda check: check.name)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Make a test of every check that is to be tried; pytest calls this."""
+        if "check" in metafunc.fixturenames:
+            checks = select_checks(self.only, full=self.full)
+            metafunc.parametrize("check", checks, ids=[check.name for check in checks])
+
     def test_promise(self, check: Check, tmp_path: Path) -> None:
         """Try one check."""
-        if check.full and not self.full:
-            pytest.skip("only in the full profile")
         subject = Subject(self.strategy, options=self.options, imports=tuple(self.imports))
         result = _session(subject, self.full).try_check(check, tmp_path)
         if result.verdict == "failed":
