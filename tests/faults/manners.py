@@ -194,7 +194,7 @@ class EmptiesTheModule(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         with torch.no_grad():
-            for parameter in self.model.parameters():
+            for parameter in self.model.parameters() if self.model is not None else ():
                 parameter.zero_()
 
 
