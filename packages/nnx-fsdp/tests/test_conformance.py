@@ -1,7 +1,7 @@
 """Every FSDP2 strategy keeps the promises of a strategy.
 
 Modules of the checks are far smaller than real units, so `min_num_params` makes their blocks units. The
-strategies are one backend with different options: what does not depend on these is tried once, on `fsdp_auto`.
+strategies are one backend with different options: what does not depend on these is tried once.
 """
 
 from __future__ import annotations

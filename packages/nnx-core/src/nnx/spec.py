@@ -92,9 +92,7 @@ class Capabilities:
     clip_by_norm: bool = _capability(True, "gradient clipping by the global norm")
     clip_by_value: bool = _capability(True, "gradient clipping by value")
     unused_parameters: bool = _capability(True, "parameters that take no part in a step's loss")
-    freezing_while_training: bool = _capability(
-        True, "parameters may be frozen, unfrozen and added to an optimizer while training"
-    )
+    freezing_while_training: bool = _capability(True, "parameters may be frozen and unfrozen while training")
     sync_batchnorm: bool = _capability(
         True, "Trainer(sync_batchnorm=True) normalises over the batches of all ranks"
     )
