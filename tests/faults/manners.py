@@ -400,7 +400,7 @@ FAULTS = [
         name="registered in one copy of Lightning",
         target="one_copy",
         caught_by="lightning_fabric",
-        imports=("faults.manners_names",),
+        imports=("faults.manners_one_copy",),
     ),
     _fault("group of another Trainer", NeedsItsOwnGroup, "two_trainers", "beside_another_strategy"),
     _fault("group of another strategy", NeedsItsOwnGroup, "beside_another_strategy", "two_trainers"),

@@ -1,6 +1,4 @@
-"""Registers the faults that need a name: one that knows one copy of Lightning only, one that declares."""
-
-import lightning_fabric.strategies
+"""Registers the fault that has to declare a precision."""
 
 import nnx
 
@@ -10,7 +8,3 @@ nnx.StrategyRegistry.register(
     override=True,
     capabilities=nnx.Capabilities(precisions=("32-true", "bf16-mixed")),
 )
-
-# Last, because each registration brings all registries up to date.
-nnx.StrategyRegistry.register("one_copy", "nnx_tiny.backend:TinyBackend", override=True)
-lightning_fabric.strategies.STRATEGY_REGISTRY.remove("one_copy")
