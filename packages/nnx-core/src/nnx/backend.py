@@ -125,7 +125,8 @@ class Backend(ABC, Generic[OptionsT]):
         Calling it again on a module that is already laid out must change nothing.
 
         Args:
-            module: The user's module, the same on every rank; parameters may be on the meta device.
+            module: The user's module, built alike on every rank. Where its values differ, those of rank 0
+                count on all of them. Parameters may be on the meta device.
             sample: Lazily yields example inputs.
 
         Returns:

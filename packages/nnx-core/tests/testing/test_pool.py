@@ -81,12 +81,13 @@ def test_a_rank_that_dies_is_reported_and_replaced() -> None:
         assert len(own.run(pool_jobs.describe)) == 2
 
 
-def test_a_rank_that_hangs_is_reported_with_its_stack_and_killed() -> None:
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_rank_that_hangs_is_reported_with_its_stack_and_killed(deaf: bool) -> None:
     with WorkerPool(size=1) as own:
         (before,) = own.run(pool_jobs.describe, world_size=1)
         start = time.monotonic()
         with pytest.raises(JobError, match="no answer in time") as caught:
-            own.run(pool_jobs.hang_on, 0, world_size=1, timeout=1)
+            own.run(pool_jobs.hang_on, 0, deaf, world_size=1, timeout=1)
         assert time.monotonic() - start < 20
         assert "hang_on" in caught.value.output[0]
         with pytest.raises(ProcessLookupError):

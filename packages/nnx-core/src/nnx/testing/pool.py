@@ -35,7 +35,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
 
-__all__ = ["JobError", "WorkerPool", "shared_pool"]
+__all__ = ["JobError", "WorkerPool", "free_port", "shared_pool"]
 
 START_TIMEOUT = 120.0
 """Seconds that a worker may take to start and import torch, on a machine busy with other things."""
@@ -74,6 +74,7 @@ class _Job:
     env: dict[str, str]
     path: list[str]
     init: Literal["gloo"] | None
+    timeout: float
 
 
 class WorkerPool:
@@ -132,9 +133,10 @@ class WorkerPool:
             raise ValueError(f"world_size={world_size} but the pool has {self.size} workers")
         self._start(world_size)
         workers = self._workers[:world_size]
-        port = _free_port()
+        port = free_port()
         for rank, worker in enumerate(workers):
-            worker.submit(_job(fn, args, _environment(rank, world_size, port) | dict(env or {}), init))
+            environment = _environment(rank, world_size, port) | dict(env or {})
+            worker.submit(_job(fn, args, environment, init, timeout))
         replies, failures = _collect(workers, timeout)
         self.output = [worker.output() for worker in workers]
         if any(not worker.healthy for worker in workers):
@@ -281,14 +283,18 @@ def _receive(worker: _Worker) -> tuple[str, Any]:
 
 
 def _job(
-    fn: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], init: Literal["gloo"] | None
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    env: dict[str, str],
+    init: Literal["gloo"] | None,
+    timeout: float,
 ) -> _Job:
     file = ""
     with contextlib.suppress(TypeError):  # a builtin has no file
         file = inspect.getsourcefile(fn) or ""
     # A script's functions have to be found by its file: the worker's main module is another one.
     module = f"nnx_script_{Path(file).stem}" if fn.__module__ == "__main__" else fn.__module__
-    return _Job(module, fn.__qualname__, file, pickle.dumps(args), env, list(sys.path), init)
+    return _Job(module, fn.__qualname__, file, pickle.dumps(args), env, list(sys.path), init, timeout)
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -304,7 +310,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port on which nobody listens, below those that the system gives to outgoing connections.
 
     One of the latter could be taken again before rank 0 listens on it.
@@ -321,7 +327,6 @@ def _free_port() -> int:
 
 def _serve(fd: int) -> None:
     """Run jobs until the parent goes away."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_die_with_parent, args=(os.getppid(),), daemon=True).start()
     import torch.distributed  # the point of staying alive
 
@@ -344,10 +349,15 @@ def _die_with_parent(parent: int) -> None:
 
 def _answer(message: bytes) -> bytes:
     environment, directory = dict(os.environ), Path.cwd()
+    job: _Job = pickle.loads(message)
+    # A Trainer's end puts handlers of signals back that it does not know of, so the signal alone may be lost.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.dump_traceback_later(0.9 * job.timeout)
     try:
-        reply = pickle.dumps((True, _execute(pickle.loads(message))))
+        reply = pickle.dumps((True, _execute(job)))
     except (Exception, SystemExit, KeyboardInterrupt):
         reply = pickle.dumps((False, traceback.format_exc()))
+    faulthandler.cancel_dump_traceback_later()
     try:
         _clean_up(environment, directory)
     except Exception:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import socket
 import sys
 import time
 from dataclasses import replace
@@ -26,6 +25,7 @@ from nnx.testing.conformance.checks.checkpoints.stored import path_in
 from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Task
+from nnx.testing.pool import free_port
 
 _OPERATIONS = frozenset(
     ["open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink"]
@@ -78,7 +78,7 @@ def _save(
     bench: Bench, subject: Subject, path: str, version: int, *, victim: int = -1, operation: int = 0
 ) -> list[int]:
     """Save a version with savers of its own; how many operations each made, unless one was the victim."""
-    job = (Task(model=Plain, steps=1), path, version, _free_port(), victim, operation)
+    job = (Task(model=Plain, steps=1), path, version, free_port(), victim, operation)
     ended = bench.run(_fork_and_wait, *job, subject=subject, world_size=_RANKS)
     for rank, (status, _) in enumerate(ended):
         if status is None and victim < 0:
@@ -104,12 +104,6 @@ def _expect_whole(bench: Bench, path: str, version: int, where: str) -> int:
     for name, value in values.items():
         expect(value == {found}, f"{where}: {name} holds {value} in version {found}: saves are mixed.")
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # --- in the workers -------------------------------------------------------------------------------
