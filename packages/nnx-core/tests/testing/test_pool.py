@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jobs import pool_jobs
-from nnx.testing.pool import JobError, WorkerPool, _free_port
+from nnx.testing.pool import JobError, WorkerPool, free_port
 
 
 def add_in_this_file(a: int, b: int) -> tuple[int, str]:
@@ -102,7 +102,7 @@ def test_too_many_ranks_are_refused() -> None:
 
 
 def test_ports_of_jobs_are_not_those_that_outgoing_connections_get() -> None:
-    ports = [_free_port() for _ in range(50)]
+    ports = [free_port() for _ in range(50)]
     lowest, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     assert all(1024 < port < int(lowest) for port in ports)
     assert len(set(ports)) > 40
@@ -110,8 +110,8 @@ def test_ports_of_jobs_are_not_those_that_outgoing_connections_get() -> None:
 
 def test_a_port_that_is_taken_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", _free_port()))
-        free = _free_port()
+        taken.bind(("127.0.0.1", free_port()))
+        free = free_port()
         draws = iter([taken.getsockname()[1], free])
         monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: next(draws))
-        assert _free_port() == free
+        assert free_port() == free

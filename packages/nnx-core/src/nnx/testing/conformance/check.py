@@ -106,7 +106,8 @@ def check(
             deadline=deadline,
         )
         if made.name in _CHECKS or not made.promise:
-            raise ValueError(f"check {made.name!r} is defined twice or has no docstring")
+            where = " and in ".join(one.run.__module__ for one in (_CHECKS.get(made.name), made) if one)
+            raise ValueError(f"check {made.name!r} is defined twice or has no docstring: in {where}")
         for requirement in requires:
             missing_capability(Capabilities(), requirement)
         _CHECKS[made.name] = made
