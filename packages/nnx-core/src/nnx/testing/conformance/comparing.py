@@ -7,13 +7,36 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from nnx.testing.conformance.bench import Bench
 from nnx.testing.conformance.check import CheckFailed, expect
-from nnx.testing.conformance.task import Outcome
+from nnx.testing.conformance.task import Outcome, Task
 
-__all__ = ["TOLERANCE", "expect_equal_losses", "expect_equal_weights", "expect_same_run"]
+__all__ = [
+    "TOLERANCE",
+    "abbreviated",
+    "expect_equal_losses",
+    "expect_equal_weights",
+    "expect_parity",
+    "expect_same_run",
+]
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 """Largest absolute difference of losses and weights that rounding explains, after a few steps."""
+
+
+def expect_parity(bench: Bench, task: Task, *, like: Task | None = None, what: str = "") -> None:
+    """Training a task at every world size gives the losses and final weights of one process.
+
+    Args:
+        bench: The check's tools.
+        task: What is trained.
+        like: A task that gives the same numbers in one process; by default it is the same one.
+        what: What is tried, for the message.
+    """
+    alone = bench.train_alone(like or task)
+    for world_size in bench.world_sizes:
+        ranks = bench.train(task, world_size=world_size)
+        expect_same_run(ranks, alone, tolerance=TOLERANCE[task.dtype], what=what)
 
 
 def expect_same_run(ranks: Sequence[Outcome], alone: Outcome, *, tolerance: float, what: str = "") -> None:
@@ -46,25 +69,54 @@ def expect_equal_losses(
 
 
 def expect_equal_weights(
-    weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, tolerance: float, where: str
+    weights: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    *,
+    tolerance: float,
+    where: str,
+    source: str = "one process",
 ) -> None:
-    """State dicts agree in names, shapes, dtypes and values; the worst tensor is named."""
+    """Tensors by name agree in names, shapes, dtypes and values; the worst one is named.
+
+    Args:
+        weights: What was seen.
+        expected: What was expected.
+        tolerance: Largest absolute difference; 0 for the very same bits, save the sign of zero.
+        where: What was looked at, for the message.
+        source: Whose the expected ones are, for the message.
+    """
     missing, extra = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
-    expect(not missing and not extra, f"{where}: missing {missing}, unexpected {extra} in the state dict.")
+    expect(
+        not missing and not extra,
+        f"{where}: {abbreviated(missing)} missing, {abbreviated(extra)} unexpected.",
+    )
     for name, wanted in expected.items():
-        seen = weights[name]
-        expect(
-            (seen.shape, seen.dtype) == (wanted.shape, wanted.dtype),
-            f"{where}: {name} is {tuple(seen.shape)} {seen.dtype}, "
-            f"expected {tuple(wanted.shape)} {wanted.dtype}.",
-        )
+        seen = _form(weights[name])
+        expect(seen == _form(wanted), f"{where}: {name} is {seen}, expected {_form(wanted)} as in {source}.")
     differences = {name: _difference(weights[name], wanted) for name, wanted in expected.items()}
     worst = max(differences, key=lambda name: differences[name], default="")
     if worst and not differences[worst] <= tolerance:
         raise CheckFailed(
-            f"{where}: {worst} differs by {differences[worst]:.3g} from one process; "
-            f"allowed are {tolerance:g}."
+            f"{where}: {worst} differs by {differences[worst]:.3g} from {source}; allowed are {tolerance:g}."
         )
+
+
+def abbreviated(names: Sequence[str]) -> str:
+    """The first few names, and how many there are.
+
+    Example:
+        >>> abbreviated(["a", "b", "c", "d"])
+        'a, b, c (4 in all)'
+        >>> abbreviated([])
+        'nothing'
+    """
+    if len(names) > 3:
+        return f"{', '.join(names[:3])} ({len(names)} in all)"
+    return ", ".join(names) or "nothing"
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _difference(seen: Tensor, expected: Tensor) -> float:

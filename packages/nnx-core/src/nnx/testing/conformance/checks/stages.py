@@ -18,6 +18,7 @@ from nnx.testing.conformance.comparing import (
     TOLERANCE,
     expect_equal_losses,
     expect_equal_weights,
+    expect_parity,
     expect_same_run,
 )
 from nnx.testing.conformance.task import Outcome, Task
@@ -208,21 +209,13 @@ def last_batch_of_one_sample(bench: Bench) -> None:
 @check()
 def unequal_shares(bench: Bench) -> None:
     """Ranks may have different numbers of samples in a batch."""
-    task = Task(model=models.UnequalShares, batches=3, steps=8)
-    alone = bench.train_alone(task)
-    for world_size in bench.world_sizes:
-        ranks = bench.train(task, world_size=world_size)
-        expect_same_run(ranks, alone, tolerance=TOLERANCE["float32"])
+    expect_parity(bench, Task(model=models.UnequalShares, batches=3, steps=8))
 
 
 @check()
 def batch_size_changes(bench: Bench) -> None:
     """Every step may have another batch size, also a larger one than the first."""
-    task = Task(model=models.VaryingBatches, batches=6, steps=5)
-    alone = bench.train_alone(task)
-    for world_size in bench.world_sizes:
-        ranks = bench.train(task, world_size=world_size)
-        expect_same_run(ranks, alone, tolerance=TOLERANCE["float32"])
+    expect_parity(bench, Task(model=models.VaryingBatches, batches=6, steps=5))
 
 
 @check()

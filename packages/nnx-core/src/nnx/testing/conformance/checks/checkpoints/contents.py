@@ -20,9 +20,9 @@ from nnx.testing.conformance.checks.checkpoints.runs import (
     run,
     trainer_for,
 )
-from nnx.testing.conformance.checks.checkpoints.snapshots import abbreviated, expect_exactly
+from nnx.testing.conformance.checks.checkpoints.snapshots import expect_exactly
 from nnx.testing.conformance.checks.checkpoints.stored import open_saved, path_in, save, saved_checkpoint
-from nnx.testing.conformance.comparing import expect_equal_weights
+from nnx.testing.conformance.comparing import abbreviated, expect_equal_weights
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Outcome, Task
 from nnx.testing.conformance.training import outcome_of

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from nnx.collective import all_gather_object, control_group
 from nnx.layout import Shard, shard_of
 from nnx.testing.conformance.check import CheckFailed, expect
+from nnx.testing.conformance.comparing import expect_equal_weights
 
 __all__ = [
     "Snapshot",
-    "abbreviated",
     "expect_exactly",
     "expect_same_groups",
     "expect_same_optimizers",
@@ -84,37 +84,7 @@ def expect_exactly(
     seen: Mapping[str, Tensor], saved: Mapping[str, Tensor], *, where: str, tolerance: float = 0.0
 ) -> None:
     """Tensors are those that were saved, to the bit unless a tolerance is given; the worst one is named."""
-    missing, extra = sorted(saved.keys() - seen.keys()), sorted(seen.keys() - saved.keys())
-    expect(
-        not missing and not extra,
-        f"{where}: {abbreviated(missing)} missing, {abbreviated(extra)} unexpected.",
-    )
-    differences = {name: _difference(seen[name], wanted) for name, wanted in saved.items()}
-    worst = max(differences, key=lambda name: differences[name], default="")
-    if worst and not differences[worst] <= tolerance:
-        raise CheckFailed(
-            f"{where}: {worst} ({_form(seen[worst])}) differs by {differences[worst]:.3g} from what was "
-            f"saved ({_form(saved[worst])}); allowed are {tolerance:g}."
-        )
-
-
-def _difference(seen: Tensor, saved: Tensor) -> float:
-    """Infinite where shape or dtype is another."""
-    if _form(seen) != _form(saved):
-        return float("inf")
-    difference = (seen.double() - saved.double()).abs().flatten()
-    return float(torch.nan_to_num(difference, nan=float("inf")).amax()) if difference.numel() else 0.0
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def abbreviated(names: list[str]) -> str:
-    """The first few names, and how many there are."""
-    return (
-        f"{', '.join(names[:3])} ({len(names)} in all)" if len(names) > 3 else ", ".join(names) or "nothing"
-    )
+    expect_equal_weights(seen, saved, tolerance=tolerance, where=where, source="what was saved")
 
 
 def expect_same_groups(seen: Snapshot, expected: Snapshot, *, where: str) -> None:

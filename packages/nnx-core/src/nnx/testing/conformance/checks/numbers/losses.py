@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from nnx.testing.conformance.bench import Bench
 from nnx.testing.conformance.check import check
-from nnx.testing.conformance.checks.numbers.parity import expect_parity
-from nnx.testing.conformance.comparing import TOLERANCE, expect_same_run
+from nnx.testing.conformance.comparing import TOLERANCE, expect_parity, expect_same_run
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Outcome, Task
 from nnx.testing.conformance.training import fit

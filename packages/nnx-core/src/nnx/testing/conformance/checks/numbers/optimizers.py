@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from nnx.testing.conformance.bench import Bench
 from nnx.testing.conformance.check import check
-from nnx.testing.conformance.checks.numbers.parity import expect_parity
+from nnx.testing.conformance.comparing import expect_parity
 from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.task import Task
 

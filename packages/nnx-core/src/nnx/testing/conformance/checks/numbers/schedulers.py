@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from nnx.testing.conformance.bench import Bench
 from nnx.testing.conformance.check import check
 from nnx.testing.conformance.checks.numbers.optimizers import Grouped
-from nnx.testing.conformance.checks.numbers.parity import expect_parity
+from nnx.testing.conformance.comparing import expect_parity
 from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.task import Task
 
