@@ -3,17 +3,14 @@
 Importing torch and Lightning costs seconds of CPU per process, so tests that need several ranks share
 a few workers. Each job runs an importable function in as many workers as it has ranks, under the
 environment that torchrun would give it, and leaves the workers clean for the next one.
-This module owns starting, feeding, watching and killing the workers. It knows nothing of Lightning.
+This module owns starting, feeding, watching and killing the workers; `worker` is what runs in them. It
+knows nothing of Lightning.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
-import gc
-import importlib
-import importlib.util
 import inspect
 import os
 import pickle
@@ -23,17 +20,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
+
+from nnx.testing.worker import Job
 
 __all__ = ["JobError", "WorkerPool", "free_port", "shared_pool"]
 
@@ -61,20 +57,6 @@ class JobError(RuntimeError):
             if text.strip():
                 parts.append(f"---- output of rank {rank} ----\n{text.rstrip()}")
         super().__init__("\n".join(parts))
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What travels to a worker; `function` is found by name, or by file where the name is not importable."""
-
-    module: str
-    name: str
-    file: str
-    args: bytes
-    env: dict[str, str]
-    path: list[str]
-    init: Literal["gloo"] | None
-    timeout: float
 
 
 class WorkerPool:
@@ -190,7 +172,7 @@ class _Worker:
         self._log_start = 0
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from nnx.testing.pool import _serve; _serve({theirs.fileno()})"
+            f"from nnx.testing.worker import serve; serve({theirs.fileno()})"
         )
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -211,7 +193,7 @@ class _Worker:
         self.kill()
         raise RuntimeError(f"a worker process did not start:\n{text}")
 
-    def submit(self, job: _Job) -> None:
+    def submit(self, job: Job) -> None:
         self._log_start = os.fstat(self._log.fileno()).st_size
         self.connection.send_bytes(pickle.dumps(job))
 
@@ -288,13 +270,13 @@ def _job(
     env: dict[str, str],
     init: Literal["gloo"] | None,
     timeout: float,
-) -> _Job:
+) -> Job:
     file = ""
     with contextlib.suppress(TypeError):  # a builtin has no file
         file = inspect.getsourcefile(fn) or ""
     # A script's functions have to be found by its file: the worker's main module is another one.
     module = f"nnx_script_{Path(file).stem}" if fn.__module__ == "__main__" else fn.__module__
-    return _Job(module, fn.__qualname__, file, pickle.dumps(args), env, list(sys.path), init, timeout)
+    return Job(module, fn.__qualname__, file, pickle.dumps(args), env, list(sys.path), init, timeout)
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -320,95 +302,3 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-
-
-# ---- what follows runs in the worker -----------------------------------------------------------------
-
-
-def _serve(fd: int) -> None:
-    """Run jobs until the parent goes away."""
-    threading.Thread(target=_die_with_parent, args=(os.getppid(),), daemon=True).start()
-    import torch.distributed  # the point of staying alive
-
-    torch.set_num_threads(1)
-    connection = Connection(fd)
-    connection.send_bytes(b"ready")
-    while True:
-        try:
-            message = connection.recv_bytes()
-        except EOFError:
-            return
-        connection.send_bytes(_answer(message))
-
-
-def _die_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os.killpg(os.getpgid(0), signal.SIGKILL)
-
-
-def _answer(message: bytes) -> bytes:
-    environment, directory = dict(os.environ), Path.cwd()
-    job: _Job = pickle.loads(message)
-    # A Trainer's end puts handlers of signals back that it does not know of, so the signal alone may be lost.
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    faulthandler.dump_traceback_later(0.9 * job.timeout)
-    try:
-        reply = pickle.dumps((True, _execute(job)))
-    except (Exception, SystemExit, KeyboardInterrupt):
-        reply = pickle.dumps((False, traceback.format_exc()))
-    faulthandler.cancel_dump_traceback_later()
-    try:
-        _clean_up(environment, directory)
-    except Exception:
-        reply = pickle.dumps((False, "while cleaning up after the job:\n" + traceback.format_exc()))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return reply
-
-
-def _execute(job: _Job) -> Any:
-    import torch
-    import torch.distributed as dist
-
-    sys.path.extend(entry for entry in job.path if entry not in sys.path)
-    os.environ.update(job.env)
-    random.seed(0)
-    torch.manual_seed(0)
-    function = _find(job)
-    args = pickle.loads(job.args)
-    if job.init:
-        dist.init_process_group(job.init)
-        dist.barrier()  # a rank that ends a short job at once would cut off others that still connect
-    return function(*args)
-
-
-def _find(job: _Job) -> Callable[..., Any]:
-    """Import the job's function by module name, or else from its file (test files have no name)."""
-    try:
-        found: Any = importlib.import_module(job.module)
-    except ModuleNotFoundError:
-        spec = importlib.util.spec_from_file_location(job.module, job.file)
-        if spec is None or spec.loader is None:
-            raise
-        found = importlib.util.module_from_spec(spec)
-        sys.modules[job.module] = found
-        spec.loader.exec_module(found)
-    for part in job.name.split("."):
-        found = getattr(found, part)
-    return found  # type: ignore[no-any-return]
-
-
-def _clean_up(environment: dict[str, str], directory: Path) -> None:
-    import torch
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(directory)
-    torch.set_default_dtype(torch.float32)
-    torch.set_grad_enabled(True)
-    gc.collect()
-    gc.freeze()  # what survives is modules; to search them again after each job takes longer than most jobs

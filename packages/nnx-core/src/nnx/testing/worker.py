@@ -1,0 +1,141 @@
+"""One worker of a pool: it runs one job after the other and leaves nothing of a job behind."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = ["Job", "serve"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What travels to a worker.
+
+    Attributes:
+        module: Of the function; tried first.
+        name: Of the function within it.
+        file: Its source, for modules that cannot be imported by name.
+        args: Its pickled arguments.
+        env: Environment variables for the job.
+        path: Places to import from.
+        init: The default process group to make beforehand.
+        timeout: Seconds after which the job counts as hung.
+    """
+
+    module: str
+    name: str
+    file: str
+    args: bytes
+    env: dict[str, str]
+    path: list[str]
+    init: Literal["gloo"] | None
+    timeout: float
+
+
+def serve(fd: int) -> None:
+    """Run jobs until the parent goes away.
+
+    Args:
+        fd: File descriptor of the connection to it.
+    """
+    threading.Thread(target=_die_with_parent, args=(os.getppid(),), daemon=True).start()
+    import torch.distributed  # the point of staying alive
+
+    torch.set_num_threads(1)
+    connection = Connection(fd)
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(_answer(message))
+
+
+def _die_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _answer(message: bytes) -> bytes:
+    environment, directory = dict(os.environ), Path.cwd()
+    job: Job = pickle.loads(message)
+    # A Trainer's end puts handlers of signals back that it does not know of, so the signal alone may be lost.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.dump_traceback_later(0.9 * job.timeout)
+    try:
+        reply = pickle.dumps((True, _execute(job)))
+    except (Exception, SystemExit, KeyboardInterrupt):
+        reply = pickle.dumps((False, traceback.format_exc()))
+    faulthandler.cancel_dump_traceback_later()
+    try:
+        _clean_up(environment, directory)
+    except Exception:
+        reply = pickle.dumps((False, "while cleaning up after the job:\n" + traceback.format_exc()))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return reply
+
+
+def _execute(job: Job) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    sys.path.extend(entry for entry in job.path if entry not in sys.path)
+    os.environ.update(job.env)
+    random.seed(0)
+    torch.manual_seed(0)
+    function = _find(job)
+    args = pickle.loads(job.args)
+    if job.init:
+        dist.init_process_group(job.init)
+        dist.barrier()  # a rank that ends a short job at once would cut off others that still connect
+    return function(*args)
+
+
+def _find(job: Job) -> Callable[..., Any]:
+    """Import the job's function by module name, or else from its file (test files have no name)."""
+    try:
+        found: Any = importlib.import_module(job.module)
+    except ModuleNotFoundError:
+        spec = importlib.util.spec_from_file_location(job.module, job.file)
+        if spec is None or spec.loader is None:
+            raise
+        found = importlib.util.module_from_spec(spec)
+        sys.modules[job.module] = found
+        spec.loader.exec_module(found)
+    for part in job.name.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+def _clean_up(environment: dict[str, str], directory: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    gc.collect()
+    gc.freeze()  # what survives is modules; to search them again after each job takes longer than most jobs
