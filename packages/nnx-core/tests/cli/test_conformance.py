@@ -208,3 +208,9 @@ def test_a_terminal_sees_which_check_runs(
     first, second = (check.name for check in all_checks()[:2])
     assert captured.err == f"\r\x1b[K[1/2] {first} ...\r\x1b[K\r\x1b[K[2/2] {second} ...\r\x1b[K"
     assert [line.split()[2] for line in captured.out.splitlines()] == [first, second]
+
+
+def test_the_accelerator_reaches_the_trainer(nnx_conformance: Command) -> None:
+    code, output, _ = nnx_conformance("ddp", "--only", "losses_float64", "--accelerator", "abacus")
+    assert code == 1
+    assert "accelerator='abacus'" in " ".join(output.split()).replace("`", "")

@@ -106,6 +106,9 @@ def check_strategy(
     option: Annotated[
         list[str] | None, typer.Option("--option", help="name=value for the strategy; may be repeated.")
     ] = None,
+    accelerator: Annotated[
+        str, typer.Option("--accelerator", help="Devices to run on; the largest jobs need three of them.")
+    ] = "cpu",
     imports: Annotated[
         list[str] | None, typer.Option("--import", help="Module to import first; may be repeated.")
     ] = None,
@@ -130,6 +133,7 @@ def check_strategy(
             only=only or [],
             options=option or [],
             imports=imports or [],
+            accelerator=accelerator,
             badge=badge,
             verbose=verbose,
             as_json=as_json,

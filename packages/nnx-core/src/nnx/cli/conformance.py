@@ -34,6 +34,7 @@ def run(
     only: Sequence[str],
     options: Sequence[str],
     imports: Sequence[str],
+    accelerator: str,
     badge: Path | None,
     verbose: bool,
     as_json: bool,
@@ -42,7 +43,9 @@ def run(
     from nnx.testing.conformance import Subject, run_conformance, select_checks
 
     try:
-        subject = Subject(strategy, options=parse_options(options), imports=tuple(imports))
+        subject = Subject(
+            strategy, options=parse_options(options), imports=tuple(imports), accelerator=accelerator
+        )
         count = len(select_checks(only, full=full))
         _announce("starting processes")
         report = run_conformance(

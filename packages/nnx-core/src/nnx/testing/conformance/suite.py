@@ -37,6 +37,7 @@ class StrategyConformance:
         strategy: A registered name, or ``"pkg.module:Class"`` of a `Backend` or a Lightning strategy.
         options: Keyword arguments for it.
         imports: Modules to import first in every process.
+        accelerator: What Trainer and Fabric get; the largest jobs need three devices of it.
         full: Whether everything is tried, at every world size.
         only: Names of checks or groups, where not all of them are tried.
     """
@@ -44,6 +45,7 @@ class StrategyConformance:
     strategy: ClassVar[str]
     options: ClassVar[Mapping[str, Any]] = {}
     imports: ClassVar[tuple[str, ...]] = ()
+    accelerator: ClassVar[str] = "cpu"
     full: ClassVar[bool] = False
     only: ClassVar[tuple[str, ...]] = ()
 
@@ -55,7 +57,12 @@ class StrategyConformance:
 
     def test_promise(self, check: Check, tmp_path: Path) -> None:
         """Try one check."""
-        subject = Subject(self.strategy, options=self.options, imports=tuple(self.imports))
+        subject = Subject(
+            self.strategy,
+            options=self.options,
+            imports=tuple(self.imports),
+            accelerator=self.accelerator,
+        )
         result = _session(subject, self.full).try_check(check, tmp_path)
         if result.verdict == "failed":
             pytest.fail(f"{check.promise}\n{result.detail}\n{result.log}".rstrip(), pytrace=False)
