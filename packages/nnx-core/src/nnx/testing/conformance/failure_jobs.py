@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.inheritance import get_all_subclasses
 from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader
 
 import nnx
 from nnx.testing.conformance.models import Plain
@@ -168,11 +170,28 @@ def fail_in_hook(subject: Subject, meeting: str, hook: str) -> Ending:
 
 def fit_refused(subject: Subject, meeting: str, kind: type[LightningModule]) -> Ending:
     """Train a module that Lightning refuses, and then one that it takes."""
-    ending = _ending(lambda: make_trainer(subject, Task()).fit(kind()), meeting)
-    module = Plain(Task())
-    trainer = make_trainer(subject, module.task)
-    trainer.fit(module)
+    try:
+        ending = _ending(lambda: make_trainer(subject, Task()).fit(kind()), meeting)
+        module = Plain(Task())
+        trainer = make_trainer(subject, module.task)
+        trainer.fit(module)
+    finally:
+        _stop_recording_loaders()
     return replace(ending, outcome=outcome_of(trainer, module))
+
+
+def _stop_recording_loaders() -> None:
+    """Put the classes of loaders back, which Lightning leaves changed where a hook for data has raised.
+
+    It would take every loader that this process makes later for one that was made inside such a hook.
+    Upstream: ``_replace_dunder_methods`` of ``lightning.fabric.utilities.data``, 2.6.
+    """
+    for base in (DataLoader, BatchSampler):
+        for kind in get_all_subclasses(base) | {base}:
+            for name in ("__setattr__", "__delattr__", "__init__"):
+                if (own := vars(kind).get(f"__old{name}")) is not None:
+                    setattr(kind, name, own)
+                    delattr(kind, f"__old{name}")
 
 
 def use_option(subject: Subject, meeting: str, name: str, value: Any) -> Ending:
