@@ -170,13 +170,11 @@ def fail_in_hook(subject: Subject, meeting: str, hook: str) -> Ending:
 
 def fit_refused(subject: Subject, meeting: str, kind: type[LightningModule]) -> Ending:
     """Train a module that Lightning refuses, and then one that it takes."""
-    try:
-        ending = _ending(lambda: make_trainer(subject, Task()).fit(kind()), meeting)
-        module = Plain(Task())
-        trainer = make_trainer(subject, module.task)
-        trainer.fit(module)
-    finally:
-        _stop_recording_loaders()
+    ending = _ending(lambda: make_trainer(subject, Task()).fit(kind()), meeting)
+    _stop_recording_loaders()
+    module = Plain(Task())
+    trainer = make_trainer(subject, module.task)
+    trainer.fit(module)
     return replace(ending, outcome=outcome_of(trainer, module))
 
 
