@@ -156,13 +156,6 @@ class AsksOneRank(DDPStrategy):
         return self.broadcast(decision)
 
 
-class IsEasilyPersuaded(DDPStrategy):
-    """Takes one yes for the yes of all."""
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return super().reduce_boolean_decision(decision, all=False)
-
-
 # --- failures -----------------------------------------------------------------------------------------
 
 
@@ -406,7 +399,6 @@ FAULTS = [
     _fault("group of another strategy", NeedsItsOwnGroup, "beside_another_strategy", "two_trainers"),
     _fault("cannot be pickled", HoldsALock, "pickled_object"),
     _fault("rank 0 decides", AsksOneRank, "agreed_stop"),
-    _fault("one yes is enough", IsEasilyPersuaded, "stop_only_together"),
     _fault("training errors swallowed", SwallowsTrainingErrors, "error_in_step", *EVERYTHING),
     _fault(
         "module emptied after an error",

@@ -124,6 +124,13 @@ class Unanimous(DDPStrategy):
         return super().reduce_boolean_decision(decision, all=True)
 
 
+class IsEasilyPersuaded(DDPStrategy):
+    """Takes one yes for the yes of all."""
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return super().reduce_boolean_decision(decision, all=False)
+
+
 class NoBarrier(DDPStrategy):
     """Waits for nobody."""
 
@@ -250,6 +257,7 @@ FAULTS = [
     _fault("broadcast from rank 0 only", BroadcastsFromZero, "broadcast"),
     _fault("nothing broadcast", BroadcastsNothing, "broadcast"),
     _fault("decisions of one rank", LocalDecisions, "boolean_decisions", "early_stopping_on_one_rank"),
+    _fault("one yes is enough", IsEasilyPersuaded, "boolean_decisions"),
     _fault("only unanimous decisions", Unanimous, "early_stopping_on_one_rank", "boolean_decisions"),
     _fault("no barrier", NoBarrier, "barrier"),
     _fault("data workers seeded alike", SameWorkerSeeds, "data_workers_seeded"),

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 
 import nnx
 from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.check import check
 from nnx.testing.conformance.comparing import TOLERANCE, expect_same_run
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Outcome, Task
@@ -51,17 +51,6 @@ def agreed_stop(bench: Bench) -> None:
     expect_same_run(bench.run(stop_early), alone, tolerance=TOLERATED)
 
 
-@check()
-def stop_only_together(bench: Bench) -> None:
-    """``reduce_boolean_decision`` says yes to "all agree" only if all ranks do."""
-    for rank, (every, some) in enumerate(bench.run(decide)):
-        expect(
-            (every, some) == (False, True),
-            f"rank {rank}: one of two ranks said yes; all=True gave {every} and all=False gave {some}, "
-            "expected False and True.",
-        )
-
-
 def train_twice(subject: Subject) -> tuple[Outcome, Outcome]:
     """Train two modules with a Trainer each."""
     return fit(subject, TASK), fit(subject, TASK)
@@ -92,21 +81,3 @@ class _Stopper(Callback):
 def stop_early(subject: Subject) -> Outcome:
     """Train until one rank wants to stop."""
     return fit(subject, Task(steps=5), callbacks=[_Stopper()])
-
-
-class _Voter(Callback):
-    """Asks once whether all or some agree, where only rank 0 does."""
-
-    votes: tuple[bool, bool]
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        decide = trainer.strategy.reduce_boolean_decision
-        wish = trainer.global_rank == 0
-        self.votes = bool(decide(wish, all=True)), bool(decide(wish, all=False))
-
-
-def decide(subject: Subject) -> tuple[bool, bool]:
-    """What the strategy makes of one yes and one no."""
-    voter = _Voter()
-    fit(subject, Task(steps=1), callbacks=[voter])
-    return voter.votes
