@@ -1,0 +1,1 @@
+"""From a graph to a plan: which strategy every operator takes, and how parameters are stored."""

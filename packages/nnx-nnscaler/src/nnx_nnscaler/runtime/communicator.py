@@ -1,0 +1,162 @@
+"""The collectives of one plan unit, without autograd: what every program's communication comes down to.
+
+Two kinds: over a torch process group, and between threads of one process, with which a program is checked
+against the user's own forward for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Communicator", "GroupCommunicator", "ThreadCommunicator", "run_as_ranks"]
+
+T = TypeVar("T")
+
+
+class Communicator(ABC):
+    """Collectives over the ranks of a unit. Arguments are left alone; results are new and contiguous.
+
+    Attributes:
+        rank: This rank's number within the unit.
+        size: Number of ranks.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """The ranks' tensors one after the other along a dim."""
+
+    @abstractmethod
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's part along a dim of the sum over the ranks; the dim is a multiple of the size."""
+
+    @abstractmethod
+    def all_to_all(self, tensor: Tensor, split_dim: int, cat_dim: int) -> Tensor:
+        """Cut along one dim, send the r-th part to rank r, and join what came along another dim."""
+
+
+class GroupCommunicator(Communicator):
+    """Collectives over a process group; a unit of one rank needs none.
+
+    Args:
+        group: The unit's group; None for a unit of one rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:  # noqa: D102 # as the base class says
+        result = tensor.contiguous().clone()
+        if self.group is not None:
+            dist.all_reduce(result, group=self.group)
+        return result
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:  # noqa: D102
+        if self.group is None:
+            return tensor.contiguous()
+        tensor = tensor.contiguous()
+        joined = tensor.new_empty((self.size * tensor.numel(),))
+        dist.all_gather_into_tensor(joined, tensor.view(-1), group=self.group)
+        if dim == 0:
+            return joined.view(-1, *tensor.shape[1:]) if tensor.ndim else joined
+        return torch.cat(tuple(joined.view(self.size, *tensor.shape)), dim=dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:  # noqa: D102
+        if self.group is None:
+            return tensor.contiguous()
+        parts = tensor.chunk(self.size, dim)
+        stacked = tensor.contiguous() if dim == 0 else torch.stack(parts)
+        result = tensor.new_empty(parts[0].shape)
+        dist.reduce_scatter_tensor(result, stacked.view(-1, *result.shape[1:]), group=self.group)
+        return result
+
+    def all_to_all(self, tensor: Tensor, split_dim: int, cat_dim: int) -> Tensor:  # noqa: D102
+        if self.group is None:
+            return tensor.contiguous()
+        sent = torch.stack(tensor.chunk(self.size, split_dim))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        return torch.cat(tuple(received), dim=cat_dim)
+
+
+class _Meeting:
+    """Where the threads of one unit put down what the others read."""
+
+    def __init__(self, size: int) -> None:
+        self.slots: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size)
+
+    def exchange(self, rank: int, value: T) -> list[T]:
+        """Every thread's value, in rank order."""
+        self.barrier.wait()
+        self.slots[rank] = value
+        self.barrier.wait()
+        values = list(self.slots)
+        self.barrier.wait()
+        return values
+
+
+class ThreadCommunicator(Communicator):
+    """Collectives between threads of one process; made by `run_as_ranks`."""
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        self._meeting = meeting
+        self.rank = rank
+        self.size = len(meeting.slots)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:  # noqa: D102
+        first, *others = self._meeting.exchange(self.rank, tensor)
+        total = first.clone(memory_format=torch.contiguous_format)
+        for other in others:
+            total += other
+        return total
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:  # noqa: D102
+        return torch.cat(self._meeting.exchange(self.rank, tensor), dim=dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:  # noqa: D102
+        return self.all_reduce(tensor).chunk(self.size, dim)[self.rank].contiguous()
+
+    def all_to_all(self, tensor: Tensor, split_dim: int, cat_dim: int) -> Tensor:  # noqa: D102
+        tensors = self._meeting.exchange(self.rank, tensor)
+        return torch.cat([other.chunk(self.size, split_dim)[self.rank] for other in tensors], dim=cat_dim)
+
+
+def run_as_ranks(size: int, job: Callable[[Communicator], T]) -> list[T]:
+    """Run a job once for each rank of a unit, in threads of this process, and return their results.
+
+    Raises:
+        Exception: What the first failing rank raised; the others are released.
+    """
+    meeting = _Meeting(size)
+
+    def run(rank: int) -> T:
+        try:
+            return job(ThreadCommunicator(meeting, rank))
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as threads:
+        futures = [threads.submit(run, rank) for rank in range(size)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        real = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+        for error in (*real, *errors):
+            raise error
+        return [future.result() for future in futures]
