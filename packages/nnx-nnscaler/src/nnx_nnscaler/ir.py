@@ -13,7 +13,20 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Argument", "Code", "Dim", "Graph", "Input", "Op", "Ref", "Size", "TensorMeta", "hint_of", "text_of"]
+__all__ = [
+    "Argument",
+    "Code",
+    "Dim",
+    "Graph",
+    "Input",
+    "Op",
+    "Ref",
+    "Size",
+    "TensorMeta",
+    "hint_of",
+    "refs_in",
+    "text_of",
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""What operators and collectives cost, measured once."""

@@ -30,7 +30,8 @@ class Conversion(NamedTuple):
     """The collectives of one conversion; its method in `nnx_nnscaler.runtime` is ``forward__backward``.
 
     Attributes:
-        forward: ``"keep"``, ``"split"``, ``"all_gather"``, ``"all_to_all"``, ``"all_reduce"`` or ``"reduce_scatter"``.
+        forward: ``"keep"``, ``"split"``, ``"all_gather"``, ``"all_to_all"``, ``"all_reduce"`` or
+            ``"reduce_scatter"``.
         backward: Likewise, for the gradient.
     """
 

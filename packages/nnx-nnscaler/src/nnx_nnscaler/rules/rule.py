@@ -22,8 +22,9 @@ class Writer(Protocol):
     size: int
 
     def value(self, argument: Argument) -> str:
-        """An argument as Python code: a Ref as the local variable in the placement the strategy wants, a
-        Size by its global expression, lists and constants as they are.
+        """An argument as Python code.
+
+        A Ref is the local variable in the placement that the strategy wants, a Size its global expression.
         """
 
     def dim(self, dim: Dim, *, sharded: bool = False) -> str:
@@ -50,7 +51,7 @@ class Rule(ABC):
         """
 
     def write(self, op: Op, strategy: Strategy, writer: Writer) -> str:
-        """The right-hand side that computes this rank's result. The operator itself, unless a rule says else."""
+        """The right-hand side that computes this rank's result: the operator itself, unless overridden."""
         return writer.call(op)
 
 

@@ -56,7 +56,8 @@ class Conversions:
         """The whole tensor, from every rank's part."""
         if groups == 1:
             return self.communicator.all_gather(tensor, dim)
-        return self.communicator.all_gather(tensor.unflatten(dim, (groups, -1)), dim + 1).flatten(dim, dim + 1)
+        grouped = tensor.unflatten(dim, (groups, -1))
+        return self.communicator.all_gather(grouped, dim + 1).flatten(dim, dim + 1)
 
     def sum_part(self, tensor: Tensor, dim: int, groups: int = 1) -> Tensor:
         """This rank's part of the sum over the ranks."""
