@@ -2,4 +2,30 @@
 
 A model's forward is traced, a plan splits its operators over the ranks of a unit, readable Python is
 emitted for it, and that code runs on the user's own module. `nnx_nnscaler.backend` is the engine.
+Importing this package imports neither torch nor Lightning; `NnScalerStrategy` and `NnScalerPrecision` do.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nnx_nnscaler.compute_config import ComputeConfig
+from nnx_nnscaler.options import NnScalerOptions
+
+if TYPE_CHECKING:
+    from nnx_nnscaler.precision import NnScalerPrecision
+    from nnx_nnscaler.strategy import NnScalerStrategy
+
+__all__ = ["ComputeConfig", "NnScalerOptions", "NnScalerPrecision", "NnScalerStrategy"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "NnScalerStrategy":
+        from nnx_nnscaler.strategy import NnScalerStrategy
+
+        return NnScalerStrategy
+    if name == "NnScalerPrecision":
+        from nnx_nnscaler.precision import NnScalerPrecision
+
+        return NnScalerPrecision
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

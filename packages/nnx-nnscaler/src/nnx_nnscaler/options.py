@@ -1,0 +1,225 @@
+"""Options of the nnscaler strategies. Standard library only, so that `nnx show` need not import torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nnx.errors import OptionError
+from nnx.options import check_choice, check_options, option
+from nnx_nnscaler.compute_config import ComputeConfig, compute_config_from
+
+__all__ = ["POLICIES", "NnScalerOptions"]
+
+POLICIES = ("dp", "zero", "tp", "data", "autodist")
+_OF_PIPELINES = ("pp", "hybrid")
+_GIB = 1024**3
+
+
+@dataclass(frozen=True, kw_only=True)
+class NnScalerOptions:
+    """What changes how a model is planned and run."""
+
+    compute_config: ComputeConfig | Mapping[str, Any] | None = option(
+        None,
+        help="nnx_nnscaler.ComputeConfig, or a dict of its fields: the original's way to give sizes and ZeRO.",
+    )
+    policy: str | Callable[..., Any] = option(
+        "autodist",
+        help="How operators are split within a unit: 'autodist' lets a cost model choose, 'tp' splits layers, "
+        "'data' splits the batch, 'dp' splits nothing, 'zero' is 'dp' with use_zero; or a function "
+        "(graph, size) that returns a plan.",
+    )
+    pas_policy: str | Callable[..., Any] | None = option(None, help="The original's name of `policy`.")
+    plan_ngpus: int | None = option(
+        None,
+        help="Ranks of one plan unit, which work on one batch together; units are replicated. By default 1 "
+        "for the policies dp and zero, else the ranks of a node.",
+        types=(int,),
+    )
+    use_zero: bool | None = option(
+        None,
+        help="Store parameters, gradients and optimizer state in parts over the units: less memory for more "
+        "communication. By default only with policy 'zero'.",
+        types=(bool,),
+    )
+    zero_ngroups: int | None = option(
+        None,
+        help="Store them in parts within each of that many groups of units only: more memory for less "
+        "communication between groups.",
+        types=(int,),
+    )
+    gen_savedir: str = option(
+        "./.nnscaler", help="Where plans and the generated code are kept.", types=(str,)
+    )
+    reuse: str = option(
+        "match",
+        help="'match' takes what gen_savedir holds for the same model, shapes, policy and versions; 'override' "
+        "compiles anew; 'moo' takes what matches and replaces what is broken; 'graph' keeps the graph and "
+        "plans anew.",
+        choices=("match", "override", "moo", "graph"),
+    )
+    instance_name: str | None = option(
+        None, help="Tells instances of one class apart in gen_savedir.", types=(str,)
+    )
+    memory_limit: int | float | None = option(
+        None,
+        help="Bytes that a plan may use on each rank; by default 80% of the device's memory on CUDA and no "
+        "limit on CPU.",
+        types=(int, float),
+    )
+    recompute: Iterable[str] | None = option(
+        None,
+        help="Patterns of submodule names, such as 'blocks.*', whose activations are recomputed in backward.",
+    )
+    fp32_masters: bool = option(
+        False,
+        help="With precision '16-true' or 'bf16-true', step float32 copies of the parameters, so that small "
+        "updates are not rounded away: 4 more bytes for each parameter of a rank.",
+        types=(bool,),
+    )
+    load_plan: str | None = option(None, help="Run the plan in this file; nothing is planned.", types=(str,))
+    save_plan: str | None = option(None, help="Write the plan to this file as well.", types=(str,))
+    verify: bool | None = option(
+        None,
+        help="Compare every program with the module's own forward on the traced inputs before it is used; by "
+        "default for small models.",
+        types=(bool,),
+    )
+
+    def __post_init__(self) -> None:
+        self._merge_compute_config()
+        if self.pas_policy is not None:
+            _set(self, "policy", self.pas_policy)
+            _set(self, "pas_policy", None)
+        check_options(self)
+        self._check_policy()
+        if self.use_zero is None:
+            _set(self, "use_zero", self.policy == "zero")
+        self._check_numbers()
+        if isinstance(self.recompute, str):
+            _set(self, "recompute", (self.recompute,))
+        elif self.recompute is not None:
+            _set(self, "recompute", tuple(self.recompute))
+
+    def _merge_compute_config(self) -> None:
+        """Let `compute_config` say what the options leave open; contradictions are refused."""
+        config = compute_config_from(self.compute_config)
+        _set(self, "compute_config", config)
+        given = {
+            "plan_ngpus": config.plan_ngpus,
+            "use_zero": config.use_zero or None,
+            "zero_ngroups": None if config.zero_ngroups == 1 else config.zero_ngroups,
+            **_from_pas_config(config.pas_config),
+        }
+        for name, value in given.items():
+            own = getattr(self, name)
+            if value is None:
+                continue
+            if own is not None and own != value:
+                raise OptionError(
+                    f"{name}={own!r} contradicts {name}={value!r} of compute_config.",
+                    remedy="Give it in one of them only.",
+                )
+            _set(self, name, value)
+
+    def _check_policy(self) -> None:
+        policy = self.policy
+        if callable(policy):
+            return
+        if policy in _OF_PIPELINES:
+            raise OptionError(
+                f"policy={policy!r} plans a pipeline, which this version does not.",
+                remedy=f"Use one of {', '.join(POLICIES)}, or a function.",
+            )
+        check_choice("policy", policy, POLICIES)
+        if policy == "zero" and self.use_zero is False:
+            raise OptionError(
+                "policy='zero' contradicts use_zero=False.", remedy="Use policy='dp' for no ZeRO."
+            )
+
+    def _check_numbers(self) -> None:
+        for name in ("plan_ngpus", "zero_ngroups", "memory_limit"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not value > 0 or math.isinf(value)):
+                raise OptionError(f"{name}={value!r} is not positive.", remedy="Pass a positive number.")
+        if self.zero_ngroups not in (None, 1) and not self.use_zero:
+            raise OptionError(
+                f"zero_ngroups={self.zero_ngroups} without use_zero.", remedy="Set `use_zero=True` as well."
+            )
+
+    @property
+    def config(self) -> ComputeConfig:
+        """`compute_config` as what it became."""
+        assert isinstance(self.compute_config, ComputeConfig)
+        return self.compute_config
+
+    def unit_size(self, *, world_size: int, local_world_size: int) -> int:
+        """Ranks of a plan unit in this world.
+
+        Raises:
+            OptionError: The sizes asked for do not fit the world.
+
+        Example:
+            >>> NnScalerOptions(policy="tp").unit_size(world_size=16, local_world_size=8)
+            8
+        """
+        wanted = self.config.runtime_ngpus
+        if wanted is not None and wanted != world_size:
+            raise OptionError(
+                f"runtime_ngpus={wanted}, but {world_size} ranks are running.",
+                remedy="Leave it out, or start that many: `devices` x `num_nodes` of Trainer or Fabric.",
+            )
+        size = self.plan_ngpus
+        if size is None:
+            size = 1 if self.policy in ("dp", "zero") else local_world_size
+            return size if world_size % size == 0 else 1
+        if world_size % size:
+            raise OptionError(
+                f"plan_ngpus={size} does not divide the {world_size} ranks that are running.",
+                remedy="Choose a divisor: units of plan_ngpus ranks are replicated over all ranks.",
+            )
+        return size
+
+    def zero_size(self, *, units: int) -> int:
+        """Over how many units a parameter is stored in parts; 1 without ZeRO.
+
+        Raises:
+            OptionError: `zero_ngroups` does not divide the units.
+        """
+        if not self.use_zero:
+            return 1
+        groups = self.zero_ngroups or 1
+        if units % groups:
+            raise OptionError(
+                f"zero_ngroups={groups} does not divide the {units} units.",
+                remedy="Choose a divisor of the number of ranks divided by plan_ngpus.",
+            )
+        return units // groups
+
+    def with_world(self, world_size: int) -> NnScalerOptions:
+        """These options with `runtime_ngpus` filled in, as keys and plans record them."""
+        config = replace(self.config, runtime_ngpus=world_size)
+        return replace(self, compute_config=config)
+
+
+def _from_pas_config(pas_config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the original's policy options are called here."""
+    found: dict[str, Any] = {}
+    memory = pas_config.get("mem_constraint", -1)
+    if memory != -1:
+        found["memory_limit"] = memory * _GIB
+    if "load_plan_path" in pas_config:
+        found["load_plan"] = str(pas_config["load_plan_path"])
+    if "save_plan_path" in pas_config:
+        found["save_plan"] = str(pas_config["save_plan_path"])
+    if pas_config.get("recompute_modules"):
+        modules = pas_config["recompute_modules"]
+        found["recompute"] = tuple(modules.split(",") if isinstance(modules, str) else modules)
+    return found
+
+
+def _set(options: NnScalerOptions, name: str, value: Any) -> None:
+    object.__setattr__(options, name, value)

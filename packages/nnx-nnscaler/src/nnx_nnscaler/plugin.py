@@ -1,0 +1,87 @@
+"""The front door of the plugin: what it offers, as data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nnx import Capabilities, StrategySpec, hookimpl
+
+_PLANNED = Capabilities(
+    accelerators=("cpu", "cuda"),
+    precisions=("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"),
+    shards_parameters=True,
+    shards_gradients=True,
+    shards_optimizer=True,
+    tensor_parallel=True,
+    activation_checkpointing=True,
+    meta_initialization=True,
+    needs_sample=True,
+)
+_REPLICATED = replace(
+    _PLANNED,
+    shards_parameters=False,
+    shards_gradients=False,
+    shards_optimizer=False,
+    tensor_parallel=False,
+    activation_checkpointing=False,
+    needs_sample=False,
+)
+_IN_PARTS = replace(_PLANNED, tensor_parallel=False, activation_checkpointing=False, needs_sample=False)
+
+
+def _spec(
+    name: str,
+    description: str,
+    use_when: str,
+    *,
+    capabilities: Capabilities = _PLANNED,
+    **init_params: object,
+) -> StrategySpec:
+    return StrategySpec(
+        name=name,
+        target="nnx_nnscaler.backend:NnScalerBackend",
+        options="nnx_nnscaler.options:NnScalerOptions",
+        description=description,
+        use_when=use_when,
+        docs_url="docs/backends/nnscaler.md",
+        capabilities=capabilities,
+        init_params=init_params,
+    )
+
+
+@hookimpl
+def nnx_strategies() -> list[StrategySpec]:
+    """The strategies of the compiler."""
+    return [
+        _spec(
+            "nnscaler",
+            "Planned parallelism: a cost model chooses how every operator is split; sharded checkpoints",
+            "you want the split of every operator chosen for you, and the fastest resume",
+            state_dict_type="sharded",
+        ),
+        _spec(
+            "nnscaler_deduped",
+            "Planned parallelism: a cost model chooses how every operator is split; smallest checkpoints",
+            "as nnscaler, with each element stored once in a checkpoint",
+        ),
+        _spec(
+            "nnscaler_dp",
+            "Plain data parallelism with bucketed gradient reduction, bit-equal to ddp",
+            "the model and its optimizer state fit every device",
+            capabilities=_REPLICATED,
+            policy="dp",
+        ),
+        _spec(
+            "nnscaler_tp",
+            "Tensor parallelism that is planned: the layers of a model are split over the ranks of a node",
+            "single layers are too large for one device, or the batch is too small to be split",
+            policy="tp",
+        ),
+        _spec(
+            "nnscaler_zero",
+            "Data parallelism with parameters, gradients and optimizer state stored in parts (ZeRO)",
+            "the batch can be split over the ranks, but the states do not fit every device",
+            capabilities=_IN_PARTS,
+            policy="zero",
+        ),
+    ]
