@@ -24,7 +24,7 @@ from nnx.collective import all_arrive, control_group, together
 from nnx.errors import CheckpointError, UnsupportedError
 from nnx.gradients import clip_gradients_by_norm, gradients_of, unscale_gradients
 from nnx.layout import shard_of
-from nnx_fsdp.materialize import broadcast_module
+from nnx.materialize import broadcast_module
 
 CPU = torch.device("cpu")
 SHAPES = {"plain": (5, 4), "rows": (3, 4), "columns": (2, 7), "whole": (6,), "hybrid": (5, 3), "scalar": ()}

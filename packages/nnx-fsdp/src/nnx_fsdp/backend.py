@@ -27,9 +27,9 @@ from torch.utils.checkpoint import checkpoint
 
 from nnx.backend import Backend, ParallelContext, Sample
 from nnx.errors import OptionError, UnsupportedError
+from nnx.materialize import broadcast_module, lay_in_order, materialize, move_to
 from nnx.state import ModelState
 from nnx_fsdp._torch_compat import can_be_sharded, remove_fully_shard
-from nnx_fsdp.materialize import broadcast_module, lay_in_order, materialize, move_to
 from nnx_fsdp.mesh import mesh_of
 from nnx_fsdp.optimizers import step_context
 from nnx_fsdp.options import FSDPOptions

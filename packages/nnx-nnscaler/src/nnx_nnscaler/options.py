@@ -24,12 +24,12 @@ class NnScalerOptions:
 
     compute_config: ComputeConfig | Mapping[str, Any] | None = option(
         None,
-        help="nnx_nnscaler.ComputeConfig, or a dict of its fields: the original's way to give sizes and ZeRO.",
+        help="nnx_nnscaler.ComputeConfig, or a dict of its fields: how the original takes sizes and ZeRO.",
     )
     policy: str | Callable[..., Any] = option(
         "autodist",
-        help="How operators are split within a unit: 'autodist' lets a cost model choose, 'tp' splits layers, "
-        "'data' splits the batch, 'dp' splits nothing, 'zero' is 'dp' with use_zero; or a function "
+        help="How operators are split within a unit: 'autodist' lets a cost model choose, 'tp' splits "
+        "layers, 'data' splits the batch, 'dp' splits nothing, 'zero' is 'dp' with use_zero; or a function "
         "(graph, size) that returns a plan.",
     )
     pas_policy: str | Callable[..., Any] | None = option(None, help="The original's name of `policy`.")
@@ -56,9 +56,9 @@ class NnScalerOptions:
     )
     reuse: str = option(
         "match",
-        help="'match' takes what gen_savedir holds for the same model, shapes, policy and versions; 'override' "
-        "compiles anew; 'moo' takes what matches and replaces what is broken; 'graph' keeps the graph and "
-        "plans anew.",
+        help="'match' takes what gen_savedir holds for the same model, shapes, policy and versions; "
+        "'override' compiles anew; 'moo' takes what matches and replaces what is broken; 'graph' keeps the "
+        "graph and plans anew.",
         choices=("match", "override", "moo", "graph"),
     )
     instance_name: str | None = option(

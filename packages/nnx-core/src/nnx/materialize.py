@@ -56,7 +56,7 @@ def move_to(module: nn.Module, device: torch.device) -> None:
 def lay_in_order(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
     """Give parameters whose elements lie in another order, as with channels last, the usual one, in place.
 
-    FSDP2 shards no others.
+    FSDP2, for one, shards no others.
 
     Returns:
         For each that was changed, an empty tensor on the meta device with the strides that it had.
