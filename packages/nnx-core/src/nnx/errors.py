@@ -10,6 +10,7 @@ __all__ = [
     "CheckpointError",
     "NnxError",
     "OptionError",
+    "PlanError",
     "PluginError",
     "StrategyNotFoundError",
     "StrategyNotInstalledError",
@@ -65,6 +66,10 @@ class OptionError(NnxError, ValueError):
 
 class UnsupportedError(NnxError, RuntimeError):
     """The combination asked for (device, precision, model) is not supported by this backend."""
+
+
+class PlanError(NnxError):
+    """No plan fits what was asked for, or a stored plan does not fit the model or the world."""
 
 
 class CheckpointError(NnxError):
