@@ -40,13 +40,39 @@ from nnx.state import (
     new_state_tensor,
 )
 
-__all__ = ["Backend", "NoOptions", "ParallelContext", "Sample"]
+__all__ = ["Backend", "Call", "NoOptions", "ParallelContext", "Sample", "first_call"]
 
 OptionsT = TypeVar("OptionsT")
 T = TypeVar("T")
 
 Sample = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
 """Yields positional and keyword example inputs of the module's forward; only tracing engines call it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call of a module's forward.
+
+    Attributes:
+        module: What is called: the root, or the submodule that its steps call in its place.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def first_call(module: nn.Module, sample: Sample) -> Call:
+    """The call of the model that a step begins with, as far as the sample knows it.
+
+    Trainer's sample looks at what the running stage's step does with the first batch, because
+    ``training_step`` may take the batch apart before it calls ``self(x)``, or call ``self.model(x)`` instead.
+    Any other sample yields inputs of the root's forward.
+    """
+    find: Callable[[], Call] | None = getattr(sample, "first_call", None)
+    return find() if find is not None else Call(module, *sample())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

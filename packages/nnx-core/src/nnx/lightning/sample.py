@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from nnx.backend import Call
 from nnx.errors import UnsupportedError
 from nnx.lightning.compat import running_stage_loader
+from nnx.random_state import host_state_kept
 
-__all__ = ["example_inputs", "trainer_example_inputs"]
+__all__ = ["TrainerSample", "example_inputs"]
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+_STEPS = {
+    "fit": "training_step",
+    "validate": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
 
 
 def example_inputs(module: nn.Module) -> Inputs:
@@ -33,27 +44,55 @@ def example_inputs(module: nn.Module) -> Inputs:
     return inputs
 
 
-def trainer_example_inputs(trainer: Any, module: nn.Module) -> Inputs:
+class TrainerSample:
     """What the module says of itself, or the first batch of the running stage's loader.
 
-    ``dummy_forward_args_fn(batch)``, where the module has it, turns the batch into keyword arguments;
-    otherwise the batch itself is the forward's first argument. The random state is left as it was.
+    Called, it yields inputs of the module's forward: those it declares, what its
+    ``dummy_forward_args_fn(batch)`` makes of the batch (keyword arguments), or else the batch itself.
+    The random state is left as it was.
 
-    Raises:
-        UnsupportedError: There are neither declared inputs nor a batch.
+    Args:
+        trainer: Its running stage says which loader and which step.
+        module: The LightningModule.
     """
-    declared = _declared(module)
-    if declared is not None:
-        return declared
-    with torch.random.fork_rng():
-        batch = next(iter(running_stage_loader(trainer)), None)
-    if batch is None:
-        return example_inputs(module)
-    batch = trainer.strategy.batch_to_device(batch)
-    convert = getattr(module, "dummy_forward_args_fn", None)
-    if callable(convert):
-        return (), dict(convert(batch))
-    return (batch,), {}
+
+    def __init__(self, trainer: Any, module: nn.Module) -> None:
+        self._trainer = trainer
+        self._module = module
+
+    def __call__(self) -> Inputs:
+        """Inputs of the module's forward.
+
+        Raises:
+            UnsupportedError: There are neither declared inputs nor a batch.
+        """
+        return _declared(self._module) or self._of_batch(self._first_batch())
+
+    def first_call(self) -> Call:
+        """The call that the running stage's step begins with; inputs that the module declares come first.
+
+        Raises:
+            UnsupportedError: There are neither declared inputs nor a batch.
+        """
+        module, declared = self._module, _declared(self._module)
+        if declared is not None:
+            return Call(module, *declared)
+        batch = self._first_batch()
+        if callable(getattr(module, "dummy_forward_args_fn", None)):
+            return Call(module, *self._of_batch(batch))
+        step = getattr(module, _STEPS[self._trainer.state.fn.value])
+        return _watch(module, step, batch, self._trainer) or Call(module, *self._of_batch(batch))
+
+    def _first_batch(self) -> Any:
+        with host_state_kept():
+            batch = next(iter(running_stage_loader(self._trainer)), None)
+        if batch is None:
+            example_inputs(self._module)  # it has none: says so
+        return self._trainer.strategy.batch_to_device(batch)
+
+    def _of_batch(self, batch: Any) -> Inputs:
+        convert = getattr(self._module, "dummy_forward_args_fn", None)
+        return ((), dict(convert(batch))) if callable(convert) else ((batch,), {})
 
 
 def _declared(module: nn.Module) -> Inputs | None:
@@ -66,3 +105,48 @@ def _declared(module: nn.Module) -> Inputs | None:
     if isinstance(example, dict):
         return (), example
     return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
+
+
+# --- what a step calls ----------------------------------------------------------------------------
+
+
+class _Reached(BaseException):
+    """Leaves a step at its first call of the model; nothing in user code catches it."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+
+def _watch(module: nn.Module, step: Any, batch: Any, trainer: Any) -> Call | None:
+    """Begin a step, and leave it where it calls the model. None where it fails before, or never does."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    try:
+        with host_state_kept(), torch.no_grad(), _leaving_at_the_model(module):
+            step(batch, 0)
+    except _Reached as reached:
+        return reached.call
+    except Exception:  # whatever it needs of a running loop; the step itself will say so
+        return None
+    return None
+
+
+@contextmanager
+def _leaving_at_the_model(module: nn.Module) -> Iterator[None]:
+    def reach(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+        raise _Reached(Call(called, args, kwargs))
+
+    def forward(*args: Any, **kwargs: Any) -> NoReturn:
+        reach(module, args, kwargs)
+
+    parts = [part for part in module.modules() if part is not module and any(True for _ in part.parameters())]
+    hooks = [part.register_forward_pre_hook(reach, with_kwargs=True, prepend=True) for part in parts]
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward  # also reached by `self.forward(x)`, which runs no hooks
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.__dict__["forward"] = own
+        for hook in hooks:
+            hook.remove()

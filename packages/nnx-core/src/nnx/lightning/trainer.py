@@ -39,7 +39,7 @@ from nnx.lightning.routing import (
     route_precision,
     unwrap_optimizer,
 )
-from nnx.lightning.sample import trainer_example_inputs
+from nnx.lightning.sample import TrainerSample
 from nnx.state import OptimizerState, repoint_optimizer
 
 __all__ = ["TrainerAdapter"]
@@ -117,7 +117,7 @@ class TrainerAdapter(ParallelProcesses):
         if fitting and self._layer_sync is not None:
             self._replaced_layers = synchronize_layers(self._layer_sync, module)
         self.model = module
-        replaced = self.backend.parallelize(module, lambda: trainer_example_inputs(trainer, module))
+        replaced = self.backend.parallelize(module, TrainerSample(trainer, module))
         self._averages.lay_out(trainer, module)
         if fitting:
             self._final_states.clear()

@@ -1,0 +1,118 @@
+"""What engines that trace get to see: declared inputs, or the call that the running stage's step makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from nnx.backend import Call, first_call
+from nnx.lightning.sample import TrainerSample
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 1))
+        self.loss = nn.MSELoss()
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.net(x) * scale
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return self.loss(self(x, scale=2.0), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class CallsForward(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self.forward(batch[0]), batch[1])
+
+
+class CallsPart(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self.net(batch[0]), batch[1])
+
+
+class FailsBefore(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trainer.optimizers[0]  # which do not exist yet while setting up
+        return super().training_step(batch, batch_idx)
+
+
+class Declares(Model):
+    @property
+    def dummy_forward_args(self) -> dict[str, Any]:
+        return {"x": torch.zeros(2, 4)}
+
+
+class Converts(Model):
+    def dummy_forward_args_fn(self, batch: Any) -> dict[str, Any]:
+        return {"x": batch[0], "scale": 3.0}
+
+
+class Look(Callback):
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        before = torch.get_rng_state()
+        self.call = first_call(pl_module, TrainerSample(trainer, pl_module))
+        assert torch.equal(before, torch.get_rng_state())
+
+
+def call_of(model: Model) -> Call:
+    look = Look()
+    data = DataLoader(TensorDataset(torch.arange(24.0).view(6, 4), torch.zeros(6, 1)), batch_size=3)
+    trainer = Trainer(
+        accelerator="cpu", max_steps=1, callbacks=look, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, data)
+    return look.call
+
+
+@pytest.mark.parametrize("kind", [Model, CallsForward])
+def test_the_inputs_are_those_that_the_step_passes(kind: type[Model]) -> None:
+    model = kind()
+    call = call_of(model)
+    assert call.module is model
+    assert torch.equal(call.args[0], torch.arange(12.0).view(3, 4))
+    assert call.kwargs == ({"scale": 2.0} if kind is Model else {})
+
+
+def test_a_step_that_calls_a_part_instead_names_it() -> None:
+    model = CallsPart()
+    call = call_of(model)
+    assert call.module is model.net
+    assert call.args[0].shape == (3, 4)
+
+
+def test_a_step_that_fails_before_leaves_the_batch_itself() -> None:
+    model = FailsBefore()
+    call = call_of(model)
+    assert call.module is model
+    assert [tuple(leaf.shape) for leaf in call.args[0]] == [(3, 4), (3, 1)]
+
+
+def test_declared_inputs_come_first() -> None:
+    call = call_of(Declares())
+    assert list(call.kwargs) == ["x"] and call.kwargs["x"].shape == (2, 4)
+    assert call_of(Converts()).kwargs["scale"] == 3.0
+
+
+def test_the_module_is_left_as_it_was() -> None:
+    model = Model()
+    call_of(model)
+    assert "forward" not in model.__dict__
+    assert not any(part._forward_pre_hooks for part in model.modules())
+
+
+def test_a_plain_sample_yields_inputs_of_the_root() -> None:
+    module = nn.Linear(2, 2)
+    call = first_call(module, lambda: ((torch.zeros(1, 2),), {}))
+    assert call.module is module and len(call.args) == 1
