@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jobs.contract_jobs import sampled, save_afterwards, train_with_engines
+from jobs.contract_jobs import reduced_over_shares, sampled, save_afterwards, train_with_engines
 from jobs.training import Run
 from nnx.testing.pool import WorkerPool
 
@@ -59,3 +59,19 @@ def test_a_tracing_engine_is_given_the_first_batch_and_gives_whole_parameters_ba
     for shapes, whole in pool.run(sampled, run, world_size=2):
         assert shapes == [(12, 6)]
         assert whole
+
+
+def test_a_sum_counts_each_share_of_the_data_once_however_many_ranks_read_it(pool: WorkerPool) -> None:
+    for results in pool.run(reduced_over_shares, world_size=2):
+        assert results == {
+            "a sum": 3.0,
+            "a sum by its operation": 3,
+            "a product": 3.0,
+            "a mean": 0.5,
+            "a group's sum": 6.0,
+            "all": True,
+            "all but one": False,
+            "any": True,
+            "logged sum": 3.0,
+            "logged mean": 0.5,
+        }

@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
 from nnx.backend import Backend, ParallelContext
+from nnx.collective import all_gather_object, control_group
 from nnx.lightning.checkpoint_io import CheckpointIO
 from nnx.lightning.compat import make_launcher, reset_seed, seed_data_workers
 from nnx.lightning.messages import show_messages
@@ -69,6 +70,7 @@ class ParallelProcesses(ABC):
         show_messages()
         self._num_nodes = 1
         self._backend_is_set_up = False
+        self._first_of_share: bool | None = None
         super().__init__(**lightning)  # the tree's ParallelStrategy
 
     # --- who is who ---------------------------------------------------------------------------
@@ -138,6 +140,7 @@ class ParallelProcesses(ABC):
         if not self._backend_is_set_up:
             self.backend.setup(self._parallel_context())
             self._backend_is_set_up = True
+            self._first_of_share = None
 
     def _join_process_group(self) -> None:
         if dist.is_initialized():
@@ -193,8 +196,15 @@ class ParallelProcesses(ABC):
         dist.broadcast_object_list(box, src)
         return box[0]
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any of them, decide so."""
+        return bool(self._reduce(torch.tensor(int(decision)), None, "min" if all else "max"))
+
     def _reduce(self, value: Any, group: Any, reduce_op: Any) -> Any:
-        """All-reduce a tensor; the result reaches every rank. Other values pass through."""
+        """All-reduce a tensor; the result reaches every rank. Other values pass through.
+
+        Over all ranks, sums and products count each share of the data once, however many ranks work on it.
+        """
         if not isinstance(value, Tensor) or not dist.is_initialized():
             return value
         name = reduce_op.lower() if isinstance(reduce_op, str) else None
@@ -206,8 +216,21 @@ class ParallelProcesses(ABC):
         result = value.to(device, copy=True)
         if is_mean and not (result.is_floating_point() or result.is_complex()):
             result = result.float()
+        neutral = {"sum": 0, "product": 1}.get(_name_of(op)) if group is None and not is_mean else None
+        if neutral is not None and not self._is_first_of_share():
+            result.fill_(neutral)
         dist.all_reduce(result, op=op, group=group)
         return result / dist.get_world_size(group) if is_mean else result
+
+    def _is_first_of_share(self) -> bool:
+        """Whether no lower rank reads the same share of the data as this one."""
+        rank, size = self.backend.data_parallel_rank_and_size
+        if size == dist.get_world_size():
+            return True
+        if self._first_of_share is None:
+            shares = all_gather_object(rank, control_group())
+            self._first_of_share = shares.index(rank) == dist.get_rank()
+        return self._first_of_share
 
     # --- evaluation ---------------------------------------------------------------------------
 
@@ -237,6 +260,10 @@ class _NormalNoGrad:
     def __exit__(self, *exc_info: Any) -> None:
         self._no_grad.__exit__(*exc_info)
         self._inference.__exit__(*exc_info)
+
+
+def _name_of(op: Any) -> str:
+    return next((name for name in ("sum", "product") if op == _REDUCTIONS[name]), "")
 
 
 def _leave_process_group() -> None:
