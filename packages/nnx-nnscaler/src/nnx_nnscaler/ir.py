@@ -69,8 +69,22 @@ class Code:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Make:
+    """An object among the outputs that is no list, tuple or dict: a dataclass, a named tuple, a `ModelOutput`.
+
+    Attributes:
+        type: Where its class is, ``"package.module:Class"``.
+        fields: Keyword arguments that make it; nested Arguments.
+    """
+
+    type: str
+    fields: dict[str, Any]
+
+
 Argument = Any
-"""Ref, Code, Size, int, float, complex, bool, str or None, or a (nested) list, tuple or dict of them."""
+"""Ref, Code, Size, int, float (inf and nan too), complex, bool, str or None, or a (nested) list, tuple or
+dict of them; among outputs and arguments of whole submodules also Make."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +122,8 @@ class Op:
         output: What it makes: one meta, or a tuple of metas for several results (None for a non-tensor).
         module: Fully qualified name of the innermost submodule whose forward called it; ``""`` is the root.
         source: Where the user's code calls it: ``"file.py:12: x = self.proj(y)"``.
+        context: A context manager, as Python code, that the operator has to run in, because the user's code
+            says so: ``'torch.autocast("cpu", enabled=False)'``. Almost always empty.
     """
 
     name: str
@@ -117,6 +133,7 @@ class Op:
     output: TensorMeta | tuple[TensorMeta | None, ...] | None
     module: str = ""
     source: str = ""
+    context: str = ""
 
     def operands(self) -> list[str]:
         """Names of its tensor arguments in order, those within lists included; one entry for each use."""
@@ -149,10 +166,16 @@ class Graph:
         constants: Value name to tensor.
         metas: Meta of every parameter, buffer, constant and tensor input, by value name.
         ops: In order of execution. In-place operators on buffers keep their place and meaning.
-        outputs: The forward's result as a nested structure of Refs and constants.
+        outputs: The forward's result as a nested structure of Refs, Sizes, Makes and constants.
         symbols: Name of each symbol to (input name, dim) that it is the size of.
         training: Whether the root was in training mode.
         in_spec: Structure of ``(args, kwargs)``, as `torch.utils._pytree.treespec_dumps` writes it.
+        guards: What else must hold of the symbols for the trace to be right, as Python expressions over them
+            (``"B <= 64"``), because the code asked; empty for nearly every model. The trace always supposes
+            that every symbol is at least 2 and that all inputs that show a symbol agree on it.
+        kept: Fully qualified name of every submodule that is kept whole (`Op.target` ``"module"``) to the
+            reason, with the source line.
+        notes: Other things that the user should hear once.
     """
 
     inputs: list[Input]
@@ -165,6 +188,9 @@ class Graph:
     symbols: dict[str, tuple[str, int]] = field(default_factory=dict)
     training: bool = True
     in_spec: str = ""
+    guards: tuple[str, ...] = ()
+    kept: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     _by_name: dict[str, Op] = field(default_factory=dict, init=False, repr=False)
 
     def meta(self, name: str) -> TensorMeta:
@@ -200,3 +226,5 @@ def refs_in(argument: Argument) -> Iterator[str]:
     elif isinstance(argument, dict):
         for item in argument.values():
             yield from refs_in(item)
+    elif isinstance(argument, Make):
+        yield from refs_in(argument.fields)
