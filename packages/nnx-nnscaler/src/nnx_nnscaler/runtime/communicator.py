@@ -48,6 +48,10 @@ class Communicator(ABC):
     def all_to_all(self, tensor: Tensor, split_dim: int, cat_dim: int) -> Tensor:
         """Cut along one dim, send the r-th part to rank r, and join what came along another dim."""
 
+    def drawn(self, draw: Callable[[], Tensor]) -> Tensor:
+        """The same random tensor on every rank: their generators are in the same state, so each draws it."""
+        return draw()
+
 
 class GroupCommunicator(Communicator):
     """Collectives over a process group; a unit of one rank needs none.
@@ -136,6 +140,10 @@ class ThreadCommunicator(Communicator):
     def all_to_all(self, tensor: Tensor, split_dim: int, cat_dim: int) -> Tensor:  # noqa: D102
         tensors = self._meeting.exchange(self.rank, tensor)
         return torch.cat([other.chunk(self.size, split_dim)[self.rank] for other in tensors], dim=cat_dim)
+
+    def drawn(self, draw: Callable[[], Tensor]) -> Tensor:
+        """The same random tensor on every rank: the threads share one generator, so the first draws for all."""
+        return self._meeting.exchange(self.rank, draw() if self.rank == 0 else torch.empty(0))[0]
 
 
 def run_as_ranks(size: int, job: Callable[[Communicator], T]) -> list[T]:
