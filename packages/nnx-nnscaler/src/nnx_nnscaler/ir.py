@@ -170,7 +170,7 @@ class Graph:
         symbols: Name of each symbol to (input name, dim) that it is the size of.
         training: Whether the root was in training mode.
         in_spec: Structure of ``(args, kwargs)``, as `torch.utils._pytree.treespec_dumps` writes it.
-        notes: What was derived from the graph and is worth keeping with it; never saved.
+        derived: What was computed from the graph and is worth keeping with it; never saved.
         guards: What else must hold of the symbols for the trace to be right, as Python expressions over them
             (``"B <= 64"``), because the code asked; empty for nearly every model. The trace always supposes
             that every symbol is at least 2 and that all inputs that show a symbol agree on it.
@@ -192,7 +192,7 @@ class Graph:
     guards: tuple[str, ...] = ()
     kept: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    notes: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _by_name: dict[str, Op] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def meta(self, name: str) -> TensorMeta:
