@@ -71,7 +71,7 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class Make:
-    """An object among the outputs that is no list, tuple or dict: a dataclass, a named tuple, a `ModelOutput`.
+    """An object that is no list, tuple or dict: a dataclass, a named tuple, a `ModelOutput`.
 
     Attributes:
         type: Where its class is, ``"package.module:Class"``.
@@ -177,6 +177,7 @@ class Graph:
         kept: Fully qualified name of every submodule that is kept whole (`Op.target` ``"module"``) to the
             reason, with the source line.
         notes: Other things that the user should hear once.
+        derived: What was computed from the graph and is worth keeping with it; never saved.
     """
 
     inputs: list[Input]

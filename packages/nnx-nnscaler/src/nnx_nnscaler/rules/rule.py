@@ -54,6 +54,10 @@ class Rule(ABC):
         """The right-hand side that computes this rank's result: the operator itself, unless overridden."""
         return writer.call(op)
 
+    def index_bound(self, op: Op, graph: Graph) -> int | None:
+        """What the values of integer operands stay below, where they are indices; for checks on made-up data."""
+        return None
+
 
 def outputs_of(op: Op) -> tuple[TensorMeta, ...]:
     """Metas of the tensors that an operator makes; what is None among several results is left out."""
