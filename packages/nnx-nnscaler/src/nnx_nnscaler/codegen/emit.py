@@ -1,0 +1,296 @@
+"""From a graph and its plan to the Python source of one function, which every rank of a unit runs.
+
+It owns the order of statements, the placement changes between operators, and the comments that tell a
+reader where a line comes from and how its result lies. How an operator looks is the rules' and
+`operators`' business; nothing here computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from nnx_nnscaler.codegen.layout import Line, header, lay_out
+from nnx_nnscaler.codegen.writer import Names, OpWriter, bound
+from nnx_nnscaler.ir import Argument, Graph, Make, Op, TensorMeta, refs_in, text_of
+from nnx_nnscaler.placement import Placement, R
+from nnx_nnscaler.plan.conversion import Conversion, Use, conversion, uses_of
+from nnx_nnscaler.plan.program_plan import ProgramPlan, Strategy
+
+__all__ = ["emit", "inputs_of"]
+
+
+def emit(graph: Graph, plan: ProgramPlan, *, title: str = "") -> str:
+    """The source of a program: a module with a function ``forward(rt, m, w, c, ...)``.
+
+    ``rt`` is the `Runtime` of this rank, ``m`` the user's module (only for submodules that run whole), ``w``
+    maps the fully qualified name of a parameter or buffer to this rank's part of it, ``c`` holds the graph's
+    constants by name; one argument follows for every tensor among the inputs.
+
+    Args:
+        graph: What is computed.
+        plan: How; it has a strategy for every operator.
+        title: What the program is the forward of, for the reader.
+    """
+    return _Emitter(graph, plan).source(title)
+
+
+def inputs_of(graph: Graph) -> list[str]:
+    """Names of the inputs that a program takes, in order: those that are tensors."""
+    return [leaf.name for leaf in graph.inputs if leaf.meta is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A tensor of the program.
+
+    Attributes:
+        code: How to read it.
+        placement: How it lies.
+        flows: Whether a gradient may flow back into it.
+        synchronized: It is a parameter whose partial gradients the reducer sums.
+    """
+
+    code: str
+    placement: Placement
+    flows: bool
+    synchronized: bool = False
+
+
+class _Emitter:
+    """Writes one program."""
+
+    def __init__(self, graph: Graph, plan: ProgramPlan) -> None:
+        self.graph = graph
+        self.plan = plan
+        self.names = Names()
+        self.lines: list[Line] = []
+        self.values: dict[str, _Value] = {}
+        self.converted: dict[tuple[str, Use], str] = {}
+        self.wanted = {op.name for op in graph.ops if op.name in graph.users()}
+        self.wanted |= set(refs_in(graph.outputs))
+        self.place: tuple[str, str] = ("", "")
+        self.context = ""
+        self.classes: dict[str, str] = {}
+
+    # --- the whole ----------------------------------------------------------------------------
+
+    def source(self, title: str) -> str:
+        """The text of the module."""
+        for symbol in self.graph.symbols:
+            self.names.new(symbol)
+        arguments = self._bind_inputs()
+        for symbol, (name, dim) in self.graph.symbols.items():
+            self._line(f"{symbol} = {self.values[name].code}.shape[{dim}]")
+        imports = self._import_classes()
+        results = _results(self.graph)
+        for op in self.graph.ops:
+            if op.target == "getitem":
+                self._item(op)
+            else:
+                self._operator(op, results.get(op.name, {}))
+        self.place = ("", "")
+        self._line(f"return {self._outputs()}")
+        signature = f"def forward({', '.join(['rt', 'm', 'w', 'c', *arguments])}):"
+        head = header(self.plan, title, imports, training=self.graph.training)
+        return head + lay_out(signature, self.lines)
+
+    def _bind_inputs(self) -> list[str]:
+        arguments = []
+        for name in inputs_of(self.graph):
+            arguments.append(self.names.new(name))
+            self.values[name] = _Value(arguments[-1], R, self._floats(name))
+        for name, qualified in self.graph.parameters.items():
+            placement = self.plan.stored.get(qualified, R)
+            synchronized = qualified in self.plan.synchronized
+            self.values[name] = _Value(f'w["{qualified}"]', placement, self._floats(name), synchronized)
+        for name, qualified in self.graph.buffers.items():
+            self.values[name] = _Value(f'w["{qualified}"]', R, flows=False)
+        for name in self.graph.constants:
+            self.values[name] = _Value(f'c["{name}"]', R, flows=False)
+        return arguments
+
+    def _import_classes(self) -> list[str]:
+        """Give the classes of outputs a name; the lines that import them."""
+        lines = []
+        used = [self.graph.outputs, *((op.args, op.kwargs) for op in self.graph.ops if op.target == "module")]
+        for made in dict.fromkeys(made for argument in used for made in _made_in(argument)):
+            home, _, path = made.partition(":")
+            first, _, rest = path.partition(".")
+            name = self.names.new(first)
+            lines.append(f"from {home} import {first}" + (f" as {name}" if name != first else ""))
+            self.classes[made] = f"{name}.{rest}" if rest else name
+        return lines
+
+    def _floats(self, name: str) -> bool:
+        return _is_floating(self.graph.metas[name])
+
+    # --- one operator -------------------------------------------------------------------------
+
+    def _operator(self, op: Op, results: dict[int, Op]) -> None:
+        self.place = (op.module, op.source)
+        strategy = self.plan.choices[op.name]
+        operands = op.operands()
+        codes = [self._read(name, use) for name, use in zip(operands, uses_of(strategy), strict=True)]
+        writer = OpWriter(self.plan.size, _first(operands, codes), self.classes)
+        args, kwargs = _bound(op, codes)
+        here = replace(op, args=args, kwargs=kwargs)
+        flows = any(self.values[name].flows for name in operands)
+        if op.target == "module":
+            flows = True
+        text = _written(here, strategy, writer)
+        self.context = op.context
+        if isinstance(op.output, TensorMeta):
+            self._one_result(op, strategy, text, flows)
+        elif isinstance(op.output, tuple):
+            self._many_results(op, op.output, strategy, text, flows, results)
+        else:
+            self._line(text)
+        self.context = ""
+
+    def _one_result(self, op: Op, strategy: Strategy, text: str, flows: bool) -> None:
+        assert isinstance(op.output, TensorMeta)
+        placement = strategy.outputs[0]
+        name = self.names.new(op.name) if op.name in self.wanted else ""
+        self.values[op.name] = _Value(name, placement, flows and _is_floating(op.output))
+        self._line(f"{name} = {text}" if name else text, _describe(op.output, placement))
+
+    def _many_results(
+        self,
+        op: Op,
+        metas: Sequence[TensorMeta | None],
+        strategy: Strategy,
+        text: str,
+        flows: bool,
+        results: dict[int, Op],
+    ) -> None:
+        """Unpack what an operator with several results makes, each under the name of its getitem."""
+        placements = iter(strategy.outputs)
+        targets, notes = [], []
+        for index, meta in enumerate(metas):
+            placement = R if meta is None else next(placements)
+            item = results.get(index)
+            if meta is None or item is None or item.name not in self.wanted:
+                targets.append("_")
+                continue
+            targets.append(self.names.new(item.name))
+            notes.append(_describe(meta, placement))
+            self.values[item.name] = _Value(targets[-1], placement, flows and _is_floating(meta))
+        comma = "," if len(targets) == 1 else ""
+        self._line(f"{', '.join(targets)}{comma} = {text}", ", ".join(dict.fromkeys(notes)))
+
+    def _item(self, op: Op) -> None:
+        """One of several results, which has its name already; only its placement may have to change."""
+        if op.name not in self.wanted:
+            return
+        use, *_ = uses_of(self.plan.choices[op.name])
+        value = self.values[op.name]
+        if value.placement != use.placement:
+            self.place = (op.module, op.source)
+            self.values[op.name] = replace(value, code=self._read(op.name, use), placement=use.placement)
+
+    # --- placements ---------------------------------------------------------------------------
+
+    def _read(self, name: str, use: Use) -> str:
+        """Code of a value as a consumer wants it; a change of placement is written once for all of them."""
+        value = self.values[name]
+        step, call = self._step(value, use)
+        if step is None:
+            return value.code
+        if (name, use) not in self.converted:
+            short = self.graph.parameters.get(name) or self.graph.buffers.get(name) or value.code
+            mark = str(use.placement).lower().translate(str.maketrans(",", "_", "()"))
+            variable = self.names.new(f"{short}_{mark}")
+            self._line(f"{variable} = rt.{call}", f"{value.placement} -> {use.placement}")
+            self.converted[name, use] = variable
+        return self.converted[name, use]
+
+    def _step(self, value: _Value, use: Use) -> tuple[Conversion | None, str]:
+        """The conversion that a use needs, and its call."""
+        if value.synchronized and value.placement == R:
+            return self._step_synchronized(value, use)
+        step = conversion(value.placement, use)
+        if step is None or (step.forward == "keep" and not value.flows):
+            return None, ""
+        return step, f"{step.method}({_arguments(value, step, use.placement)})"
+
+    def _step_synchronized(self, value: _Value, use: Use) -> tuple[Conversion | None, str]:
+        """Uses of a parameter whose gradient the reducer sums over the unit: none needs a collective."""
+        if use.placement == R:
+            step = None if use.partial_gradient else Conversion("keep", "divide")
+            return step, f"keep__divide({value.code})"
+        dims = _dims(use.placement)
+        return Conversion("split", "pad"), f"part({value.code}, {dims})"
+
+    def _outputs(self) -> str:
+        whole = Use(R)
+        codes = [self._read(name, whole) for name in refs_in(self.graph.outputs)]
+        return OpWriter(self.plan.size, {}, self.classes).value(bound(self.graph.outputs, codes))
+
+    def _line(self, code: str, comment: str = "") -> None:
+        self.lines.append(Line(code, comment, *self.place, self.context))
+
+
+def _written(op: Op, strategy: Strategy, writer: OpWriter) -> str:
+    """The right-hand side; where every rank does everything no rule is asked, there is nothing to rewrite."""
+    if strategy.is_replicated and not strategy.call:
+        return writer.call(op)
+    from nnx_nnscaler.rules.registry import rule_for
+
+    return rule_for(op).write(op, strategy, writer)
+
+
+def _first(operands: list[str], codes: list[str]) -> dict[str, str]:
+    """The code of every operand; of one that is used twice, that of its first use."""
+    return dict(zip(reversed(operands), reversed(codes), strict=True))
+
+
+def _made_in(argument: Argument) -> Iterator[str]:
+    if isinstance(argument, Make):
+        yield argument.type
+        yield from _made_in(argument.fields)
+    elif isinstance(argument, dict):
+        yield from _made_in(list(argument.values()))
+    elif isinstance(argument, (list, tuple)):
+        for item in argument:
+            yield from _made_in(item)
+
+
+def _bound(op: Op, codes: list[str]) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
+    left = list(codes)
+    return tuple(bound(argument, left) for argument in op.args), {
+        name: bound(argument, left) for name, argument in op.kwargs.items()
+    }
+
+
+def _results(graph: Graph) -> dict[str, dict[int, Op]]:
+    """The getitem operators of every operator with several results, by index."""
+    found: dict[str, dict[int, Op]] = {}
+    for op in graph.ops:
+        if op.target == "getitem":
+            source, index = op.args
+            found.setdefault(source.name, {})[index] = op
+    return found
+
+
+def _arguments(value: _Value, step: Conversion, target: Placement) -> str:
+    """Arguments of a conversion: the value, and the shards that are taken apart or made."""
+    if "all_to_all" in step:
+        dims = f"{value.placement.dim}, {target.dim}"
+        groups = value.placement.groups, target.groups
+        return f"{value.code}, {dims}" + (f", {groups[0]}, {groups[1]}" if groups != (1, 1) else "")
+    shard = target if target.is_shard else value.placement
+    return f"{value.code}, {_dims(shard)}" if shard.is_shard else value.code
+
+
+def _dims(shard: Placement) -> str:
+    return f"dim={shard.dim}" + (f", groups={shard.groups}" if shard.groups > 1 else "")
+
+
+def _describe(meta: TensorMeta, placement: Placement) -> str:
+    """Global shape and placement, for the comment at the end of a line."""
+    return f"[{', '.join(map(text_of, meta.shape))}] {placement}"
+
+
+def _is_floating(meta: TensorMeta) -> bool:
+    return meta.dtype.startswith(("float", "bfloat", "complex"))
