@@ -1,0 +1,97 @@
+"""The axes along which ranks work together, as process groups.
+
+Consecutive ranks form a *plan unit* and work on one batch. Along the *outer* axis stand the ranks that have
+the same place in their units: gradients are averaged over it. With ZeRO they are *parts* of one another
+within each of `zero_ngroups` groups, whose *copies* hold the same parts. Each group is made once for a world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from nnx.collective import is_distributed
+
+__all__ = ["Axes", "make_axes"]
+
+_Ranks = tuple[tuple[int, ...], ...]
+_groups: dict[dist.ProcessGroup, dict[_Ranks, dist.ProcessGroup]] = {}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Axes:
+    """This rank's group along each axis; None where it would be alone in it.
+
+    Attributes:
+        unit: The ranks of its plan unit.
+        outer: The ranks that have its place in their units.
+        parts: Those among them that store parts of the same copy of the parameters; with ZeRO only.
+        copies: Those among them that store the same parts; `outer` without ZeRO.
+        world: All ranks.
+        unit_rank: Its place in its unit.
+        unit_size: Ranks of a unit.
+        outer_rank: Number of its unit.
+        outer_size: Number of units.
+        part_rank: Which part it stores.
+        part_size: Into how many parts parameters are cut; 1 without ZeRO.
+    """
+
+    unit: dist.ProcessGroup | None
+    outer: dist.ProcessGroup | None
+    parts: dist.ProcessGroup | None
+    copies: dist.ProcessGroup | None
+    world: dist.ProcessGroup | None
+    unit_rank: int
+    unit_size: int
+    outer_rank: int
+    outer_size: int
+    part_rank: int
+    part_size: int
+
+
+def make_axes(*, rank: int, world_size: int, unit_size: int, part_size: int) -> Axes:
+    """The axes of a world. Collective the first time.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks, a multiple of the next two's product.
+        unit_size: Ranks of a plan unit.
+        part_size: Units over which parameters are stored in parts; 1 without ZeRO.
+    """
+    units = [range(start, start + unit_size) for start in range(0, world_size, unit_size)]
+    outer = [range(place, world_size, unit_size) for place in range(unit_size)]
+    parts = [axis[i : i + part_size] for axis in outer for i in range(0, len(axis), part_size)]
+    copies = [axis[i::part_size] for axis in outer for i in range(part_size)]
+    outer_rank = rank // unit_size
+    return Axes(
+        unit=_group_of(rank, units),
+        outer=_group_of(rank, outer),
+        parts=_group_of(rank, parts),
+        copies=_group_of(rank, copies),
+        world=_group_of(rank, [range(world_size)]),
+        unit_rank=rank % unit_size,
+        unit_size=unit_size,
+        outer_rank=outer_rank,
+        outer_size=world_size // unit_size,
+        part_rank=outer_rank % part_size,
+        part_size=part_size,
+    )
+
+
+def _group_of(rank: int, axis: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """The group among those of one axis that this rank is in."""
+    ranks = tuple(tuple(group) for group in axis)
+    own = next(group for group in ranks if rank in group)
+    world = dist.group.WORLD
+    if len(own) == 1 or not is_distributed() or world is None:
+        return None
+    if len(ranks) == 1:
+        return world
+    if world not in _groups:
+        _groups.clear()  # of a world that was destroyed since
+    made = _groups.setdefault(world, {})
+    if ranks not in made:
+        made[ranks], _ = dist.new_subgroups_by_enumeration([list(group) for group in ranks])
+    return made[ranks]
