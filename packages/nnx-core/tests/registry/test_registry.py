@@ -141,7 +141,7 @@ def test_the_successor_of_an_old_name_comes_with_its_package(site, monkeypatch):
         ("FSDP_AUTO", "'fsdp_auto'"),
         ("Mien", "'mine'"),
         ("dpp", "'ddp'"),
-        ("nnscaler_dedup", "'nnscaler_deduped'? It comes with `pip install nnx-nnscaler`."),
+        ("colossalai_auo", "'colossalai_auto'? It comes with `pip install nnx-colossalai`."),
     ],
 )
 def test_a_mistyped_name_suggests_the_nearest_one(asked, suggested):
