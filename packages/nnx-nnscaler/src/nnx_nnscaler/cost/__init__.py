@@ -1,1 +1,6 @@
-"""What operators and collectives cost, measured once."""
+"""What a plan costs: computation, communication and memory of one rank."""
+
+from nnx_nnscaler.cost.hardware import Hardware, Link, MeasuredLink
+from nnx_nnscaler.cost.model import CostModel
+
+__all__ = ["CostModel", "Hardware", "Link", "MeasuredLink"]

@@ -1,0 +1,139 @@
+"""What a whole plan costs: every operator, conversion and parameter of it, and its peak of memory.
+
+The solver's objective is this sum. Nothing is chosen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nnx_nnscaler.cost.model import Price, Prices, Stored
+from nnx_nnscaler.placement import Placement, R
+from nnx_nnscaler.plan.conversion import Conversion, Use, conversion, uses_of
+from nnx_nnscaler.plan.flow import Flow
+from nnx_nnscaler.plan.program_plan import Strategy
+
+__all__ = ["Assignment", "Changed", "Evaluation", "conversions_of", "evaluate", "price_of_change"]
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Every choice of a plan.
+
+    Attributes:
+        choices: The strategy of every operator that has a choice, by its name.
+        stored: How every parameter is stored, by value name.
+    """
+
+    choices: Mapping[str, Strategy]
+    stored: Mapping[str, Stored]
+
+    def placement(self, flow: Flow, name: str) -> Placement:
+        """The placement in which a value is made."""
+        if name in self.stored:
+            return self.stored[name].placement
+        source = flow.source(name)
+        strategy = self.choices.get(source.name)
+        return R if strategy is None else strategy.outputs[source.position]
+
+
+class Changed(NamedTuple):
+    """One conversion of a plan.
+
+    Attributes:
+        value: What is converted.
+        source: The placement that it is made in.
+        use: What its consumers want.
+        change: The collectives; None for a synchronized parameter, whose uses need none.
+        consumers: Operators that share the conversion; ``""`` is the forward's result.
+        price: What it costs.
+    """
+
+    value: str
+    source: Placement
+    use: Use
+    change: Conversion | None
+    consumers: tuple[str, ...]
+    price: Price
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What a plan costs on one rank.
+
+    Attributes:
+        operators: Price of every operator.
+        conversions: Every conversion, in order of values.
+        parameters: Price of every parameter's reduction and update, by value name.
+        total: All of it.
+    """
+
+    operators: Mapping[str, Price]
+    conversions: tuple[Changed, ...]
+    parameters: Mapping[str, Price]
+    total: Price
+
+
+def price_of_change(
+    prices: Prices, name: str, stored: Stored | None, source: Placement, use: Use
+) -> Price | None:
+    """What a use of a value costs; None where it is impossible.
+
+    Args:
+        prices: Prices of the graph.
+        name: The value.
+        stored: How it is stored, if it is a parameter.
+        source: The placement it is made in.
+        use: What the consumer wants.
+    """
+    meta = prices.graph.meta(name)
+    if stored is not None and stored.synchronized and prices.backward and meta.differentiable:
+        return Price() if use.partial_gradient else prices.synchronized(meta, use.placement)
+    try:
+        return prices.conversion(meta, source, use)
+    except ValueError:
+        return None
+
+
+def conversions_of(flow: Flow, assignment: Assignment, prices: Prices) -> Iterator[Changed]:
+    """Every conversion of a plan, each once for all consumers that share it.
+
+    Raises:
+        ValueError: A consumer wants what nothing converts into.
+    """
+    for name, consumers in flow.values().items():
+        yield from _of_value(flow, assignment, prices, name, [(c.op, c.position) for c in consumers])
+
+
+def _of_value(
+    flow: Flow, assignment: Assignment, prices: Prices, name: str, consumers: list[tuple[str, int]]
+) -> Iterator[Changed]:
+    source, stored = assignment.placement(flow, name), assignment.stored.get(name)
+    wanted: dict[Use, list[str]] = {}
+    for op, position in consumers:
+        use = uses_of(assignment.choices[op])[position] if op else Use(R)
+        wanted.setdefault(use, []).append(op)
+    for use, users in wanted.items():
+        price = price_of_change(prices, name, stored, source, use)
+        if price is None:
+            raise ValueError(f"nothing converts {name} from {source} into {use.placement}")
+        change = None if stored is not None and stored.synchronized else conversion(source, use)
+        if change is not None or price.seconds > 0:
+            yield Changed(name, source, use, change, tuple(dict.fromkeys(users)), price)
+
+
+def evaluate(flow: Flow, assignment: Assignment, prices: Prices) -> Evaluation:
+    """What a plan costs."""
+    operators = {name: prices.operator(op, assignment.choices[name]) for name, op in flow.ops.items()}
+    conversions = tuple(conversions_of(flow, assignment, prices))
+    parameters = {
+        name: prices.parameter(flow.graph.metas[name], stored) for name, stored in assignment.stored.items()
+    }
+    total = Price()
+    for price in (*operators.values(), *(changed.price for changed in conversions), *parameters.values()):
+        total = total.plus(price)
+    if any(stored.synchronized for stored in assignment.stored.values()):
+        total = total.plus(prices.synchronization)
+    return Evaluation(operators, conversions, parameters, total)

@@ -1,0 +1,134 @@
+"""The peak of memory of a plan on one rank: what is alive at every moment of a step.
+
+The solver counts what lasts and what autograd keeps, which is linear in its choices; this walk through the step,
+there and back, is what a limit is finally held against.
+"""
+
+from __future__ import annotations
+
+from nnx_nnscaler.cost.model import Prices
+from nnx_nnscaler.cost.operators import ALIASES, base_name
+from nnx_nnscaler.placement import Placement, R
+from nnx_nnscaler.plan.conversion import uses_of
+from nnx_nnscaler.plan.evaluation import Assignment
+from nnx_nnscaler.plan.flow import Flow
+from nnx_nnscaler.rules.rule import outputs_of
+
+__all__ = ["peak_memory"]
+
+_Tensor = tuple[str, Placement]
+"""A tensor in memory: the value whose storage it is, in a placement."""
+
+
+def peak_memory(flow: Flow, assignment: Assignment, prices: Prices) -> int:
+    """Most bytes that are alive at once on one rank."""
+    graph = flow.graph
+    lasting = sum(prices.kept(graph.metas[name], stored) for name, stored in assignment.stored.items())
+    others = [name for name in graph.metas if name not in assignment.stored]
+    lasting += sum(prices.local(graph.metas[name], R).nbytes for name in others)
+    step = _Step(flow, assignment, prices)
+    return lasting + max(step.forward(), step.backward() if prices.backward else 0)
+
+
+class _Step:
+    """One step, operator by operator."""
+
+    def __init__(self, flow: Flow, assignment: Assignment, prices: Prices) -> None:
+        self._flow = flow
+        self._assignment = assignment
+        self._prices = prices
+        self._ops = list(flow.ops.values())
+        self._made: list[list[_Tensor]] = []
+        self._kept: list[set[_Tensor]] = []
+        self._more: list[int] = []
+        self._bytes: dict[_Tensor, int] = {}
+        last: dict[_Tensor, int] = {}
+        for index, op in enumerate(self._ops):
+            used, made, kept, more = self._tensors(index)
+            self._made.append(made)
+            self._kept.append(kept)
+            self._more.append(more)
+            for tensor in (*used, *made):
+                last[tensor] = index
+        for name in flow.values():
+            if any(not consumer.op for consumer in flow.values()[name]):
+                last[flow.storage(name), R] = len(self._ops)
+        self._last = last
+
+    def _tensors(self, index: int) -> tuple[list[_Tensor], list[_Tensor], set[_Tensor], int]:
+        """What an operator uses, what it makes (conversions included), what is kept of it, and further bytes."""
+        op, flow = self._ops[index], self._flow
+        strategy = self._assignment.choices[op.name]
+        saved = self._prices.saved(op, strategy)
+        inputs, outputs = self._prices.locals_of(op, strategy)
+        used, made, kept = [], [], set()
+        for position, (name, use) in enumerate(zip(op.operands(), uses_of(strategy), strict=True)):
+            if name in flow.graph.metas and use.placement == self._assignment.placement(flow, name):
+                continue  # lasts anyway
+            tensor = (flow.storage(name), use.placement)
+            used.append(tensor)
+            if tensor not in self._bytes:
+                self._bytes[tensor] = inputs[position].nbytes
+                made.append(tensor)
+            if position in saved.operands:
+                kept.add(tensor)
+        if base_name(op) not in ALIASES:
+            for name, local, placement in zip(
+                self._results(op.name), outputs, strategy.outputs, strict=False
+            ):
+                tensor = (name, placement)
+                self._bytes[tensor] = local.nbytes
+                made.append(tensor)
+                if saved.output:
+                    kept.add(tensor)
+        return used, made, kept, saved.more
+
+    def _results(self, name: str) -> list[str]:
+        """Names of an operator's results."""
+        picks = sorted(
+            (source.position, pick) for pick, source in self._flow.picks.items() if source.name == name
+        )
+        count = len(outputs_of(self._flow.ops[name]))
+        named = dict(picks)
+        return [named.get(position, name) for position in range(count)]
+
+    def forward(self) -> int:
+        """Peak of the forward pass."""
+        ends: dict[int, list[_Tensor]] = {}
+        for tensor, index in self._last.items():
+            ends.setdefault(index, []).append(tensor)
+        lasting = set().union(*self._kept) if self._kept and self._prices.backward else set()
+        alive = peak = 0
+        for index in range(len(self._ops)):
+            alive += sum(self._bytes[tensor] for tensor in self._made[index]) + self._more[index]
+            peak = max(peak, alive)
+            gone = [tensor for tensor in ends.get(index, []) if tensor not in lasting]
+            alive -= sum(self._bytes.get(tensor, 0) for tensor in gone)
+        return peak
+
+    def backward(self) -> int:
+        """Peak of the backward pass: what is still kept, and the gradients that are alive."""
+        keepers: dict[_Tensor, int] = {}
+        for index, kept in enumerate(self._kept):
+            for tensor in kept:
+                keepers.setdefault(tensor, index)  # freed when its first keeper is done
+        alive = sum(self._bytes[tensor] for tensor in keepers) + sum(self._more)
+        gradients: dict[str, int] = {}
+        peak = alive
+        for index in reversed(range(len(self._ops))):
+            self._add_gradients(index, gradients)
+            peak = max(peak, alive + sum(gradients.values()))
+            for tensor in self._made[index]:
+                gradients.pop(tensor[0], None)
+            alive -= self._more[index]
+            alive -= sum(self._bytes[tensor] for tensor in self._kept[index] if keepers[tensor] == index)
+        return peak
+
+    def _add_gradients(self, index: int, gradients: dict[str, int]) -> None:
+        op = self._ops[index]
+        strategy = self._assignment.choices[op.name]
+        inputs, _ = self._prices.locals_of(op, strategy)
+        for name, local in zip(op.operands(), inputs, strict=True):
+            if local.differentiable and name not in self._flow.parameters:
+                storage = self._flow.storage(name)
+                gradients[storage] = max(gradients.get(storage, 0), local.nbytes)

@@ -1,0 +1,245 @@
+"""Planning one program: choices are narrowed by a policy, priced, and solved within a memory limit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from nnx.errors import PlanError
+from nnx_nnscaler.cost.model import CostModel, Prices, Stored
+from nnx_nnscaler.ir import Graph, Op, Size, TensorMeta
+from nnx_nnscaler.placement import Placement, R
+from nnx_nnscaler.plan.classes import Problem, fold
+from nnx_nnscaler.plan.context import Policy, PolicyContext, StrategiesOf
+from nnx_nnscaler.plan.evaluation import Assignment, evaluate
+from nnx_nnscaler.plan.flow import Flow
+from nnx_nnscaler.plan.memory import peak_memory
+from nnx_nnscaler.plan.policies import policy_of
+from nnx_nnscaler.plan.program_plan import Prediction, ProgramPlan, Strategy
+from nnx_nnscaler.plan.solver import Program
+from nnx_nnscaler.rules.rule import outputs_of, replicate
+
+__all__ = ["assignment_of", "plan_program"]
+
+_ROUNDS = 6
+"""How often the solver's limit is tightened until the walk through the step confirms it."""
+
+
+def plan_program(
+    graph: Graph,
+    *,
+    size: int,
+    policy: str | Policy = "autodist",
+    costs: CostModel | None = None,
+    stored: Mapping[str, Placement] | None = None,
+    synchronized: Collection[str] | None = None,
+    constraints: Mapping[str, str] | None = None,
+    memory_limit: int | None = None,
+    units: int = 1,
+    zero: bool = False,
+    strategies_of: StrategiesOf | None = None,
+) -> ProgramPlan:
+    """Plan how the ranks of a unit run a graph.
+
+    Args:
+        graph: The traced forward.
+        size: Ranks of the unit.
+        policy: A policy's name, or a function that takes a `PolicyContext`.
+        costs: What time and memory are predicted with; published figures of a plain CPU by default.
+        stored: How parameters are stored already, by fully qualified name, when a further program is planned
+            for a model that was laid out; a parameter that is not named is whole.
+        synchronized: With `stored`, the parameters whose gradients the reducer sums over the unit.
+        constraints: Module or parameter pattern to strategy name, on top of the policy.
+        memory_limit: Bytes that each rank may use.
+        units: How many units share the work, each with a batch of its own.
+        zero: Whether the units keep parameters, gradients and optimizer state in parts.
+        strategies_of: Where strategies come from; the registry of rules by default.
+
+    Raises:
+        OptionError: There is no such policy.
+        PlanError: The policy or a constraint asks for what is not possible, or no plan fits into the memory.
+        UnsupportedError: The policy plans pipelines.
+    """
+    name, narrow = policy_of(policy)
+    costs = costs or CostModel()
+    context = PolicyContext(graph, size, strategies_of or _registry() if size > 1 else _only_replicate)
+    if stored is not None:
+        _keep_layout(context, stored, synchronized or ())
+        kept = dict(context.stored)
+    context.choose(narrow(context) or {})
+    for pattern, strategy in (constraints or {}).items():
+        context.pin(pattern, strategy)
+    if stored is not None:
+        context.stored = kept
+    prices = costs.prices(graph, size=size, units=units, zero=zero)
+    assignment = _solve(context, prices, memory_limit, limits=_Limits(name, units=units, zero=zero))
+    return _plan(graph, assignment, prices, context.flow, policy=name)
+
+
+def _registry() -> StrategiesOf:
+    from nnx_nnscaler.rules.registry import strategies_of
+
+    return strategies_of
+
+
+def _only_replicate(op: Op, graph: Graph, size: int) -> list[Strategy]:
+    return [replicate(op)]
+
+
+def _keep_layout(
+    context: PolicyContext, stored: Mapping[str, Placement], synchronized: Collection[str]
+) -> None:
+    """Leave only the layout that the parameters have."""
+    for name, fqn in context.graph.parameters.items():
+        context.stored[name] = (Stored(stored.get(fqn, R), fqn in synchronized),)
+
+
+# --- solving ----------------------------------------------------------------------------------------
+
+
+class _Limits:
+    """What a message about memory needs to know."""
+
+    def __init__(self, policy: str, *, units: int, zero: bool) -> None:
+        self.policy = policy
+        self.units = units
+        self.zero = zero
+
+    def error(self, limit: int, least: int, size: int) -> PlanError:
+        """That no plan fits, and what helps."""
+        knobs = [f"more ranks for each unit (plan_ngpus, now {size})"]
+        if self.units > 1 and not self.zero:
+            knobs.append("use_zero=True")
+        if self.policy != "autodist":
+            knobs.append("policy 'autodist'")
+        knobs += ["activation checkpointing (recompute)", "a smaller batch"]
+        return PlanError(
+            f"no plan of policy {self.policy!r} fits into {_text(limit)} on each of {size} ranks: "
+            f"{least - limit} bytes ({_text(least - limit)}) are missing, the smallest plan found "
+            f"takes {_text(least)}.",
+            remedy=f"What helps: {', '.join(knobs[:-1])} or {knobs[-1]}.",
+        )
+
+
+def _text(nbytes: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} GiB"
+
+
+def _solve(context: PolicyContext, prices: Prices, limit: int | None, *, limits: _Limits) -> Assignment:
+    problem = fold(context.flow, context.choices())
+    program = Program(problem, prices, memory=limit is not None)
+    best = _assignment(problem, program)
+    if best is None:
+        raise PlanError(
+            f"policy {limits.policy!r} and its constraints contradict each other: no choice is left for which "
+            "every operator gets its operands as it needs them.",
+            remedy="Leave out a constraint, or pin fewer operators.",
+        )
+    if limit is None or peak_memory(context.flow, best, prices) <= limit:
+        return best
+    return _within(context.flow, problem, program, prices, limit, limits)
+
+
+def _within(
+    flow: Flow, problem: Problem, program: Program, prices: Prices, limit: int, limits: _Limits
+) -> Assignment:
+    """The fastest plan whose walk through a step stays within the limit.
+
+    The program counts less than the walk (no gradients of activations, nothing short-lived), so its own limit
+    is lowered by what the walk found over it.
+    """
+    solution = program.solve(least_memory=True)
+    least = problem.assignment(solution.chosen) if solution else None
+    if solution is None or least is None:
+        raise limits.error(limit, limit + 1, prices.size)
+    smallest, allowed = peak_memory(flow, least, prices), float(limit)
+    fitting = least if smallest <= limit else None
+    for _ in range(_ROUNDS):
+        found = _assignment(problem, program, limit=max(allowed, solution.objective * (1 + 1e-9)))
+        if found is None:
+            break
+        peak = peak_memory(flow, found, prices)
+        smallest = min(smallest, peak)
+        if peak <= limit:
+            return found
+        if allowed < solution.objective:
+            break
+        allowed -= peak - limit
+    if fitting is None:
+        raise limits.error(limit, smallest, prices.size)
+    return fitting
+
+
+def _assignment(problem: Problem, program: Program, limit: float | None = None) -> Assignment | None:
+    solution = program.solve(limit=limit)
+    return None if solution is None else problem.assignment(solution.chosen)
+
+
+# --- the result -------------------------------------------------------------------------------------
+
+
+def _plan(graph: Graph, assignment: Assignment, prices: Prices, flow: Flow, *, policy: str) -> ProgramPlan:
+    total = evaluate(flow, assignment, prices).total
+    names = graph.parameters
+    return ProgramPlan(
+        size=prices.size,
+        policy=policy,
+        choices=_all_choices(graph, assignment, flow),
+        stored={names[name]: stored.placement for name, stored in assignment.stored.items()},
+        synchronized=frozenset(
+            names[name] for name, stored in assignment.stored.items() if stored.synchronized
+        ),
+        divisible=tuple(sorted(_divisible(graph, assignment, flow, prices.size))),
+        prediction=Prediction(
+            compute=total.compute,
+            communication=total.communication,
+            memory=peak_memory(flow, assignment, prices),
+        ),
+    )
+
+
+def _all_choices(graph: Graph, assignment: Assignment, flow: Flow) -> dict[str, Strategy]:
+    """The strategies in the order of the graph; a getitem's says in which placement its result comes."""
+    choices = {}
+    for op in graph.ops:
+        strategy = assignment.choices.get(op.name)
+        if strategy is None:
+            placement = assignment.placement(flow, op.name)
+            strategy = Strategy("getitem", (placement,), (placement,))
+        choices[op.name] = strategy
+    return choices
+
+
+def _divisible(graph: Graph, assignment: Assignment, flow: Flow, size: int) -> set[tuple[str, int]]:
+    """Sizes that were even for the traced batch and have to be for any other that runs this plan."""
+    found = set()
+    for name, op in flow.ops.items():
+        strategy = assignment.choices[name]
+        metas = [graph.meta(operand) for operand in op.operands()]
+        placed = zip((*metas, *outputs_of(op)), (*strategy.inputs, *strategy.outputs), strict=True)
+        for meta, placement in placed:
+            found |= set(_symbolic(meta, placement, size))
+    return found
+
+
+def _symbolic(meta: TensorMeta, placement: Placement, size: int) -> Iterator[tuple[str, int]]:
+    if placement.is_shard and isinstance(dim := meta.shape[placement.dim], Size):
+        yield dim.expr, size * placement.groups
+
+
+def assignment_of(graph: Graph, plan: ProgramPlan) -> Assignment:
+    """What a plan chose, for evaluating it again.
+
+    Args:
+        graph: The graph that it was made for.
+        plan: The plan.
+    """
+    flow = Flow(graph)
+    stored = {
+        name: Stored(plan.stored.get(fqn, R), fqn in plan.synchronized)
+        for name, fqn in graph.parameters.items()
+    }
+    return Assignment({name: plan.choices[name] for name in flow.ops}, stored)
