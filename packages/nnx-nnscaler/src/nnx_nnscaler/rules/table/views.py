@@ -1,0 +1,240 @@
+"""Operators that permute, repeat, take apart or put together, without computing anything."""
+
+from __future__ import annotations
+
+from nnx_nnscaler.ir import Graph, Op, TensorMeta
+from nnx_nnscaler.placement import Placement, S
+from nnx_nnscaler.plan.program_plan import Strategy
+from nnx_nnscaler.rules.call import Call, argument_of
+from nnx_nnscaler.rules.groups import groups_at, input_values, output_values
+from nnx_nnscaler.rules.labels import Labels, aligned, dim_labels, label_strategies, partial_strategy
+from nnx_nnscaler.rules.rule import Rule, Writer
+
+__all__ = ["RULES"]
+
+
+class _View(Rule):
+    """An operator whose operand's dims all reappear in its result, or stay whole."""
+
+    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:  # noqa: D102
+        call = Call.of(op, graph, size)
+        labels = self.labels(call)
+        if labels is None:
+            return []
+        return [*label_strategies(call, {"self": labels[0]}, [labels[1]]), *partial_strategy(call, ["self"])]
+
+    def labels(self, call: Call) -> tuple[Labels, Labels] | None:
+        """Labels of the operand and of the result; None for a form that is not known."""
+        raise NotImplementedError
+
+
+class _Permute(_View):
+    def labels(self, call: Call) -> tuple[Labels, Labels] | None:
+        order = self.order(call, len(call.output.shape))
+        after = dim_labels(call, call.output.shape)
+        return tuple(after[order.index(dim)] for dim in range(len(order))), after
+
+    def order(self, call: Call, ndim: int) -> list[int]:
+        """The operand's dim that every dim of the result is."""
+        return [call.dim(dim) for dim in call["dims"]]
+
+
+class _Transpose(_Permute):
+    def order(self, call: Call, ndim: int) -> list[int]:
+        order = list(range(ndim))
+        first, second = self.swapped(call)
+        order[first], order[second] = order[second], order[first]
+        return order
+
+    def swapped(self, call: Call) -> tuple[int, int]:
+        """The two dims that change places."""
+        names = ("dim0", "dim1") if call["dim0"] is not None else ("axis0", "axis1")
+        return call.dim(call[names[0]]), call.dim(call[names[1]])
+
+
+class _MatrixTranspose(_Transpose):
+    def swapped(self, call: Call) -> tuple[int, int]:
+        return (0, 0) if len(call.output.shape) < 2 else (call.dim(-2), call.dim(-1))
+
+
+class _Expand(_View):
+    def labels(self, call: Call) -> tuple[Labels, Labels] | None:
+        before = call.meta("self")
+        after = dim_labels(call, call.output.shape)
+        return None if before is None else (aligned(after, call.output, before), after)
+
+    def write(self, op: Op, strategy: Strategy, writer: Writer) -> str:
+        if not strategy.outputs[0].is_shard or not isinstance(op.output, TensorMeta):
+            return writer.call(op)
+        shape = writer.shape(op.output, strategy.outputs[0])
+        return f"{writer.value(argument_of(op, 'self'))}.expand({shape})"
+
+
+class _AlongDim(_View):
+    """What works along one dim and leaves all others as they are."""
+
+    def labels(self, call: Call) -> tuple[Labels, Labels] | None:
+        after = dim_labels(call, call.output.shape)
+        before = call.meta("self")
+        if before is None or len(before.shape) != len(after):
+            return None
+        whole = tuple(
+            label if index not in self.worked(call) else None for index, label in enumerate(after)
+        )
+        return whole, whole
+
+    def worked(self, call: Call) -> list[int]:
+        """The dims that it works along."""
+        dims = call["dims"] if call["dims"] is not None else [call["dim"]]
+        return [call.dim(dim) for dim in dims]
+
+
+class _Slice(_AlongDim):
+    def worked(self, call: Call) -> list[int]:
+        whole = call["step"] == 1 and call.shape("self") == call.output.hints
+        return [] if whole else super().worked(call)
+
+
+class _Select(_View):
+    def labels(self, call: Call) -> tuple[Labels, Labels] | None:
+        after = dim_labels(call, call.output.shape)
+        dim = call.dim(call["dim"], len(after) + 1)
+        return (*after[:dim], None, *after[dim:]), after
+
+
+class _Repeat(_View):
+    def labels(self, call: Call) -> tuple[Labels, Labels] | None:
+        after = dim_labels(call, call.output.shape)
+        repeats = list(call["repeats"])
+        whole = tuple(label if times == 1 else None for label, times in zip(after, repeats, strict=True))
+        return whole[len(repeats) - len(call.shape("self")) :], whole
+
+
+class _RepeatInterleave(_AlongDim):
+    """Repeats elements where they are, so that parts stay parts."""
+
+    def worked(self, call: Call) -> list[int]:
+        return []
+
+    def labels(self, call: Call) -> tuple[Labels, Labels] | None:
+        return None if call["dim"] is None or call["output_size"] is not None else super().labels(call)
+
+
+class _Parts(Rule):
+    """Takes a tensor apart along a dim: cut along another, or in every part alike."""
+
+    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
+        call = Call.of(op, graph, size)
+        dim = call.dim(call["dim"], len(call.shape("self")))
+        before = dim_labels(call, call.output.shape)
+        whole = tuple(label if index != dim else None for index, label in enumerate(before))
+        found = label_strategies(call, {"self": whole}, [whole] * len(call.outputs))
+        found += self._cut_alike(call, dim)
+        return [*found, *partial_strategy(call, ["self"])]
+
+    def _cut_alike(self, call: Call, dim: int) -> list[Strategy]:
+        parts = len(call.outputs)
+        extents = {meta.hints[dim] for meta in call.outputs}
+        if len(extents) != 1 or parts * extents.pop() != call.shape("self")[dim]:
+            return []
+        values = zip([*input_values(call.op)[:1], *output_values(call.op)], [parts, *[1] * parts], strict=True)
+        wanted = {
+            groups // within
+            for value, within in values
+            for groups in groups_at(call.graph, call.size, value, dim)
+            if groups % within == 0
+        }
+        return [
+            call.strategy(
+                f"parts/{parts * groups}", {"self": S(dim, groups=parts * groups)}, [S(dim, groups=groups)] * parts
+            )
+            for groups in sorted({1, *wanted})
+        ]
+
+    def write(self, op: Op, strategy: Strategy, writer: Writer) -> str:
+        dim = argument_of(op, "dim")
+        pieces = argument_of(op, "split_size") or argument_of(op, "split_sizes")
+        if pieces is None or not _is_cut(strategy.outputs[0], dim, op):
+            return writer.call(op)
+        if isinstance(pieces, (list, tuple)):
+            local = "[" + ", ".join(writer.dim(piece, sharded=True) for piece in pieces) + "]"
+        else:
+            local = writer.dim(pieces, sharded=True)
+        return f"{writer.value(argument_of(op, 'self'))}.split({local}, {dim})"
+
+
+class _Unbind(Rule):
+    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
+        call = Call.of(op, graph, size)
+        after = dim_labels(call, call.output.shape)
+        dim = call.dim(call["dim"], len(after) + 1)
+        before = (*after[:dim], None, *after[dim:])
+        found = label_strategies(call, {"self": before}, [after] * len(call.outputs))
+        return [*found, *partial_strategy(call, ["self"])]
+
+
+class _Cat(Rule):
+    """Puts tensors together along a dim; where that is asked for grouped, from parts of each."""
+
+    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
+        call = Call.of(op, graph, size)
+        dim = call.dim(call["dim"])
+        metas = call.metas("tensors")
+        after = dim_labels(call, call.output.shape)
+        whole = tuple(label if index != dim else None for index, label in enumerate(after))
+        if any(len(meta.shape) != len(after) for meta in metas):
+            return []  # empty tensors of one dim, which cat ignores
+        found = label_strategies(call, {"tensors": [whole] * len(metas)}, [whole])
+        if len({meta.hints[dim] for meta in metas}) == 1:
+            for groups in sorted(groups_at(graph, size, op.name, dim)):
+                if groups % len(metas) == 0:
+                    part = S(dim, groups=groups // len(metas))
+                    inputs = {"tensors": [part] * len(metas)}
+                    found.append(call.strategy(f"parts/{groups}", inputs, [S(dim, groups=groups)]))
+        return [*found, *partial_strategy(call, ["tensors"])]
+
+
+class _Stack(Rule):
+    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
+        call = Call.of(op, graph, size)
+        dim = call.dim(call["dim"])
+        after = dim_labels(call, call.output.shape)
+        whole = tuple(label if index != dim else None for index, label in enumerate(after))
+        before: Labels = (*after[:dim], *after[dim + 1 :])
+        found = label_strategies(call, {"tensors": [before] * len(call.metas("tensors"))}, [whole])
+        return [*found, *partial_strategy(call, ["tensors"])]
+
+
+def _is_cut(placement: Placement, dim: int, op: Op) -> bool:
+    """Whether the results of an operator are cut along the dim that it works along."""
+    outputs = op.output if isinstance(op.output, tuple) else (op.output,)
+    ndim = next(len(meta.shape) for meta in outputs if meta is not None)
+    return placement.is_shard and placement.dim == dim % ndim
+
+
+_PERMUTE, _TRANSPOSE, _MATRIX_TRANSPOSE, _ALONG = _Permute(), _Transpose(), _MatrixTranspose(), _AlongDim()
+_PARTS = _Parts()
+
+RULES: dict[str, Rule] = {
+    "aten.permute": _PERMUTE,
+    "aten.transpose": _TRANSPOSE,
+    "aten.swapaxes": _TRANSPOSE,
+    "aten.swapdims": _TRANSPOSE,
+    "aten.t": _MATRIX_TRANSPOSE,
+    "aten.mT": _MATRIX_TRANSPOSE,
+    "aten.expand": _Expand(),
+    "aten.slice": _Slice(),
+    "aten.narrow": _ALONG,
+    "aten.flip": _ALONG,
+    "aten.select": _Select(),
+    "aten.repeat": _Repeat(),
+    "aten.repeat_interleave.self_int": _RepeatInterleave(),
+    "aten.split.Tensor": _PARTS,
+    "aten.split_with_sizes": _PARTS,
+    "aten.split.sizes": _PARTS,
+    "aten.chunk": _PARTS,
+    "aten.unbind": _Unbind(),
+    "aten.cat": _Cat(),
+    "aten.concat": _Cat(),
+    "aten.stack": _Stack(),
+}

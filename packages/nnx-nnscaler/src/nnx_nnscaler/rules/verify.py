@@ -1,0 +1,266 @@
+"""Whether a strategy is right, by trying: a whole operator against its parts on every rank, with gradients.
+
+The self-check, the search for unknown operators, and the tests of the table all come down to `check_strategy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 # the field writes it so
+from torch import Tensor
+
+from nnx_nnscaler.ir import Argument, Code, Dim, Graph, Op, Ref, Size, TensorMeta, hint_of
+from nnx_nnscaler.placement import P, Placement
+from nnx_nnscaler.plan.program_plan import Strategy
+from nnx_nnscaler.rules.call import operator_of
+from nnx_nnscaler.rules.registry import rule_for
+from nnx_nnscaler.rules.rule import Rule
+from nnx_nnscaler.runtime.communicator import Communicator, GroupCommunicator, run_as_ranks
+from nnx_nnscaler.runtime.runtime import Runtime
+
+__all__ = ["DRAWS", "check_strategy"]
+
+DRAWS = ("normal", "unit")
+"""The kinds of made-up values: standard normal, and between 0 and 1 for what is only defined there."""
+
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.complex128: 1e-10}
+
+
+def check_strategy(
+    op: Op,
+    graph: Graph,
+    strategy: Strategy,
+    size: int,
+    *,
+    rule: Rule | None = None,
+    draws: Sequence[str] = DRAWS,
+    seed: int = 0,
+) -> str:
+    """Run an operator whole and as a strategy says, in float64, and compare results and gradients.
+
+    Args:
+        op: The operator.
+        graph: Where it stands.
+        strategy: What is tried.
+        size: Number of ranks, which are threads of this process.
+        rule: What writes the call; the operator's own rule by default.
+        draws: Which kinds of values to try; one that the whole operator refuses is left out.
+        seed: Chooses the values.
+
+    Returns:
+        What differs; empty where everything agrees.
+    """
+    tried = 0
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        for draw in draws:
+            trial = _Trial(op, graph, strategy, size, rule or rule_for(op), seed)
+            trial.make_values(draw)
+            try:
+                trial.run_whole()
+            except (RuntimeError, IndexError, ValueError):
+                continue
+            tried += 1
+            difference = trial.difference()
+            if difference:
+                return f"{op.target} as {strategy.name} on {size} ranks, {draw} values: {difference}"
+    return "" if tried else f"{op.target} cannot be run on made-up values"
+
+
+class _NumberWriter:
+    """Writes calls for the traced sizes, with operators by their full names."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def value(self, argument: Argument) -> str:
+        if isinstance(argument, Ref):
+            return argument.name
+        if isinstance(argument, Code):
+            return argument.text
+        if isinstance(argument, Size):
+            return str(argument.hint)
+        if isinstance(argument, (list, tuple)):
+            return "[" + ", ".join(self.value(item) for item in argument) + "]"
+        if isinstance(argument, float) and argument in (float("inf"), float("-inf")):
+            return f"float('{argument}')"
+        return repr(argument)
+
+    def dim(self, dim: Dim, *, sharded: bool = False) -> str:
+        return str(hint_of(dim) // self.size if sharded else hint_of(dim))
+
+    def shape(self, meta: TensorMeta, placement: Placement) -> str:
+        return str(list(placement.local_shape(meta.hints, self.size)))
+
+    def call(self, op: Op) -> str:
+        if op.target == "getitem":
+            return f"{self.value(op.args[0])}[{op.args[1]}]"
+        arguments = [self.value(argument) for argument in op.args]
+        arguments += [f"{name}={self.value(argument)}" for name, argument in op.kwargs.items()]
+        return f"torch.ops.{op.target}({', '.join(arguments)})"
+
+
+@dataclass(slots=True)
+class _Trial:
+    """One comparison: the values, what the whole operator makes of them, and what the ranks do."""
+
+    op: Op
+    graph: Graph
+    strategy: Strategy
+    size: int
+    rule: Rule
+    seed: int
+    values: dict[str, Tensor] = field(default_factory=dict)
+    cotangents: list[Tensor | None] = field(default_factory=list)
+    results: list[Tensor] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+    def make_values(self, draw: str) -> None:
+        """Values for all operands."""
+        generator = torch.Generator().manual_seed(self.seed)
+        bound = self.rule.index_bound(self.op, self.graph)
+        for name in dict.fromkeys(self.op.operands()):
+            self.values[name] = _made_up(self.graph.meta(name), bound, draw, generator)
+
+    def run_whole(self) -> None:
+        """What one process computes, and the gradients for made-up gradients of its results."""
+        torch.manual_seed(self.seed)
+        leaves = {name: _leaf(value) for name, value in self.values.items()}
+        code = _NumberWriter(1).call(self.op)
+        self.results = _run(code, leaves, Runtime(GroupCommunicator(None)))
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        self.cotangents = [
+            torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result.dtype)
+            if result.requires_grad
+            else None
+            for result in self.results
+        ]
+        _backward(self.results, self.cotangents)
+        self.gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+    def difference(self) -> str:
+        """Where the ranks' results or gradients are not those of the whole."""
+        torch.manual_seed(self.seed)
+        try:
+            ranks = run_as_ranks(self.size, self._run_rank)
+        except Exception as error:  # whatever a wrong strategy does to an operator
+            return f"{type(error).__name__}: {error}"
+        for index, placement in enumerate(self.strategy.outputs):
+            found = _assembled([results[index] for results, _ in ranks], placement, self.size)
+            where = f"result {index} ({placement})"
+            if difference := _compared(found, self.results[index].detach(), where):
+                return difference
+        for name, placement in zip(self.op.operands(), self.strategy.inputs, strict=True):
+            parts = [gradients.get(name) for _, gradients in ranks]
+            if difference := self._compared_gradient(name, placement, parts):
+                return difference
+        return ""
+
+    def _run_rank(self, communicator: Communicator) -> tuple[list[Tensor], dict[str, Tensor]]:
+        runtime = Runtime(communicator)
+        leaves = {}
+        for name, placement in zip(self.op.operands(), self.strategy.inputs, strict=True):
+            leaves[name] = _leaf(self._local(self.values[name], placement, runtime))
+        code = self.rule.write(self.op, self.strategy, _NumberWriter(self.size))
+        with torch.enable_grad():
+            results = _run(code, leaves, runtime)
+            cotangents = [
+                None if whole is None else runtime.part(whole, placement.dim, placement.groups)
+                if placement.is_shard
+                else whole
+                for whole, placement in zip(self.cotangents, self.strategy.outputs, strict=True)
+            ]
+            _backward(results, cotangents)
+        gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+        return [result.detach() for result in results], gradients
+
+    def _local(self, whole: Tensor, placement: Placement, runtime: Runtime) -> Tensor:
+        """What a rank holds of a value."""
+        if placement.is_shard:
+            return runtime.part(whole, placement.dim, placement.groups).clone()
+        if placement != P:
+            return whole.clone()
+        generator = torch.Generator().manual_seed(self.seed + 2)
+        summands = [torch.randn(whole.shape, generator=generator, dtype=whole.dtype) for _ in range(self.size - 1)]
+        rest = whole.clone()
+        for summand in summands:
+            rest -= summand
+        return [*summands, rest][runtime.rank]
+
+    def _compared_gradient(self, name: str, placement: Placement, parts: list[Tensor | None]) -> str:
+        """A gradient is cut as its value is; of a whole value in split work, each rank has a summand."""
+        whole = self.gradients.get(name)
+        present = [part for part in parts if part is not None]
+        if whole is None:
+            return "" if all(not part.any() for part in present) else f"{name} gets a gradient"
+        if len(present) != len(parts):
+            return f"{name} gets no gradient on {len(parts) - len(present)} of {len(parts)} ranks"
+        summed = not placement.is_shard and placement != P and not self.strategy.is_replicated
+        found = _assembled(present, P if summed else _dual(placement), self.size)
+        return _compared(found, whole, f"gradient of {name} ({placement})")
+
+
+def _dual(placement: Placement) -> Placement:
+    return placement if placement.is_shard else Placement("R")
+
+
+def _run(code: str, values: dict[str, Tensor], runtime: Runtime) -> list[Tensor]:
+    """The tensors that a line of code makes."""
+    names: dict[str, Any] = {"torch": torch, "F": F, "rt": runtime, **values}
+    result = eval(code, names)  # noqa: S307 # written by the rule that is checked
+    results = result if isinstance(result, (list, tuple)) else [result]
+    return [item for item in results if isinstance(item, Tensor)]
+
+
+def _backward(results: list[Tensor], cotangents: Sequence[Tensor | None]) -> None:
+    pairs = [(r, c) for r, c in zip(results, cotangents, strict=True) if c is not None and r.requires_grad]
+    if pairs:
+        torch.autograd.backward([result for result, _ in pairs], [cotangent for _, cotangent in pairs])
+
+
+def _leaf(value: Tensor) -> Tensor:
+    return value.detach().clone().requires_grad_(value.is_floating_point() or value.is_complex())
+
+
+def _made_up(meta: TensorMeta, bound: int | None, draw: str, generator: torch.Generator) -> Tensor:
+    """A tensor of made-up values; floating point ones in double precision."""
+    dtype: torch.dtype = getattr(torch, meta.dtype)
+    if dtype == torch.bool:
+        return torch.rand(meta.hints, generator=generator) < 0.6
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return torch.randint(0, bound or 4, meta.hints, generator=generator).to(dtype)
+    if dtype.is_complex:
+        return torch.randn(meta.hints, generator=generator, dtype=torch.complex128)
+    if draw == "unit":
+        return 0.05 + 0.9 * torch.rand(meta.hints, generator=generator, dtype=torch.float64)
+    return torch.randn(meta.hints, generator=generator, dtype=torch.float64)
+
+
+def _assembled(parts: list[Tensor], placement: Placement, size: int) -> Tensor | str:
+    """The whole that the ranks hold, or why they hold none."""
+    if placement.is_shard:
+        dim, groups = placement.dim, placement.groups
+        if any(part.ndim <= dim or part.shape[dim] % groups for part in parts):
+            return f"shapes {[tuple(part.shape) for part in parts]}"
+        grouped = [part.unflatten(dim, (groups, -1)) for part in parts]
+        return torch.cat(grouped, dim=dim + 1).flatten(dim, dim + 1)
+    if placement == P:
+        return torch.stack(parts).sum(0)
+    same = all(torch.equal(part.nan_to_num(), parts[0].nan_to_num()) for part in parts)
+    return parts[0] if same else f"the {size} ranks do not have the same"
+
+
+def _compared(found: Tensor | str, whole: Tensor, what: str) -> str:
+    if isinstance(found, str):
+        return f"{what}: {found}"
+    if found.shape != whole.shape or found.dtype != whole.dtype:
+        return f"{what}: {found.dtype} {tuple(found.shape)} instead of {whole.dtype} {tuple(whole.shape)}"
+    if not (whole.is_floating_point() or whole.is_complex()):
+        return "" if torch.equal(found, whole) else f"{what}: other values"
+    tolerance = _TOLERANCE.get(whole.dtype, 3e-2)
+    if torch.allclose(found, whole, rtol=tolerance, atol=tolerance, equal_nan=True):
+        return ""
+    return f"{what}: off by {(found - whole).abs().nan_to_num().max().item():.3g}"

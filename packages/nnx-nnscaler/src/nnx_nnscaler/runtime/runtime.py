@@ -1,0 +1,28 @@
+"""What an emitted program knows as ``rt``: conversions and functions of one rank of a unit."""
+
+from __future__ import annotations
+
+import torch
+
+from nnx_nnscaler.runtime.communicator import Communicator
+from nnx_nnscaler.runtime.functions import Functions
+
+__all__ = ["Runtime"]
+
+
+class Runtime(Functions):
+    """Everything that an emitted program calls besides torch.
+
+    Args:
+        communicator: The unit's collectives.
+        device: Where tensors that the program makes live.
+
+    Example:
+        >>> from nnx_nnscaler.runtime.communicator import GroupCommunicator
+        >>> Runtime(GroupCommunicator(None)).once(torch.ones(2))
+        tensor([1., 1.])
+    """
+
+    def __init__(self, communicator: Communicator, device: torch.device | str = "cpu") -> None:
+        super().__init__(communicator)
+        self.device = torch.device(device)
