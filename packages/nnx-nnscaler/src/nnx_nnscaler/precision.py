@@ -51,7 +51,7 @@ class NnScalerPrecision:
                 remedy="Leave the scaler out.",
             )
         if scaler is None and precision == "16-mixed":
-            scaler = torch.amp.GradScaler()
+            scaler = torch.amp.GradScaler("cuda" if torch.cuda.is_available() else "cpu")
         self.precision = precision
         self.scaler = scaler
         self._desired_input_dtype = _TRUE_HALVES.get(precision, torch.float32)  # what Lightning's own reads
