@@ -1,0 +1,317 @@
+"""From a module and a call of it to a program that runs: trace, plan, emit, keep, load.
+
+`Compiler` works in one process, `compile_together` lets one rank compile for all ranks of a group and brings
+its error to every one of them. Which plan is made is the planner's business, when to compile is that of
+`nnx_nnscaler.programs`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nnx.collective import all_gather_object, together
+from nnx.errors import PlanError
+from nnx_nnscaler.codegen.emit import emit
+from nnx_nnscaler.codegen.load import Program, load_program
+from nnx_nnscaler.codegen.plan_text import plan_from_text, plan_to_text
+from nnx_nnscaler.codegen.store import Entry, Store, key_of
+from nnx_nnscaler.ir import Graph
+from nnx_nnscaler.placement import Placement
+from nnx_nnscaler.plan.program_plan import ProgramPlan
+from nnx_nnscaler.trace import fingerprint, graph_from_json, graph_to_json, trace_forward
+
+__all__ = ["Compiled", "Compiler", "FixedLayout", "ModelCall", "Planner", "code_digest", "compile_together"]
+
+log = logging.getLogger("nnx.nnscaler")
+T = TypeVar("T")
+
+
+class ModelCall(NamedTuple):
+    """Arguments of a forward."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class FixedLayout(NamedTuple):
+    """How the parameters lie already, so that every later program has to take them.
+
+    Attributes:
+        stored: Placement of every parameter by fully qualified name.
+        synchronized: Parameters whose partial gradients the reducer sums.
+    """
+
+    stored: Mapping[str, Placement]
+    synchronized: frozenset[str]
+
+    @classmethod
+    def of(cls, plan: ProgramPlan) -> FixedLayout:
+        """The layout that a plan asks for."""
+        return cls(dict(plan.stored), plan.synchronized)
+
+
+Planner = Callable[[Graph, FixedLayout | None], ProgramPlan]
+"""Makes the plan of a graph; with a layout, one that takes parameters as they lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A program, ready to be called.
+
+    Attributes:
+        graph: What was traced.
+        plan: Its plan.
+        program: The emitted function.
+        constants: The graph's constants, on the device that runs it.
+        source: The emitted source.
+        path: Where it is kept; None for a program that is in memory only.
+    """
+
+    graph: Graph
+    plan: ProgramPlan
+    program: Program
+    constants: dict[str, Tensor]
+    source: str
+    path: Path | None
+
+    @classmethod
+    def load(cls, entry: Entry, path: Path | None, device: torch.device) -> Compiled:
+        """Make the texts of a program run."""
+        graph = graph_from_json(entry.graph)
+        constants = {name: tensor.to(device) for name, tensor in graph.constants.items()}
+        program = load_program(entry.source, path=path)
+        return cls(graph, plan_from_text(entry.plan), program, constants, entry.source, path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiler:
+    """Compiles calls of one module.
+
+    Attributes:
+        planner: Makes plans.
+        size: Ranks of a unit.
+        identity: What programs depend on besides the module, its inputs and the size: policy, options. JSON
+            values; see `code_digest` for functions.
+        store: Where programs are kept; None keeps them in memory.
+        reuse: ``"match"``, ``"override"``, ``"moo"`` or ``"graph"``.
+        fixed_batch: Whether a program is for one batch size only.
+        check: Called with the module, the graph, the plan and the call before a program is used; raises where
+            it is wrong. None checks nothing.
+    """
+
+    planner: Planner
+    size: int
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    store: Store | None = None
+    reuse: str = "match"
+    fixed_batch: bool = False
+    check: Callable[[nn.Module, Graph, ProgramPlan, ModelCall], None] | None = None
+
+    def compile(
+        self,
+        root: nn.Module,
+        call: ModelCall,
+        *,
+        layout: FixedLayout | None = None,
+        fixed_batch: bool = False,
+    ) -> tuple[Entry, Path | None]:
+        """The texts of the program of one call, from the store where it may be used, else made now.
+
+        Args:
+            root: The module; its parameters may lie in parts, only their logical shapes are read.
+            call: What it is called with.
+            layout: How its parameters lie already.
+            fixed_batch: Trace this batch size only.
+
+        Raises:
+            UnsupportedError: The forward cannot be traced.
+            PlanError: No plan fits, or what the store holds is broken.
+        """
+        with whole_shapes(root):
+            fixed_batch = fixed_batch or self.fixed_batch
+            traced_from = {
+                "fingerprint": fingerprint(root, *call),
+                "fixed_batch": fixed_batch,
+                "versions": _versions(),
+            }
+            made_from = {**traced_from, **self.identity, "size": self.size, "layout": _layout_digest(layout)}
+            key = key_of(made_from)
+            kept = self._kept(key)
+            if kept is not None and self.store is not None:
+                log.info("the program in %s is used again", self.store.path(key))
+                return kept, self.store.path(key)
+            entry = self._make(root, call, layout, traced_from, fixed_batch)
+            path = None if self.store is None else self.store.write(key, entry, made_from)
+            return entry, path
+
+    def _kept(self, key: str) -> Entry | None:
+        """What the store holds under a key, as far as it may be used."""
+        if self.store is None or self.reuse in ("override", "graph"):
+            return None
+        try:
+            return self.store.read(key)
+        except PlanError as error:
+            if self.reuse != "moo":
+                raise
+            log.warning("%s Made anew, because of reuse='moo'.", error.message)
+            return None
+
+    def _make(
+        self,
+        root: nn.Module,
+        call: ModelCall,
+        layout: FixedLayout | None,
+        traced_from: Mapping[str, Any],
+        fixed_batch: bool,
+    ) -> Entry:
+        text = self.store.find_graph(traced_from) if self.store and self.reuse == "graph" else None
+        if text is None:
+            graph = trace_forward(root, *call, batch_dims=None if fixed_batch else "auto")
+            text = graph_to_json(graph)
+        else:
+            graph = graph_from_json(text)
+        plan = self.planner(graph, layout)
+        if self.check is not None and layout is None:
+            self.check(root, graph, plan, call)
+        return Entry(source=emit(graph, plan, title=_title(root)), plan=plan_to_text(plan), graph=text)
+
+
+def compile_together(
+    compiler: Compiler,
+    root: nn.Module,
+    call: ModelCall,
+    *,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    layout: FixedLayout | None = None,
+    fixed_batch: bool = False,
+) -> Compiled:
+    """Compile on the first rank of a group, and load the program on all of them. Collective.
+
+    Args:
+        compiler: What compiles; only the first rank's is used.
+        root: The module.
+        call: Arguments; the other ranks' are not looked at.
+        group: A group whose collectives take CPU tensors.
+        device: Where the program runs on this rank.
+        layout: How the parameters lie already.
+        fixed_batch: Trace this batch size only.
+
+    Raises:
+        PlanError: The ranks' modules differ, or no plan fits.
+        UnsupportedError: The forward cannot be traced.
+    """
+    _check_agreement(root, group)
+    made: tuple[Entry, Path | None] | None = None
+    with together(group, doing="compiling the forward"):
+        if group is None or dist.get_rank(group) == 0:
+            made = compiler.compile(root, call, layout=layout, fixed_batch=fixed_batch)
+    entry, path = _from_first(made, group)
+    assert entry is not None
+    return Compiled.load(entry, path, device)
+
+
+def _check_agreement(root: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """All ranks must have the same module, or their collectives would not match."""
+    mine = ""
+    with together(group, doing="reading the module"), whole_shapes(root):
+        mine = fingerprint(root, (), {})
+    prints = all_gather_object(mine, group)
+    others = [rank for rank, other in enumerate(prints) if other != prints[0]]
+    if others:
+        raise PlanError(
+            f"{type(root).__name__} is not the same on all ranks: rank 0 has another one than "
+            f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))} (code, shapes, "
+            "requires_grad or training flags differ).",
+            remedy="Build the same module on every rank.",
+        )
+
+
+def _from_first(value: T, group: dist.ProcessGroup | None) -> T:
+    if group is None:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, group_src=0, group=group)
+    return values[0]
+
+
+@contextmanager
+def whole_shapes(root: nn.Module) -> Iterator[None]:
+    """Let every parameter that lies in parts look like the whole one, for code that follows shapes only.
+
+    The stand-ins hold no meaningful values, and on CPU no memory that is touched.
+    """
+    swapped: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    stand_ins: dict[int, nn.Parameter] = {}
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and type(parameter) is not nn.Parameter:
+                swapped.append((module._parameters, name, parameter))
+                stand_ins.setdefault(id(parameter), _stand_in(parameter))
+    try:
+        for owner, name, parameter in swapped:
+            owner[name] = stand_ins[id(parameter)]
+        yield
+    finally:
+        for owner, name, parameter in swapped:
+            owner[name] = parameter
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+def code_digest(function: Callable[..., Any]) -> str:
+    """What tells one policy function from another, or from its former self."""
+    code = getattr(function, "__code__", None)
+    parts: Sequence[object] = (type(function).__qualname__,)
+    if code is not None:
+        constants = [_constant(item) for item in code.co_consts]
+        parts = (code.co_code, constants, code.co_names, getattr(function, "__defaults__", None))
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+    return f"{name}:{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
+
+
+def _constant(item: object) -> object:
+    """A constant of a function's code in a form whose repr is the same in every process."""
+    if hasattr(item, "co_code"):
+        return item.co_code
+    return sorted(map(repr, item)) if isinstance(item, frozenset) else item
+
+
+def _layout_digest(layout: FixedLayout | None) -> str:
+    if layout is None:
+        return ""
+    text = repr((sorted((name, str(p)) for name, p in layout.stored.items()), sorted(layout.synchronized)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = version("nnx-nnscaler")
+    except PackageNotFoundError:
+        own = "not installed"
+    return {"torch": torch.__version__, "nnx-nnscaler": own}
+
+
+def _title(root: nn.Module) -> str:
+    import inspect
+
+    cls = type(root)
+    try:
+        place = f"{Path(inspect.getsourcefile(cls) or '').name}:{inspect.getsourcelines(cls)[1]}"
+    except (OSError, TypeError):
+        place = cls.__module__
+    return f"{cls.__qualname__} ({place})"

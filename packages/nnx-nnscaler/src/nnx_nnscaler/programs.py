@@ -1,0 +1,318 @@
+"""What runs in place of a module's forward: the program that fits a call, or the module's own forward.
+
+`Programs` stands in for ``module.forward`` on the instance. It looks up the program for what a call looks like,
+has one compiled where there is none, and otherwise lets the user's own forward run whole on every rank of the
+unit, which is always right and only slower; it says once why. It plans nothing and stores no parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import is_
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.utils._pytree import tree_flatten
+
+from nnx.errors import UnsupportedError
+from nnx_nnscaler.codegen.variant import Variant
+from nnx_nnscaler.compiling import Compiled, Compiler, FixedLayout, ModelCall, compile_together
+from nnx_nnscaler.runtime.runtime import Runtime
+
+__all__ = ["Programs"]
+
+log = logging.getLogger("nnx.nnscaler")
+
+MOST_VARIANTS = 8
+"""Programs of one module; a call that looks like none of them runs whole from then on."""
+
+
+class Programs:
+    """The programs of one module on one rank.
+
+    Args:
+        root: The module whose forward they are.
+        compiler: Makes them.
+        runtime: What programs communicate with.
+        device: Where they run.
+        unit: The ranks that work on one batch together, as a group whose collectives take CPU tensors; None
+            for a unit of one rank.
+        world: All ranks, likewise: the first program is compiled once for all of them, because parameters
+            have to lie alike in every unit.
+        local: What a program runs in: inside it parameters are this rank's parts.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        *,
+        compiler: Compiler,
+        runtime: Runtime,
+        device: torch.device,
+        unit: dist.ProcessGroup | None = None,
+        world: dist.ProcessGroup | None = None,
+        local: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.root = root
+        self.layout: FixedLayout | None = None
+        self.causes: list[str] = []
+        self._compiler = compiler
+        self._runtime = runtime
+        self._device = device
+        self._unit = unit
+        self._world = world
+        self._local = local
+        self._weights: Mapping[str, Tensor] = {}
+        self._variants: dict[Any, list[Variant]] = {}
+        self._refused: dict[Any, str] = {}
+        self._own: Callable[..., Any] = root.forward
+        self._signature = _signature_of(self._own)
+        self._tree = _Tree(root)
+
+    @property
+    def variants(self) -> list[Compiled]:
+        """The programs that exist, in the order they were made."""
+        found = [variant for variants in self._variants.values() for variant in variants]
+        return [variant.compiled for variant in sorted(found, key=lambda variant: variant.number)]
+
+    # --- life -----------------------------------------------------------------------------------
+
+    def prepare(self, call: ModelCall) -> Compiled | None:
+        """Compile the first program, once for the whole world, before parameters are laid out. Collective.
+
+        Returns:
+            The program, whose plan says how parameters have to lie; None where the forward cannot be traced,
+            so that every call will run whole.
+        """
+        call = self._bound(call)
+        key, tensors = self._key(call)
+        try:
+            compiled = self._compile(call, self._world, fixed_batch=_is_single(tensors))
+        except UnsupportedError as error:
+            self._refused[key] = str(error)
+            self._warn(str(error))
+            return None
+        self.layout = FixedLayout.of(compiled.plan)
+        self._keep(key, compiled)
+        return compiled
+
+    def attach(self, weights: Mapping[str, Tensor]) -> None:
+        """Take the forward's place on the instance.
+
+        Args:
+            weights: This rank's part of every parameter and buffer, by fully qualified name; read at each use.
+        """
+        self._weights = weights
+        self._tree = _Tree(self.root)
+        self._own = self.root.forward
+        self.root.forward = _Forward(self)
+
+    def detach(self) -> None:
+        """Give the module its own forward back."""
+        if isinstance(self.root.__dict__.get("forward"), _Forward):
+            _restore(self.root, self._own)
+
+    # --- calls ----------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the module on these arguments."""
+        variant, tensors = self._find(ModelCall(args, kwargs))
+        if variant is None:
+            return self._own(*args, **kwargs)
+        with self._local():
+            return variant.compiled.program(
+                self._runtime, self.root, self._weights, variant.compiled.constants, *tensors
+            )
+
+    def _find(self, call: ModelCall) -> tuple[Variant | None, list[Tensor]]:
+        """The program that fits a call and the tensors to call it with; none where it has to run whole."""
+        if torch.compiler.is_compiling() or torch_module._has_any_global_hook():
+            self._warn("a trace of the model, or a hook on all modules, has to see every submodule's call")
+            return None, []
+        if self._tree.changed():
+            self._warn("the module's tree changed after it was planned")
+            return None, []
+        call = self._bound(call)
+        try:
+            key, tensors = self._key(call)
+            variants = self._variants.get(key, ())
+        except TypeError:
+            self._warn("an argument of the forward is neither a tensor nor a plain value")
+            return None, []
+        for variant in variants:
+            if variant.shapes_fit(tensors):
+                hindrance = variant.hindrance(tensors)
+                if hindrance:
+                    self._warn(hindrance)
+                return None if hindrance else variant, tensors
+        return self._compiled_for(key, call), tensors
+
+    def _compiled_for(self, key: Any, call: ModelCall) -> Variant | None:
+        """A program for a call that none fits, compiled now; None where there can be none."""
+        cause = self._refused.get(key)
+        if cause is None and len(self.variants) >= MOST_VARIANTS:
+            cause = f"{MOST_VARIANTS} programs exist already, and none fits"
+        if cause is None:
+            try:
+                return self._keep(key, self._compile(call, self._unit, fixed_batch=False))
+            except UnsupportedError as error:
+                cause = self._refused[key] = str(error)
+        self._warn(cause)
+        return None
+
+    def _compile(self, call: ModelCall, group: dist.ProcessGroup | None, *, fixed_batch: bool) -> Compiled:
+        with self._own_forward():
+            return compile_together(
+                self._compiler,
+                self.root,
+                call,
+                group=group,
+                device=self._device,
+                layout=self.layout,
+                fixed_batch=fixed_batch,
+            )
+
+    def _keep(self, key: Any, compiled: Compiled) -> Variant:
+        variant = Variant(compiled, number=len(self.variants))
+        self._variants.setdefault(key, []).append(variant)
+        return variant
+
+    @contextmanager
+    def _own_forward(self) -> Iterator[None]:
+        """The module with its own forward, for the trace."""
+        standing = self.root.__dict__.get("forward")
+        if not isinstance(standing, _Forward):
+            yield
+            return
+        _restore(self.root, self._own)
+        try:
+            yield
+        finally:
+            self.root.forward = standing
+
+    def _bound(self, call: ModelCall) -> ModelCall:
+        """The same call with arguments that are given by name in the places they have."""
+        if not call.kwargs or self._signature is None:
+            return call
+        try:
+            bound = self._signature.bind(*call.args, **call.kwargs)
+        except TypeError:
+            return call  # the forward itself will say what is wrong
+        return ModelCall(bound.args, bound.kwargs)
+
+    def _key(self, call: ModelCall) -> tuple[Any, list[Tensor]]:
+        """What a call looks like but for its sizes, and its tensors."""
+        leaves, spec = tree_flatten((call.args, call.kwargs))
+        tensors: list[Tensor] = []
+        looks: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                tensors.append(leaf)
+                looks.append((leaf.dtype, leaf.ndim, leaf.requires_grad))
+            else:
+                looks.append((type(leaf), leaf))
+        key = (spec, tuple(looks), self._tree.state())
+        hash(key)
+        return key, tensors
+
+    def _warn(self, cause: str) -> None:
+        if cause in self.causes:
+            return
+        self.causes.append(cause)
+        if self._runtime.rank == 0:
+            log.warning(
+                "%s runs whole on every rank of its unit, which is right but slower: %s",
+                type(self.root).__name__,
+                cause,
+            )
+
+
+class _Forward:
+    """Stands in for a module's forward; a copy of the module gets its own forward back."""
+
+    def __init__(self, programs: Programs) -> None:
+        self.programs = programs
+        functools.update_wrapper(self, programs._own)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.programs(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        root = self.programs.root
+        return MethodType(type(root).forward, memo.get(id(root), root))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MethodType, (type(self.programs.root).forward, self.programs.root)
+
+
+class _Tree:
+    """The parts of a module tree that decide whether a program still stands for it.
+
+    Args:
+        root: Its hooks run as ever, outside the forward, so they do not matter.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._spaces = [module.__dict__ for module in root.modules()]
+        self._children = [
+            (space["_modules"], tuple(space["_modules"].values()))
+            for space in self._spaces
+            if space["_modules"]
+        ]
+        self._parameters = [
+            (space["_parameters"], tuple(space["_parameters"].values()))
+            for space in self._spaces
+            if space["_parameters"]
+        ]
+
+    def changed(self) -> bool:
+        """Whether a submodule or a parameter is another one now."""
+        for now, before in (*self._children, *self._parameters):
+            if len(now) != len(before) or not all(map(is_, now.values(), before)):
+                return True
+        return False
+
+    def state(self) -> tuple[Any, ...]:
+        """Training flags, and which submodules have hooks."""
+        flags = tuple([space["training"] for space in self._spaces])
+        hooked = tuple(
+            [
+                index
+                for index, space in enumerate(self._spaces)
+                if index
+                and (
+                    space["_forward_hooks"]
+                    or space["_forward_pre_hooks"]
+                    or space["_backward_hooks"]
+                    or space["_backward_pre_hooks"]
+                )
+            ]
+        )
+        return flags, hooked
+
+
+def _restore(root: nn.Module, own: Callable[..., Any]) -> None:
+    if isinstance(own, MethodType) and own.__self__ is root and own.__func__ is type(root).forward:
+        del root.forward
+    else:
+        root.forward = own
+
+
+def _is_single(tensors: list[Tensor]) -> bool:
+    """Whether the batch is of one: a program for a symbolic size stands for two or more."""
+    return any(tensor.ndim > 0 and tensor.shape[0] == 1 for tensor in tensors[:1])
+
+
+def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
