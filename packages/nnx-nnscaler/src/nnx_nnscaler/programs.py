@@ -1,8 +1,8 @@
 """What runs in place of a module's forward: the program that fits a call, or the module's own forward.
 
-`Programs` stands in for ``module.forward`` on the instance. It looks up the program for what a call looks like,
-has one compiled where there is none, and otherwise lets the user's own forward run whole on every rank of the
-unit, which is always right and only slower; it says once why. It plans nothing and stores no parameter.
+`Programs` stands in for ``module.forward`` on the instance. It looks up the program for what a call looks
+like, has one compiled where there is none, and otherwise lets the user's own forward run whole on every rank
+of the unit, which is always right and only slower; it says once why. It plans nothing, stores no parameter.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class Programs:
         """Take the forward's place on the instance.
 
         Args:
-            weights: This rank's part of every parameter and buffer, by fully qualified name; read at each use.
+            weights: This rank's part of every parameter and buffer, by fully qualified name; read at each
+                use.
         """
         self._weights = weights
         self._tree = _Tree(self.root)

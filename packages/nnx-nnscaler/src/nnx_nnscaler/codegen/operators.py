@@ -139,7 +139,8 @@ _TORCH = (
 )
 _FUNCTIONAL = (
     "linear.default gelu.default relu.default silu.default elu.default leaky_relu.default softplus.default "
-    "mish.default hardswish.default hardsigmoid.default hardtanh.default glu.default logsigmoid:log_sigmoid.default "
+    "mish.default hardswish.default hardsigmoid.default hardtanh.default glu.default "
+    "logsigmoid:log_sigmoid.default "
     "dropout.default feature_dropout:feature_dropout.default "
     "scaled_dot_product_attention.default rms_norm.default avg_pool2d.default max_pool2d.default "
     "max_pool1d.default avg_pool1d.default adaptive_avg_pool2d.default adaptive_avg_pool1d.default "
@@ -171,8 +172,10 @@ def spell(target: str, args: tuple[Argument, ...], kwargs: Mapping[str, Argument
         render: Writes one argument.
 
     Example:
-        >>> spell("aten.add.Tensor", ("x", "y"), {}, str), spell("aten.add.Tensor", ("x", "y"), {"alpha": 2}, str)
-        ('x + y', 'torch.ops.aten.add.Tensor(x, y, alpha=2)')
+        >>> spell("aten.add.Tensor", ("x", "y"), {}, str)
+        'x + y'
+        >>> spell("aten.add.Tensor", ("x", "y"), {"alpha": 2}, str)
+        'torch.ops.aten.add.Tensor(x, y, alpha=2)'
     """
     kwargs = {name: value for name, value in kwargs.items() if (name, value) not in _NOISE}
     custom = CUSTOM.get(target)

@@ -109,20 +109,21 @@ class OpWriter:
         """An argument as Python code."""
         if isinstance(argument, Ref):
             return argument.code if isinstance(argument, BoundRef) else self._codes[argument.name]
-        if isinstance(argument, Size):
-            return argument.expr
-        if isinstance(argument, Code):
-            return argument.text
+        if isinstance(argument, (Size, Code)):
+            return argument.expr if isinstance(argument, Size) else argument.text
+        if isinstance(argument, (list, tuple, dict, Make)):
+            return self._container(argument)
+        return _literal(argument)
+
+    def _container(self, argument: list[Any] | tuple[Any, ...] | dict[str, Any] | Make) -> str:
         if isinstance(argument, list):
             return f"[{', '.join(map(self.value, argument))}]"
         if isinstance(argument, tuple):
             return f"({', '.join(map(self.value, argument))}{',' if len(argument) == 1 else ''})"
         if isinstance(argument, dict):
             return f"{{{', '.join(f'{key!r}: {self.value(item)}' for key, item in argument.items())}}}"
-        if isinstance(argument, Make):
-            fields = (f"{name}={self.value(item)}" for name, item in argument.fields.items())
-            return f"{self._classes[argument.type]}({', '.join(fields)})"
-        return _literal(argument)
+        fields = (f"{name}={self.value(item)}" for name, item in argument.fields.items())
+        return f"{self._classes[argument.type]}({', '.join(fields)})"
 
     def dim(self, dim: Dim, *, sharded: bool = False) -> str:
         """A size as code: the global one, or that of one rank's part."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import nn
 
 from nnx_nnscaler.runtime.communicator import Communicator
 from nnx_nnscaler.runtime.functions import Functions
@@ -26,3 +29,10 @@ class Runtime(Functions):
     def __init__(self, communicator: Communicator, device: torch.device | str = "cpu") -> None:
         super().__init__(communicator)
         self.device = torch.device(device)
+
+    def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call a submodule that every rank runs whole, as its author wrote it; to it parameters are whole."""
+        from nnx_nnscaler.runtime.parameter import guarded_mode
+
+        with guarded_mode():
+            return module(*args, **kwargs)
