@@ -27,10 +27,12 @@ class Communicator(ABC):
     Attributes:
         rank: This rank's number within the unit.
         size: Number of ranks.
+        threaded: Whether the ranks are threads of one process, which share its random generators.
     """
 
     rank: int
     size: int
+    threaded: bool = False
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -118,6 +120,8 @@ class _Meeting:
 
 class ThreadCommunicator(Communicator):
     """Collectives between threads of one process; made by `run_as_ranks`."""
+
+    threaded = True
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
         self._meeting = meeting
