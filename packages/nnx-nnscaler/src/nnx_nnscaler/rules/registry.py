@@ -9,6 +9,7 @@ from nnx_nnscaler.placement import P, Placement
 from nnx_nnscaler.plan.program_plan import Strategy
 from nnx_nnscaler.rules.groups import spread_groups
 from nnx_nnscaler.rules.labels import is_floating
+from nnx_nnscaler.rules.probe import discover
 from nnx_nnscaler.rules.rule import Rule, Writer, outputs_of, replicate
 from nnx_nnscaler.rules.table import TABLE
 
@@ -22,14 +23,14 @@ class _Plain(Rule):
     """What is left for an operator without a rule."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
-        return [strategy for discover in _DISCOVERIES for strategy in discover(op, graph, size)]
+        return [strategy for find in _DISCOVERIES for strategy in find(op, graph, size)]
 
     def write(self, op: Op, strategy: Strategy, writer: Writer) -> str:
         return writer.call(op)
 
 
 _REGISTERED: dict[str, Rule] = {}
-_DISCOVERIES: list[Discovery] = []
+_DISCOVERIES: list[Discovery] = [discover]
 _PLAIN = _Plain()
 
 

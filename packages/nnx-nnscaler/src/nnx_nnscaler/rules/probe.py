@@ -1,0 +1,266 @@
+"""Strategies found by trying, for operators that no rule knows: evidence on made-up data, not a proof.
+
+Owns what may be tried, on which sizes, and how much of it. Never tries what is random, changes its operands,
+or takes sizes as arguments, and never proposes partial sums as operands: whether an operator is linear
+everywhere cannot be seen at a few points.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from nnx_nnscaler.ir import Argument, Graph, Op, Size, TensorMeta
+from nnx_nnscaler.placement import P, Placement, R, S
+from nnx_nnscaler.plan.program_plan import Strategy
+from nnx_nnscaler.rules import disk_cache
+from nnx_nnscaler.rules.call import bound, operator_of
+from nnx_nnscaler.rules.rule import outputs_of
+from nnx_nnscaler.rules.trial import DRAWS, Run, Trial, draw, runner
+
+__all__ = ["discover"]
+
+_SIZES = (2, 4)
+_MOST_OPERANDS = 4
+_MOST_ELEMENTS = 2**17
+_MOST_COMBINATIONS = 64
+_MOST_CALLS = 256
+_NEVER = {
+    "size",
+    "sizes",
+    "shape",
+    "output_size",
+    "split_size",
+    "split_sizes",
+    "sections",
+    "repeats",
+    "length",
+}
+"""Names of arguments that say sizes: what is right for the whole is wrong for a part."""
+_POSITIONS = {
+    "dim",
+    "dims",
+    "dim0",
+    "dim1",
+    "axis",
+    "axes",
+    "axis0",
+    "axis1",
+    "dimension",
+    "start_dim",
+    "end_dim",
+}
+"""Names of arguments that are right for operands of any size."""
+_RANDOM = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+_found: dict[str, list[Strategy]] = {}
+_fitting: dict[tuple[str, int, tuple[tuple[int, ...], ...]], list[Strategy]] = {}
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def discover(op: Op, graph: Graph, size: int) -> list[Strategy]:
+    """The strategies in which the operator itself, run on parts, gives parts of what it gives on the whole.
+
+    Args:
+        op: An operator without a rule.
+        graph: Where it stands.
+        size: Ranks of the unit.
+
+    Returns:
+        What was found, in a fixed order; nothing where the operator may not be tried or
+        ``NNX_NNSCALER_PROBE=0`` is set.
+    """
+    if os.environ.get("NNX_NNSCALER_PROBE") == "0":
+        return []
+    metas = [graph.meta(name) for name in op.operands()] if op.target != "getitem" else []
+    run = runner(op) if _may_try(op, metas) else None
+    if run is None:
+        return []
+    key = _key(op, metas)
+    actual = (repr(key), size, tuple(meta.hints for meta in metas))
+    if actual not in _fitting:
+        found = _known(key, op, metas, run)
+        _fitting[actual] = [s for s in found if _keeps_shapes(run, s, metas, outputs_of(op), size)]
+    return _fitting[actual]
+
+
+def _may_try(op: Op, metas: Sequence[TensorMeta]) -> bool:
+    operator = operator_of(op.target)
+    if operator is None or op.context or not 0 < len(metas) <= _MOST_OPERANDS or not outputs_of(op):
+        return False
+    schema = operator._schema
+    if schema.is_mutable or _RANDOM & set(operator.tags) or op.target.startswith("prim"):
+        return False
+    if any(_has_size(argument) for argument in bound(op).values()) or _NEVER & set(bound(op)):
+        return False
+    # The kernel of somebody's own operator need not check that indices are within range.
+    indices = any(_is_integer(meta) for meta in metas)
+    return op.target.startswith("aten.") or not indices
+
+
+def _known(key: dict[str, object], op: Op, metas: Sequence[TensorMeta], run: Run) -> list[Strategy]:
+    """What was found before, in this process or another, or is found now."""
+    text = repr(key)
+    if text not in _found:
+        own = not op.target.startswith("aten.")  # its code may change while its name stays
+        kept = None if own else disk_cache.load(key)
+        if kept is None:
+            kept = _searched(op, metas, run) if len(_found) < _MOST_CALLS else []
+            if not own:
+                disk_cache.store(key, kept)
+        _found[text] = kept
+    return _found[text]
+
+
+def _searched(op: Op, metas: Sequence[TensorMeta], run: Run) -> list[Strategy]:
+    with torch.random.fork_rng(devices=[]):
+        state = torch.get_rng_state()
+        trials = _trials(op, metas, run)
+        if not trials or not torch.equal(state, torch.get_rng_state()):
+            return []  # it draws random numbers without saying so
+        found = []
+        for combination in _combinations(trials[0].operands):
+            strategy = _guess(run, trials[0], combination)
+            if strategy is not None and _holds(run, trials, strategy):
+                found.append(strategy)
+        return found
+
+
+def _holds(run: Run, trials: Sequence[Trial], strategy: Strategy) -> bool:
+    tensors = [(t.shape, p) for t, p in zip(trials[0].operands, strategy.inputs, strict=True)]
+    tensors += [(t.shape, p) for t, p in zip(trials[0].results, strategy.outputs, strict=True)]
+    sizes = [size for size in _SIZES if all(placement.fits(shape, size) for shape, placement in tensors)]
+    return bool(sizes) and not any(
+        trial.disagreement(run, strategy, size) for size in sizes for trial in trials
+    )
+
+
+def _trials(op: Op, metas: Sequence[TensorMeta], run: Run) -> list[Trial]:
+    """The operator on whole operands of every kind of data; none if it does not run on small ones."""
+    for shapes in _shapes(op, metas):
+        try:
+            return [_trial(run, metas, shapes, kind, seed) for seed, kind in enumerate(DRAWS)]
+        except (RuntimeError, IndexError, ValueError, TypeError):  # it does not fit these shapes
+            continue
+    return []
+
+
+def _trial(run: Run, metas: Sequence[TensorMeta], shapes: Shapes, kind: str, seed: int) -> Trial:
+    generator = torch.Generator().manual_seed(seed)
+    extents = [extent for shape in shapes for extent in shape if extent > 1] or [1]
+    bounds = [max(extents), min(extents)] if kind == "large" else [min(extents)]
+    for bound_of_indices in bounds:
+        operands = [
+            draw(shape, getattr(torch, meta.dtype), kind, bound_of_indices, generator)
+            for shape, meta in zip(shapes, metas, strict=True)
+        ]
+        try:
+            return Trial.of(run, operands, generator)
+        except IndexError:
+            continue
+    raise IndexError("no indices that were made up are within range")
+
+
+def _shapes(op: Op, metas: Sequence[TensorMeta]) -> Iterator[Shapes]:
+    """Small shapes that are alike, if no argument counts elements, then the traced ones if they are small."""
+    actual = tuple(meta.hints for meta in metas)
+    if not any(_counts(name, argument) for name, argument in bound(op).items()):
+        extents = sorted({extent for shape in actual for extent in shape if extent > 1})
+        small = {extent: 4 * (index + 1) for index, extent in enumerate(extents)}
+        yield tuple(tuple(small.get(extent, extent) for extent in shape) for shape in actual)
+    if sum(math.prod(shape) for shape in actual) <= _MOST_ELEMENTS:
+        yield actual
+
+
+def _combinations(operands: Sequence[torch.Tensor]) -> list[tuple[Placement, ...]]:
+    """Placements of operands worth trying: cuts of dims of one extent, the other operands whole."""
+    extents = sorted({extent for tensor in operands for extent in tensor.shape if extent > 1})
+    found: dict[tuple[Placement, ...], None] = {}
+    for extent in extents:
+        options = [[R, *(S(dim) for dim, n in enumerate(t.shape) if n == extent)] for t in operands]
+        found.update(dict.fromkeys(itertools.islice(itertools.product(*options), _MOST_COMBINATIONS)))
+    found.pop((R,) * len(operands), None)
+    return list(found)[:_MOST_COMBINATIONS]
+
+
+def _guess(run: Run, trial: Trial, inputs: tuple[Placement, ...]) -> Strategy | None:
+    """The strategy that the shapes of one part's results speak for; None if they speak for none."""
+    first = _SIZES[0]
+    if not all(p.fits(tensor.shape, first) for p, tensor in zip(inputs, trial.operands, strict=True)):
+        return None
+    parts = [
+        tensor.narrow(p.dim, 0, tensor.shape[p.dim] // first) if p.is_shard else tensor
+        for p, tensor in zip(inputs, trial.operands, strict=True)
+    ]
+    try:
+        with torch.no_grad():
+            results = run(parts)
+    except (RuntimeError, IndexError, ValueError, TypeError):
+        return None
+    outputs = [_guessed(part, whole, first) for part, whole in zip(results, trial.results, strict=True)]
+    known = tuple(placement for placement in outputs if placement is not None)
+    if len(known) < len(outputs):
+        return None
+    return Strategy(f"{', '.join(map(str, inputs))} -> {', '.join(map(str, known))}", inputs, known)
+
+
+def _guessed(part: torch.Tensor, whole: torch.Tensor, size: int) -> Placement | None:
+    if part.shape == whole.shape:
+        constant = whole.numel() > 1 and bool((whole == whole.flatten()[0]).all())
+        return P if whole.is_floating_point() and not constant else None
+    if part.ndim != whole.ndim:
+        return None
+    cut = [dim for dim in range(whole.ndim) if part.shape[dim] != whole.shape[dim]]
+    return S(cut[0]) if len(cut) == 1 and part.shape[cut[0]] * size == whole.shape[cut[0]] else None
+
+
+def _keeps_shapes(
+    run: Run, strategy: Strategy, metas: Sequence[TensorMeta], results: Sequence[TensorMeta], size: int
+) -> bool:
+    """Whether parts of the traced sizes give parts of the traced results, shapes only."""
+    inputs = list(zip(metas, strategy.inputs, strict=True))
+    outputs = list(zip(results, strategy.outputs, strict=True))
+    if not all(placement.fits(meta.hints, size) for meta, placement in (*inputs, *outputs)):
+        return False
+    parts = [
+        torch.empty(p.local_shape(meta.hints, size), dtype=getattr(torch, meta.dtype), device="meta")
+        for meta, p in inputs
+    ]
+    try:
+        with torch.no_grad():
+            made = run(parts)
+    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
+        return False
+    return [tuple(t.shape) for t in made] == [p.local_shape(meta.hints, size) for meta, p in outputs]
+
+
+def _key(op: Op, metas: Sequence[TensorMeta]) -> dict[str, object]:
+    """What the outcome depends on: the operator, its other arguments, and its operands' shapes as tried."""
+    return {
+        "operator": op.target,
+        "arguments": {name: repr(argument) for name, argument in bound(op).items()},
+        "operands": [meta.dtype for meta in metas],
+        "shapes": [[list(shape) for shape in shapes] for shapes in _shapes(op, metas)],
+    }
+
+
+def _has_size(argument: Argument) -> bool:
+    if isinstance(argument, (list, tuple)):
+        return any(_has_size(item) for item in argument)
+    return isinstance(argument, Size)
+
+
+def _counts(name: str, argument: Argument) -> bool:
+    """Whether an argument may count elements, so that only the traced sizes go with it."""
+    if isinstance(argument, (list, tuple)):
+        return any(_counts(name, item) for item in argument)
+    return type(argument) is int and abs(argument) > 1 and name not in _POSITIONS
+
+
+def _is_integer(meta: TensorMeta) -> bool:
+    return not meta.dtype.startswith(("float", "bfloat", "complex", "bool"))
