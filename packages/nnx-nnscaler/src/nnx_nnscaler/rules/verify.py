@@ -54,14 +54,13 @@ def check_strategy(
     Returns:
         What differs; empty where everything agrees.
     """
+    if op.target == "getitem":
+        return ""  # the result is the operand, and its operand is not one tensor
     tried = 0
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for draw in draws:
             trial = _Trial(op, graph, strategy, size, rule or rule_for(op), seed)
-            trial.make_values(draw)
-            try:
-                trial.run_whole()
-            except (RuntimeError, IndexError, ValueError):
+            if not trial.can_run(draw):
                 continue
             tried += 1
             difference = trial.difference()
@@ -117,6 +116,21 @@ class _Trial:
     cotangents: list[Tensor | None] = field(default_factory=list)
     results: list[Tensor] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    followed: set[str] = field(default_factory=set)
+
+    def can_run(self, draw: str) -> bool:
+        """Run the whole operator, differentiated in all operands, or in those that the graph differentiates."""
+        self.make_values(draw)
+        names = [name for name, value in self.values.items() if value.is_floating_point() or value.is_complex()]
+        differentiable = [name for name in names if self.graph.meta(name).differentiable]
+        for followed in (names, differentiable, []):
+            self.followed = set(followed)
+            try:
+                self.run_whole()
+            except (RuntimeError, IndexError, ValueError, NotImplementedError):
+                continue
+            return True
+        return False
 
     def make_values(self, draw: str) -> None:
         """Values for all operands."""
@@ -128,7 +142,7 @@ class _Trial:
     def run_whole(self) -> None:
         """What one process computes, and the gradients for made-up gradients of its results."""
         torch.manual_seed(self.seed)
-        leaves = {name: _leaf(value) for name, value in self.values.items()}
+        leaves = {name: self._leaf(name, value) for name, value in self.values.items()}
         code = _NumberWriter(1).call(self.op)
         self.results = _run(code, leaves, Runtime(GroupCommunicator(None)))
         generator = torch.Generator().manual_seed(self.seed + 1)
@@ -163,7 +177,7 @@ class _Trial:
         runtime = Runtime(communicator)
         leaves = {}
         for name, placement in zip(self.op.operands(), self.strategy.inputs, strict=True):
-            leaves[name] = _leaf(self._local(self.values[name], placement, runtime))
+            leaves[name] = self._leaf(name, self._local(self.values[name], placement, runtime))
         code = self.rule.write(self.op, self.strategy, _NumberWriter(self.size))
         with torch.enable_grad():
             results = _run(code, leaves, runtime)
@@ -176,6 +190,9 @@ class _Trial:
             _backward(results, cotangents)
         gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
         return [result.detach() for result in results], gradients
+
+    def _leaf(self, name: str, value: Tensor) -> Tensor:
+        return value.detach().clone().requires_grad_(name in self.followed)
 
     def _local(self, whole: Tensor, placement: Placement, runtime: Runtime) -> Tensor:
         """What a rank holds of a value."""
@@ -219,10 +236,6 @@ def _backward(results: list[Tensor], cotangents: Sequence[Tensor | None]) -> Non
     pairs = [(r, c) for r, c in zip(results, cotangents, strict=True) if c is not None and r.requires_grad]
     if pairs:
         torch.autograd.backward([result for result, _ in pairs], [cotangent for _, cotangent in pairs])
-
-
-def _leaf(value: Tensor) -> Tensor:
-    return value.detach().clone().requires_grad_(value.is_floating_point() or value.is_complex())
 
 
 def _made_up(meta: TensorMeta, bound: int | None, draw: str, generator: torch.Generator) -> Tensor:

@@ -37,10 +37,55 @@ class Functions(Conversions):
             dim: Along which dim it is cut; None if it is whole.
             groups: In how many groups.
         """
-        return tensor * self.dropout_mask(tensor, p, dim, groups)
+        if dim is None and not self.communicator.threaded:
+            return F.dropout(tensor, p, training=True)
+        return tensor * self._mask(tensor, p, dim, groups)
 
-    def dropout_mask(self, like: Tensor, p: float, dim: int | None = None, groups: int = 1) -> Tensor:
-        """This rank's part of a mask of zeros and ``1 / (1 - p)``."""
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *,
+        p: float,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        dim: int | None = None,
+    ) -> Tensor:
+        """Scaled dot product attention with this rank's part of the dropout that one process would draw.
+
+        Args:
+            query: Like key and value, the whole or this rank's part.
+            key: See there.
+            value: See there.
+            attn_mask: Added to the scores, or where they count.
+            p: Probability of a dropped weight.
+            is_causal: Whether a query sees keys up to its own place only.
+            scale: What scores are multiplied with; one over the root of the features by default.
+            enable_gqa: Whether several query heads share one of key and value.
+            dim: Along which dim of the query the result is cut; None if it is whole.
+        """
+        if dim is None and not self.communicator.threaded:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if enable_gqa:
+            shared = query.shape[-3] // key.shape[-3]
+            key, value = key.repeat_interleave(shared, -3), value.repeat_interleave(shared, -3)
+        scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, float("-inf"))
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        weights: Tensor = torch.ops.aten._safe_softmax(scores, -1)
+        return (weights * self._mask(weights, p, dim)) @ value
+
+    def _mask(self, like: Tensor, p: float, dim: int | None = None, groups: int = 1) -> Tensor:
+        """This rank's part of a dropout mask of zeros and ``1 / (1 - p)``."""
         shape = list(like.shape)
         if dim is not None:
             shape[dim] *= self.size

@@ -9,11 +9,13 @@ from torch import nn
 
 from nnx_nnscaler.runtime.communicator import Communicator
 from nnx_nnscaler.runtime.functions import Functions
+from nnx_nnscaler.runtime.normalization import Normalization
+from nnx_nnscaler.runtime.losses import Losses
 
 __all__ = ["Runtime"]
 
 
-class Runtime(Functions):
+class Runtime(Functions, Losses, Normalization):
     """Everything that an emitted program calls besides torch.
 
     Args:

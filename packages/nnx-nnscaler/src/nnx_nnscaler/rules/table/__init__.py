@@ -5,14 +5,22 @@
 
 from __future__ import annotations
 
+from nnx_nnscaler.rules import convolution, normalization
 from nnx_nnscaler.rules.rule import Rule
-from nnx_nnscaler.rules.table import elementwise, linear, reshape, views
+from nnx_nnscaler.rules.table import attention, elementwise, embedding, linear, loss, random, reductions, reshape, views
 
 __all__ = ["TABLE"]
 
 TABLE: dict[str, Rule] = {
+    **convolution.RULES,
+    **normalization.RULES,
+    **attention.RULES,
     **elementwise.RULES,
+    **embedding.RULES,
     **linear.RULES,
+    **loss.RULES,
+    **random.RULES,
+    **reductions.RULES,
     **reshape.RULES,
     **views.RULES,
 }

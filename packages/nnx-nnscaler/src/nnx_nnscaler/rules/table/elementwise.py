@@ -21,9 +21,10 @@ __all__ = ["RULES", "Elementwise"]
 _UNARY = """
 abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min clip cos cosh
 deg2rad digamma elu erf erfc erfinv exp exp2 expm1 fill floor frac gelu hardshrink hardsigmoid hardswish hardtanh
-isfinite isinf isnan leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit mish mvlgamma nan_to_num
-prelu_scalar rad2deg reciprocal relu relu6 round rsqrt selu sgn sigmoid sign sin sinc sinh softplus
-softshrink sqrt square silu tan tanh tanhshrink threshold trunc fix special_expit special_erf
+isfinite isinf isnan leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num
+rad2deg reciprocal relu relu6 round rsqrt selu sgn sigmoid sign sin sinc sinh softplus
+softshrink sqrt square silu tan tanh tanhshrink threshold trunc fix special_expit special_erf zeros_like ones_like
+full_like empty_like
 """.split()
 
 _BROADCAST = """
