@@ -9,6 +9,7 @@ other file. Weights are never stored. Nothing here knows how a program is made.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -77,8 +78,16 @@ class Store:
             PlanError: What lies there is broken, edited or from elsewhere.
         """
         folder = self.folder / key
-        if not folder.exists():
-            return None
+        while folder.exists():
+            seen = _stamp(folder)
+            try:
+                return self._read(folder, key)
+            except PlanError:
+                if _stamp(folder) == seen:  # else another process put a new one in its place meanwhile
+                    raise
+        return None
+
+    def _read(self, folder: Path, key: str) -> Entry:
         meta = _read_meta(folder)
         if key_of(meta["made_from"]) != key:
             raise _refused(folder / "meta.json", "it describes a program of another key")
@@ -121,8 +130,8 @@ class Store:
         while True:
             try:
                 made.rename(place)
-            except OSError:
-                if not place.exists():
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
             else:
                 return
@@ -133,6 +142,14 @@ class Store:
                 pass
             finally:
                 shutil.rmtree(old, ignore_errors=True)
+
+
+def _stamp(folder: Path) -> bytes | None:
+    """What changes when a folder is replaced by another."""
+    try:
+        return (folder / "meta.json").read_bytes()
+    except OSError:
+        return None
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
