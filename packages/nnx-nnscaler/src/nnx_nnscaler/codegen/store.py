@@ -83,7 +83,8 @@ class Store:
             try:
                 return self._read(folder, key)
             except PlanError:
-                if _stamp(folder) == seen:  # else another process put a new one in its place meanwhile
+                # Otherwise another process took it away meanwhile, to put a new one in its place.
+                if folder.exists() and _stamp(folder) == seen:
                     raise
         return None
 
