@@ -69,7 +69,7 @@ class ParameterLayout:
         return self.local_shape == self.shape
 
     def unit_part(self, whole: Tensor) -> Tensor:
-        """This rank's part, within the unit, of a tensor of the logical shape; a view unless it has groups."""
+        """This rank's part within the unit of a tensor of the logical shape; a view unless it has groups."""
         if not self.placement.is_shard:
             return whole
         dim, groups = self.placement.dim, self.placement.groups

@@ -1,0 +1,201 @@
+"""Buckets: gradients that travel together, in one flat buffer.
+
+How parameters are grouped, and the order inside a bucket, are torch DDP's, so that gloo and NCCL add the
+ranks' numbers in the same order and the sums are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["Bucket", "GradientBucket", "UNUSED", "assign_buckets"]
+
+UNUSED, DENSE, SPARSE = 0, 1, 2
+"""What is known of a gradient in a pass; over the ranks the greatest counts."""
+
+
+def assign_buckets(tensors: Sequence[Tensor], limits: Sequence[int]) -> list[list[int]]:
+    """Group tensors, in order, into buckets of one dtype and device.
+
+    A bucket is complete as soon as it has at least as many bytes as its limit: the first of each dtype
+    takes the first limit, the next the second, and so on, the last one for all that follow.
+
+    Example:
+        >>> assign_buckets([torch.zeros(2), torch.zeros(3), torch.zeros(1)], [4, 16])
+        [[0], [1, 2]]
+    """
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int, int]] = {}
+    complete: list[list[int]] = []
+    for index, tensor in enumerate(tensors):
+        key = tensor.dtype, tensor.device
+        members, size, number = filling.get(key, ([], 0, 0))
+        members.append(index)
+        size += tensor.numel() * tensor.element_size()
+        if size >= limits[min(number, len(limits) - 1)]:
+            complete.append(members)
+            members, size, number = [], 0, number + 1
+        filling[key] = members, size, number
+    return sorted(complete + [members for members, _, _ in filling.values() if members], key=min)
+
+
+class Bucket(ABC):
+    """Gradients that are reduced together.
+
+    Attributes:
+        members: Numbers of its parameters in the reducer.
+        always: Whether it is reduced also where gradients are only to be accumulated.
+        missing: Members whose gradient has not come in the running pass.
+        launched: Whether its collective is under way.
+    """
+
+    members: list[int]
+    always: bool = False
+
+    def __init__(self, members: Sequence[int]) -> None:
+        self.members = list(members)
+        self.missing: set[int] = set()
+        self.launched = False
+
+    @abstractmethod
+    def start(self) -> None:
+        """Make room for the gradients of a pass."""
+
+    @abstractmethod
+    def put(self, index: int, gradient: Tensor) -> int:
+        """Take a gradient, scaled; says whether it was ``DENSE`` or ``SPARSE``."""
+
+    @abstractmethod
+    def put_remaining(self, index: int) -> int:
+        """A member whose gradient did not come: take what it has from before, else zeros and ``UNUSED``."""
+
+    @abstractmethod
+    def launch(self) -> None:
+        """Start the collective."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until this rank has the results; further collectives may be needed for it."""
+
+    @abstractmethod
+    def hand_out(self, index: int, kind: int) -> None:
+        """Give a parameter its reduced gradient."""
+
+    def end(self) -> None:  # noqa: B027 # nothing to free unless there is
+        """Free what only a pass needs."""
+
+
+class GradientBucket(Bucket):
+    """Gradients of parameters of which all ranks of a group hold the same elements: summed, scaled.
+
+    After a pass the gradients are views of the buffer, which saves copying them back. It is used again only
+    if nobody else looks at it.
+
+    Args:
+        members: Numbers of the parameters.
+        parameters: They.
+        group: The ranks over which gradients are summed.
+        scale: Factor of each rank's gradient; applied before the sum, as DDP does.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[int],
+        parameters: Sequence[nn.Parameter],
+        *,
+        group: dist.ProcessGroup,
+        scale: float,
+    ) -> None:
+        super().__init__(members)
+        self._parameters = dict(zip(members, parameters, strict=True))
+        self._group = group
+        self._scale = scale
+        self._buffer: Tensor | None = None
+        self._slots: dict[int, Tensor] = {}
+        self._work: dist.Work | None = None
+
+    def start(self) -> None:  # noqa: D102 # as the base class says
+        if self._buffer is None or not self._is_own(self._buffer):
+            first = next(iter(self._parameters.values()))
+            total = sum(parameter.numel() for parameter in self._parameters.values())
+            self._buffer = torch.empty(total, dtype=first.dtype, device=first.device)
+        self._slots = _slots(self._buffer, self._parameters)
+
+    def _is_own(self, buffer: Tensor) -> bool:
+        """Whether nothing but the parameters' own gradients looks at the buffer."""
+        storage = buffer.untyped_storage()
+        start, stop = buffer.data_ptr(), buffer.data_ptr() + storage.nbytes()
+        gradients = [parameter.grad for parameter in self._parameters.values()]
+        own = sum(
+            grad is not None and start <= grad.data_ptr() < stop for grad in gradients if _is_dense(grad)
+        )
+        return int(torch._C._storage_Use_Count(storage._cdata)) <= own + 2  # the buffer, and `storage`
+
+    def put(self, index: int, gradient: Tensor) -> int:  # noqa: D102
+        slot, kind = self._slots[index], DENSE
+        if gradient.is_sparse:
+            gradient, kind = gradient.to_dense(), SPARSE
+        if gradient.data_ptr() == slot.data_ptr():
+            slot.mul_(self._scale)
+        else:
+            torch.mul(gradient.detach(), self._scale, out=slot)
+        return kind
+
+    def put_remaining(self, index: int) -> int:  # noqa: D102
+        gradient = self._parameters[index].grad
+        if gradient is not None:
+            return self.put(index, gradient)
+        self._slots[index].zero_()
+        return UNUSED
+
+    def launch(self) -> None:  # noqa: D102
+        self._work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
+
+    def wait(self) -> None:  # noqa: D102
+        if self._work is not None:
+            self._work.wait()
+
+    def hand_out(self, index: int, kind: int) -> None:  # noqa: D102
+        parameter, slot = self._parameters[index], self._slots[index]
+        gradient = parameter.grad
+        if kind == SPARSE:
+            dims = gradient.sparse_dim() if gradient is not None and gradient.is_sparse else 1
+            parameter.grad = slot.to_sparse(dims)
+        elif gradient is None or gradient.data_ptr() != slot.data_ptr():
+            parameter.grad = slot
+
+    def end(self) -> None:  # noqa: D102
+        self._slots, self._work = {}, None
+
+
+def _is_dense(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout == torch.strided
+
+
+def _slots(buffer: Tensor, parameters: dict[int, nn.Parameter]) -> dict[int, Tensor]:
+    """A view of the buffer for every parameter, with its strides where they leave no gaps."""
+    slots, offset = {}, 0
+    pieces = buffer.split([parameter.numel() for parameter in parameters.values()])
+    for (index, parameter), piece in zip(parameters.items(), pieces, strict=True):
+        if parameter.is_contiguous():
+            slots[index] = piece.view(parameter.shape)
+        elif _fills_its_storage(parameter):
+            slots[index] = buffer.as_strided(parameter.shape, parameter.stride(), offset)
+        else:
+            slots[index] = piece.view(parameter.shape)
+        offset += piece.numel()
+    return slots
+
+
+def _fills_its_storage(tensor: Tensor) -> bool:
+    """Whether elements lie without gap or overlap, in whatever order of the dims."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,116 @@
+"""What each torch function needs to see of a parameter that is stored in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum, auto
+from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
+from typing import Any
+
+__all__ = ["Sees", "what_it_sees"]
+
+
+class Sees(Enum):
+    """What a function of a parameter is answered with."""
+
+    WHOLE = auto()
+    """The gathered value, with gradient."""
+    IN_PLACE = auto()
+    """The gathered value, which it changes."""
+    DATA = auto()
+    """The gathered value, without gradient."""
+    ASSIGNS = auto()
+    """It replaces the data."""
+    SHAPE = auto()
+    """Logical shape and strides; nothing is gathered."""
+    LOCAL = auto()
+    """The object itself: what does not depend on the values, and gradients, which are local."""
+
+
+_OF_SHAPE = frozenset({"shape", "ndim", "nbytes"})
+_OF_VALUES = frozenset({"T", "H", "mT", "mH", "real", "imag"})
+_SHAPE_METHODS = frozenset(
+    {"size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "storage_offset", "__len__"}
+)
+_LOCAL_METHODS = frozenset(
+    {
+        *("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook"),
+        *("data_ptr", "untyped_storage", "storage", "_typed_storage", "is_shared", "is_pinned", "is_set_to"),
+        *("is_floating_point", "is_complex", "is_signed", "is_inference", "_is_view", "get_device"),
+        *(
+            "element_size",
+            "is_distributed",
+            "is_same_size",
+            "_is_zerotensor",
+            "is_neg",
+            "is_conj",
+            "__hash__",
+        ),
+    }
+)
+_OPERATORS = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+)
+_IN_PLACE_OPERATORS = frozenset(
+    {
+        "__setitem__",
+        *(f"__i{name}__" for name in _OPERATORS),
+    }
+)
+
+_known: dict[Callable[..., Any], Sees] = {}
+
+
+def what_it_sees(func: Callable[..., Any]) -> Sees:
+    """What a torch function is answered with when its first argument is a parameter in parts.
+
+    Example:
+        >>> import torch
+        >>> what_it_sees(torch.Tensor.size).name, what_it_sees(torch.add).name
+        ('SHAPE', 'WHOLE')
+    """
+    found = _known.get(func)
+    if found is None:
+        found = _known[func] = _find(func)
+    return found
+
+
+def _find(func: Callable[..., Any]) -> Sees:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return _of_attribute(
+            getattr(getattr(func, "__self__", None), "__name__", ""), reads=name == "__get__"
+        )
+    if name == "detach":
+        return Sees.DATA
+    if name in _SHAPE_METHODS:
+        return Sees.SHAPE
+    if name in _LOCAL_METHODS:
+        return Sees.LOCAL
+    if name in _IN_PLACE_OPERATORS or (_is_native(func) and name.endswith("_") and not name.endswith("__")):
+        return Sees.IN_PLACE
+    return Sees.WHOLE
+
+
+def _of_attribute(name: str, *, reads: bool) -> Sees:
+    if name == "data":
+        return Sees.DATA if reads else Sees.ASSIGNS
+    if name in _OF_SHAPE:
+        return Sees.SHAPE
+    return Sees.WHOLE if name in _OF_VALUES else Sees.LOCAL
+
+
+def _is_native(func: Callable[..., Any]) -> bool:
+    """Whether it is torch's own, as against a function in Python such as those of `torch.nn.init`."""
+    return isinstance(func, (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType))

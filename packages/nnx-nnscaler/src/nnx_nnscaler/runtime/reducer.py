@@ -1,0 +1,295 @@
+"""Gradients of all ranks made one, while backward still runs.
+
+Every parameter has a hook that autograd calls when its gradient is complete. A bucket whose gradients have
+all come starts its collective at once, and the rest of backward hides it. When backward ends, what has not
+come counts as zero, and every parameter that some rank used gets the mean. Plain ``loss.backward()`` does it
+all; nothing has to be called.
+
+One pass always reduces whatever gradient a parameter has by then, so several losses, accumulation under
+`synchronize` = False, parameters that only some ranks use, and freezing in between come out right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from nnx_nnscaler.axes import Axes
+from nnx_nnscaler.runtime.buckets import UNUSED, Bucket, GradientBucket, assign_buckets
+from nnx_nnscaler.runtime.parameter import local_mode
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+__all__ = ["Reducer"]
+
+FIRST_BYTES = 1 << 20
+"""Limit of the first bucket, so that the first collective starts early; as in torch DDP."""
+BUCKET_BYTES = 25 << 20
+
+
+class _Arrangement:
+    """The buckets for one choice of trainable parameters.
+
+    Attributes:
+        buckets: In the order in which their collectives start, on every rank.
+        of: The bucket of each parameter, by number.
+        is_final: Whether the order is that in which gradients came; first it is the reverse of the model's.
+    """
+
+    def __init__(self, buckets: list[Bucket], *, is_final: bool) -> None:
+        self.buckets = buckets
+        self.of = {index: bucket for bucket in buckets for index in bucket.members}
+        self.is_final = is_final
+
+
+class Reducer:
+    """Averages gradients over the outer axis; those of synchronized parameters it also sums over the unit.
+
+    Args:
+        parameters: Those to be reduced, in the model's order, trainable or not.
+        axes: This rank's groups.
+        synchronized: Those among them whose gradients are partial on every rank of a unit.
+        rows: Buckets of parameters that ZeRO stores in rows; their gradients come through `ready`. Their
+            members are numbers from ``len(parameters)`` on.
+        bucket_bytes: Limit of all buckets but the first.
+
+    Attributes:
+        synchronize: Whether backward reduces; without it gradients only add up on this rank.
+        on_end: Called when a pass is over.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        axes: Axes,
+        *,
+        synchronized: Sequence[nn.Parameter] = (),
+        rows: Sequence[Bucket] = (),
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.synchronize = True
+        self.on_end: Callable[[], None] | None = None
+        self._parameters = list(parameters)
+        self._axes = axes
+        self._synchronized = {id(parameter) for parameter in synchronized}
+        self._rows = list(rows)
+        self._bucket_bytes = bucket_bytes
+        self._arrangements: dict[tuple[bool, ...], _Arrangement] = {}
+        self._arrangement = _Arrangement([], is_final=True)
+        self._hooks: list[RemovableHandle] = []
+        self._count = len(self._parameters) + sum(len(bucket.members) for bucket in self._rows)
+        self._open: list[Bucket] | None = None  # the buckets of the running pass, in order
+        self._next = 0  # which of them starts its collective next
+        self._used: list[int] = []
+        self._came: list[int] = []  # numbers of the parameters, in the order their gradients came
+        self._held = 0  # nested `backward_pass`
+
+    # --- taking part --------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Listen to the parameters' gradients, if there is anyone to share them with."""
+        with local_mode():
+            for index, parameter in enumerate(self._parameters):
+                if self._group_of(parameter) is not None:
+                    self._hooks.append(_listen(parameter, partial(self._hear, index)))
+
+    def detach(self) -> None:
+        """Leave the parameters alone again."""
+        self.recover()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """One pass around everything inside, ended when the block does. Optional, collective.
+
+        Only with it a rank takes part that uses no parameter at all, and parts that are recomputed with
+        ``torch.utils.checkpoint(..., use_reentrant=True)`` share one pass.
+        """
+        self._held += 1
+        try:
+            yield
+        except BaseException:
+            self._held -= 1
+            self.recover()
+            raise
+        self._held -= 1
+        if self._held == 0 and (self.synchronize or self._rows):
+            with local_mode(), torch.no_grad():
+                if self._open is None:
+                    self._begin()
+                self._finish()
+
+    def recover(self) -> None:
+        """After an error in backward: end what was started, and forget it. Cheap if there was none."""
+        if self._open is not None:
+            with local_mode(), torch.no_grad():
+                self._launch(all_of_them=True)
+                self._agree_on_use()
+                for bucket in self._open:
+                    bucket.wait()
+                self._close()
+
+    # --- a pass -------------------------------------------------------------------------------
+
+    def _hear(self, index: int, parameter: nn.Parameter) -> None:
+        """Autograd has completed a gradient."""
+        if self.synchronize:
+            with local_mode(), torch.no_grad():
+                gradient = parameter.grad
+                if gradient is not None:
+                    self._take(index, gradient)
+
+    def ready(self, index: int, gradient: Tensor) -> None:
+        """Take the gradient of a parameter in rows."""
+        with local_mode(), torch.no_grad():
+            self._take(index, gradient)
+
+    def _take(self, index: int, gradient: Tensor) -> None:
+        if self._open is None:
+            self._begin()
+            self._call_at_end()
+        bucket = self._arrangement.of[index]
+        if bucket.launched:  # a second time in one pass, which only reentrant checkpoints bring about
+            self._finish(but=None if bucket.always else index)
+            self._begin()
+            self._call_at_end()
+        self._used[index] = bucket.put(index, gradient)
+        self._came.append(index)
+        bucket.missing.discard(index)
+        if not bucket.missing:
+            self._launch()
+
+    def _call_at_end(self) -> None:
+        if self._held == 0:
+            Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+
+    def _end(self) -> None:
+        if self._open is not None:
+            with local_mode(), torch.no_grad():
+                self._finish()
+
+    def _begin(self) -> None:
+        self._arrangement = self._arranged()
+        self._open = [bucket for bucket in self._arrangement.buckets if self.synchronize or bucket.always]
+        for bucket in self._open:
+            bucket.missing, bucket.launched = set(bucket.members), False
+            bucket.start()
+        self._next, self._used, self._came = 0, [UNUSED] * self._count, []
+
+    def _launch(self, *, all_of_them: bool = False) -> None:
+        """Start the collectives whose turn it is: all ranks start them in the same order."""
+        buckets = self._open or []
+        while self._next < len(buckets) and (all_of_them or not buckets[self._next].missing):
+            buckets[self._next].launched = True
+            buckets[self._next].launch()
+            self._next += 1
+
+    def _finish(self, *, but: int | None = None) -> None:
+        """Fill what is missing, wait for everything and hand the gradients out.
+
+        Args:
+            but: A parameter whose gradient has grown since and is about to be reduced again.
+        """
+        buckets = self._open or []
+        for bucket in buckets:
+            for index in sorted(bucket.missing):
+                self._used[index] = bucket.put_remaining(index)
+            bucket.missing.clear()
+        self._launch(all_of_them=True)
+        used = self._agree_on_use()
+        for bucket in buckets:
+            bucket.wait()
+        for bucket in buckets:
+            for index in bucket.members:
+                if used[index] != UNUSED and index != but:
+                    bucket.hand_out(index, used[index])
+        came = self._came
+        self._close()
+        if not self._arrangement.is_final and self.synchronize:
+            self._arrange_as_they_came(came)
+        if self.on_end is not None:
+            self.on_end()
+
+    def _close(self) -> None:
+        for bucket in self._open or ():
+            bucket.end()
+            bucket.launched = False
+        self._open = None
+
+    def _agree_on_use(self) -> list[int]:
+        """For each parameter, what the ranks together know of its gradient. Collective."""
+        if self._axes.world is None or not self._open:
+            return self._used
+        shared = torch.tensor(self._used, dtype=torch.uint8, device=self._device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._axes.world)
+        return shared.tolist() if UNUSED in self._used else self._used
+
+    @property
+    def _device(self) -> torch.device:
+        return self._parameters[0].device if self._parameters else self._rows[0].device  # type: ignore[attr-defined]
+
+    # --- buckets ------------------------------------------------------------------------------
+
+    def _group_of(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
+        return self._axes.world if id(parameter) in self._synchronized else self._axes.outer
+
+    def _arranged(self) -> _Arrangement:
+        """The buckets for the parameters that are trained now."""
+        trained = tuple(parameter.requires_grad for parameter in self._parameters)
+        found = self._arrangements.get(trained)
+        if found is None:
+            numbers = [index for index, is_trained in enumerate(trained) if is_trained]
+            # As in DDP: one bucket until it is known in which order gradients come.
+            buckets = self._buckets(numbers, limits=[1 << 62])[::-1]
+            found = self._arrangements[trained] = _Arrangement([*buckets, *self._rows[::-1]], is_final=False)
+        return found
+
+    def _buckets(self, numbers: Sequence[int], *, limits: Sequence[int]) -> list[Bucket]:
+        """Buckets of parameters in this order; one kind of reduction each."""
+        buckets: list[tuple[int, Bucket]] = []
+        place_of = {index: place for place, index in enumerate(numbers)}
+        for group in dict.fromkeys(self._group_of(self._parameters[i]) for i in numbers):
+            own = [index for index in numbers if self._group_of(self._parameters[index]) is group]
+            if group is None:
+                continue
+            for places in assign_buckets([self._parameters[index] for index in own], limits):
+                members = [own[place] for place in places]
+                tensors = [self._parameters[index] for index in members]
+                bucket = GradientBucket(members, tensors, group=group, scale=1 / self._axes.outer_size)
+                buckets.append((max(place_of[index] for index in members), bucket))
+        return [bucket for _, bucket in sorted(buckets, key=lambda pair: pair[0])]
+
+    def _arrange_as_they_came(self, came: Sequence[int]) -> None:
+        """From now on, buckets in the order in which the first rank's gradients came. Collective."""
+        trained = tuple(parameter.requires_grad for parameter in self._parameters)
+        own = list(dict.fromkeys(came))
+        rest = [i for i in sorted(self._arrangement.of, reverse=True) if i not in set(own)]
+        order = torch.tensor([*own, *rest], dtype=torch.int64, device=self._device)
+        if self._axes.world is not None:
+            dist.broadcast(order, src=0, group=self._axes.world)
+        numbers: list[int] = order.tolist()
+        plain = [index for index in numbers if index < len(self._parameters)]
+        buckets = [*self._buckets(plain, limits=[FIRST_BYTES, self._bucket_bytes]), *self._rows]
+        place = {index: place for place, index in enumerate(numbers)}
+        buckets.sort(key=lambda bucket: max(place[index] for index in bucket.members))
+        self._arrangements[trained] = _Arrangement(buckets, is_final=True)
+
+
+def _listen(parameter: nn.Parameter, heard: Callable[[Any], None]) -> RemovableHandle:
+    """Call a function when a gradient is complete; torch refuses it for one that is frozen for now."""
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        return parameter.register_post_accumulate_grad_hook(heard)
+    finally:
+        parameter.requires_grad_(trained)

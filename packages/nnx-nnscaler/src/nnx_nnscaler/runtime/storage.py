@@ -1,0 +1,273 @@
+"""All parameters of one module as this rank stores them: laid out, used, reduced, described, given back.
+
+What the engine talks to. It ties together `layout` (which part), `parameter` (the guard), `reducer`
+(gradients) and `zero` (rows), and owns none of their work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from nnx.errors import UnsupportedError
+from nnx.layout import Shard, shard_of
+from nnx_nnscaler.axes import Axes
+from nnx_nnscaler.placement import Placement, R
+from nnx_nnscaler.runtime.communicator import Communicator, GroupCommunicator
+from nnx_nnscaler.runtime.conversions import Conversions
+from nnx_nnscaler.runtime.layout import ParameterLayout, rows_of
+from nnx_nnscaler.runtime.parameter import (
+    LocalPart,
+    Part,
+    can_be_guarded,
+    guard,
+    guarded_mode,
+    local_mode,
+    show_plain,
+    show_whole,
+    unguard,
+)
+from nnx_nnscaler.runtime.reducer import BUCKET_BYTES, Reducer
+from nnx_nnscaler.runtime.zero import RowBucket, RowPart, make_row_buckets
+
+__all__ = ["Parameters"]
+
+T = TypeVar("T")
+
+
+class Parameters:
+    """The parameters of one module on this rank. Making it lays them out in place; objects stay. Collective.
+
+    Args:
+        module: Its parameters are equal on all ranks and whole.
+        axes: This rank's groups.
+        stored: Placement within the unit by the name of the parameter; ``R`` for those that are not named.
+            Tied parameters are known by any of their names.
+        synchronized: Names of parameters whose gradients in programs are partial on every rank of the unit.
+        unit: Collectives of the unit, if not those of `axes`.
+        bucket_bytes: How many bytes travel together.
+
+    Attributes:
+        reducer: Makes the ranks' gradients one.
+
+    Example:
+        >>> axes = Axes(None, None, None, None, None, 0, 1, 0, 1, 0, 1)
+        >>> parameters = Parameters(nn.Linear(2, 3), axes)
+        >>> parameters.layout(parameters.named["weight"]).is_whole
+        True
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        axes: Axes,
+        *,
+        stored: Mapping[str, Placement] | None = None,
+        synchronized: frozenset[str] = frozenset(),
+        unit: Communicator | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.axes = axes
+        self.named: dict[str, nn.Parameter] = dict(module.named_parameters())
+        self._unit = Conversions(unit or GroupCommunicator(axes.unit))
+        self._layouts: dict[nn.Parameter, ParameterLayout] = {}
+        self._strides: dict[nn.Parameter, Tensor] = {}
+        self._parts: dict[nn.Parameter, Part] = {}
+        self._in_use: set[Part] = set()
+        placements = _by_parameter(module, stored or {})
+        self._synchronized = set(_by_parameter(module, dict.fromkeys(synchronized, True)))
+        for name, parameter in self.named.items():
+            self._layouts[parameter] = self._layout_of(name, parameter, placements.get(parameter, R))
+        self._rows = self._store(bucket_bytes)
+        in_rows = {part.parameter for bucket in self._rows for part in bucket.parts}
+        self.reducer = Reducer(
+            [parameter for parameter in self.named.values() if parameter not in in_rows],
+            axes,
+            synchronized=list(self._synchronized),
+            rows=self._rows,
+            bucket_bytes=bucket_bytes,
+        )
+        for bucket in self._rows:
+            bucket.reducer = self.reducer
+        self.reducer.on_end = self.end_step
+        self.reducer.attach()
+
+    # --- laying out ---------------------------------------------------------------------------
+
+    def _layout_of(self, name: str, parameter: nn.Parameter, placement: Placement) -> ParameterLayout:
+        shape, axes = tuple(parameter.shape), self.axes
+        if placement.is_shard and not can_be_guarded(parameter):
+            raise UnsupportedError(
+                f"parameter {name!r} is a {type(parameter).__name__}, which cannot be stored in parts.",
+                remedy="Plan it as 'R'.",
+            )
+        layout = ParameterLayout(
+            shape=shape, placement=placement, unit_rank=axes.unit_rank, unit_size=axes.unit_size
+        )
+        if axes.part_size == 1 or not shape or not can_be_guarded(parameter):
+            return layout
+        rows = rows_of(layout.unit_shape[0], rank=axes.part_rank, size=axes.part_size)
+        return ParameterLayout(
+            shape=shape, placement=placement, unit_rank=axes.unit_rank, unit_size=axes.unit_size, rows=rows
+        )
+
+    @torch.no_grad()
+    def _store(self, bucket_bytes: int) -> list[RowBucket]:
+        """Replace data by local parts and guard what is not whole."""
+        in_rows: list[tuple[nn.Parameter, ParameterLayout]] = []
+        for parameter, layout in self._layouts.items():
+            self._strides[parameter] = torch.empty_like(parameter, device="meta")
+            if not self.is_whole(parameter):
+                parameter.grad = None
+            if layout.rows is not None:
+                parameter.data = layout.unit_part(parameter.data)
+                in_rows.append((parameter, layout))
+            elif layout.placement.is_shard:
+                parameter.data = layout.unit_part(parameter.data).contiguous().clone()
+                self._guard(parameter, LocalPart(parameter))
+            elif parameter in self._synchronized:
+                self._guard(parameter, LocalPart(parameter))
+        first = len(self._layouts) - len(in_rows)
+        buckets = make_row_buckets(
+            in_rows, self.axes, first=first, limit=bucket_bytes, synchronized=self._synchronized
+        )
+        for bucket in buckets:
+            for part in bucket.parts:
+                self._guard(part.parameter, part)
+        return buckets
+
+    def _guard(self, parameter: nn.Parameter, source: LocalPart | RowPart) -> None:
+        part = self._parts[parameter] = Part(
+            parameter,
+            self._layouts[parameter],
+            unit=self._unit,
+            source=source,
+            synchronized=parameter in self._synchronized,
+            in_use=self._in_use,
+        )
+        guard(part)
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Give every parameter its whole data and its own class back, without gradient. Collective."""
+        self.reducer.detach()
+        for parameter, part in self._parts.items():
+            whole = part.value()
+            unguard(parameter)
+            parameter.grad = None
+            parameter.data = _like(self._strides[parameter], whole)
+        self.end_step()
+        self._parts.clear()
+
+    # --- using --------------------------------------------------------------------------------
+
+    @contextmanager
+    def local_mode(self) -> Iterator[None]:
+        """Within it every parameter is its local part: for programs and the engine's own code."""
+        self.flush()
+        with local_mode():
+            yield
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around an optimizer's step: parameters are plain local ones, also for code that looks at the class."""
+        self.end_step()
+        for parameter in self._parts:
+            show_plain(parameter)
+        try:
+            yield
+        finally:
+            for parameter in self._parts:
+                show_whole(parameter)
+            self.end_step()
+
+    @contextmanager
+    def closure(self) -> Iterator[None]:
+        """Inside `stepping`, around a closure of the user's: parameters look whole again."""
+        for parameter in self._parts:
+            show_whole(parameter)
+        try:
+            with guarded_mode():
+                yield
+        finally:
+            self.flush()
+            for parameter in self._parts:
+                show_plain(parameter)
+
+    def unit_local(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's part within the unit as a plain tensor, for programs; gradients reach the parameter.
+
+        It stays plain outside of local mode, so that what is recomputed in backward finds it so.
+        """
+        part = self._parts.get(parameter)
+        if part is None:
+            return parameter
+        with local_mode():
+            part.flush()
+            source = part.source.differentiable()
+            return source.view_as(source) if source is parameter else source
+
+    def flush(self) -> None:
+        """Write back what was changed in place on gathered values."""
+        for part in tuple(self._in_use):
+            part.flush()
+
+    def end_step(self) -> None:
+        """Free what was gathered. After every step, in training or not."""
+        with local_mode():
+            for part in tuple(self._in_use):
+                part.release()
+            for bucket in self._rows:
+                bucket.release()
+
+    # --- describing ---------------------------------------------------------------------------
+
+    def layout(self, parameter: nn.Parameter) -> ParameterLayout:
+        """How this rank stores a parameter."""
+        return self._layouts[parameter]
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of the parameters."""
+        return tensor in self._layouts
+
+    def is_whole(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank stores all of a parameter."""
+        layout = self._layouts[parameter]
+        return layout.rows is None and not layout.placement.is_shard
+
+    def local(self, parameter: nn.Parameter) -> Tensor:
+        """The elements of a parameter that this rank stores, as a plain tensor."""
+        self.flush()
+        with local_mode():
+            return parameter.detach()
+
+    def shard(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
+        """Where a tensor lies in its logical tensor: a parameter, or state that belongs to `parameter`."""
+        if parameter is None:
+            parameter = cast(nn.Parameter, tensor)
+            tensor = self.local(parameter) if parameter in self._layouts else tensor
+        layout = self._layouts.get(parameter)
+        if layout is None or tuple(tensor.shape) != layout.local_shape:
+            return shard_of(tensor)
+        return layout.shard_of_local(tensor)
+
+    def replicas(self, parameter: nn.Parameter) -> int:
+        """How many ranks store the same elements of a parameter."""
+        layout, axes = self._layouts[parameter], self.axes
+        cut = (axes.unit_size if layout.placement.is_shard else 1) * (axes.part_size if layout.rows else 1)
+        return axes.unit_size * axes.outer_size // cut
+
+
+def _by_parameter(module: nn.Module, values: Mapping[str, T]) -> dict[nn.Parameter, T]:
+    """What is said of parameters by any of their names."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {parameter: values[name] for name, parameter in named if name in values}
+
+
+def _like(description: Tensor, whole: Tensor) -> Tensor:
+    """A copy with the strides that the user's tensor had."""
+    return torch.empty_like(description, dtype=whole.dtype, device=whole.device).copy_(whole)
