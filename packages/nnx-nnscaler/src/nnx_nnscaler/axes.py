@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -16,8 +17,10 @@ from nnx.collective import is_distributed
 
 __all__ = ["Axes", "make_axes"]
 
-_Ranks = tuple[tuple[int, ...], ...]
-_groups: dict[dist.ProcessGroup, dict[_Ranks, dist.ProcessGroup]] = {}
+T = TypeVar("T")
+
+_Key = tuple[tuple[tuple[int, ...], ...], str | None]
+_groups: dict[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +39,7 @@ class Axes:
         outer_size: Number of units.
         part_rank: Which part it stores.
         part_size: Into how many parts parameters are cut; 1 without ZeRO.
+        unit_control: The ranks of the unit, as a group whose collectives take CPU tensors.
     """
 
     unit: dist.ProcessGroup | None
@@ -49,6 +53,15 @@ class Axes:
     outer_size: int
     part_rank: int
     part_size: int
+    unit_control: dist.ProcessGroup | None = None
+
+    def from_first(self, value: T) -> T:
+        """What the first rank of this unit passes. Collective over the unit."""
+        if self.unit_control is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, group=self.unit_control, group_src=0)
+        return box[0]
 
 
 def make_axes(*, rank: int, world_size: int, unit_size: int, part_size: int) -> Axes:
@@ -77,21 +90,30 @@ def make_axes(*, rank: int, world_size: int, unit_size: int, part_size: int) -> 
         outer_size=world_size // unit_size,
         part_rank=outer_rank % part_size,
         part_size=part_size,
+        unit_control=_group_of(rank, units, backend=None if _takes_cpu_tensors() else "gloo"),
     )
 
 
-def _group_of(rank: int, axis: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+def _takes_cpu_tensors() -> bool:
+    return is_distributed() and "gloo" in dist.get_backend()
+
+
+def _group_of(
+    rank: int, axis: Sequence[Sequence[int]], *, backend: str | None = None
+) -> dist.ProcessGroup | None:
     """The group among those of one axis that this rank is in."""
     ranks = tuple(tuple(group) for group in axis)
     own = next(group for group in ranks if rank in group)
     world = dist.group.WORLD
     if len(own) == 1 or not is_distributed() or world is None:
         return None
-    if len(ranks) == 1:
+    if len(ranks) == 1 and backend is None:
         return world
     if world not in _groups:
         _groups.clear()  # of a world that was destroyed since
     made = _groups.setdefault(world, {})
-    if ranks not in made:
-        made[ranks], _ = dist.new_subgroups_by_enumeration([list(group) for group in ranks])
-    return made[ranks]
+    if (ranks, backend) not in made:
+        made[ranks, backend], _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            [list(group) for group in ranks], backend=backend
+        )
+    return made[ranks, backend]

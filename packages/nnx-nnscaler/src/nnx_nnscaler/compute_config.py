@@ -36,7 +36,7 @@ _REFUSED = {
     "use_apex_fused_adam_v2": ("the optimizer is yours", "Build it in `configure_optimizers`."),
     "partition_constraints_path": (
         "there is no constraints file",
-        "Pass `policy=` a function that chooses the strategies to be considered.",
+        "Pass the strategy's option `constraints`: patterns of names to names of strategies.",
     ),
     "parallel_profile": ("nothing is profiled operator by operator", "Leave it out."),
     "re_profile": ("nothing is profiled operator by operator", "Leave it out."),

@@ -86,7 +86,7 @@ def _stepped(
     trial = _like(optimizer, {**group, "params": [parameter]})
     for gradient in gradients:
         parameter.grad = gradient.clone()
-        type(optimizer).step(trial, lambda: torch.zeros(()))
+        type(optimizer).step(trial, lambda: 0.0)
     return parameter.detach()
 
 

@@ -30,7 +30,7 @@ class NnScalerOptions:
         "autodist",
         help="How operators are split within a unit: 'autodist' lets a cost model choose, 'tp' splits "
         "layers, 'data' splits the batch, 'dp' splits nothing, 'zero' is 'dp' with use_zero; or a function "
-        "(graph, size) that returns a plan.",
+        "that narrows what may be chosen.",
     )
     pas_policy: str | Callable[..., Any] | None = option(None, help="The original's name of `policy`.")
     plan_ngpus: int | None = option(
@@ -79,6 +79,11 @@ class NnScalerOptions:
         help="With precision '16-true' or 'bf16-true', step float32 copies of the parameters, so that small "
         "updates are not rounded away: 4 more bytes for each parameter of a rank.",
         types=(bool,),
+    )
+    constraints: Mapping[str, str] | None = option(
+        None,
+        help="What must be chosen: pattern of a submodule's or parameter's name to a strategy's name.",
+        types=(Mapping,),
     )
     load_plan: str | None = option(None, help="Run the plan in this file; nothing is planned.", types=(str,))
     save_plan: str | None = option(None, help="Write the plan to this file as well.", types=(str,))

@@ -1,0 +1,228 @@
+"""The compiler's engine behind the nnscaler strategies: lays a module out over units of ranks and runs it.
+
+It owns the order of things and what the core asks of an engine. How one module is laid out is
+`laid_out`'s, what is compiled `compiling`'s, what stores and reduces `runtime`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nnx import random_state
+from nnx.backend import Backend, ParallelContext, Sample
+from nnx.errors import UnsupportedError
+from nnx.gradients import Gradient
+from nnx.layout import Shard, shard_of
+from nnx.state import ModelState, OptimizerState
+from nnx_nnscaler.axes import Axes, make_axes
+from nnx_nnscaler.laid_out import LaidOut
+from nnx_nnscaler.optimizers import Masters, refuse_unless_elementwise
+from nnx_nnscaler.options import NnScalerOptions
+from nnx_nnscaler.runtime.parameter import local_mode, part_of
+
+__all__ = ["NnScalerBackend"]
+
+T = TypeVar("T")
+
+
+class NnScalerBackend(Backend[NnScalerOptions]):
+    """Splits a model over the ranks of a plan unit, and replicates units over the outer axis.
+
+    The user's module and parameter objects stay. Where a rank stores a part, the object's data are that
+    part; whoever looks at it outside of the engine sees the whole.
+    """
+
+    Options = NnScalerOptions
+
+    def __init__(self, options: NnScalerOptions) -> None:
+        super().__init__(options)
+        self._laid_out: dict[nn.Module, LaidOut] = {}
+        self._masters = Masters(())
+        self._random_state_may_differ = False
+        self.axes: Axes
+
+    # --- set up -------------------------------------------------------------------------------
+
+    def setup(self, context: ParallelContext) -> None:
+        """Make the groups of units and of the outer axis."""
+        super().setup(context)
+        unit_size = self.options.unit_size(
+            world_size=context.world_size, local_world_size=context.local_world_size
+        )
+        part_size = self.options.zero_size(units=context.world_size // unit_size)
+        self.axes = make_axes(
+            rank=context.rank, world_size=context.world_size, unit_size=unit_size, part_size=part_size
+        )
+
+    @property
+    def data_parallel_rank_and_size(self) -> tuple[int, int]:
+        """Ranks of one unit read the same data."""
+        return self.axes.outer_rank, self.axes.outer_size
+
+    def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Compile what a unit runs, and store each parameter as the plan says; no object is replaced."""
+        if module not in self._laid_out:
+            self._share_random_state()
+            self._laid_out[module] = LaidOut(
+                module, sample, axes=self.axes, context=self.context, options=self.options
+            )
+            self._random_state_may_differ = True
+        return {}
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Check that every optimizer may step on parts, and make float32 masters if they are asked for.
+
+        Raises:
+            UnsupportedError: An optimizer looks at more than the part that a rank holds; or the strategy was
+                set up for inference only.
+        """
+        if optimizers and self.options.config.inference_only:
+            raise UnsupportedError(
+                "the strategy was set up with inference_only=True, and there is something to train.",
+                remedy="Leave `inference_only` out of compute_config, or call validate, test or predict.",
+            )
+        for optimizer in optimizers:
+            refuse_unless_elementwise(optimizer, self._is_in_parts)
+        if self.options.fp32_masters:
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            with local_mode():
+                self._masters = Masters(p for group in groups for p in group["params"])
+
+    def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Gather what is stored in parts, and give the module its own forward back."""
+        laid_out = self._laid_out.pop(module, None)
+        if laid_out is not None:
+            laid_out.undo()
+        self._masters = Masters(())
+        return {}
+
+    # --- step ---------------------------------------------------------------------------------
+
+    def run_step(self, module: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run the step; before the first one the ranks of a unit agree on their random state."""
+        if self._random_state_may_differ:
+            self._share_random_state()
+        laid_out = self._laid_out.get(module)
+        if laid_out is None:
+            return step(*args, **kwargs)
+        with laid_out.step():
+            return step(*args, **kwargs)
+
+    def _share_random_state(self) -> None:
+        """Give the ranks of a unit its first rank's random state: what each draws alone must be the same."""
+        self._random_state_may_differ = False
+        if self.axes.unit is not None:
+            random_state.restore(self.axes.from_first(random_state.capture()))
+
+    @contextmanager
+    def no_sync(self, module: nn.Module) -> Iterator[None]:
+        """Keep gradients on this rank until the first backward outside of it."""
+        modules = [module] if module in self._laid_out else list(module.children())  # of several in Fabric
+        with ExitStack() as stack:
+            for laid_out in [self._laid_out[m] for m in modules if m in self._laid_out]:
+                stack.enter_context(laid_out.no_sync())
+            yield
+
+    def gradients(self, optimizer: Optimizer) -> list[Gradient]:
+        """Handles on the local gradients, each with the number of ranks that hold the same elements."""
+        with local_mode():
+            return [
+                Gradient(parameter.grad, self._replicas(parameter))
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.grad is not None
+            ]
+
+    def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Step on the parts that this rank holds; a closure sees the module as everyone else does."""
+        args = tuple(self._for_user(arg) for arg in args)
+        kwargs = {name: self._for_user(value) for name, value in kwargs.items()}
+        with ExitStack() as stack:
+            for laid_out in self._laid_out.values():
+                stack.enter_context(laid_out.parameters.stepping())
+            stack.enter_context(self._masters.lent(optimizer))
+            return step(*args, **kwargs)
+
+    def _for_user(self, value: Any) -> Any:
+        """A closure, for which parameters look whole again while it runs; other arguments as they are."""
+        if not callable(value):
+            return value
+
+        @wraps(value)
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as stack:
+                stack.enter_context(self._masters.taken_back())
+                for laid_out in self._laid_out.values():
+                    stack.enter_context(laid_out.parameters.closure())
+                return value(*args, **kwargs)
+
+        return closure
+
+    # --- state --------------------------------------------------------------------------------
+
+    def shard(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
+        """Where a tensor of this rank lies: its own part of a parameter, or of a state that is like one."""
+        owner = tensor if parameter is None else parameter
+        with local_mode():
+            part = part_of(owner)
+            if tensor is owner and owner in self._masters.copies:
+                tensor = self._masters.copies[owner]
+            if part is None or tensor.shape != part.layout.local_shape:
+                return shard_of(tensor)
+            return part.layout.shard_of_local(tensor)
+
+    def _replicas(self, parameter: nn.Parameter) -> int:
+        """How many ranks hold the same elements of a parameter as this one."""
+        part = part_of(parameter)
+        if part is None:
+            return self.context.world_size
+        holders = self.axes.unit_size if part.layout.placement.is_shard else 1
+        holders *= self.axes.part_size if part.layout.rows is not None else 1
+        return self.context.world_size // holders
+
+    def _is_in_parts(self, parameter: nn.Parameter) -> bool:
+        part = part_of(parameter)
+        return part is not None and not part.layout.is_whole
+
+    def model_state(self, module: nn.Module) -> ModelState:
+        """Handles on the parts; with float32 masters, on these."""
+        with local_mode():
+            return super().model_state(module)
+
+    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
+        """Handles on the parts of the optimizer's state."""
+        with local_mode():
+            return super().optimizer_state(module, optimizer)
+
+    def new_optimizer_state(
+        self,
+        parameter: nn.Parameter,
+        name: str,
+        *,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        group: Mapping[str, Any],
+    ) -> Tensor:
+        """Allocate a state tensor for the part that this rank holds; in float32 for a float32 master."""
+        with local_mode():
+            if parameter in self._masters.copies and dtype == parameter.dtype:
+                dtype = torch.float32
+            return super().new_optimizer_state(parameter, name, shape=shape, dtype=dtype, group=group)
+
+    def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
+        """Restore the parts that this rank holds."""
+        with local_mode():
+            super().load_optimizer_state(module, optimizer, saved)
+
+    def finish_load(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Give half precision parameters what their masters were loaded with."""
+        with local_mode():
+            self._masters.publish()
+        self._random_state_may_differ = True

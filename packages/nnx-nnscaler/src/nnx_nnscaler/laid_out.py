@@ -1,0 +1,131 @@
+"""One module on this rank: its parameters stored as planned, its forward replaced by programs.
+
+It owns the order in which a module is laid out and put back. Where parts lie is `runtime.storage`'s
+business, which program a call gets that of `programs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+
+from torch import Tensor, nn
+
+from nnx.backend import ParallelContext, Sample
+from nnx.materialize import broadcast_module, materialize, move_to
+from nnx_nnscaler.axes import Axes
+from nnx_nnscaler.options import NnScalerOptions
+from nnx_nnscaler.placement import Placement
+from nnx_nnscaler.planned import make_programs
+from nnx_nnscaler.programs import Programs
+from nnx_nnscaler.runtime.storage import Parameters
+
+__all__ = ["LaidOut"]
+
+_MIB = 1024**2
+
+
+class LaidOut:
+    """A module that is laid out. Making it does so, in place. Collective.
+
+    Args:
+        module: The user's module.
+        sample: Example inputs; asked for only where units have more than one rank.
+        axes: This rank's groups.
+        context: This rank.
+        options: The strategy's.
+
+    Attributes:
+        parameters: As they are stored.
+        programs: What runs in place of the forward; None where every rank runs the module's own.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sample: Sample,
+        *,
+        axes: Axes,
+        context: ParallelContext,
+        options: NnScalerOptions,
+    ) -> None:
+        self.module = module
+        self.programs: Programs | None = None
+        materialize(module, context.device, name="")
+        move_to(module, context.device)
+        broadcast_module(module)
+        stored: dict[str, Placement] = {}
+        synchronized: frozenset[str] = frozenset()
+        if axes.unit_size > 1:
+            self.programs = make_programs(
+                module, sample, axes=axes, context=context, options=options, local=self._local_mode
+            )
+        if self.programs is not None and self.programs.layout is not None:
+            prefix = _prefix(module, self.programs.root)
+            stored = {prefix + name: place for name, place in self.programs.layout.stored.items()}
+            synchronized = frozenset(prefix + name for name in self.programs.layout.synchronized)
+        cap = options.config.reducer_bucket_cap_mb
+        sizes = {} if cap is None else {"bucket_bytes": int(cap * _MIB)}
+        self.parameters = Parameters(module, axes, stored=stored, synchronized=synchronized, **sizes)
+        if self.programs is not None:
+            self.programs.attach(_Weights(self.programs.root, self.parameters.unit_local))
+
+    def undo(self) -> None:
+        """Give the module its whole parameters and its own forward back. Collective."""
+        if self.programs is not None:
+            self.programs.detach()
+        self.parameters.give_back()
+
+    def _local_mode(self) -> AbstractContextManager[None]:
+        return self.parameters.local_mode()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one step: what was gathered for it is freed."""
+        try:
+            yield
+        finally:
+            self.parameters.end_step()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it gradients stay on this rank."""
+        reducer = self.parameters.reducer
+        before, reducer.synchronize = reducer.synchronize, False
+        try:
+            yield
+        finally:
+            reducer.synchronize = before
+
+
+class _Weights(Mapping[str, Tensor]):
+    """This rank's part of every parameter, and every buffer, by name; looked up at each use."""
+
+    def __init__(self, root: nn.Module, unit_local: Callable[[nn.Parameter], Tensor]) -> None:
+        self._unit_local = unit_local
+        self._places: dict[str, tuple[dict[str, Tensor | None], str]] = {}
+        for prefix, module in root.named_modules(remove_duplicate=False):
+            for held in (module._parameters, module._buffers):
+                for name in held:
+                    self._places[f"{prefix}.{name}" if prefix else name] = held, name  # type: ignore[assignment]
+
+    def __getitem__(self, name: str) -> Tensor:
+        held, key = self._places[name]
+        tensor = held[key]
+        if isinstance(tensor, nn.Parameter):
+            return self._unit_local(tensor)
+        if tensor is None:
+            raise KeyError(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _prefix(module: nn.Module, called: nn.Module) -> str:
+    """What the names of a submodule's parameters begin with in the module."""
+    name = next(name for name, submodule in module.named_modules() if submodule is called)
+    return f"{name}." if name else ""

@@ -1,0 +1,149 @@
+"""From the strategy's options to a module's programs: what is traced, how it is planned, where it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nnx.backend import ParallelContext, Sample, first_call
+from nnx.collective import control_group, together
+from nnx.errors import PlanError
+from nnx_nnscaler.axes import Axes
+from nnx_nnscaler.codegen.plan_text import plan_from_text, plan_to_text
+from nnx_nnscaler.codegen.store import Store
+from nnx_nnscaler.compiling import Compiler, FixedLayout, ModelCall, Planner, code_digest
+from nnx_nnscaler.ir import Graph
+from nnx_nnscaler.options import NnScalerOptions
+from nnx_nnscaler.plan.planning import plan_program
+from nnx_nnscaler.plan.program_plan import ProgramPlan
+from nnx_nnscaler.programs import Programs
+from nnx_nnscaler.runtime.communicator import GroupCommunicator
+from nnx_nnscaler.runtime.runtime import Runtime
+
+__all__ = ["make_programs"]
+
+_SHARE_OF_DEVICE = 0.8
+"""Of a CUDA device's memory, what a plan may take unless told; the rest is for what is not planned."""
+
+
+def make_programs(
+    module: nn.Module,
+    sample: Sample,
+    *,
+    axes: Axes,
+    context: ParallelContext,
+    options: NnScalerOptions,
+    local: Callable[[], AbstractContextManager[Any]],
+) -> Programs:
+    """Compile the first program of a module. Collective.
+
+    Where its forward cannot be traced the programs hold none, and every call runs whole.
+
+    Args:
+        module: Whole, and the same on all ranks.
+        sample: Example inputs.
+        axes: This rank's groups.
+        context: This rank.
+        options: The strategy's.
+        local: What programs run in.
+
+    Raises:
+        PlanError: No plan fits, or the ranks' modules differ.
+        UnsupportedError: There are no example inputs.
+    """
+    with together(control_group(), doing="looking for example inputs"):
+        call = first_call(module, sample)
+    programs = Programs(
+        call.module,
+        compiler=_compiler(call.module, options, axes, context.device),
+        runtime=Runtime(GroupCommunicator(axes.unit), context.device),
+        device=context.device,
+        unit=axes.unit_control,
+        world=control_group(),
+        local=local,
+    )
+    compiled = programs.prepare(ModelCall(call.args, call.kwargs))
+    if compiled is not None and options.save_plan is not None and context.rank == 0:
+        Path(options.save_plan).write_text(plan_to_text(compiled.plan), encoding="utf-8")
+    return programs
+
+
+def _compiler(root: nn.Module, options: NnScalerOptions, axes: Axes, device: torch.device) -> Compiler:
+    cls = type(root)
+    policy = options.policy
+    identity = {
+        "policy": policy if isinstance(policy, str) else code_digest(policy),
+        "units": axes.outer_size,
+        "use_zero": axes.part_size > 1,
+        "memory_limit": options.memory_limit,
+        "constraints": dict(options.constraints or {}),
+        "recompute": list(options.recompute or ()),
+        "compute_config": {key: repr(value) for key, value in options.config.as_dict().items()},
+    }
+    return Compiler(
+        planner=_planner(options, axes, _memory_limit(options, device)),
+        size=axes.unit_size,
+        identity=identity,
+        store=Store(
+            options.gen_savedir, owner=f"{cls.__module__}.{cls.__qualname__}", instance=options.instance_name
+        ),
+        reuse=options.reuse,
+        fixed_batch=options.config.constant_folding,
+    )
+
+
+def _memory_limit(options: NnScalerOptions, device: torch.device) -> int | None:
+    """Bytes that a plan may take: as asked for, or what most of a CUDA device has."""
+    if options.memory_limit is not None:
+        return int(options.memory_limit)
+    if device.type != "cuda":
+        return None
+    return int(_SHARE_OF_DEVICE * torch.cuda.get_device_properties(device).total_memory)
+
+
+def _planner(options: NnScalerOptions, axes: Axes, memory_limit: int | None) -> Planner:
+    def plan(graph: Graph, layout: FixedLayout | None) -> ProgramPlan:
+        if options.load_plan is not None and layout is None:
+            return _loaded(options.load_plan, graph, axes.unit_size)
+        return plan_program(
+            graph,
+            size=axes.unit_size,
+            policy=options.policy,
+            stored=None if layout is None else layout.stored,
+            synchronized=None if layout is None else layout.synchronized,
+            constraints=options.constraints,
+            memory_limit=memory_limit,
+            units=axes.outer_size,
+            zero=axes.part_size > 1,
+        )
+
+    return plan
+
+
+def _loaded(path: str, graph: Graph, size: int) -> ProgramPlan:
+    """The plan in a file, if it is one of this graph and for units of this size."""
+    try:
+        plan = plan_from_text(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(
+            f"the plan {path!r} cannot be read: {type(error).__name__}: {error}.",
+            remedy="Pass `load_plan` a file that `save_plan` wrote.",
+        ) from None
+    if plan.size != size:
+        raise PlanError(
+            f"the plan {path!r} is for units of {plan.size} ranks, and there are {size} in each.",
+            remedy=f"Set plan_ngpus={plan.size}, or leave `load_plan` out.",
+        )
+    names = {op.name for op in graph.ops}
+    if set(plan.choices) != names or set(plan.stored) != set(graph.parameters.values()):
+        raise PlanError(
+            f"the plan {path!r} is of another model: {len(set(plan.choices) ^ names)} operators are in one "
+            "of the two only.",
+            remedy="Leave `load_plan` out, or pass the plan of this model.",
+        )
+    return plan
