@@ -101,6 +101,8 @@ class Store:
             PlanError: There is one, and it is broken.
         """
         for path in sorted(self.folder.glob("*/meta.json")):
+            if path.parent.name.startswith("."):  # being written
+                continue
             meta = _read_meta(path.parent)
             if all(meta["made_from"].get(name) == value for name, value in traced_from.items()):
                 return _read_checked(path.parent, _FILES["graph"], meta)
@@ -145,12 +147,13 @@ class Store:
                 shutil.rmtree(old, ignore_errors=True)
 
 
-def _stamp(folder: Path) -> bytes | None:
+def _stamp(folder: Path) -> tuple[int, int] | None:
     """What changes when a folder is replaced by another."""
     try:
-        return (folder / "meta.json").read_bytes()
+        found = folder.stat()
     except OSError:
         return None
+    return found.st_ino, found.st_ctime_ns
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
