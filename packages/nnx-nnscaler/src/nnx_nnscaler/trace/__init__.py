@@ -1,1 +1,6 @@
-"""From a module and example inputs to a graph."""
+"""From the user's module and a sample to a graph."""
+
+from nnx_nnscaler.trace.errors import GraphFormatError, TraceError
+from nnx_nnscaler.trace.forward import trace_forward
+
+__all__ = ["GraphFormatError", "TraceError", "trace_forward"]

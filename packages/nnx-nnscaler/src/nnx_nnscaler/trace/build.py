@@ -1,0 +1,404 @@
+"""From an exported program to a `Graph`: operators on tensors only, under the user's names.
+
+Owns the meaning of each step. Sizes are folded into arguments, writes become values (`views`), regions without
+autograd get detached operands, tied parameters one name, and what nothing needs is left out.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from nnx_nnscaler.ir import Argument, Code, Graph, Input, Op, Ref, TensorMeta, refs_in
+from nnx_nnscaler.trace.blame import Blame, source_of
+from nnx_nnscaler.trace.export import PREFIX, Exported
+from nnx_nnscaler.trace.inputs import Names
+from nnx_nnscaler.trace.operators import functional, is_check, makes_gradients, same_as, simplified, writes_buffers
+from nnx_nnscaler.trace.prune import prune
+from nnx_nnscaler.trace.sizes import BATCH, Sizes, UnboundSizeError
+from nnx_nnscaler.trace.steps import Step, UnknownCallError, flatten, nodes_in, tensor_of
+from nnx_nnscaler.trace.structure import Slot, map_slots
+from nnx_nnscaler.trace.views import UnsupportedViewError, Views, written_argument
+
+__all__ = ["UntraceableError", "build_graph"]
+
+_WHOLE = "nnx_nnscaler.whole.default"
+
+
+class UntraceableError(Exception):
+    """Operators that a graph cannot have.
+
+    Attributes:
+        blames: Where each is.
+    """
+
+    def __init__(self, blames: Sequence[Blame]) -> None:
+        super().__init__(str(blames[0]))
+        self.blames = tuple(blames)
+
+
+def build_graph(module: nn.Module, exported: Exported) -> Graph:
+    """The graph of an exported forward.
+
+    Raises:
+        UntraceableError: It has operators that a graph cannot have; their submodules have to stay whole.
+    """
+    return _Builder(module, exported).build()
+
+
+def module_of(node: fx.Node) -> str:
+    """Fully qualified name of the submodule that a step belongs to."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next((entry[0] for entry in reversed(stack.values())), "").partition("@")[0]
+    return str(path).removeprefix(PREFIX).removeprefix(".") if str(path).startswith(PREFIX) else ""
+
+
+class _Builder:
+    """The state of one translation."""
+
+    def __init__(self, module: nn.Module, exported: Exported) -> None:
+        self.module = module
+        self.exported = exported
+        self.inputs = exported.inputs
+        program = exported.program
+        self.placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+        self.steps, self.returned = _flat(program.graph_module)
+        self.names = Names(self.inputs.names)
+        leaves = [
+            node.meta["val"]
+            for node, spec in zip(self.placeholders, program.graph_signature.input_specs, strict=True)
+            if spec.kind == InputKind.USER_INPUT
+        ]
+        self.sizes = Sizes(program, self.inputs, leaves)
+        self.views = Views(self.steps, self.placeholders)
+        self.graph = Graph([], {}, {}, {}, {}, [], None, training=module.training)
+        self.kinds: dict[fx.Node, InputKind] = {}
+        self.several: dict[fx.Node, list[Argument]] = {}
+        self.lasting: set[str] = set()
+        self.detached: dict[str, Ref] = {}
+        self.differentiable: set[str] = set()
+        self.device = next((t.device for t in (*module.parameters(), *leaves)), torch.device("cpu"))
+
+    def build(self) -> Graph:
+        """Translate everything."""
+        graph = self.graph
+        graph.guards = self.sizes.guards
+        graph.symbols = {BATCH: self.sizes.origin} if self.sizes.origin else {}
+        self._name_inputs()
+        self._refuse_unbound()
+        for step in self.steps:
+            try:
+                self._step(step)
+            except UnsupportedViewError as error:
+                raise UntraceableError([_blame(error.step, str(error))]) from error
+        tensors = [self.argument(node) for node in self.returned]
+        graph.outputs = map_slots(self.exported.structure, lambda part: self._output(part, tensors))
+        prune(graph, self.lasting)
+        return graph
+
+    def _output(self, part: Any, tensors: list[Argument]) -> Argument:
+        return tensors[part.index] if isinstance(part, Slot) else self.argument(self.sizes.value(part))
+
+    # ---- inputs, parameters, buffers, constants
+
+    def _name_inputs(self) -> None:
+        graph, program = self.graph, self.exported.program
+        parameters = {id(tensor): name for name, tensor in self.module.named_parameters()}
+        buffers = {id(tensor): name for name, tensor in self.module.named_buffers()}
+        known: dict[tuple[InputKind, str], Ref] = {}
+        leaves = iter(self.inputs.tensors)
+        for node, spec in zip(self.placeholders, program.graph_signature.input_specs, strict=True):
+            self.kinds[node] = spec.kind
+            if spec.kind == InputKind.USER_INPUT:
+                index = next(leaves)
+                value = Ref(self.inputs.names[index])
+                self._declare(value, node, differentiable=self.inputs.leaves[index].requires_grad)
+            else:
+                fqn = str(spec.target).removeprefix(f"{PREFIX}.")
+                if spec.kind == InputKind.PARAMETER:
+                    fqn = parameters[id(self.module.get_parameter(fqn))]
+                elif spec.kind == InputKind.BUFFER:
+                    fqn = buffers[id(self.module.get_buffer(fqn))]
+                if (spec.kind, fqn) not in known:
+                    known[spec.kind, fqn] = self._declare_own(node, spec.kind, fqn, str(spec.target))
+                value = known[spec.kind, fqn]
+            self.views.values[node] = value
+        for name, leaf in zip(self.inputs.names, self.inputs.leaves, strict=True):
+            tensor = isinstance(leaf, Tensor)
+            graph.inputs.append(Input(name, graph.metas[name] if tensor else None, None if tensor else leaf))
+
+    def _declare_own(self, node: fx.Node, kind: InputKind, fqn: str, target: str) -> Ref:
+        value = Ref(self.names.new(fqn))
+        tensor = tensor_of(node)
+        self._declare(value, node, differentiable=kind == InputKind.PARAMETER)
+        if kind == InputKind.PARAMETER:
+            self.graph.parameters[value.name] = fqn
+        elif kind == InputKind.BUFFER:
+            self.graph.buffers[value.name] = fqn
+        elif tensor is not None:
+            self.graph.constants[value.name] = self.exported.program.constants[target].detach().clone()
+            if "lifted_tensor" not in target:
+                self.graph.notes += (f"{fqn} is a tensor but no buffer: programs keep the value that it has now",)
+        return value
+
+    def _declare(self, value: Ref, node: fx.Node, *, differentiable: bool) -> None:
+        tensor = tensor_of(node)
+        if tensor is not None:
+            follows = differentiable and _is_float(tensor)
+            self.graph.metas[value.name] = self.sizes.meta(tensor, differentiable=follows)
+            self.differentiable |= {value.name} if follows else set()
+
+    # ---- steps
+
+    def _refuse_unbound(self) -> None:
+        """Refuse sizes that depend on data, naming every submodule that has some."""
+        unbound: set[fx.Node] = set()
+        blames: list[Blame] = []
+        for step in self.steps:
+            try:
+                if is_check(step):
+                    continue
+                for leaf in pytree.tree_leaves(step.value):
+                    for size in leaf.shape if isinstance(leaf, Tensor) else [leaf]:
+                        self.sizes.value(size)
+                if any(node in unbound for node in nodes_in(step.args, step.kwargs)):
+                    blames.append(_blame(step, "a size depends on the values of a tensor"))
+            except UnboundSizeError:
+                unbound.add(step.node)
+                blames.append(_blame(step, "a size depends on the values of a tensor"))
+        if blames:
+            raise UntraceableError(blames)
+
+    def _step(self, step: Step) -> None:
+        if is_check(step):
+            return
+        if step.target is operator.getitem:
+            self._getitem(step)
+        elif not isinstance(step.target, torch._ops.OpOverload) or not _has_tensor(step.value):
+            if not isinstance(step.value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)):
+                raise UntraceableError([_blame(step, str(UnknownCallError(step.node)))])
+            self.views.values[step.node] = self.sizes.value(step.value)
+        elif str(step.target) == _WHOLE:
+            self._whole(step)
+        elif written_argument(step) is not None:
+            self._write(step)
+        else:
+            self._call(step)
+
+    def _call(self, step: Step) -> None:
+        operands = [self.argument(node) for node in nodes_in(step.args, step.kwargs)]
+        follows = not step.frozen and any(name in self.differentiable for name in refs_in(operands))
+        same = same_as(step, differentiable=follows)
+        if same is not None:
+            self.views.values[step.node] = self._operand(same, step)
+            return
+        target, args, kwargs = simplified(step)
+        made = self._add(step, target, self._arguments(args, step), self._arguments(kwargs, step), step.value)
+        self.lasting |= {made.name} if writes_buffers(step) else set()
+        self.views.values[step.node] = made
+
+    def _getitem(self, step: Step) -> None:
+        base, index = step.args
+        if base in self.several:
+            self.views.values[step.node] = self.several[base][index]
+            return
+        self.views.values[step.node] = self._add(step, "getitem", (self.argument(base), index), {}, step.value)
+
+    def _write(self, step: Step) -> None:
+        node = step.args[0]
+        kind = self.kinds.get(self.views.root(node))
+        if kind == InputKind.BUFFER:
+            args, kwargs = self._arguments(step.args, step), self._arguments(step.kwargs, step)
+            made = self._add(step, str(step.target), args, kwargs, step.value)
+            self.lasting.add(made.name)
+            self.views.values[step.node] = made
+            return
+        if kind in (InputKind.PARAMETER, InputKind.USER_INPUT):
+            what = "a parameter" if kind == InputKind.PARAMETER else "an input"
+            raise UntraceableError([_blame(step, f"it writes in place into {what}")])
+        current = self.argument(node)
+        if step.frozen and isinstance(current, Ref) and current.name in self.differentiable:
+            raise UntraceableError([_blame(step, "it writes in place past autograd")])
+        new = self._written_value(step)
+        self.views.values[step.node] = new
+        self.views.written(step, node, new, self)
+
+    def _written_value(self, step: Step) -> Argument:
+        like = tensor_of(step.args[0])
+        assert like is not None  # noqa: S101 # only tensors are written into
+        name = str(step.target).split(".")[1]
+        if name in ("fill_", "zero_", "copy_"):
+            return self._filled(step, like, step.args[1] if name != "zero_" else 0)
+        call = functional(step)
+        made: Argument = self._add(
+            step, call.target, self._arguments(call.args, step), self._arguments(call.kwargs, step), like
+        )
+        return made if call.dtype is None else self.emit(step, "aten.to.dtype", [made, _code(call.dtype)], like)
+
+    def _filled(self, step: Step, like: Tensor, value: Any) -> Argument:
+        """What a write of one value, or of another tensor, leaves behind."""
+        source = tensor_of(value)
+        number = self._constant_number(value) if isinstance(value, fx.Node) else value
+        if number is not None:
+            kwargs = {"dtype": _code(like.dtype), "device": self._code(like.device)}
+            args = (self.shape(like), self.argument(number))
+            return self._add(step, "aten.full.default", args, kwargs, like)
+        assert source is not None  # noqa: S101 # neither a number nor a tensor cannot be written
+        made = self._operand(value, step)
+        if source.dtype != like.dtype:
+            made = self.emit(step, "aten.to.dtype", [made, _code(like.dtype)], source.to(like.dtype))
+        if [str(dim) for dim in source.shape] != [str(dim) for dim in like.shape]:
+            made = self.emit(step, "aten.expand.default", [made, self.shape(like)], like)
+        return made
+
+    def _constant_number(self, node: fx.Node) -> Any:
+        value = self.argument(node)
+        tensor = self.graph.constants.get(value.name) if isinstance(value, Ref) else None
+        return tensor.item() if tensor is not None and tensor.numel() == 1 else None
+
+    def _whole(self, step: Step) -> None:
+        """A submodule's call, its results taken apart by getitems."""
+        tensors, _, key = step.args
+        call = self.exported.calls[key]
+        operands = [self.argument(node) for node in tensors]
+        args = map_slots(call.args, lambda part: self._output(part, operands))
+        kwargs = map_slots(call.kwargs, lambda part: self._output(part, operands))
+        values = list(step.value[:-1])
+        found: list[Argument] = [None] * len(step.value)
+        self.several[step.node] = found
+        structure = call.result.structure
+        context = ", ".join(filter(None, ("torch.no_grad()" if step.frozen else "", step.context)))
+        name = self.names.new(call.fqn.rpartition(".")[2])
+        output = self._result_meta(structure, values, step)
+        if isinstance(structure, dict) or type(structure).__name__ == "Make":
+            output = output if isinstance(output, tuple) else (None,)
+        op = Op(name, "module", tuple(args), dict(kwargs), output, call.fqn, source_of(_notes(step)), context)
+        self.graph.ops.append(op)
+        self._take_results(structure, Ref(name), values, found, step)
+
+    def _result_meta(self, structure: Any, values: list[Tensor], step: Step) -> Any:
+        if isinstance(structure, Slot):
+            tensor = values[structure.index]
+            return self.sizes.meta(tensor, differentiable=_is_float(tensor) and not step.frozen)
+        metas = [self._result_meta(part, values, step) for _, part in _parts(structure)]
+        return tuple(meta if isinstance(meta, TensorMeta) else None for meta in metas) if metas else None
+
+    def _take_results(
+        self, structure: Any, value: Ref, values: list[Tensor], found: list[Argument], step: Step
+    ) -> None:
+        if isinstance(structure, Slot):
+            found[structure.index] = value
+            meta = self.graph.meta(value.name)
+            self.differentiable |= {value.name} if meta.differentiable else set()
+            return
+        for key, part in _parts(structure):
+            if not isinstance(part, Slot) and not _parts(part):
+                continue
+            name = self.names.new(f"{value.name}_{key}")
+            output = self._result_meta(part, values, step)
+            self.graph.ops.append(Op(name, "getitem", (value, key), {}, output, module_of(step.node)))
+            self._take_results(part, Ref(name), values, found, step)
+
+    # ---- operators and arguments
+
+    def _add(
+        self, step: Step, target: str, args: tuple[Argument, ...], kwargs: dict[str, Argument], made: Any
+    ) -> Ref:
+        follows = not step.frozen and makes_gradients(target) if target != "getitem" else True
+        follows = follows and any(name in self.differentiable for name in refs_in((args, kwargs)))
+
+        def meta(value: Any) -> TensorMeta | None:
+            if not isinstance(value, Tensor):
+                return None
+            return self.sizes.meta(value, differentiable=follows and _is_float(value))
+
+        output = meta(made) if isinstance(made, Tensor) else tuple(meta(value) for value in made)
+        name = self.names.new(step.node.name if target != "aten.detach.default" else "detached")
+        self.differentiable |= {name} if follows and any(map(_is_float, pytree.tree_leaves(made))) else set()
+        self.graph.ops.append(
+            Op(name, target, args, kwargs, output, module_of(step.node), source_of(_notes(step)), step.context)
+        )
+        return Ref(name)
+
+    def emit(self, step: Step, target: str, args: Sequence[Argument], like: Tensor) -> Argument:
+        """Add an operator that the trace does not have."""
+        return self._add(step, target, tuple(args), {}, like)
+
+    def _operand(self, node: fx.Node, step: Step) -> Argument:
+        """A value as an operand of a step: what autograd must not follow is detached."""
+        value = self.views.value(node, self)
+        if not step.frozen or not isinstance(value, Ref) or value.name not in self.differentiable:
+            return value
+        if value.name not in self.detached:
+            tensor = tensor_of(node)
+            self.detached[value.name] = self._add(step, "aten.detach.default", (value,), {}, tensor)
+        return self.detached[value.name]
+
+    def _arguments(self, arguments: Any, step: Step) -> Any:
+        if isinstance(arguments, fx.Node):
+            return self._operand(arguments, step)
+        if isinstance(arguments, (list, tuple)):
+            return type(arguments)(self._arguments(item, step) for item in arguments)
+        if isinstance(arguments, dict):
+            return {key: self._arguments(item, step) for key, item in arguments.items()}
+        return self._code(arguments)
+
+    def argument(self, value: Any) -> Argument:
+        """An argument of the trace as one of the graph."""
+        if isinstance(value, fx.Node):
+            return self.views.value(value, self)
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.argument(item) for item in value)
+        return self._code(self.sizes.value(value))
+
+    def shape(self, tensor: Tensor) -> list[Argument]:
+        """A shape as an argument."""
+        return [self.sizes.value(dim) for dim in tensor.shape]
+
+    def _code(self, value: Any) -> Argument:
+        if isinstance(value, torch.device):
+            same = value.type == self.device.type
+            return Code("rt.device" if same else f'torch.device("{value}")')
+        return _code(value)
+
+
+def _code(value: Any) -> Argument:
+    return Code(str(value)) if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)) else value
+
+
+def _flat(graph_module: fx.GraphModule) -> tuple[list[Step], list[Any]]:
+    try:
+        return flatten(graph_module)
+    except UnknownCallError as error:
+        blame = Blame(module_of(error.node), source_of(error.node.meta.get("stack_trace")), str(error))
+        raise UntraceableError([blame]) from error
+
+
+def _blame(step: Step, reason: str) -> Blame:
+    return Blame(module_of(step.node), source_of(_notes(step)), reason)
+
+
+def _notes(step: Step) -> str | None:
+    return step.node.meta.get("stack_trace")
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
+
+
+def _parts(structure: Any) -> list[tuple[Any, Any]]:
+    """Keys and parts of a container."""
+    if isinstance(structure, (list, tuple)):
+        return list(enumerate(structure))
+    fields = getattr(structure, "fields", structure)
+    return list(fields.items()) if isinstance(fields, dict) else []

@@ -1,0 +1,165 @@
+"""One run of `torch.export` over a module's forward, with everything around it that makes the result right.
+
+Owns the call into torch's exporter; hands on its graph, the structure of the outputs and the calls of submodules
+that stay whole. Never raises past what happened in the user's code.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from nnx_nnscaler.trace.guard import attributes_restored, noticing, random_states_forked
+from nnx_nnscaler.trace.inputs import Inputs
+from nnx_nnscaler.trace.structure import take_apart
+from nnx_nnscaler.trace.whole import Call, Recorded, calls_replaced, stand_in
+
+__all__ = ["PREFIX", "Exported", "SideEffectError", "export_forward"]
+
+PREFIX = "m"
+"""Where the user's root is within the module that is exported."""
+
+
+class SideEffectError(Exception):
+    """The forward changed attributes of modules, which a graph would not do.
+
+    Attributes:
+        changed: Fully qualified name of each module to one attribute.
+    """
+
+    def __init__(self, changed: dict[str, str]) -> None:
+        super().__init__(changed)
+        self.changed = changed
+
+
+@dataclass
+class Exported:
+    """What came out of an export.
+
+    Attributes:
+        program: torch's own result.
+        inputs: What went in.
+        structure: The forward's result with Slots for the first tensors among the program's outputs.
+        calls: Calls of submodules that stay whole, by the key that the operator carries.
+    """
+
+    program: ExportedProgram
+    inputs: Inputs
+    structure: Any = None
+    calls: dict[str, Call] = field(default_factory=dict)
+
+
+class _Root(nn.Module):
+    """The user's root with tensors only as inputs and outputs."""
+
+    def __init__(self, module: nn.Module, run: Callable[..., tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self.m = module
+        self.run = run
+
+    def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
+        return self.run(*leaves)
+
+
+def export_forward(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    inputs: Inputs,
+    recorded: dict[str, list[Recorded]],
+) -> Exported:
+    """Trace a forward for a sample.
+
+    Args:
+        module: The root.
+        forward: Its forward.
+        inputs: The sample; its batched leaves get a symbolic dim 0.
+        recorded: For every submodule that is to stay whole, what it returns, call by call.
+
+    Raises:
+        SideEffectError: The forward changed attributes of modules.
+        Exception: Whatever torch or the user's code raised.
+    """
+    exported = Exported(None, inputs)  # type: ignore[arg-type] # filled below
+    modules = {name: found for name, found in module.named_modules() if name in recorded}
+    batch: list[Any] = [0]
+    tokens: list[Tensor] = []
+
+    def run(*leaves: Tensor) -> tuple[Tensor, ...]:
+        if inputs.batched:
+            batch[0] = leaves[inputs.tensors.index(inputs.batched[0])].shape[0]
+        tokens.clear()
+        args, kwargs = inputs.rebuild(leaves)
+        stand = stand_in(recorded, exported.calls, tokens, lambda: batch[0])
+        with calls_replaced(modules, stand):
+            result = forward(*args, **kwargs)
+        tensors: list[Tensor] = []
+        exported.structure = take_apart(result, tensors, drop_caches=module.training)
+        return (*tensors, *tokens)
+
+    leaves = tuple(inputs.leaves[index] for index in inputs.tensors)
+    dims = tuple({0: Dim.AUTO} if index in inputs.batched else None for index in inputs.tensors)
+    with attributes_restored(module) as changed, random_states_forked(), _quiet(), noticing(module):
+        with torch.enable_grad(), _autocast_hidden():
+            root = _Root(module, run)
+            root.training = module.training
+            exported.program = torch.export.export(root, leaves, strict=False, dynamic_shapes=(dims,))
+    changed = {name: what for name, what in changed.items() if not _within(name, recorded)}
+    if changed:
+        raise SideEffectError(changed)
+    return exported
+
+
+def _within(name: str, kept: dict[str, list[Recorded]]) -> bool:
+    return any(name == fqn or name.startswith(f"{fqn}.") for fqn in kept)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's own warnings: what matters of them is raised as an error."""
+    loggers = [logging.getLogger(name) for name in ("torch.export", "torch._export", "torch.fx.experimental")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+@contextmanager
+def _autocast_hidden() -> Iterator[None]:
+    """Trace outside autocast, but let code that asks be told of it.
+
+    Operators of a program run under the autocast of the call, so a trace must not have its casts in it. Code such
+    as transformers' rotary embeddings switches autocast off where it is on, and has to be seen doing so.
+    """
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if not kinds:
+        yield
+        return
+    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
+    real = torch.is_autocast_enabled
+
+    def is_autocast_enabled(kind: str | None = None) -> bool:
+        return (kind or kinds[0]) in dtypes
+
+    torch.is_autocast_enabled = is_autocast_enabled  # type: ignore[assignment]
+    try:
+        with torch.autocast("cpu", enabled=False):
+            with torch.autocast("cuda", enabled=False) if "cuda" in kinds else nullcontext():
+                yield
+    finally:
+        torch.is_autocast_enabled = real
+
+

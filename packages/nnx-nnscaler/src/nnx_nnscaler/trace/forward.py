@@ -1,0 +1,224 @@
+"""`trace_forward`: from a module and a sample to a `Graph`, keeping whole what cannot be traced."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from nnx_nnscaler.ir import Graph
+from nnx_nnscaler.trace.blame import Blame, blame
+from nnx_nnscaler.trace.build import UntraceableError, build_graph
+from nnx_nnscaler.trace.errors import TraceError
+from nnx_nnscaler.trace.export import SideEffectError, export_forward
+from nnx_nnscaler.trace.guard import running
+from nnx_nnscaler.trace.inputs import BatchDims, Inputs, flatten_inputs
+from nnx_nnscaler.trace.stand_ins import can_run, plain_parameters
+from nnx_nnscaler.trace.structure import Refusal
+from nnx_nnscaler.trace.whole import Recorded, Result, calls_replaced, combine, forget_calls, recorder
+
+__all__ = ["trace_forward"]
+
+_REMEDY = (
+    "Move that code into a submodule of its own, which then stays whole, or write it without the dependence "
+    "(torch.where instead of a branch); until then the whole forward runs on every rank of the unit."
+)
+_lock = threading.Lock()
+
+
+def trace_forward(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    batch_dims: BatchDims = "auto",
+    forward: Callable[..., Any] | None = None,
+) -> Graph:
+    """Trace a module's forward, in the mode (train or eval) that it is in.
+
+    Nothing of it is left: parameters, buffers, attributes and random states are as before, and a forward that
+    cannot be traced raises. Under autocast the trace is that of the code which autocast runs, without its casts.
+
+    Args:
+        module: The root; it may be on any device, also on meta, and its parameters in parts.
+        args: A sample's positional arguments.
+        kwargs: Its keyword arguments.
+        batch_dims: Which dims may have another size at run time: by default dim 0 of every tensor whose dim 0 is the
+            most frequent one; None for none.
+        forward: What to call in place of `module.forward`, which may be replaced by then.
+
+    Raises:
+        TraceError: The root itself cannot be traced, the sample does not fit, or the forward fails on it.
+
+    Example:
+        >>> import torch
+        >>> graph = trace_forward(torch.nn.Linear(4, 2), (torch.zeros(3, 4),))
+        >>> [op.target for op in graph.ops], graph.symbols
+        (['aten.linear.default'], {'B': ('input_1', 0)})
+    """
+    call = forward or module.forward
+    with _lock, torch.inference_mode(mode=False), plain_parameters(module) as device:
+        inputs = flatten_inputs(call, args, dict(kwargs or {}), batch_dims)
+        inputs = inputs if device is None else inputs.moved(device)
+        first: TraceError | None = None
+        for attempt in _attempts(inputs):
+            try:
+                return _Tracer(module, call, attempt).run()
+            except TraceError as error:
+                first = first or error
+            finally:
+                forget_calls()
+        raise first or AssertionError
+
+
+def _attempts(inputs: Inputs) -> list[Inputs]:
+    """Samples to try: with a symbolic batch, which has to be at least 2, then with fixed sizes."""
+    if not inputs.batched:
+        return [inputs]
+    return [inputs.resized(2) if inputs.batch == 1 else inputs, inputs.fixed()]
+
+
+class _Tracer:
+    """Tries to trace, and tries again with what failed kept whole."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], inputs: Inputs) -> None:
+        self.module = module
+        self.forward = forward
+        self.inputs = inputs
+        self.modules = dict(module.named_modules())
+        self.kept: dict[str, str] = {}
+        self.recorded: dict[str, list[Recorded]] = {}
+        for name, submodule in self.modules.items():
+            if name and _hooks(submodule):
+                self._keep(Blame(name, "", "it has forward or backward hooks"), spread=False)
+
+    def run(self) -> Graph:
+        """Trace.
+
+        Raises:
+            TraceError: It cannot be done.
+        """
+        for _ in range(len(self.modules) + 1):
+            try:
+                self._record()
+                graph = build_graph(
+                    self.module, export_forward(self.module, self.forward, self.inputs, self.recorded)
+                )
+            except TraceError:
+                raise
+            except UntraceableError as error:
+                self._keep_all(error.blames)
+            except SideEffectError as error:
+                changes = error.changed.items()
+                self._keep_all([Blame(fqn, "", f"its forward changes its attribute {name!r}") for fqn, name in changes])
+            except Exception as error:
+                self._keep_all([blame(error, self.module)])
+            else:
+                graph.kept = dict(self.kept)
+                graph.in_spec = _spec(self.inputs)
+                return graph
+        raise self._error(Blame("", "", "no set of submodules kept whole was enough"))
+
+    # ---- what stays whole
+
+    def _keep_all(self, blames: Sequence[Blame]) -> None:
+        names = {one.fqn for one in blames}
+        for one in blames:
+            if not any(one.fqn.startswith(f"{other}.") or (one.fqn and not other) for other in names):
+                self._keep(one)
+
+    def _keep(self, one: Blame, *, spread: bool = True) -> None:
+        """Keep a submodule whole, and the others of its class, which would fail next."""
+        fqn = self._outermost(one.fqn)
+        if not fqn:
+            raise self._error(one)
+        cls = type(self.modules[fqn])
+        same = [name for name, module in self.modules.items() if type(module) is cls and name and spread]
+        for name in same if not cls.__module__.startswith("torch.") else ():
+            self._place(name, one)
+        self._place(fqn, one)
+
+    def _place(self, fqn: str, one: Blame) -> None:
+        if any(fqn == other or fqn.startswith(f"{other}.") for other in self.kept):
+            return
+        for inner in [name for name in self.kept if name.startswith(f"{fqn}.")]:
+            del self.kept[inner]
+        self.kept[fqn] = str(one)
+
+    def _outermost(self, fqn: str) -> str:
+        """The nearest submodule around that is called at all and not kept yet."""
+        while fqn:
+            covered = next((name for name in self.kept if fqn == name or fqn.startswith(f"{name}.")), None)
+            if covered is not None:
+                fqn = covered.rpartition(".")[0]
+            elif fqn in self.modules and type(self.modules[fqn]).forward is not nn.Module.forward:
+                return fqn
+            else:
+                fqn = fqn.rpartition(".")[0]
+        return ""
+
+    def _error(self, one: Blame) -> TraceError:
+        return TraceError(f"the forward of {type(self.module).__name__} cannot be traced: {one}.", remedy=_REMEDY)
+
+    # ---- what they return
+
+    def _record(self) -> None:
+        """Find out what the submodules that stay whole return, by running the forward on the sample."""
+        self.recorded = {}
+        if not self.kept:
+            return
+        if not can_run(self.module):
+            name, reason = next(iter(self.kept.items()))
+            raise TraceError(
+                f"{name} has to stay whole ({reason}), and what it returns is only known by running it, which needs "
+                f"real parameters: those of {type(self.module).__name__} are on the meta device.",
+                remedy="Create the module on a real device.",
+            )
+        first = self._run(self.inputs)
+        batch = self.inputs.batch
+        sizes = [batch + 1, 2 * batch] if self.inputs.batched else []
+        second, other = first, batch
+        for other in sizes:
+            try:
+                second = self._run(self.inputs.resized(other))
+                break
+            except TraceError:
+                continue
+        for fqn in self.kept:
+            self.recorded[fqn] = combine(first.get(fqn, []), second.get(fqn, []), (max(batch, 1), max(other, 1)))
+
+    def _run(self, inputs: Inputs) -> dict[str, list[Result]]:
+        results: dict[str, list[Result]] = {}
+        args, kwargs = inputs.rebuild([inputs.leaves[index].detach().clone() for index in inputs.tensors])
+        modules = {name: self.modules[name] for name in self.kept}
+        try:
+            with running(self.module), calls_replaced(modules, recorder(results)):
+                self.forward(*args, **kwargs)
+        except Refusal:
+            raise
+        except Exception as error:
+            found = blame(error, self.module)
+            raise TraceError(
+                f"the forward of {type(self.module).__name__} fails on the sample: {found}.",
+                remedy="Give a sample (dummy_forward_args) that the forward accepts.",
+            ) from error
+        return results
+
+
+def _hooks(module: nn.Module) -> bool:
+    """Whether a submodule has hooks of the user's, which programs would not call."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooks = [hook for kind in kinds for hook in getattr(module, kind, {}).values()]
+    # Those of transformers collect hidden states within one call, and are traced with it.
+    return any(not getattr(hook, "__module__", "").startswith("transformers.utils.") for hook in hooks)
+
+
+def _spec(inputs: Inputs) -> str:
+    try:
+        return pytree.treespec_dumps(inputs.spec)
+    except NotImplementedError:
+        return ""

@@ -1,0 +1,107 @@
+"""Symbolic sizes of a trace as expressions in ``B``, the size of the batch.
+
+Owns the naming of symbols, the printing of expressions and what must hold of them. torch gives every input its
+own symbol; here all that are the batch are one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.utils._sympy.printers import PythonPrinter
+
+from nnx_nnscaler.ir import Dim, Size, TensorMeta
+from nnx_nnscaler.trace.inputs import Inputs
+
+__all__ = ["BATCH", "Sizes", "UnboundSizeError", "evaluate"]
+
+BATCH = "B"
+_INPUT_SIZE = re.compile(r"L\['leaves'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
+_EXPRESSION = re.compile(r"[\w\s+\-*/%().,<>=!]*")
+
+
+class UnboundSizeError(Exception):
+    """A size that depends on the values of tensors."""
+
+
+def evaluate(expr: str, batch: int) -> Any:
+    """Value of an expression that a trace made, for a batch size.
+
+    Example:
+        >>> evaluate("16*B", 3)
+        48
+    """
+    if not _EXPRESSION.fullmatch(expr):
+        raise ValueError(f"{expr!r} is not an expression over sizes")
+    allowed = {BATCH: batch, "max": max, "min": min, "math": __import__("math"), "True": True, "False": False}
+    return eval(expr, {"__builtins__": {}}, allowed)
+
+
+class Sizes:
+    """Sizes of one exported program.
+
+    Args:
+        program: The program.
+        inputs: Its sample.
+        leaves: What the exporter made of the tensors among the inputs.
+    """
+
+    def __init__(self, program: ExportedProgram, inputs: Inputs, leaves: Sequence[Tensor]) -> None:
+        self._batch = sympy.Symbol(BATCH, integer=True, positive=True)
+        self._symbols: dict[sympy.Symbol, sympy.Symbol] = {}
+        self._known: dict[Any, str] = {}
+        self.hint = inputs.batch
+        self.origin: tuple[str, int] | None = None
+        for index in inputs.batched:
+            dim = leaves[inputs.tensors.index(index)].shape[0]
+            if isinstance(dim, torch.SymInt):
+                for symbol in dim.node.expr.free_symbols:
+                    self._symbols[symbol] = self._batch
+                self.origin = self.origin or (inputs.names[index], 0)
+        self.guards = self._guards(program)
+
+    def value(self, value: Any) -> Any:
+        """A size or another number of the trace: an int, float or bool, or a Size.
+
+        Raises:
+            UnboundSizeError: It depends on the values of tensors.
+        """
+        if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return value
+        text = self._text(value.node.expr)
+        found = evaluate(text, self.hint)
+        return Size(text, found) if BATCH in text else found
+
+    def meta(self, tensor: Tensor, *, differentiable: bool) -> TensorMeta:
+        """What the graph says of a tensor of the trace."""
+        shape: tuple[Dim, ...] = tuple(self.value(dim) for dim in tensor.shape)
+        return TensorMeta(shape, str(tensor.dtype).removeprefix("torch."), differentiable)
+
+    def _text(self, expr: Any) -> str:
+        if expr not in self._known:
+            unknown = expr.free_symbols - self._symbols.keys()
+            if unknown:
+                raise UnboundSizeError(str(expr))
+            self._known[expr] = PythonPrinter().doprint(expr.xreplace(self._symbols))
+        return self._known[expr]
+
+    def _guards(self, program: ExportedProgram) -> tuple[str, ...]:
+        found = {self._guard(code) for code in getattr(program, "_guards_code", None) or ()}
+        for symbol, bounds in program.range_constraints.items():
+            if symbol in self._symbols:
+                found |= {f"{BATCH} >= {bounds.lower}"} if bounds.lower > 2 else set()
+                found |= {f"{BATCH} <= {bounds.upper}"} if bounds.upper.is_Integer else set()
+        return tuple(sorted(found - {""}))
+
+    def _guard(self, code: str) -> str:
+        text = _INPUT_SIZE.sub(BATCH, code)
+        if "L[" in text:
+            raise UnboundSizeError(code)
+        left, equal, right = text.partition(" == ")
+        return "" if equal and left == right else text

@@ -1,0 +1,144 @@
+"""Nested values taken apart into tensors and a structure of `Slot`s, and put together again.
+
+Owns what objects may come out of a forward: containers, dataclasses, named tuples, `ModelOutput`s and their
+caches. Knows nothing of graphs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nnx_nnscaler.ir import Make
+from nnx_nnscaler.trace.inputs import is_constant
+
+__all__ = ["Refusal", "Slot", "map_slots", "put_together", "take_apart"]
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class Refusal(Exception):  # noqa: N818 # never leaves the package: it says why a submodule is kept whole
+    """Why a submodule cannot be traced; raised where it is noticed, placed by the traceback."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor was.
+
+    Attributes:
+        index: Its number among the tensors.
+    """
+
+    index: int
+
+
+def take_apart(value: Any, tensors: list[Tensor], *, drop_caches: bool = False) -> Any:
+    """The structure of a value, its tensors appended to a list.
+
+    Args:
+        value: What a forward returned or was given.
+        tensors: Where its tensors go.
+        drop_caches: Leave out key-value caches of transformers, as None: nothing reads them in training.
+
+    Raises:
+        Refusal: It holds an object that cannot be made again from its parts.
+
+    Example:
+        >>> tensors = []
+        >>> take_apart({"loss": torch.zeros(()), "n": 3}, tensors)
+        {'loss': Slot(index=0), 'n': 3}
+    """
+
+    def go(part: Any) -> Any:
+        return take_apart(part, tensors, drop_caches=drop_caches)
+
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return Slot(len(tensors) - 1)
+    if isinstance(value, _SYMBOLIC) or is_constant(value):
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(go(part) for part in value)
+    if type(value) is torch.Size:
+        return tuple(go(part) for part in value)
+    if type(value) in (dict, OrderedDict) and all(isinstance(key, (str, int)) for key in value):
+        return {key: go(part) for key, part in value.items()}
+    if _is_cache(value):
+        return None if drop_caches else _cache(value, go)
+    return Make(_location(type(value)), {name: go(part) for name, part in _fields(value).items()})
+
+
+def put_together(structure: Any, tensors: Sequence[Any]) -> Any:
+    """The value that `take_apart` took apart, with other tensors."""
+
+    def fill(part: Any) -> Any:
+        return tensors[part.index] if isinstance(part, Slot) else part
+
+    return map_slots(structure, fill, make=_made)
+
+
+def map_slots(structure: Any, leaf: Callable[[Any], Any], *, make: Callable[[Make], Any] | None = None) -> Any:
+    """A structure with every part that is no container replaced."""
+
+    def go(part: Any) -> Any:
+        return map_slots(part, leaf, make=make)
+
+    if isinstance(structure, (list, tuple)):
+        return type(structure)(go(part) for part in structure)
+    if isinstance(structure, dict):
+        return {key: go(part) for key, part in structure.items()}
+    if isinstance(structure, Make):
+        made = Make(structure.type, go(structure.fields))
+        return made if make is None else make(made)
+    return leaf(structure)
+
+
+def _made(made: Make) -> Any:
+    module, _, name = made.type.partition(":")
+    found: Any = sys.modules[module]
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found(**made.fields)
+
+
+def _location(cls: type) -> str:
+    found: Any = sys.modules.get(cls.__module__)
+    for part in cls.__qualname__.split("."):
+        found = getattr(found, part, None)
+    if found is not cls:
+        raise Refusal(f"a {cls.__qualname__}, whose class cannot be imported from {cls.__module__}")
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return dict(zip(value._fields, value, strict=True))
+    if dataclasses.is_dataclass(value):
+        if isinstance(value, dict):  # transformers.ModelOutput: what is None is no key
+            return dict(value)
+        fields = dataclasses.fields(value)
+        if all(field.init for field in fields):
+            return {field.name: getattr(value, field.name) for field in fields}
+    raise Refusal(f"a {type(value).__qualname__}, which is no tensor, container or dataclass")
+
+
+def _is_cache(value: Any) -> bool:
+    return any(
+        base.__name__ == "Cache" and base.__module__ == "transformers.cache_utils" for base in type(value).__mro__
+    )
+
+
+def _cache(value: Any, go: Callable[[Any], Any]) -> Make:
+    if type(value).__name__ != "DynamicCache":
+        raise Refusal(f"a {type(value).__name__}: pass use_cache=False")
+    layers = [(layer.keys, layer.values) for layer in value.layers]
+    if any(type(layer).__name__ != "DynamicLayer" for layer in value.layers):
+        raise Refusal("a cache with sliding windows: pass use_cache=False")
+    return Make(_location(type(value)), {"ddp_cache_data": go(layers)})
