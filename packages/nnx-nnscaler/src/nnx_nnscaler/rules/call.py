@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,12 +14,12 @@ from nnx_nnscaler.placement import Placement, R
 from nnx_nnscaler.plan.program_plan import Strategy
 from nnx_nnscaler.rules.rule import outputs_of
 
-__all__ = ["Call", "argument_of", "bound", "operator_of", "placement_of", "with_code"]
+__all__ = ["Call", "argument_of", "bound", "operator_of", "placement_of", "targets", "with_code"]
 
 _Inputs = Mapping[str, Placement | Sequence[Placement]]
 
 
-@lru_cache(maxsize=None)
+@cache
 def operator_of(target: str) -> Any:
     """The torch operator of a target such as ``"aten.linear.default"``; None where there is none.
 
@@ -35,12 +35,22 @@ def operator_of(target: str) -> Any:
     return found if isinstance(found, torch._ops.OpOverload) else None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _schema(target: str) -> tuple[tuple[str, Any], ...]:
     operator = operator_of(target)
     if operator is None:
         return ()
     return tuple((argument.name, argument.default_value) for argument in operator._schema.arguments)
+
+
+def targets(names: str) -> list[str]:
+    """Targets of torch's own operators.
+
+    Example:
+        >>> targets("abs max.other")
+        ['aten.abs', 'aten.max.other']
+    """
+    return [f"aten.{name}" for name in names.split()]
 
 
 def bound(op: Op) -> dict[str, Argument]:

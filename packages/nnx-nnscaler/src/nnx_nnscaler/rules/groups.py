@@ -14,7 +14,7 @@ from nnx_nnscaler.plan.program_plan import Strategy
 __all__ = ["MOST_GROUPS", "groups_at", "input_values", "output_values", "spread_groups"]
 
 MOST_GROUPS = 4
-"""Into how many parts a dim may fall for a view to propose groups by itself: query, key, value, and a gate."""
+"""Into how many parts a dim may fall for a view to propose groups: query, key, value, and a gate."""
 
 _SWEEPS = 12
 _Found = dict[tuple[str, int], set[int]]
@@ -55,7 +55,8 @@ def spread_groups(graph: Graph, size: int, strategies_of: Callable[[Op], list[St
     graph.derived[key], graph.derived[stamp] = found, len(graph.ops)
     ops = list(graph.ops)
     for _ in range(_SWEEPS):
-        if not any([_note(found, op, strategies_of(op)) for op in ops]):
+        new = [_note(found, op, strategies_of(op)) for op in ops]
+        if not any(new):
             return
         ops.reverse()
 

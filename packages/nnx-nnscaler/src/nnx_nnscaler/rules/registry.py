@@ -16,7 +16,7 @@ from nnx_nnscaler.rules.table import TABLE
 __all__ = ["Discovery", "has_rule", "register_discovery", "register_rule", "rule_for", "strategies_of"]
 
 Discovery = Callable[[Op, Graph, int], list[Strategy]]
-"""Finds strategies of an operator that has no rule, in which the operator itself is right on local tensors."""
+"""Finds strategies of an operator without a rule, in which the operator itself is right on local tensors."""
 
 
 class _Plain(Rule):
@@ -102,7 +102,7 @@ def _fits(strategy: Strategy, op: Op, graph: Graph, size: int) -> bool:
 
 
 def _metas(op: Op, graph: Graph) -> list[TensorMeta]:
-    """Metas of operands and results; a getitem's operand is one of several results, which looks like its own."""
+    """Metas of operands and results; a getitem's operand is one of several results and looks like its own."""
     outputs = outputs_of(op)
     if op.target == "getitem":
         return [outputs[0], outputs[0]]

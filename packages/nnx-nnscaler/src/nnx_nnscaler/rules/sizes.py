@@ -21,7 +21,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def other_symbols(graph: Graph) -> dict[str, int]:
-    """Values for the symbols of a graph unlike those traced, with which equal sizes are told from same ones."""
+    """Other values for a graph's symbols than those traced, to tell sizes that happen to be equal."""
     return {name: 10_007 + 2 * index for index, name in enumerate(graph.symbols)}
 
 

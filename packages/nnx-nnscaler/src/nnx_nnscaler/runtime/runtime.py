@@ -9,8 +9,8 @@ from torch import nn
 
 from nnx_nnscaler.runtime.communicator import Communicator
 from nnx_nnscaler.runtime.functions import Functions
-from nnx_nnscaler.runtime.normalization import Normalization
 from nnx_nnscaler.runtime.losses import Losses
+from nnx_nnscaler.runtime.normalization import Normalization
 
 __all__ = ["Runtime"]
 

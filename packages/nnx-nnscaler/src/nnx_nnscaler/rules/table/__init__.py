@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from nnx_nnscaler.rules import convolution, normalization
 from nnx_nnscaler.rules.rule import Rule
-from nnx_nnscaler.rules.table import attention, elementwise, embedding, linear, loss, random, reductions, reshape, views
+from nnx_nnscaler.rules.table import (
+    attention,
+    elementwise,
+    embedding,
+    linear,
+    loss,
+    random,
+    reductions,
+    reshape,
+    views,
+)
 
 __all__ = ["TABLE"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nnx_nnscaler.ir import Graph, Op, Ref
 from nnx_nnscaler.placement import P
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.rules.call import Call
+from nnx_nnscaler.rules.call import Call, targets
 from nnx_nnscaler.rules.labels import (
     Labels,
     aligned,
@@ -18,22 +18,20 @@ from nnx_nnscaler.rules.rule import Rule
 
 __all__ = ["RULES", "Elementwise"]
 
-_UNARY = """
-abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min clip cos cosh
-deg2rad digamma elu erf erfc erfinv exp exp2 expm1 fill floor frac gelu hardshrink hardsigmoid hardswish hardtanh
-isfinite isinf isnan leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num
-rad2deg reciprocal relu relu6 round rsqrt selu sgn sigmoid sign sin sinc sinh softplus
-softshrink sqrt square silu tan tanh tanhshrink threshold trunc fix special_expit special_erf zeros_like ones_like
-full_like empty_like
-""".split()
-
-_BROADCAST = """
-__and__ __or__ __xor__ atan2 bitwise_and bitwise_or bitwise_xor copysign eq floor_divide fmax fmin fmod ge greater
-greater_equal gt heaviside hypot le less less_equal logaddexp logaddexp2 logical_and logical_or logical_xor lt
-maximum minimum ne nextafter not_equal pow remainder rsub xlogy addcdiv addcmul lerp masked_fill isclose
-""".split()
-
-_EXACT = ("aten.max.other", "aten.min.other")
+_UNARY = (
+    "abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min clip "
+    "cos cosh deg2rad digamma elu erf erfc erfinv exp exp2 expm1 fill floor frac gelu hardshrink "
+    "hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p log2 "
+    "log_sigmoid logical_not logit mish nan_to_num rad2deg reciprocal relu relu6 round rsqrt selu sgn "
+    "sigmoid sign sin sinc sinh softplus softshrink sqrt square silu tan tanh tanhshrink threshold "
+    "trunc fix special_expit special_erf zeros_like ones_like full_like empty_like"
+)
+_BROADCAST = (
+    "__and__ __or__ __xor__ atan2 bitwise_and bitwise_or bitwise_xor copysign eq floor_divide fmax "
+    "fmin fmod ge greater greater_equal gt heaviside hypot le less less_equal logaddexp logaddexp2 "
+    "logical_and logical_or logical_xor lt maximum minimum ne nextafter not_equal pow remainder rsub "
+    "xlogy addcdiv addcmul lerp masked_fill isclose max.other min.other"
+)
 
 
 class Elementwise(Rule):
@@ -134,11 +132,12 @@ def _at_least_as_wide(dtype: str, than: str) -> bool:
 _ELEMENTWISE, _LINEAR, _CONVERT = Elementwise(), _Linear(), _Convert()
 
 RULES: dict[str, Rule] = {
-    **{f"aten.{name}": _ELEMENTWISE for name in (*_UNARY, *_BROADCAST)},
-    **dict.fromkeys(_EXACT, _ELEMENTWISE),
-    **{f"aten.{name}": _LINEAR for name in ("neg", "negative", "positive", "alias", "clone", "contiguous")},
-    **{f"aten.{name}": _LINEAR for name in ("detach", "lift_fresh_copy", "lift_fresh", "real", "imag")},
-    **{f"aten.{name}": _CONVERT for name in ("to", "_to_copy", "type_as", "float", "double")},
+    **dict.fromkeys(targets(_UNARY), _ELEMENTWISE),
+    **dict.fromkeys(targets(_BROADCAST), _ELEMENTWISE),
+    **dict.fromkeys(
+        targets("alias clone contiguous detach lift_fresh lift_fresh_copy neg negative positive"), _LINEAR
+    ),
+    **dict.fromkeys(targets("_to_copy double float to type_as"), _CONVERT),
     "aten.add": _Sum(),
     "aten.sub": _Sum(),
     "aten.mul": _Product(),

@@ -28,7 +28,7 @@ class _MatrixProduct(Rule):
 
     addend = ""
 
-    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:  # noqa: D102
+    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
         inputs, output = self.labels(call)
         return label_strategies(call, inputs, [output], summed=[SUMMED])
@@ -37,7 +37,7 @@ class _MatrixProduct(Rule):
         """Labels of the arguments and of the result."""
         raise NotImplementedError
 
-    def write(self, op: Op, strategy: Strategy, writer: Writer) -> str:  # noqa: D102
+    def write(self, op: Op, strategy: Strategy, writer: Writer) -> str:
         addend = argument_of(op, self.addend) if self.addend else None
         if strategy.outputs[0] != P or not isinstance(addend, Ref):
             return writer.call(op)
@@ -121,7 +121,10 @@ class _Einsum(Rule):
             for letter, hint in zip(term, meta.hints, strict=True):
                 sizes[letter] = max(hint, sizes.get(letter, 1))
         inputs: list[Labels] = [
-            tuple(letter if hint == sizes[letter] else None for letter, hint in zip(term, meta.hints, strict=True))
+            tuple(
+                letter if hint == sizes[letter] else None
+                for letter, hint in zip(term, meta.hints, strict=True)
+            )
             for term, meta in zip(terms, metas, strict=True)
         ]
         summed = [letter for letter in sizes if letter not in right]

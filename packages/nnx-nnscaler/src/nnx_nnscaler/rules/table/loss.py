@@ -5,7 +5,7 @@ from __future__ import annotations
 from nnx_nnscaler.ir import Graph, Op, TensorMeta
 from nnx_nnscaler.placement import P, R, S
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.rules.call import Call, argument_of
+from nnx_nnscaler.rules.call import Call, argument_of, targets
 from nnx_nnscaler.rules.labels import Labels, aligned, dim_labels, is_floating, label_strategies
 from nnx_nnscaler.rules.rule import Rule, Writer
 
@@ -19,13 +19,13 @@ class _ClassLoss(Rule):
     """A loss of scores over classes: ``(N, C, ...)`` against ``(N, ...)``.
 
     Args:
-        mean: The runtime's function for a mean over samples that are cut: ranks may have unlike many that count.
+        mean: The runtime's function for a mean over samples in parts, of which unlike many may count.
     """
 
     def __init__(self, mean: str) -> None:
         self.mean = mean
 
-    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:  # noqa: D102
+    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
         scores, target = call.meta("self"), call.meta("target")
         if scores is None or target is None or len(scores.shape) < 2:
@@ -46,18 +46,18 @@ class _ClassLoss(Rule):
         """Strategies that cut the classes."""
         return []
 
-    def write(self, op: Op, strategy: Strategy, writer: Writer) -> str:  # noqa: D102
+    def write(self, op: Op, strategy: Strategy, writer: Writer) -> str:
         if strategy.outputs[0] != P or argument_of(op, "reduction") != _MEAN:
             return writer.call(op)
         return _written(self.mean, op, writer, ("weight", "ignore_index", "label_smoothing"))
 
-    def index_bound(self, op: Op, graph: Graph) -> int | None:  # noqa: D102
+    def index_bound(self, op: Op, graph: Graph) -> int | None:
         shape = Call.of(op, graph, 1).shape("self")
         return shape[min(1, len(shape) - 1)]
 
 
 class _CrossEntropy(_ClassLoss):
-    """Classes can be cut: ranks exchange maxima, sums and the scores of the targets, never the scores of all."""
+    """Classes can be cut: ranks exchange maxima, sums and the targets' scores, never all scores."""
 
     def by_class(self, call: Call, probabilities: bool) -> list[Strategy]:
         if probabilities or call["weight"] is not None or not is_floating(call.output):
@@ -111,15 +111,14 @@ def _broadcast(metas: list[TensorMeta]) -> TensorMeta:
 
 
 _PAIR = _PairLoss()
-_PAIRS = """
-binary_cross_entropy binary_cross_entropy_with_logits huber_loss kl_div l1_loss mse_loss smooth_l1_loss
-soft_margin_loss
-""".split()
-
+_PAIRS = (
+    "binary_cross_entropy binary_cross_entropy_with_logits huber_loss kl_div l1_loss mse_loss "
+    "smooth_l1_loss soft_margin_loss"
+)
 _NLL = _ClassLoss("nll_loss_mean")
 
 RULES: dict[str, Rule] = {
-    **{f"aten.{name}": _PAIR for name in _PAIRS},
-    **{f"aten.{name}": _NLL for name in ("nll_loss", "nll_loss2d", "nll_loss_nd")},
+    **dict.fromkeys(targets(_PAIRS), _PAIR),
+    **dict.fromkeys(targets("nll_loss nll_loss2d nll_loss_nd"), _NLL),
     "aten.cross_entropy_loss": _CrossEntropy("cross_entropy_mean"),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nnx_nnscaler.ir import Graph, Op
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.rules.call import Call, argument_of
+from nnx_nnscaler.rules.call import Call, argument_of, targets
 from nnx_nnscaler.rules.labels import dim_labels, label_strategies, partial_strategy
 from nnx_nnscaler.rules.rule import Rule, Writer
 
@@ -43,6 +43,5 @@ class _Draw(Rule):
 
 
 _DRAW = _Draw()
-_DRAWING = "bernoulli multinomial normal rand rand_like randint randint_like randn randn_like randperm".split()
-
-RULES: dict[str, Rule] = {"aten.dropout": _Dropout(), **{f"aten.{name}": _DRAW for name in _DRAWING}}
+_DRAWING = "bernoulli multinomial normal rand rand_like randint randint_like randn randn_like randperm"
+RULES: dict[str, Rule] = {"aten.dropout": _Dropout(), **dict.fromkeys(targets(_DRAWING), _DRAW)}

@@ -1,4 +1,4 @@
-"""Operators that work along some dims and leave the others alone: sums, norms, softmax, sorting, looking up."""
+"""Operators that work along some dims and leave the others alone: sums, norms, softmax, sorting, lookups."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 from nnx_nnscaler.ir import Graph, Op, Ref
 from nnx_nnscaler.placement import P
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.rules.call import Call, placement_of
+from nnx_nnscaler.rules.call import Call, placement_of, targets
 from nnx_nnscaler.rules.labels import Labels, dim_labels, label_strategies, partial_strategy
 from nnx_nnscaler.rules.rule import Rule, Writer
 
@@ -17,7 +17,7 @@ __all__ = ["RULES"]
 class _Reduce(Rule):
     """Takes dims away, or leaves 1 of them; the others can be cut."""
 
-    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:  # noqa: D102
+    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
         before = call.meta("self")
         if before is None:
@@ -52,7 +52,7 @@ class _Mean(_Sum):
 
 def _reduced(call: Call, ndim: int) -> Collection[int]:
     dims = call["dim"]
-    if dims is None or dims == [] or dims == ():
+    if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         return range(ndim)
     return {call.dim(dim, ndim) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])}
 
@@ -114,7 +114,10 @@ class _Gather(Rule):
             index != dim and own == made
             for index, (own, made) in enumerate(zip(shape, call.output.hints, strict=True))
         ]
-        index = tuple(label if same or d == dim else None for d, (label, same) in enumerate(zip(labels, alike, strict=True)))
+        index = tuple(
+            label if same or d == dim else None
+            for d, (label, same) in enumerate(zip(labels, alike, strict=True))
+        )
         table = tuple(label if same else None for label, same in zip(labels, alike, strict=True))
         found = label_strategies(call, {"self": table, "index": index}, [index])
         return [*found, *partial_strategy(call, ["self"])]
@@ -152,19 +155,17 @@ class _Prelu(Rule):
 
 _REDUCE, _ALONG = _Reduce(), _Along()
 
-_REDUCING = """
-all amax amin any argmax argmin linalg_vector_norm logsumexp max.dim median.dim min.dim nanmedian.dim norm prod
-std std_mean var var_mean aminmax count_nonzero
-""".split()
-
-_WORKING_ALONG = """
-argsort cummax cummin cumprod cumsum kthvalue log_softmax logcumsumexp softmax sort topk _softmax _log_softmax
-_safe_softmax glu
-""".split()
-
+_REDUCING = (
+    "all amax amin any argmax argmin linalg_vector_norm logsumexp max.dim median.dim min.dim "
+    "nanmedian.dim norm prod std std_mean var var_mean aminmax count_nonzero"
+)
+_WORKING_ALONG = (
+    "argsort cummax cummin cumprod cumsum kthvalue log_softmax logcumsumexp softmax sort topk "
+    "_softmax _log_softmax _safe_softmax glu"
+)
 RULES: dict[str, Rule] = {
-    **{f"aten.{name}": _REDUCE for name in _REDUCING},
-    **{f"aten.{name}": _ALONG for name in _WORKING_ALONG},
+    **dict.fromkeys(targets(_REDUCING), _REDUCE),
+    **dict.fromkeys(targets(_WORKING_ALONG), _ALONG),
     "aten.sum": _Sum(),
     "aten.mean": _Mean(),
     "aten.layer_norm": _Trailing("input"),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from nnx_nnscaler.ir import Dim, Graph, Op, Size, TensorMeta, hint_of
 from nnx_nnscaler.placement import Placement, S
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.rules.call import Call, argument_of
+from nnx_nnscaler.rules.call import Call, argument_of, targets
 from nnx_nnscaler.rules.groups import MOST_GROUPS, groups_at
 from nnx_nnscaler.rules.labels import dim_labels, partial_strategy
 from nnx_nnscaler.rules.rule import Rule, Writer
@@ -28,9 +28,9 @@ class _Side(NamedTuple):
 class Reshape(Rule):
     """Another shape, whatever the operator is called.
 
-    Dims before and after fall into blocks of equal size. Within a block, a cut is told by how many equal parts
-    the elements fall into before each is cut: ``S(d, groups)`` makes that the sizes before ``d`` times the groups.
-    The same number on the other side is the same cut.
+    Dims before and after fall into blocks of equal size. Within a block, a cut is told by how many equal
+    parts the elements fall into before each is cut: of ``S(d, groups)``, the product of the sizes before
+    ``d`` and the groups. The same number on the other side is the same cut.
     """
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:  # noqa: D102
@@ -100,9 +100,7 @@ def _is_wanted(call: Call, before: _Side, after: _Side, source: Placement, targe
     return any(p.groups in groups for groups, p in zip(noted, (source, target), strict=True))
 
 
-def _blocks(
-    call: Call, before: Sequence[Dim], after: Sequence[Dim]
-) -> Iterator[tuple[list[int], list[int]]]:
+def _blocks(call: Call, before: Sequence[Dim], after: Sequence[Dim]) -> Iterator[tuple[list[int], list[int]]]:
     """The smallest runs of dims before and after with equal products; dims of size 1 are left out."""
     left, right = _sizes(call.graph, before), _sizes(call.graph, after)
     while left and right:
@@ -135,6 +133,6 @@ def _sizes(graph: Graph, shape: Sequence[Dim]) -> list[tuple[int, tuple[int, int
 
 _RESHAPE = Reshape()
 
-_NAMES = ("_unsafe_view", "flatten", "ravel", "reshape", "squeeze", "unflatten", "unsqueeze", "view.default")
-
-RULES: dict[str, Rule] = {f"aten.{name}": _RESHAPE for name in _NAMES}
+RULES: dict[str, Rule] = dict.fromkeys(
+    targets("_unsafe_view flatten ravel reshape squeeze unflatten unsqueeze view.default"), _RESHAPE
+)

@@ -16,7 +16,7 @@ __all__ = ["RULES"]
 class _View(Rule):
     """An operator whose operand's dims all reappear in its result, or stay whole."""
 
-    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:  # noqa: D102
+    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
         labels = self.labels(call)
         if labels is None:
@@ -78,9 +78,7 @@ class _AlongDim(_View):
         before = call.meta("self")
         if before is None or len(before.shape) != len(after):
             return None
-        whole = tuple(
-            label if index not in self.worked(call) else None for index, label in enumerate(after)
-        )
+        whole = tuple(label if index not in self.worked(call) else None for index, label in enumerate(after))
         return whole, whole
 
     def worked(self, call: Call) -> list[int]:
@@ -137,7 +135,9 @@ class _Parts(Rule):
         extents = {meta.hints[dim] for meta in call.outputs}
         if len(extents) != 1 or parts * extents.pop() != call.shape("self")[dim]:
             return []
-        values = zip([*input_values(call.op)[:1], *output_values(call.op)], [parts, *[1] * parts], strict=True)
+        values = zip(
+            [*input_values(call.op)[:1], *output_values(call.op)], [parts, *[1] * parts], strict=True
+        )
         wanted = {
             groups // within
             for value, within in values
@@ -146,7 +146,9 @@ class _Parts(Rule):
         }
         return [
             call.strategy(
-                f"parts/{parts * groups}", {"self": S(dim, groups=parts * groups)}, [S(dim, groups=groups)] * parts
+                f"parts/{parts * groups}",
+                {"self": S(dim, groups=parts * groups)},
+                [S(dim, groups=groups)] * parts,
             )
             for groups in sorted({1, *wanted})
         ]
