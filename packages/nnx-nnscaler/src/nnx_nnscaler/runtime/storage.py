@@ -174,7 +174,7 @@ class Parameters:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Around an optimizer's step: parameters are plain local ones, also for code that looks at the class."""
+        """Around an optimizer's step: parameters are plain local ones, whoever looks at their class."""
         self.end_step()
         for parameter in self._parts:
             show_plain(parameter)
