@@ -2,7 +2,8 @@
 
 A model's forward is traced, a plan splits its operators over the ranks of a unit, readable Python is
 emitted for it, and that code runs on the user's own module. `nnx_nnscaler.backend` is the engine.
-Importing this package imports neither torch nor Lightning; `NnScalerStrategy` and `NnScalerPrecision` do.
+Importing this package imports neither torch nor Lightning; `NnScalerStrategy`, `NnScalerPrecision` and
+`register_op` do.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from nnx_nnscaler.options import NnScalerOptions
 
 if TYPE_CHECKING:
     from nnx_nnscaler.precision import NnScalerPrecision
+    from nnx_nnscaler.rules.annotations import register_op
     from nnx_nnscaler.strategy import NnScalerStrategy
 
-__all__ = ["ComputeConfig", "NnScalerOptions", "NnScalerPrecision", "NnScalerStrategy"]
+__all__ = ["ComputeConfig", "NnScalerOptions", "NnScalerPrecision", "NnScalerStrategy", "register_op"]
 
 
 def __getattr__(name: str) -> Any:
@@ -28,4 +30,8 @@ def __getattr__(name: str) -> Any:
         from nnx_nnscaler.precision import NnScalerPrecision
 
         return NnScalerPrecision
+    if name == "register_op":
+        from nnx_nnscaler.rules.annotations import register_op
+
+        return register_op
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -141,8 +141,6 @@ class _Parser:
         if self.token:
             raise self.error(f"did not expect {self.token!r}")
         made = [dims for dims in results if dims is not None]
-        if len(made) < len(results):
-            raise self.error("a result cannot be '?'")
         marked = {mark: frozenset(n for n, (m, _) in self.marks.items() if m == mark) for mark in "^+"}
         found = Annotation(self.text, tuple(operands), tuple(made), marked["^"], marked["+"])
         self.check(found)
@@ -152,6 +150,8 @@ class _Parser:
         """Operands or results, up to a token."""
         found: list[_Tensor | None] = []
         while True:
+            if self.token == "?" and not until:
+                raise self.error("a result cannot be '?'")
             found.append(self.tensor())
             if self.token != ",":
                 break

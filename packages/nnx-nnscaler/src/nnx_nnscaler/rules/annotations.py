@@ -37,8 +37,9 @@ def register_op(
     """Tell how a function of yours, or an operator that exists, can be split over ranks.
 
     On a function it is a decorator. The function becomes one operator of traced models, so its body may hold
-    what cannot be traced; its gradient is that of its body. Arguments that are no tensors need a type
-    annotation or a default. It must return new tensors and leave its operands alone. ::
+    what cannot be traced. Its gradient is that of its body; its attribute `operator` is the torch operator.
+    Arguments that are no tensors need a type annotation or a default. It must return new tensors and leave
+    its operands alone. ::
 
         @register_op("n c h^ w^, c, c -> n c h^ w^")
         def scaled(x, scale, shift, eps: float = 1e-5): ...
@@ -96,8 +97,8 @@ def register_op(
 
 def _operator_from(function: Any, annotation: Annotation, fake: Callable[..., Any] | None) -> Any:
     """The function as a new operator, which runs the function and is differentiated through it."""
-    name = _new_name(function)
     schema = _schema(function, annotation)
+    name = _new_name(function)
 
     @functools.wraps(function)
     def body(*args: Any, **kwargs: Any) -> Any:
@@ -118,6 +119,7 @@ def _operator_from(function: Any, annotation: Annotation, fake: Callable[..., An
     def call(*args: Any, **kwargs: Any) -> Any:
         return operator(*args, **kwargs)
 
+    call.operator = operator  # type: ignore[attr-defined]
     return call
 
 
