@@ -142,6 +142,10 @@ class _Emitter:
         self.context = op.context
         if isinstance(op.output, TensorMeta):
             self._one_result(op, strategy, text, flows)
+        elif op.target == "module" and op.output is not None:
+            name = self.names.new(op.name)
+            self.values[op.name] = _Value(name, R, flows=True)
+            self._line(f"{name} = {text}")
         elif isinstance(op.output, tuple):
             self._many_results(op, op.output, strategy, text, flows, results)
         else:
@@ -180,13 +184,21 @@ class _Emitter:
         self._line(f"{', '.join(targets)}{comma} = {text}", ", ".join(dict.fromkeys(notes)))
 
     def _item(self, op: Op) -> None:
-        """One of several results, which has its name already; only its placement may have to change."""
+        """One of several results: an operator's were named as it was written, a submodule's are read here."""
+        source, key = op.args
         if op.name not in self.wanted:
             return
-        use, *_ = uses_of(self.plan.choices[op.name])
+        self.place = (op.module, op.source) if op.source else self.place
+        if source.name in self.values:
+            name = self.names.new(op.name)
+            whole = self.values[source.name].code
+            text = f"{whole}[{key}]" if isinstance(key, int) else f"rt.item({whole}, {key!r})"
+            self.values[op.name] = _Value(name, R, flows=True)
+            self._line(f"{name} = {text}", _describe(op.output, R) if isinstance(op.output, TensorMeta) else "")
+            return
+        (use,) = uses_of(self.plan.choices[op.name])
         value = self.values[op.name]
         if value.placement != use.placement:
-            self.place = (op.module, op.source)
             self.values[op.name] = replace(value, code=self._read(op.name, use), placement=use.placement)
 
     # --- placements ---------------------------------------------------------------------------

@@ -161,6 +161,7 @@ def _run_program(
     unit: Communicator,
     alone: threading.Lock,
 ) -> _Run:
+    unit.drawn = _draw  # type: ignore[method-assign] # this thread has a random state of its own
     runtime = _runtime(unit)
     owners = dict(module.named_parameters(remove_duplicate=False))
     weights: dict[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
@@ -177,6 +178,10 @@ def _run_program(
     return _Run(
         outputs, whole, {name: part.grad for name, part in parts.items()}, dict(module.named_buffers())
     )
+
+
+def _draw(draw: Callable[[], Tensor]) -> Tensor:
+    return draw()
 
 
 def _runtime(unit: Communicator) -> Conversions:

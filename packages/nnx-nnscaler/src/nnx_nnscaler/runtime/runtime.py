@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,3 +39,8 @@ class Runtime(Functions, Losses, Normalization):
 
         with guarded_mode():
             return module(*args, **kwargs)
+
+    @staticmethod
+    def item(result: Any, key: str) -> Any:
+        """What a submodule that ran whole returned under a name."""
+        return result[key] if isinstance(result, Mapping) else getattr(result, key)
