@@ -22,8 +22,8 @@ class GraphMaker:
         self.batch = Size("B", batch)
         self.graph = Graph([], {}, {}, {}, {}, [], None, training=training)
 
-    def input(self, name: str, *rest: int, dtype: str = "float32") -> Ref:
-        meta = TensorMeta((self.batch, *rest), dtype)
+    def input(self, name: str, *rest: int, differentiable: bool = False) -> Ref:
+        meta = TensorMeta((self.batch, *rest), "float32", differentiable)
         self.graph.inputs.append(Input(name, meta))
         self.graph.metas[name] = meta
         self.graph.symbols["B"] = (name, 0)

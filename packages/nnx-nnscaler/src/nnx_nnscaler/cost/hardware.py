@@ -69,8 +69,9 @@ class MeasuredLink:
 
     Attributes:
         ranks: Ranks that took part in the measurement.
-        points: For each kind, whole bytes and seconds, in ascending order. Between them it is a straight line;
-            beyond the last one the last slope goes on. Another number of ranks is scaled by what a rank sends.
+        points: For each kind, whole bytes and seconds, in ascending order. Between them it is a straight
+            line, beyond the last one the last slope goes on. Other numbers of ranks are scaled by what a
+            rank sends.
     """
 
     ranks: int

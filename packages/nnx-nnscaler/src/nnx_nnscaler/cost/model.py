@@ -1,7 +1,7 @@
 """The cost model: seconds and bytes of what a plan may choose, for one rank of a unit.
 
-`CostModel` is what a caller makes: hardware and how it is trained. `Prices` binds it to a graph and a mesh and
-answers for single operators, conversions and parameters; what a whole plan costs is `plan.evaluate`'s matter.
+`CostModel` is what a caller makes: hardware and how it is trained. `Prices` binds it to a graph and a mesh,
+and answers for single operators, conversions and parameters; `plan.evaluation` sums a whole plan up.
 """
 
 from __future__ import annotations
@@ -128,11 +128,9 @@ class Prices:
         return Price(compute=seconds).plus(self._inside(op, strategy, outputs))
 
     def _seconds(self, work: Work, dtype: str) -> float:
-        hardware = self.hardware
-        return (
-            max(work.flops / hardware.flops(dtype), work.nbytes / hardware.bandwidth, work.special / hardware.special)
-            + work.random / hardware.random
-        )  # fmt: skip
+        rates = self.hardware
+        roof = max(work.nbytes / rates.bandwidth, work.special / rates.special)
+        return max(work.flops / rates.flops(dtype), roof) + work.random / rates.random
 
     def _inside(self, op: Op, strategy: Strategy, outputs: list[Local]) -> Price:
         """Collectives within functions that take an operator's place."""
@@ -211,7 +209,7 @@ class Prices:
         return Price(0.0, (1 - self.hardware.overlap) * self._link.seconds("all_reduce", 4096, self.size))
 
     def kept(self, meta: TensorMeta, stored: Stored) -> int:
-        """Bytes that a parameter takes through the whole step: itself, its gradient, the optimizer's state."""
+        """Bytes that a parameter takes all the time: itself, its gradient, the optimizer's state."""
         local = self.local(meta, stored.placement)
         model = self.model
         parts = self.units if self.zero else 1

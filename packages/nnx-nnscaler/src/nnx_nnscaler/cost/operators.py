@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nnx_nnscaler.ir import Op
-from nnx_nnscaler.rules.rule import outputs_of
 
 __all__ = ["ALIASES", "Local", "Saved", "Work", "base_name", "bytes_of", "saved_by", "work_of"]
 
@@ -21,33 +20,36 @@ _WIDTH = {
     "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 
-ALIASES = frozenset(
-    "getitem view _unsafe_view reshape transpose permute t T mT numpy_T unsqueeze squeeze expand expand_as view_as slice"
-    " select split split_with_sizes chunk narrow alias detach detach_ unflatten flatten unbind movedim swapaxes lift_fresh_copy".split()
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ALIASES = _names(
+    """getitem view _unsafe_view reshape transpose permute t T mT numpy_T unsqueeze squeeze expand
+    expand_as view_as slice select split split_with_sizes chunk narrow alias detach detach_ unflatten
+    flatten unbind movedim swapaxes lift_fresh_copy"""
 )
 """Operators whose results share their operand's memory, as a rule."""
 
-_MATMULS = frozenset("linear mm matmul bmm addmm baddbmm addbmm addmv mv dot einsum".split())
-_ATTENTION = frozenset(("scaled_dot_product_attention",))
-_CONVOLUTIONS = frozenset(
-    "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d".split()
+_ADD_MATMULS = _names("addmm baddbmm addbmm addmv")
+_MATMULS = _names("linear mm matmul bmm mv dot einsum") | _ADD_MATMULS
+_ATTENTION = _names("scaled_dot_product_attention")
+_CONVOLUTIONS = _names("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d")
+_SPECIAL = _names(
+    """gelu silu exp log tanh sigmoid erf softmax _softmax log_softmax _log_softmax cross_entropy_loss pow
+    rsqrt sin cos softplus mish elu logsumexp log1p expm1 hardswish"""
 )
-_SPECIAL = frozenset(
-    "gelu silu exp log tanh sigmoid erf softmax _softmax log_softmax _log_softmax cross_entropy_loss pow rsqrt sin cos"
-    " softplus mish elu logsumexp log1p expm1 hardswish".split()
+_RANDOM = _names("dropout native_dropout feature_dropout bernoulli rand randn rand_like randn_like")
+_NORMS = _names("layer_norm native_layer_norm rms_norm _fused_rms_norm batch_norm group_norm instance_norm")
+_SAVES_NOTHING = ALIASES | _names(
+    """add sub neg sum mean cat stack clone contiguous to _to_copy type_as masked_fill where pad
+    constant_pad_nd repeat embedding index_select gather roll flip cumsum tril triu eq ne lt le gt ge
+    logical_not logical_and bitwise_and bitwise_not argmax add_ copy_ arange zeros ones full empty
+    zeros_like ones_like full_like scalar_tensor eye"""
 )
-_RANDOM = frozenset(
-    "dropout native_dropout feature_dropout bernoulli rand randn rand_like randn_like".split()
-)
-_CREATE = frozenset("arange zeros ones full empty zeros_like ones_like full_like scalar_tensor eye".split())
-
-_SAVES_NOTHING = frozenset(
-    "add sub neg sum mean cat stack clone contiguous to _to_copy type_as masked_fill where pad constant_pad_nd"
-    " repeat embedding index_select gather roll flip cumsum tril triu eq ne lt le gt ge logical_not"
-    " logical_and bitwise_and bitwise_not ones zeros arange full argmax add_ copy_".split()
-) | _CREATE | ALIASES  # fmt: skip
-_SAVES_OUTPUT = frozenset(
-    "softmax _softmax log_softmax _log_softmax tanh sigmoid exp relu rsqrt sqrt reciprocal relu_".split()
+_SAVES_OUTPUT = _names(
+    "softmax _softmax log_softmax _log_softmax tanh sigmoid exp relu relu_ rsqrt sqrt reciprocal"
 )
 
 
@@ -119,7 +121,8 @@ def work_of(op: Op, inputs: Sequence[Local], outputs: Sequence[Local], *, whole:
         op: The operator.
         inputs: Its operands.
         outputs: Its results.
-        whole: Elements of its results on all ranks: as many random numbers are drawn, so that ranks stay in step.
+        whole: Elements of its results on all ranks together: so many random numbers are drawn, in order that
+            the ranks stay in step.
     """
     name = base_name(op)
     followed = sum(local.differentiable for local in inputs)
@@ -150,7 +153,7 @@ def _draws(op: Op) -> bool:
 def _flops(name: str, inputs: Sequence[Local], outputs: Sequence[Local]) -> float:
     made = sum(local.numel for local in outputs)
     if name in _MATMULS:
-        first = 1 if name in ("addmm", "baddbmm", "addbmm", "addmv") and len(inputs) > 2 else 0
+        first = 1 if name in _ADD_MATMULS and len(inputs) > 2 else 0
         return 2.0 * made * (inputs[first].shape[-1] if inputs[first].shape else 1)
     if name in _ATTENTION and len(inputs) >= 3:
         query, key = inputs[0], inputs[1]
@@ -168,25 +171,22 @@ def saved_by(op: Op, inputs: Sequence[Local], outputs: Sequence[Local]) -> Saved
     followed = [position for position, local in enumerate(inputs) if local.differentiable]
     if not followed or name in _SAVES_NOTHING:
         return Saved()
-    if name in _RANDOM:
-        return Saved(more=sum(local.numel for local in outputs)) if _draws(op) else Saved()
+    if name in _RANDOM or name == "cross_entropy_loss":
+        mask = sum(local.numel for local in outputs) if _draws(op) else 0
+        return Saved(more=mask if name in _RANDOM else inputs[0].nbytes)
     if name in _SAVES_OUTPUT:
         return Saved(output=True)
-    if name in _ATTENTION:
-        return Saved(tuple(range(min(len(inputs), 4))), output=True)
-    if name == "cross_entropy_loss":
-        return Saved(more=inputs[0].nbytes)
     if name in _MATMULS | _CONVOLUTIONS | {"mul", "div"}:
         return Saved(_partners(name, inputs, followed))
-    if "layer_norm" in name or "rms_norm" in name or "batch_norm" in name or "group_norm" in name:
+    if name in _NORMS:
         return Saved((0,))
-    return Saved(tuple(range(len(inputs))), output=outputs_of(op) != () and name not in _SPECIAL)
+    return Saved(tuple(range(len(inputs))), output=name not in _SPECIAL)  # attention too
 
 
 def _partners(name: str, inputs: Sequence[Local], followed: Sequence[int]) -> tuple[int, ...]:
     """Of a product, each factor is kept for the gradient of the other one."""
     factors = [0, 1] if len(inputs) > 1 else [0]
-    if name in ("addmm", "baddbmm", "addbmm", "addmv") and len(inputs) > 2:
+    if name in _ADD_MATMULS and len(inputs) > 2:
         factors = [1, 2]
     if len(factors) == 1:
         return tuple(factors) if name == "einsum" else ()

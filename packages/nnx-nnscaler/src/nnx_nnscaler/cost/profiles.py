@@ -39,15 +39,15 @@ def _gpu(
 PROFILES: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
-        # NVIDIA H100 SXM data sheet: 989 TFLOP/s bf16, 494 tf32, 3.35 TB/s, 80 GB; NVLink 4: 450 GB/s each way;
-        # one 400 Gb/s InfiniBand adapter for each GPU.
+        # NVIDIA H100 SXM data sheet: 989 TFLOP/s bf16, 494 tf32, 3.35 TB/s, 80 GB; NVLink 4: 450 GB/s each
+        # way; one 400 Gb/s InfiniBand adapter for each GPU.
         _gpu("h100-nvlink", half=989, tf32=494, memory=3.35, capacity=80, inside=450, across=50),
         # The same GPUs where only the network connects them (one GPU in a node, or no NVLink).
         _gpu("h100-ib", half=989, tf32=494, memory=3.35, capacity=80, inside=50, across=50),
         # NVIDIA H200 SXM data sheet: as H100 with 4.8 TB/s and 141 GB.
         _gpu("h200-nvlink", half=989, tf32=494, memory=4.8, capacity=141, inside=450, across=50),
-        # NVIDIA A100 SXM data sheet: 312 TFLOP/s bf16, 156 tf32, 2.0 TB/s, 80 GB; NVLink 3: 300 GB/s each way;
-        # one 200 Gb/s adapter for each GPU.
+        # NVIDIA A100 SXM data sheet: 312 TFLOP/s bf16, 156 tf32, 2.0 TB/s, 80 GB; NVLink 3: 300 GB/s each
+        # way; one 200 Gb/s adapter for each GPU.
         _gpu("a100-nvlink", half=312, tf32=156, memory=2.0, capacity=80, inside=300, across=25),
         # A server's core with its share of memory bandwidth, over loopback: when nothing could be measured.
         Hardware(

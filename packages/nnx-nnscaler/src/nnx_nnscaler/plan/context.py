@@ -158,9 +158,9 @@ class PolicyContext:
         """
         names = [name for name, fqn in self.graph.parameters.items() if fnmatchcase(fqn, pattern)]
         if not names:
+            some = ", ".join(list(self.graph.parameters.values())[:3])
             raise PlanError(
-                f"no parameter is called {pattern!r}.",
-                remedy=f"Use a pattern of names such as {', '.join(list(self.graph.parameters.values())[:3])}.",
+                f"no parameter is called {pattern!r}.", remedy=f"Use a pattern of names such as {some}."
             )
         for name in names:
             self._store(name, placement)

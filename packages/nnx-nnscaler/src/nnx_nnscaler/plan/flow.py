@@ -1,4 +1,4 @@
-"""How values flow through a graph: who makes a value, who uses it, and which operators repeat from layer to layer.
+"""How values flow through a graph: who makes a value, who uses it, and which operators repeat.
 
 Operators that only pick a result of another one (``getitem``) vanish here: what they name is a result of that
 operator.
@@ -87,7 +87,7 @@ class Flow:
         """For every operator, what it has in common with its twins in other layers of a stack."""
         starred = _Stars({op.module for op in self.ops.values()})
         count: Counter[str] = Counter()
-        keys = {}
+        keys: dict[str, tuple[str, ...]] = {}
         for op in self.ops.values():
             ordinal = count[op.module]
             count[op.module] += 1

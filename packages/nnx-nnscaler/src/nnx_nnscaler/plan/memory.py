@@ -1,7 +1,7 @@
 """The peak of memory of a plan on one rank: what is alive at every moment of a step.
 
-The solver counts what lasts and what autograd keeps, which is linear in its choices; this walk through the step,
-there and back, is what a limit is finally held against.
+The solver counts what lasts and what autograd keeps, which is linear in its choices; this walk through the
+step, there and back, is what a limit is finally held against.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Step:
         self._more: list[int] = []
         self._bytes: dict[_Tensor, int] = {}
         last: dict[_Tensor, int] = {}
-        for index, op in enumerate(self._ops):
+        for index in range(len(self._ops)):
             used, made, kept, more = self._tensors(index)
             self._made.append(made)
             self._kept.append(kept)
@@ -56,7 +56,7 @@ class _Step:
         self._last = last
 
     def _tensors(self, index: int) -> tuple[list[_Tensor], list[_Tensor], set[_Tensor], int]:
-        """What an operator uses, what it makes (conversions included), what is kept of it, and further bytes."""
+        """What an operator uses and makes (conversions included), what is kept of it, and further bytes."""
         op, flow = self._ops[index], self._flow
         strategy = self._assignment.choices[op.name]
         saved = self._prices.saved(op, strategy)

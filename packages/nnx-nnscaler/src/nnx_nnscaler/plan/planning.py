@@ -134,8 +134,8 @@ def _solve(context: PolicyContext, prices: Prices, limit: int | None, *, limits:
     best = _assignment(problem, program)
     if best is None:
         raise PlanError(
-            f"policy {limits.policy!r} and its constraints contradict each other: no choice is left for which "
-            "every operator gets its operands as it needs them.",
+            f"policy {limits.policy!r} and its constraints contradict each other: no choice is left for "
+            "which every operator gets its operands as it needs them.",
             remedy="Leave out a constraint, or pin fewer operators.",
         )
     if limit is None or peak_memory(context.flow, best, prices) <= limit:

@@ -1,7 +1,7 @@
 """The built-in policies, each a function that narrows what may be chosen, and the register for further ones.
 
-Pipeline policies are not here: a stage would be one more choice, made before this one by cutting the graph into
-subgraphs that each get a `ProgramPlan` of their own.
+Pipeline policies are not here: a stage would be one more choice, made before this one by cutting the graph
+into subgraphs that each get a `ProgramPlan` of their own.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def policy_of(policy: str | Policy) -> tuple[str, Policy]:
         return getattr(policy, "__name__", type(policy).__name__), policy
     if policy in _OF_PIPELINES:
         raise UnsupportedError(
-            f"policy {policy!r} plans a pipeline, which this version does not; it is planned for a later one.",
+            f"policy {policy!r} plans a pipeline, which is for a later version.",
             remedy=f"Use one of {', '.join(POLICIES)}.",
         )
     if policy not in POLICIES:

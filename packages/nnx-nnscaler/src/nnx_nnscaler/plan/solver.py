@@ -1,8 +1,8 @@
 """The mixed-integer program behind a plan, solved by HiGHS.
 
-One binary for each option of each node; one flow for each edge and pair of (state it comes in, use it is wanted
-for), which is 1 exactly where both are chosen; one conversion for each value and pair, shared by all edges that
-need it. Only options are integers: flows and conversions follow from them.
+One binary for each option of each node; one flow for each edge and pair of (state it comes in, use it is
+wanted for), which is 1 exactly where both are chosen; one conversion for each value and pair, shared by all
+edges that need it. Only options are integers: flows and conversions follow from them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
+from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+from scipy.sparse import coo_array  # type: ignore[import-untyped]
 
 from nnx_nnscaler.cost.model import Price, Prices, Stored
 from nnx_nnscaler.plan.classes import Edge, Problem
@@ -181,13 +181,13 @@ class Program:
 
     def _add_saved(self) -> None:
         """What autograd keeps: each tensor once, however many operators keep it."""
-        groups: dict[tuple[object, ...], list[str]] = {}
-        for storage, savers in self._savers().items():
+        groups: dict[tuple[int | str, tuple[tuple[int, int], ...]], list[str]] = {}
+        for storage, where in self._savers().items():
             kept = self._problem.node_of.get(self._problem.flow.source(storage).name, storage)
-            groups.setdefault((kept, *sorted(savers)), []).append(storage)
-        for (_, *savers), storages in groups.items():
+            groups.setdefault((kept, tuple(sorted(where))), []).append(storage)
+        for (_, savers), storages in groups.items():
             by_bytes: dict[int, list[list[tuple[int, float]]]] = {}
-            for node, operand in savers:  # type: ignore[misc]
+            for node, operand in savers:
                 for nbytes, terms in self._saved_terms(node, operand):
                     by_bytes.setdefault(nbytes, []).append(terms)
             for nbytes, rows in sorted(by_bytes.items()):
@@ -212,7 +212,7 @@ class Program:
         op = self._problem.flow.ops[self._problem.nodes[node].first]
         names, gathered = op.operands(), False
         for option, variable in zip(self._problem.nodes[node].options, self._options[node], strict=True):
-            if isinstance(option, Stored):
+            if not isinstance(option, Strategy):
                 continue
             saved = self._prices.saved(op, option)
             inputs, outputs = self._prices.locals_of(op, option)
@@ -220,9 +220,8 @@ class Program:
                 by_bytes.setdefault(sum(o.nbytes for o in outputs), []).append((variable, -1.0))
             if operand in saved.operands:
                 name = names[operand]
-                if name in self._problem.flow.parameters:
-                    gathered = True
-                else:
+                gathered = name in self._problem.flow.parameters
+                if not gathered:
                     by_bytes.setdefault(inputs[operand].nbytes, []).append((variable, -1.0))
         if gathered:
             self._add_gathered(by_bytes, node, operand, names[operand])
