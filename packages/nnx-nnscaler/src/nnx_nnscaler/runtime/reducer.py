@@ -98,7 +98,8 @@ class Reducer:
         """Listen to the parameters' gradients, if there is anyone to share them with."""
         with local_mode():
             for index, parameter in enumerate(self._parameters):
-                if self._group_of(parameter) is not None:
+                can_train = parameter.is_floating_point() or parameter.is_complex()
+                if can_train and self._group_of(parameter) is not None:
                     self._hooks.append(_listen(parameter, partial(self._hear, index)))
 
     def detach(self) -> None:
@@ -160,7 +161,8 @@ class Reducer:
             self._call_at_end()
         bucket = self._arrangement.of[index]
         if bucket.launched:  # a second time in one pass, which only reentrant checkpoints bring about
-            self._finish(but=None if bucket.always else index)
+            bucket.check_late(index, gradient)
+            self._finish()
             self._begin()
             self._call_at_end()
         self._used[index] = bucket.put(index, gradient)
@@ -194,12 +196,8 @@ class Reducer:
             buckets[self._next].launch()
             self._next += 1
 
-    def _finish(self, *, but: int | None = None) -> None:
-        """Fill what is missing, wait for everything and hand the gradients out.
-
-        Args:
-            but: A parameter whose gradient has grown since and is about to be reduced again.
-        """
+    def _finish(self) -> None:
+        """Fill what is missing, wait for everything and hand the gradients out."""
         buckets = self._open or []
         for bucket in buckets:
             for index in sorted(bucket.missing):
@@ -211,7 +209,7 @@ class Reducer:
             bucket.wait()
         for bucket in buckets:
             for index in bucket.members:
-                if used[index] != UNUSED and index != but:
+                if used[index] != UNUSED:
                     bucket.hand_out(index, used[index])
         came = self._came
         self._close()
@@ -279,7 +277,7 @@ class Reducer:
             dist.broadcast(order, src=0, group=self._axes.world)
         numbers: list[int] = order.tolist()
         plain = [index for index in numbers if index < len(self._parameters)]
-        buckets = [*self._buckets(plain, limits=[FIRST_BYTES, self._bucket_bytes]), *self._rows]
+        buckets = [*self._buckets(plain, limits=[min(FIRST_BYTES, self._bucket_bytes), self._bucket_bytes]), *self._rows]
         place = {index: place for place, index in enumerate(numbers)}
         buckets.sort(key=lambda bucket: max(place[index] for index in bucket.members))
         self._arrangements[trained] = _Arrangement(buckets, is_final=True)
