@@ -25,7 +25,8 @@ from nnx_nnscaler.axes import Axes, make_axes
 from nnx_nnscaler.laid_out import LaidOut
 from nnx_nnscaler.optimizers import Masters, refuse_unless_elementwise
 from nnx_nnscaler.options import NnScalerOptions
-from nnx_nnscaler.runtime.parameter import local_mode, part_of
+from nnx_nnscaler.runtime.parameter import local_mode
+from nnx_nnscaler.runtime.storage import Parameters
 
 __all__ = ["NnScalerBackend"]
 
@@ -170,26 +171,28 @@ class NnScalerBackend(Backend[NnScalerOptions]):
     def shard(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
         """Where a tensor of this rank lies: its own part of a parameter, or of a state that is like one."""
         owner = tensor if parameter is None else parameter
+        parameters = self._parameters_with(owner)
+        if parameters is None or not isinstance(owner, nn.Parameter):
+            return shard_of(tensor)
         with local_mode():
-            part = part_of(owner)
-            if tensor is owner and owner in self._masters.copies:
-                tensor = self._masters.copies[owner]
-            if part is None or tensor.shape != part.layout.local_shape:
-                return shard_of(tensor)
-            return part.layout.shard_of_local(tensor)
+            if tensor is owner:
+                tensor = self._masters.copies.get(owner, tensor)
+            if tensor is owner:
+                return parameters.shard(owner)
+            return parameters.shard(tensor, parameter=owner)
+
+    def _parameters_with(self, tensor: Tensor) -> Parameters | None:
+        """The parameters of the module that a parameter belongs to; None for any other tensor."""
+        owners = (laid_out.parameters for laid_out in self._laid_out.values())
+        return next((parameters for parameters in owners if parameters.knows(tensor)), None)
 
     def _replicas(self, parameter: nn.Parameter) -> int:
-        """How many ranks hold the same elements of a parameter as this one."""
-        part = part_of(parameter)
-        if part is None:
-            return self.context.world_size
-        holders = self.axes.unit_size if part.layout.placement.is_shard else 1
-        holders *= self.axes.part_size if part.layout.rows is not None else 1
-        return self.context.world_size // holders
+        parameters = self._parameters_with(parameter)
+        return self.context.world_size if parameters is None else parameters.replicas(parameter)
 
     def _is_in_parts(self, parameter: nn.Parameter) -> bool:
-        part = part_of(parameter)
-        return part is not None and not part.layout.is_whole
+        parameters = self._parameters_with(parameter)
+        return parameters is not None and not parameters.is_whole(parameter)
 
     def model_state(self, module: nn.Module) -> ModelState:
         """Handles on the parts; with float32 masters, on these."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -16,9 +17,10 @@ from nnx.materialize import broadcast_module, materialize, move_to
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.options import NnScalerOptions
 from nnx_nnscaler.placement import Placement
-from nnx_nnscaler.planned import make_programs
-from nnx_nnscaler.programs import Programs
 from nnx_nnscaler.runtime.storage import Parameters
+
+if TYPE_CHECKING:
+    from nnx_nnscaler.programs import Programs
 
 __all__ = ["LaidOut"]
 
@@ -57,6 +59,8 @@ class LaidOut:
         stored: dict[str, Placement] = {}
         synchronized: frozenset[str] = frozenset()
         if axes.unit_size > 1:
+            from nnx_nnscaler.planned import make_programs  # without units nothing is traced
+
             self.programs = make_programs(
                 module, sample, axes=axes, context=context, options=options, local=self._local_mode
             )

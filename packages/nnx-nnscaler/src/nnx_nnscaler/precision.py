@@ -41,7 +41,8 @@ class NnScalerPrecision:
     def __new__(cls, *args: Any, **kwargs: Any) -> NnScalerPrecision:
         """An object of this class and of Lightning's own class for the precision."""
         precision = str(kwargs.get("precision", args[0] if args else "32-true"))
-        return cast("NnScalerPrecision", object.__new__(_class_for(cls, precision, trainer_tree()))  # type: ignore[arg-type])
+        made = _class_for(cls, precision, trainer_tree())  # type: ignore[arg-type] # mypy on hashes
+        return cast("NnScalerPrecision", object.__new__(made))
 
     def __init__(self, precision: str = "32-true", scaler: torch.amp.GradScaler | None = None) -> None:
         check_choice("precision", precision, PRECISIONS)

@@ -44,7 +44,8 @@ class NnScalerStrategy:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NnScalerStrategy:
         """An object of this class and of nnx's strategy class for the Trainer in use."""
-        return cast("NnScalerStrategy", object.__new__(_class_for(cls, trainer_tree()))  # type: ignore[arg-type])
+        made = _class_for(cls, trainer_tree())  # type: ignore[arg-type] # mypy on hashes
+        return cast("NnScalerStrategy", object.__new__(made))
 
     def __init__(  # noqa: PLR0917 # the original's order
         self,
