@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -92,13 +93,16 @@ class _Store:
         import torch.distributed as dist
 
         self._server: dist.TCPStore | None = None
-        with contextlib.suppress(dist.DistNetworkError):  # the job will find the port taken, and say so
+        address = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+        with contextlib.suppress(OSError):  # the job will find the port taken, and say so
+            # A socket of torch's own listens on IPv6 as well, and asks a name server who each rank is.
+            listening = socket.create_server(address)
             self._server = dist.TCPStore(
-                env["MASTER_ADDR"],
-                int(env["MASTER_PORT"]),
+                *address,
                 is_master=True,
                 wait_for_workers=False,
                 multi_tenant=True,
+                master_listen_fd=listening.detach(),
             )
         self._watch = threading.Thread(target=self._hand_over, daemon=True)
         self._watch.start()
