@@ -28,6 +28,7 @@ _SIZES = (2, 4)
 _MOST_OPERANDS = 4
 _MOST_ELEMENTS = 2**17
 _MOST_COMBINATIONS = 64
+_SMALL = 8
 _MOST_CALLS = 256
 _NEVER = {
     "size",
@@ -121,8 +122,10 @@ def _searched(op: Op, metas: Sequence[TensorMeta], run: Run) -> list[Strategy]:
     with torch.random.fork_rng(devices=[]):
         state = torch.get_rng_state()
         trials = _trials(op, metas, run)
-        if not trials or not torch.equal(state, torch.get_rng_state()):
+        if not torch.equal(state, torch.get_rng_state()):
             return []  # it draws random numbers without saying so
+        if not any(bool(result.isfinite().any()) for trial in trials for result in trial.results):
+            return []  # what is no number proves nothing
         found = []
         for combination in _combinations(trials[0].operands):
             strategy = _guess(run, trials[0], combination)
@@ -135,7 +138,7 @@ def _holds(run: Run, trials: Sequence[Trial], strategy: Strategy) -> bool:
     tensors = [(t.shape, p) for t, p in zip(trials[0].operands, strategy.inputs, strict=True)]
     tensors += [(t.shape, p) for t, p in zip(trials[0].results, strategy.outputs, strict=True)]
     sizes = [size for size in _SIZES if all(placement.fits(shape, size) for shape, placement in tensors)]
-    # Every kind of data on the first number of ranks, one on the others: a mistake that needs both is unlikely.
+    # Every kind of data on the first number of ranks, one on the others: few mistakes need both.
     tried = (
         [(sizes[0], trial) for trial in trials] + [(size, trials[0]) for size in sizes[1:]] if sizes else []
     )
@@ -152,11 +155,14 @@ def _trials(op: Op, metas: Sequence[TensorMeta], run: Run) -> list[Trial]:
     return []
 
 
-def _trial(run: Run, metas: Sequence[TensorMeta], shapes: Shapes, kind: str, seed: int) -> Trial:
+def _trial(
+    run: Run, metas: Sequence[TensorMeta], shapes: Shapes, kind: str, seed: int, most: int | None = None
+) -> Trial:
+    """The whole operator on one kind of data; integers stay below `most`, or below some dim."""
     generator = torch.Generator().manual_seed(seed)
     extents = [extent for shape in shapes for extent in shape if extent > 1] or [1]
     bounds = [max(extents), min(extents)] if kind == "large" else [min(extents)]
-    for bound_of_indices in bounds:
+    for bound_of_indices in bounds if most is None else [most]:
         operands = [
             draw(shape, getattr(torch, meta.dtype), kind, bound_of_indices, generator)
             for shape, meta in zip(shapes, metas, strict=True)
@@ -172,8 +178,9 @@ def _shapes(op: Op, metas: Sequence[TensorMeta]) -> Iterator[Shapes]:
     """Small shapes that are alike, if no argument counts elements, then the traced ones if they are small."""
     actual = tuple(meta.hints for meta in metas)
     if not any(_counts(name, argument) for name, argument in bound(op).items()):
-        extents = sorted({extent for shape in actual for extent in shape if extent > 1})
-        small = {extent: 4 * (index + 1) for index, extent in enumerate(extents)}
+        # What is small may have a meaning, such as the three coordinates of a point, and is kept.
+        large = sorted({extent for shape in actual for extent in shape if extent > _SMALL})
+        small = {extent: _SMALL + 4 * (index + 1) for index, extent in enumerate(large)}
         yield tuple(tuple(small.get(extent, extent) for extent in shape) for shape in actual)
     if sum(math.prod(shape) for shape in actual) <= _MOST_ELEMENTS:
         yield actual
@@ -203,6 +210,8 @@ def _guess(run: Run, trial: Trial, inputs: tuple[Placement, ...]) -> Strategy | 
         with torch.no_grad():
             results = run(parts)
     except (RuntimeError, IndexError, ValueError, TypeError):
+        return None
+    if len(results) != len(trial.results):
         return None
     outputs = [_guessed(part, whole, first) for part, whole in zip(results, trial.results, strict=True)]
     known = tuple(placement for placement in outputs if placement is not None)
