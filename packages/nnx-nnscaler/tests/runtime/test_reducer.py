@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from nnx.errors import UnsupportedError
 from nnx_nnscaler.axes import make_axes
 from nnx_nnscaler.runtime.storage import Parameters
 
@@ -152,10 +153,10 @@ def check(module, reference):
             torch.testing.assert_close(parameter.grad, expected, rtol=1e-13, atol=1e-14)
 
 
-def both(scenario, steps=3):
+def both(scenario, bucket_bytes, steps=3):
     """Run a scenario on a reduced module and on a plain copy, and compare after every step."""
     ours, plain = net(), net()
-    parameters = Parameters(ours, axes_of_world())
+    parameters = Parameters(ours, axes_of_world(), bucket_bytes=bucket_bytes)
     rank = dist.get_rank()
     for step in range(steps):
         x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -275,9 +276,28 @@ SCENARIOS = [
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_gradients_are_the_mean_over_the_ranks(run, scenario):
-    run(both, scenario)
+def test_gradients_are_the_mean_over_the_ranks(run, scenario, bucket_bytes):
+    run(both, scenario, bucket_bytes)
+
+
+def accumulate_what_comes_twice():
+    module = net()
+    parameters = Parameters(module, axes_of_world(), bucket_bytes=1)
+    x = torch.ones(2, 6, dtype=torch.float64)
+    for step in range(3):
+        module.zero_grad(set_to_none=False)
+        expected = step == 2 and pytest.raises(
+            UnsupportedError, match=r"completed twice.*use_reentrant=False"
+        )
+        with expected or nullcontext():
+            used_again_inside_a_reentrant_part(module, x, 0, dist.get_rank(), parameters)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_gradient_that_grows_while_it_is_reduced_is_refused(run):
+    run(accumulate_what_comes_twice)
 
 
 class Planted(Exception):

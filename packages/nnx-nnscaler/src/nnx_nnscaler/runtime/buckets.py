@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nnx.errors import UnsupportedError
+
 __all__ = ["Bucket", "GradientBucket", "UNUSED", "assign_buckets"]
 
 UNUSED, DENSE, SPARSE = 0, 1, 2
@@ -68,6 +70,10 @@ class Bucket(ABC):
     @abstractmethod
     def put(self, index: int, gradient: Tensor) -> int:
         """Take a gradient, scaled; says whether it was ``DENSE`` or ``SPARSE``."""
+
+    def fault_of_late(self, index: int, gradient: Tensor) -> Exception | None:
+        """What is wrong with a gradient that comes again after the bucket has left; None if it can be taken."""
+        return None
 
     @abstractmethod
     def put_remaining(self, index: int) -> int:
@@ -144,6 +150,16 @@ class GradientBucket(Bucket):
         else:
             torch.mul(gradient.detach(), self._scale, out=slot)
         return kind
+
+    def fault_of_late(self, index: int, gradient: Tensor) -> Exception | None:  # noqa: D102
+        if gradient.data_ptr() != self._slots[index].data_ptr():
+            return None  # else it was added to the buffer while that was being reduced
+        return UnsupportedError(
+            f"the gradient of a parameter of shape {tuple(gradient.shape)} was completed twice in one "
+            "backward, while it was accumulated.",
+            remedy="Use `torch.utils.checkpoint` with `use_reentrant=False`, or zero gradients with "
+            "`set_to_none=True`.",
+        )
 
     def put_remaining(self, index: int) -> int:  # noqa: D102
         gradient = self._parameters[index].grad

@@ -91,6 +91,7 @@ class Reducer:
         self._used: list[int] = []
         self._came: list[int] = []  # numbers of the parameters, in the order their gradients came
         self._held = 0  # nested `backward_pass`
+        self._error: Exception | None = None  # raised when the pass ends: hooks must not
 
     # --- taking part --------------------------------------------------------------------------
 
@@ -129,6 +130,9 @@ class Reducer:
                 if self._open is None:
                     self._begin()
                 self._finish()
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
 
     def recover(self) -> None:
         """After an error in backward: end what was started, and forget it. Cheap if there was none."""
@@ -161,7 +165,7 @@ class Reducer:
             self._call_at_end()
         bucket = self._arrangement.of[index]
         if bucket.launched:  # a second time in one pass, which only reentrant checkpoints bring about
-            bucket.check_late(index, gradient)
+            self._error = self._error or bucket.fault_of_late(index, gradient)
             self._finish()
             self._begin()
             self._call_at_end()
@@ -277,7 +281,10 @@ class Reducer:
             dist.broadcast(order, src=0, group=self._axes.world)
         numbers: list[int] = order.tolist()
         plain = [index for index in numbers if index < len(self._parameters)]
-        buckets = [*self._buckets(plain, limits=[min(FIRST_BYTES, self._bucket_bytes), self._bucket_bytes]), *self._rows]
+        buckets = [
+            *self._buckets(plain, limits=[min(FIRST_BYTES, self._bucket_bytes), self._bucket_bytes]),
+            *self._rows,
+        ]
         place = {index: place for place, index in enumerate(numbers)}
         buckets.sort(key=lambda bucket: max(place[index] for index in bucket.members))
         self._arrangements[trained] = _Arrangement(buckets, is_final=True)
