@@ -11,13 +11,14 @@ from collections.abc import Callable
 from nnx_nnscaler.ir import Graph, Op
 from nnx_nnscaler.plan.program_plan import Strategy
 
-__all__ = ["MOST_GROUPS", "groups_at", "input_values", "output_values", "spread_groups"]
+__all__ = ["MOST_GROUPS", "grouped_cuts", "groups_at", "input_values", "output_values", "spread_groups"]
 
 MOST_GROUPS = 4
 """Into how many parts a dim may fall for a view to propose groups: query, key, value, and a gate."""
 
 _SWEEPS = 12
-_Found = dict[tuple[str, int], set[int]]
+_Found = dict[str, set[tuple[int, int]]]
+"""Dims and numbers of groups by value."""
 
 
 def input_values(op: Op) -> list[str]:
@@ -36,8 +37,13 @@ def output_values(op: Op) -> list[str]:
 
 def groups_at(graph: Graph, size: int, value: str, dim: int) -> set[int]:
     """The numbers of groups, 1 apart, that are worth considering for a dim of a value."""
+    return {groups for noted, groups in grouped_cuts(graph, size, value) if noted == dim}
+
+
+def grouped_cuts(graph: Graph, size: int, value: str) -> frozenset[tuple[int, int]]:
+    """The dims of a value, and numbers of groups, that are worth considering."""
     found: _Found = graph.derived.get(("groups", size), {})
-    return found.get((value, dim), set())
+    return frozenset(found.get(value, ()))
 
 
 def spread_groups(graph: Graph, size: int, strategies_of: Callable[[Op], list[Strategy]]) -> None:
@@ -68,7 +74,8 @@ def _note(found: _Found, op: Op, strategies: list[Strategy]) -> bool:
     for strategy in strategies:
         for value, placement in zip(values, (*strategy.inputs, *strategy.outputs), strict=True):
             if placement.groups > 1:
-                groups = found.setdefault((value, placement.dim), set())
-                new = new or placement.groups not in groups
-                groups.add(placement.groups)
+                cut = (placement.dim, placement.groups)
+                cuts = found.setdefault(value, set())
+                new = new or cut not in cuts
+                cuts.add(cut)
     return new

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
-from nnx_nnscaler.ir import Graph, Op, TensorMeta
+from nnx_nnscaler.ir import Argument, Graph, Op, Ref, TensorMeta
 from nnx_nnscaler.placement import P, Placement
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.rules.groups import spread_groups
+from nnx_nnscaler.rules.groups import grouped_cuts, input_values, output_values, spread_groups
 from nnx_nnscaler.rules.labels import is_floating
 from nnx_nnscaler.rules.probe import discover
 from nnx_nnscaler.rules.rule import Rule, Writer, outputs_of, replicate
@@ -70,8 +70,42 @@ def strategies_of(op: Op, graph: Graph, size: int) -> list[Strategy]:
     All fit the traced sizes, none repeats another's placements, and a value that is used twice is wanted in
     one placement.
     """
-    spread_groups(graph, size, lambda other: _usable(other, graph, size))
-    return [replicate(op), *_usable(op, graph, size)]
+    spread_groups(graph, size, lambda other: _known(other, graph, size))
+    return [replicate(op), *_known(op, graph, size)]
+
+
+def _known(op: Op, graph: Graph, size: int) -> list[Strategy]:
+    """Strategies apart from replication, found once for operators that only differ in names, as layers do."""
+    known: dict[Hashable, list[Strategy]] = graph.derived.setdefault(("strategies", size), {})
+    key = _likeness(op, graph, size)
+    if key not in known:
+        known[key] = _usable(op, graph, size)
+    return known[key]
+
+
+def _likeness(op: Op, graph: Graph, size: int) -> Hashable:
+    """What strategies depend on: everything but names."""
+    names = list(dict.fromkeys(op.operands()))
+    cuts = tuple(grouped_cuts(graph, size, value) for value in (*input_values(op), *output_values(op)))
+    metas = () if op.target == "getitem" else tuple(graph.meta(name) for name in names)
+    return (
+        op.target,
+        _without_names(op.args, names),
+        _without_names(op.kwargs, names),
+        op.output,
+        metas,
+        cuts,
+    )
+
+
+def _without_names(argument: Argument, names: list[str]) -> Hashable:
+    if isinstance(argument, Ref):
+        return (Ref, names.index(argument.name))
+    if isinstance(argument, (list, tuple)):
+        return tuple(_without_names(item, names) for item in argument)
+    if isinstance(argument, dict):
+        return tuple((name, _without_names(item, names)) for name, item in argument.items())
+    return (type(argument), argument if isinstance(argument, Hashable) else repr(argument))
 
 
 def _usable(op: Op, graph: Graph, size: int) -> list[Strategy]:

@@ -263,7 +263,7 @@ def _assembled(parts: list[Tensor], placement: Placement, size: int) -> Tensor |
         dim, groups = placement.dim, placement.groups
         if any(part.ndim <= dim or part.shape[dim] % groups for part in parts):
             return f"shapes {[tuple(part.shape) for part in parts]}"
-        grouped = [part.unflatten(dim, (groups, -1)) for part in parts]
+        grouped = [part.unflatten(dim, (groups, -1)) for part in parts]  # type: ignore[no-untyped-call]
         return torch.cat(grouped, dim=dim + 1).flatten(dim, dim + 1)
     if placement == P:
         return torch.stack(parts).sum(0)

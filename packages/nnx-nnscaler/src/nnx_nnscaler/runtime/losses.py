@@ -70,7 +70,7 @@ class Losses(Conversions):
         """
         counts = target != ignore_index
         by_sample = scores.movedim(1, -1).to(_exact(scores))
-        losses: Tensor = _ClassParts.apply(by_sample, target, counts, label_smoothing, self.communicator)
+        losses: Tensor = _ClassParts.apply(by_sample, target, counts, label_smoothing, self.communicator)  # type: ignore[no-untyped-call]
         if reduction == 1:
             losses = losses.sum() / counts.sum()
         elif reduction == 2:
@@ -116,7 +116,7 @@ class _ClassParts(torch.autograd.Function):
         return losses.masked_fill(~counts, 0)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         chances, local, mine, counts = ctx.saved_tensors
         wanted = mine.to(chances.dtype).unsqueeze(-1) * (1 - ctx.smoothing)
         difference = chances.scatter_add(-1, local, -wanted)

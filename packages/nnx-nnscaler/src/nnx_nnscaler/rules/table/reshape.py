@@ -93,8 +93,13 @@ def _same_cut(placement: Placement, side: _Side, other: _Side, size: int) -> Pla
 
 
 def _is_wanted(call: Call, before: _Side, after: _Side, source: Placement, target: Placement) -> bool:
-    """Whether a pair is worth a strategy: not grouped, or asked for beside, or a dim split into few."""
-    if source.groups == target.groups == 1 or (target.groups == 1 and source.groups <= MOST_GROUPS):
+    """Whether a pair is worth a strategy: not grouped, or asked for beside, or a dim split into few.
+
+    What is cut last of many parts is features of every head, which no operator needs: up to three parts are
+    more likely to be queries, keys and values.
+    """
+    few = MOST_GROUPS if target.dim != after.dims[-1] else MOST_GROUPS - 1
+    if target.groups == 1 and source.groups <= few:
         return True
     noted = (groups_at(call.graph, call.size, s.value, p.dim) for s, p in ((before, source), (after, target)))
     return any(p.groups in groups for groups, p in zip(noted, (source, target), strict=True))
