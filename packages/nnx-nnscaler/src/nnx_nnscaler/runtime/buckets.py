@@ -72,7 +72,7 @@ class Bucket(ABC):
         """Take a gradient, scaled; says whether it was ``DENSE`` or ``SPARSE``."""
 
     def fault_of_late(self, index: int, gradient: Tensor) -> Exception | None:
-        """What is wrong with a gradient that comes again after the bucket has left; None if it can be taken."""
+        """What is wrong with a gradient that comes again after its bucket has left; None if nothing."""
         return None
 
     @abstractmethod
