@@ -17,6 +17,7 @@ from nnx.materialize import broadcast_module, materialize, move_to
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.options import NnScalerOptions
 from nnx_nnscaler.placement import Placement
+from nnx_nnscaler.runtime.reducer import BUCKET_BYTES
 from nnx_nnscaler.runtime.storage import Parameters
 
 if TYPE_CHECKING:
@@ -69,8 +70,13 @@ class LaidOut:
             stored = {prefix + name: place for name, place in self.programs.layout.stored.items()}
             synchronized = frozenset(prefix + name for name in self.programs.layout.synchronized)
         cap = options.config.reducer_bucket_cap_mb
-        sizes = {} if cap is None else {"bucket_bytes": int(cap * _MIB)}
-        self.parameters = Parameters(module, axes, stored=stored, synchronized=synchronized, **sizes)
+        self.parameters = Parameters(
+            module,
+            axes,
+            stored=stored,
+            synchronized=synchronized,
+            bucket_bytes=BUCKET_BYTES if cap is None else int(cap * _MIB),
+        )
         if self.programs is not None:
             self.programs.attach(_Weights(self.programs.root, self.parameters.unit_local))
 
@@ -111,7 +117,7 @@ class _Weights(Mapping[str, Tensor]):
         for prefix, module in root.named_modules(remove_duplicate=False):
             for held in (module._parameters, module._buffers):
                 for name in held:
-                    self._places[f"{prefix}.{name}" if prefix else name] = held, name  # type: ignore[assignment]
+                    self._places[f"{prefix}.{name}" if prefix else name] = held, name
 
     def __getitem__(self, name: str) -> Tensor:
         held, key = self._places[name]
