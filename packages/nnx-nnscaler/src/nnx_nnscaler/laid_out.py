@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from nnx.backend import ParallelContext, Sample
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["LaidOut"]
 
 _MIB = 1024**2
+_NOT_IN_BACKWARD = -1
 
 
 class LaidOut:
@@ -91,7 +93,12 @@ class LaidOut:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around one step: what was gathered for it is freed."""
+        """Around one step: what was gathered for it is freed.
+
+        A backward that failed before, and whose error somebody caught, is ended first.
+        """
+        if torch._C._current_graph_task_id() == _NOT_IN_BACKWARD:
+            self.parameters.reducer.recover()
         try:
             yield
         finally:

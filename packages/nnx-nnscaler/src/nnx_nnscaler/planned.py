@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.codegen.plan_text import plan_from_text, plan_to_text
 from nnx_nnscaler.codegen.store import Store
 from nnx_nnscaler.compiling import Compiler, FixedLayout, ModelCall, Planner, code_digest
+from nnx_nnscaler.cost.calibration import calibrated
+from nnx_nnscaler.cost.model import CostModel
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.options import NnScalerOptions
 from nnx_nnscaler.plan.planning import plan_program
@@ -58,10 +61,15 @@ def make_programs(
     """
     with together(control_group(), doing="looking for example inputs"):
         call = first_call(module, sample)
+    communicator = GroupCommunicator(axes.unit)
+    costs = CostModel(master_bytes=4 if options.fp32_masters else 0)
+    if not isinstance(options.policy, str) or options.policy == "autodist":
+        hardware = calibrated(communicator, context.device, group=control_group())
+        costs = replace(costs, hardware=hardware)
     programs = Programs(
         call.module,
-        compiler=_compiler(call.module, options, axes, context.device),
-        runtime=Runtime(GroupCommunicator(axes.unit), context.device),
+        compiler=_compiler(call.module, options, axes, context.device, costs),
+        runtime=Runtime(communicator, context.device),
         device=context.device,
         unit=axes.unit_control,
         world=control_group(),
@@ -86,7 +94,7 @@ def _compiler(root: nn.Module, options: NnScalerOptions, axes: Axes, device: tor
         "compute_config": {key: repr(value) for key, value in options.config.as_dict().items()},
     }
     return Compiler(
-        planner=_planner(options, axes, _memory_limit(options, device)),
+        planner=_planner(options, axes, costs, _memory_limit(options, device)),
         size=axes.unit_size,
         identity=identity,
         store=Store(
@@ -106,7 +114,7 @@ def _memory_limit(options: NnScalerOptions, device: torch.device) -> int | None:
     return int(_SHARE_OF_DEVICE * torch.cuda.get_device_properties(device).total_memory)
 
 
-def _planner(options: NnScalerOptions, axes: Axes, memory_limit: int | None) -> Planner:
+def _planner(options: NnScalerOptions, axes: Axes, costs: CostModel, memory_limit: int | None) -> Planner:
     def plan(graph: Graph, layout: FixedLayout | None) -> ProgramPlan:
         if options.load_plan is not None and layout is None:
             return _loaded(options.load_plan, graph, axes.unit_size)
@@ -114,6 +122,7 @@ def _planner(options: NnScalerOptions, axes: Axes, memory_limit: int | None) -> 
             graph,
             size=axes.unit_size,
             policy=options.policy,
+            costs=costs,
             stored=None if layout is None else layout.stored,
             synchronized=None if layout is None else layout.synchronized,
             constraints=options.constraints,
