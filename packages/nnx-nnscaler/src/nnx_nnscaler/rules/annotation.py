@@ -103,21 +103,21 @@ class Annotation:
         """
         operands = [self._cut(dims, name, sizes) for dims in self.operands]
         results = [self._cut(dims, name, sizes) for dims in self.results]
-        if any(cut is False for cut in (*operands, *results)):
+        if any(len(cuts) > 1 for cuts in (*operands, *results)):
             return None
         whole = P if name in self.summed else R
-        return [cut or R for cut in operands], [cut or whole for cut in results]
+        return [(cuts or [R])[0] for cuts in operands], [(cuts or [whole])[0] for cuts in results]
 
-    def _cut(self, dims: _Tensor | None, name: str, sizes: Mapping[str, int]) -> Placement | bool | None:
-        """The shard of one tensor; None if it has no such dim, False if it cannot be cut there."""
-        found: Placement | None = None
+    def _cut(self, dims: _Tensor | None, name: str, sizes: Mapping[str, int]) -> list[Placement]:
+        """The shard of one tensor; none if it has no such dim, several if it cannot be cut there."""
+        found: list[Placement] = []
         for index, dim in enumerate(dims or ()):
             if name not in dim.names:
                 continue
             before = dim.names[: dim.names.index(name)]
-            if found is not None or dim.names.count(name) > 1 or any(n not in sizes for n in before):
-                return False
-            found = S(index, groups=prod(sizes[n] for n in before))
+            shard = S(index, groups=prod(sizes.get(n, 1) for n in before))
+            is_one = dim.names.count(name) == 1 and all(n in sizes for n in before)
+            found += [shard] if is_one else [shard, shard]
         return found
 
 

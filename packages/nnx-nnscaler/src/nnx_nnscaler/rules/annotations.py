@@ -10,7 +10,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, Optional, TypeVar, get_type_hints
+from typing import Any, Optional, TypeVar, cast, get_type_hints
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from nnx_nnscaler.rules.registry import register_rule
 __all__ = ["AnnotationError", "register_op"]
 
 _NAMESPACE = "nnx_user"
-_library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+_library = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 _defined_names: set[str] = set()
 _OPTIONAL_TENSOR = Optional[Tensor]  # noqa: UP045 # what torch's schemas are inferred from
 _Registered = TypeVar("_Registered")
@@ -86,7 +86,7 @@ def register_op(
 
     def register(function: _Registered) -> _Registered:
         if inspect.isfunction(function):
-            return _operator_from(function, parsed, fake)  # type: ignore[return-value]
+            return cast(_Registered, _operator_from(function, parsed, fake))
         for target in _targets(function):
             _check_arguments(parsed, target)
             register_rule(target, AnnotatedRule(parsed))
@@ -108,9 +108,9 @@ def _operator_from(function: Any, annotation: Annotation, fake: Callable[..., An
             return fake(*args, **kwargs)
         return function(*args, **kwargs)
 
-    _library.define(f"{name}{schema}")
+    _library.define(f"{name}{schema}")  # type: ignore[no-untyped-call]
     # A composite: tracing keeps it as one operator, and autograd looks through it.
-    _library.impl(name, body, "CompositeImplicitAutograd")
+    _library.impl(name, body, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
     target = f"{_NAMESPACE}.{name}.default"
     register_rule(target, AnnotatedRule(annotation))
     operator = operator_of(target)
@@ -201,13 +201,17 @@ def _targets(given: Any) -> list[str]:
     if isinstance(operator, torch._ops.OpOverload):
         operators = [operator]
     elif isinstance(operator, torch._ops.OpOverloadPacket):
-        operators = [getattr(operator, overload) for overload in operator.overloads()]
+        operators = [getattr(operator, overload) for overload in _overloads(operator)]
     else:
         raise AnnotationError(
             f"{given!r} is neither a function nor a torch operator.",
             remedy="Give a function, a name such as 'mylib::gate', or what torch.ops or torch.library gives.",
         )
     return [f"{o.namespace}.{o._schema.name.partition('::')[2]}.{o._overloadname}" for o in operators]
+
+
+def _overloads(packet: Any) -> list[str]:
+    return list(packet.overloads())
 
 
 def _check_arguments(annotation: Annotation, target: str) -> None:

@@ -165,7 +165,7 @@ def _backward(
 def _split(tensor: Tensor, placement: Placement, size: int) -> Iterator[Tensor]:
     """Every rank's operand: its part, the whole, or a random summand."""
     if placement.is_shard:
-        grouped = tensor.unflatten(placement.dim, (placement.groups, -1))
+        grouped = _grouped(tensor, placement)
         for part in grouped.chunk(size, placement.dim + 1):
             yield part.flatten(placement.dim, placement.dim + 1)
         return
@@ -176,6 +176,12 @@ def _split(tensor: Tensor, placement: Placement, size: int) -> Iterator[Tensor]:
     summands = [torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator) for _ in range(size - 1)]
     yield from summands
     yield tensor - sum(summands)
+
+
+def _grouped(tensor: Tensor, placement: Placement) -> Tensor:
+    """The groups of the dim that is cut, as a dim of their own before the rest."""
+    shape = tensor.shape
+    return tensor.reshape(*shape[: placement.dim], placement.groups, -1, *shape[placement.dim + 1 :])
 
 
 def _dual(cotangent: Tensor, placement: Placement, size: int) -> Iterator[Tensor]:
@@ -195,7 +201,7 @@ def _joined(parts: Sequence[Tensor], placement: Placement) -> Tensor:
         return total
     if placement.kind == "R":
         return parts[-1]
-    grouped = [part.unflatten(placement.dim, (placement.groups, -1)) for part in parts]
+    grouped = [_grouped(part, placement) for part in parts]
     return torch.cat(grouped, placement.dim + 1).flatten(placement.dim, placement.dim + 1)
 
 

@@ -40,7 +40,7 @@ class Normalization(Conversions):
                 unbiased = variance * (count / (count - 1)) if count > 1 else variance
                 running_var.lerp_(unbiased.to(running_var.dtype), momentum)
         batch = _Batch(eps, count, self.communicator.all_reduce)
-        result: Tensor = _UnitBatchNorm.apply(x, weight, bias, mean, variance, batch)
+        result: Tensor = _UnitBatchNorm.apply(x, weight, bias, mean, variance, batch)  # type: ignore[no-untyped-call]
         return result
 
     def batch_norm_of_channels(
@@ -80,12 +80,12 @@ class _Batch(NamedTuple):
 
     Attributes:
         eps: What is added to the variance.
-        count: How many values each channel's statistics are of.
+        values: How many values each channel's statistics are of.
         all_reduce: Sums over the unit's ranks.
     """
 
     eps: float
-    count: int
+    values: int
     all_reduce: Callable[[Tensor], Tensor]
 
 
@@ -108,7 +108,7 @@ class _UnitBatchNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, variance = ctx.saved_tensors
         scale = torch.ones_like(mean) if weight is None else weight
         # As if the statistics were constants; the rest is what each value changes through them.
@@ -118,8 +118,8 @@ class _UnitBatchNorm(torch.autograd.Function):
         to_weight_of_all, to_bias_of_all = ctx.batch.all_reduce(torch.stack((to_weight, to_bias)))
         shape = (1, -1, *(1,) * (x.ndim - 2))
         inverse = (variance + ctx.batch.eps).rsqrt()
-        shift = (scale * inverse * to_bias_of_all / ctx.batch.count).view(shape)
-        slope = (scale * inverse.square() * to_weight_of_all / ctx.batch.count).view(shape)
+        shift = (scale * inverse * to_bias_of_all / ctx.batch.values).view(shape)
+        slope = (scale * inverse.square() * to_weight_of_all / ctx.batch.values).view(shape)
         indirect = (x - mean.view(shape)).mul_(slope).add_(shift)
         to_input = (direct - indirect).to(x.dtype)
         to_scale = None if weight is None else to_weight.to(weight.dtype)
