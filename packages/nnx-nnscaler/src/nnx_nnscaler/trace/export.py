@@ -89,6 +89,7 @@ def export_forward(
     """
     exported = Exported(None, inputs)  # type: ignore[arg-type] # filled below
     modules = {name: found for name, found in module.named_modules() if name in recorded}
+    changed: dict[str, str] = {}
     batch: list[Any] = [0]
     tokens: list[Tensor] = []
 
@@ -98,20 +99,21 @@ def export_forward(
         tokens.clear()
         args, kwargs = inputs.rebuild(leaves)
         stand = stand_in(recorded, exported.calls, tokens, lambda: batch[0])
-        with calls_replaced(modules, stand):
+        # Within the trace: torch puts attributes back itself, with no more than a warning.
+        with attributes_restored(module) as found, calls_replaced(modules, stand):
             result = forward(*args, **kwargs)
+        changed.update({name: what for name, what in found.items() if not _within(name, recorded)})
         tensors: list[Tensor] = []
         exported.structure = take_apart(result, tensors, drop_caches=module.training)
         return (*tensors, *tokens)
 
     leaves = tuple(inputs.leaves[index] for index in inputs.tensors)
     dims = tuple({0: Dim.AUTO} if index in inputs.batched else None for index in inputs.tensors)
-    with attributes_restored(module) as changed, random_states_forked(), _quiet(), noticing(module):
+    with attributes_restored(module), random_states_forked(), _quiet(), noticing(module):
         with torch.enable_grad(), _autocast_hidden():
             root = _Root(module, run)
             root.training = module.training
             exported.program = torch.export.export(root, leaves, strict=False, dynamic_shapes=(dims,))
-    changed = {name: what for name, what in changed.items() if not _within(name, recorded)}
     if changed:
         raise SideEffectError(changed)
     return exported

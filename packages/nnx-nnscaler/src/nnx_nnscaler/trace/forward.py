@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -126,9 +126,9 @@ class _Tracer:
     # ---- what stays whole
 
     def _keep_all(self, blames: Sequence[Blame]) -> None:
-        names = {one.fqn for one in blames}
-        for one in blames:
-            if not any(one.fqn.startswith(f"{other}.") or (one.fqn and not other) for other in names):
+        before = dict(self.kept)
+        for one in sorted(blames, key=lambda one: one.fqn.count(".") if one.fqn else -1):
+            if not _covers(self.kept.keys() - before.keys(), one.fqn):
                 self._keep(one)
 
     def _keep(self, one: Blame, *, spread: bool = True) -> None:
@@ -143,7 +143,7 @@ class _Tracer:
         self._place(fqn, one)
 
     def _place(self, fqn: str, one: Blame) -> None:
-        if any(fqn == other or fqn.startswith(f"{other}.") for other in self.kept):
+        if _covers(self.kept, fqn):
             return
         for inner in [name for name in self.kept if name.startswith(f"{fqn}.")]:
             del self.kept[inner]
@@ -152,8 +152,8 @@ class _Tracer:
     def _outermost(self, fqn: str) -> str:
         """The nearest submodule around that is called at all and not kept yet."""
         while fqn:
-            covered = next((name for name in self.kept if fqn == name or fqn.startswith(f"{name}.")), None)
-            if covered is not None:
+            covered = _covers(self.kept, fqn)
+            if covered:
                 fqn = covered.rpartition(".")[0]
             elif fqn in self.modules and type(self.modules[fqn]).forward is not nn.Module.forward:
                 return fqn
@@ -207,6 +207,11 @@ class _Tracer:
                 remedy="Give a sample (dummy_forward_args) that the forward accepts.",
             ) from error
         return results
+
+
+def _covers(kept: Iterable[str], fqn: str) -> str:
+    """Which of some submodules has another within it; nothing when none has."""
+    return next((name for name in kept if fqn == name or fqn.startswith(f"{name}.")), "")
 
 
 def _hooks(module: nn.Module) -> bool:

@@ -86,24 +86,34 @@ def _restore(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> str:
         changed = key
     for key, (value, copy) in saved.items():
         now = attributes.get(key, saved)
-        same = now is value or (is_constant(value) and type(now) is type(value) and now == value)
         attributes[key] = value
-        if not same or _refilled(value, copy):
+        if not _equal(now, value) or _refilled(value, copy):
             changed = key
     return changed
+
+
+def _equal(now: Any, value: Any) -> bool:
+    """Whether two attributes mean the same; torch makes new containers of the same content."""
+    if now is value:
+        return True
+    if type(now) is not type(value):
+        return False
+    if isinstance(value, (tuple, list)):
+        return len(now) == len(value) and all(map(_equal, now, value))
+    return is_constant(value) and bool(now == value)
 
 
 def _refilled(value: Any, copy: Any) -> bool:
     """Put the contents of a container back; whether they had changed."""
     if isinstance(value, dict):
-        same = value.keys() == copy.keys() and all(value[key] is item for key, (item, _) in copy.items())
+        same = value.keys() == copy.keys() and all(_equal(value[key], item) for key, (item, _) in copy.items())
         inner = [_refilled(item, nested) for item, nested in copy.values()]
         if not same:
             value.clear()
             value.update({key: item for key, (item, _) in copy.items()})
         return not same or any(inner)
     if isinstance(value, list):
-        same = len(value) == len(copy) and all(now is item for now, (item, _) in zip(value, copy, strict=True))
+        same = len(value) == len(copy) and all(map(_equal, value, (item for item, _ in copy)))
         inner = [_refilled(item, nested) for item, nested in copy]
         if not same:
             value[:] = [item for item, _ in copy]

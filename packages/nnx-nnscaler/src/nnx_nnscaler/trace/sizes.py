@@ -60,11 +60,11 @@ class Sizes:
         self.origin: tuple[str, int] | None = None
         for index in inputs.batched:
             dim = leaves[inputs.tensors.index(index)].shape[0]
-            if isinstance(dim, torch.SymInt):
-                for symbol in dim.node.expr.free_symbols:
-                    self._symbols[symbol] = self._batch
+            if _is_free(dim):
+                self._symbols.update(dict.fromkeys(dim.node.expr.free_symbols, self._batch))
                 self.origin = self.origin or (inputs.names[index], 0)
-        self.guards = self._guards(program)
+        self._free = [leaf.ndim > 0 and _is_free(leaf.shape[0]) for leaf in leaves]
+        self.guards = self._guards(program) if self.origin else ()
 
     def value(self, value: Any) -> Any:
         """A size or another number of the trace: an int, float or bool, or a Size.
@@ -100,8 +100,14 @@ class Sizes:
         return tuple(sorted(found - {""}))
 
     def _guard(self, code: str) -> str:
+        if not all(self._free[int(leaf)] for leaf, _ in _INPUT_SIZE.findall(code)):
+            return ""  # the meta of that input has the number
         text = _INPUT_SIZE.sub(BATCH, code)
         if "L[" in text:
             raise UnboundSizeError(code)
         left, equal, right = text.partition(" == ")
         return "" if equal and left == right else text
+
+
+def _is_free(dim: Any) -> bool:
+    return isinstance(dim, torch.SymInt) and bool(dim.node.expr.free_symbols)
