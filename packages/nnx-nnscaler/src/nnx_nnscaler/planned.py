@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +13,14 @@ from torch import nn
 
 from nnx.backend import ParallelContext, Sample, first_call
 from nnx.collective import control_group, together
-from nnx.errors import PlanError
 from nnx_nnscaler.axes import Axes
-from nnx_nnscaler.codegen.plan_text import plan_from_text, plan_to_text
 from nnx_nnscaler.codegen.store import Store
-from nnx_nnscaler.compiling import Compiler, FixedLayout, ModelCall, Planner, code_digest
+from nnx_nnscaler.compiling import Compiled, Compiler, FixedLayout, ModelCall, Planner, code_digest
 from nnx_nnscaler.cost.calibration import calibrated
 from nnx_nnscaler.cost.model import CostModel
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.options import NnScalerOptions
+from nnx_nnscaler.plan.document import Plan
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.plan.program_plan import ProgramPlan
 from nnx_nnscaler.programs import Programs
@@ -29,6 +28,8 @@ from nnx_nnscaler.runtime.communicator import GroupCommunicator
 from nnx_nnscaler.runtime.runtime import Runtime
 
 __all__ = ["make_programs"]
+
+log = logging.getLogger("nnx.nnscaler")
 
 _SHARE_OF_DEVICE = 0.8
 """Of a CUDA device's memory, what a plan may take unless told; the rest is for what is not planned."""
@@ -76,12 +77,29 @@ def make_programs(
         local=local,
     )
     compiled = programs.prepare(ModelCall(call.args, call.kwargs))
-    if compiled is not None and options.save_plan is not None and context.rank == 0:
-        Path(options.save_plan).write_text(plan_to_text(compiled.plan), encoding="utf-8")
+    if compiled is not None and context.rank == 0:
+        log.info(_summary(compiled, axes))
+        if options.save_plan is not None:
+            zero = axes.part_size > 1
+            document = Plan.of(compiled.graph, compiled.plan, costs=costs, units=axes.outer_size, zero=zero)
+            document.save(options.save_plan)
     return programs
 
 
-def _compiler(root: nn.Module, options: NnScalerOptions, axes: Axes, device: torch.device) -> Compiler:
+def _summary(compiled: Compiled, axes: Axes) -> str:
+    """One line for the log."""
+    plan = compiled.plan
+    parts = sum(placement.is_shard for placement in plan.stored.values())
+    where = f"; the code is {compiled.path}" if compiled.path is not None else ""
+    return (
+        f"nnscaler: policy {plan.policy!r}, {axes.outer_size} unit{'s' * (axes.outer_size > 1)} of {plan.size} "
+        f"ranks, {parts} of {len(plan.stored)} parameters stored in parts{where}"
+    )
+
+
+def _compiler(
+    root: nn.Module, options: NnScalerOptions, axes: Axes, device: torch.device, costs: CostModel
+) -> Compiler:
     cls = type(root)
     policy = options.policy
     identity = {
@@ -117,7 +135,9 @@ def _memory_limit(options: NnScalerOptions, device: torch.device) -> int | None:
 def _planner(options: NnScalerOptions, axes: Axes, costs: CostModel, memory_limit: int | None) -> Planner:
     def plan(graph: Graph, layout: FixedLayout | None) -> ProgramPlan:
         if options.load_plan is not None and layout is None:
-            return _loaded(options.load_plan, graph, axes.unit_size)
+            document = Plan.load(options.load_plan)
+            document.check(graph, world_size=axes.unit_size * axes.outer_size, path=options.load_plan)
+            return document.program
         return plan_program(
             graph,
             size=axes.unit_size,
@@ -131,28 +151,4 @@ def _planner(options: NnScalerOptions, axes: Axes, costs: CostModel, memory_limi
             zero=axes.part_size > 1,
         )
 
-    return plan
-
-
-def _loaded(path: str, graph: Graph, size: int) -> ProgramPlan:
-    """The plan in a file, if it is one of this graph and for units of this size."""
-    try:
-        plan = plan_from_text(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PlanError(
-            f"the plan {path!r} cannot be read: {type(error).__name__}: {error}.",
-            remedy="Pass `load_plan` a file that `save_plan` wrote.",
-        ) from None
-    if plan.size != size:
-        raise PlanError(
-            f"the plan {path!r} is for units of {plan.size} ranks, and there are {size} in each.",
-            remedy=f"Set plan_ngpus={plan.size}, or leave `load_plan` out.",
-        )
-    names = {op.name for op in graph.ops}
-    if set(plan.choices) != names or set(plan.stored) != set(graph.parameters.values()):
-        raise PlanError(
-            f"the plan {path!r} is of another model: {len(set(plan.choices) ^ names)} operators are in one "
-            "of the two only.",
-            remedy="Leave `load_plan` out, or pass the plan of this model.",
-        )
     return plan
