@@ -51,7 +51,8 @@ def one_op(target: str, *args: Any, **kwargs: Any) -> tuple[Graph, Op]:
     op = Op(
         "y", target, tuple(map(named, args)), {name: named(value) for name, value in kwargs.items()}, None
     )
-    symbols = {"B": (name, 0) for name, meta in metas.items() if any(isinstance(d, Size) for d in meta.shape)}
+    sized = [name for name, meta in metas.items() if any(isinstance(dim, Size) for dim in meta.shape)]
+    symbols = {"B": (sized[0], 0)} if sized else {}
     op.output = _results(op, metas, symbolic=bool(symbols))
     return Graph([], {}, {}, {}, metas, [op], Ref("y"), symbols=symbols), op
 

@@ -110,8 +110,8 @@ def _without_names(argument: Argument, names: list[str]) -> Hashable:
 
 def _usable(op: Op, graph: Graph, size: int) -> list[Strategy]:
     """What the rule proposes and can be used."""
-    if op.target.rpartition(".")[0].endswith("_") or op.target == "module":
-        return []  # in place, or code that nobody looked into
+    if op.target == "module" or _is_in_place(op):
+        return []
     plain = replicate(op)
     known = {(plain.inputs, plain.outputs)}
     found = []
@@ -121,6 +121,12 @@ def _usable(op: Op, graph: Graph, size: int) -> list[Strategy]:
             known.add(placements)
             found.append(strategy)
     return found
+
+
+def _is_in_place(op: Op) -> bool:
+    """Whether an operator changes its operand, as ``add_`` does and ``__and__`` does not."""
+    name = op.target.split(".")[1] if "." in op.target else ""
+    return name.startswith("__i") if name.endswith("__") else name.endswith("_")
 
 
 def _fits(strategy: Strategy, op: Op, graph: Graph, size: int) -> bool:
