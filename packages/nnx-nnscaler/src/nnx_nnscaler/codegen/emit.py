@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from nnx_nnscaler.codegen.layout import Line, header, lay_out
+from nnx_nnscaler.codegen.fold import fold, layer_of
+from nnx_nnscaler.codegen.layout import Function, Line, header, lay_out
+from nnx_nnscaler.codegen.recompute import fold_recomputed
 from nnx_nnscaler.codegen.writer import Names, OpWriter, bound
 from nnx_nnscaler.ir import Argument, Graph, Make, Op, TensorMeta, refs_in, text_of
 from nnx_nnscaler.placement import Placement, R
@@ -20,7 +22,7 @@ from nnx_nnscaler.plan.program_plan import ProgramPlan, Strategy
 __all__ = ["emit", "inputs_of"]
 
 
-def emit(graph: Graph, plan: ProgramPlan, *, title: str = "") -> str:
+def emit(graph: Graph, plan: ProgramPlan, *, title: str = "", recompute: Sequence[str] = ()) -> str:
     """The source of a program: a module with a function ``forward(rt, m, w, c, ...)``.
 
     ``rt`` is the `Runtime` of this rank, ``m`` the user's module (only for submodules that run whole), ``w``
@@ -31,8 +33,10 @@ def emit(graph: Graph, plan: ProgramPlan, *, title: str = "") -> str:
         graph: What is computed.
         plan: How; it has a strategy for every operator.
         title: What the program is the forward of, for the reader.
+        recompute: Patterns of names of submodules whose activations are recomputed in the backward pass;
+            a star stands for one part of a name, as in ``"blocks.*"``.
     """
-    return _Emitter(graph, plan).source(title)
+    return _Emitter(graph, plan).source(title, recompute)
 
 
 def inputs_of(graph: Graph) -> list[str]:
@@ -49,12 +53,14 @@ class _Value:
         placement: How it lies.
         flows: Whether a gradient may flow back into it.
         synchronized: It is a parameter whose partial gradients the reducer sums.
+        place: Submodule and source line that it comes from.
     """
 
     code: str
     placement: Placement
     flows: bool
     synchronized: bool = False
+    place: tuple[str, str] = ("", "")
 
 
 class _Emitter:
@@ -67,15 +73,16 @@ class _Emitter:
         self.lines: list[Line] = []
         self.values: dict[str, _Value] = {}
         self.converted: dict[tuple[str, Use], str] = {}
-        self.wanted = {op.name for op in graph.ops if op.name in graph.users()}
-        self.wanted |= set(refs_in(graph.outputs))
+        self.wanted = {*graph.users(), *refs_in(graph.outputs)}
         self.place: tuple[str, str] = ("", "")
+        self.layer: tuple[str, int] | None = None
+        self.layer_start = 0
         self.context = ""
         self.classes: dict[str, str] = {}
 
     # --- the whole ----------------------------------------------------------------------------
 
-    def source(self, title: str) -> str:
+    def source(self, title: str, recompute: Sequence[str]) -> str:
         """The text of the module."""
         for symbol in self.graph.symbols:
             self.names.new(symbol)
@@ -91,9 +98,16 @@ class _Emitter:
                 self._operator(op, results.get(op.name, {}))
         self.place = ("", "")
         self._line(f"return {self._outputs()}")
-        signature = f"def forward({', '.join(['rt', 'm', 'w', 'c', *arguments])}):"
+        again, lines = fold_recomputed(self.lines, self.graph, recompute, self.names.new)
+        functions, lines = fold(lines, self.names.new, {function.name for function in again})
+        functions = [*again, *functions]
         head = header(self.plan, title, imports, training=self.graph.training)
-        return head + lay_out(signature, self.lines)
+        return head + "\n\n".join(
+            map(
+                lay_out,
+                [*functions, Function("forward", ("rt", "m", "w", "c", *arguments), "", tuple(lines))],
+            )
+        )
 
     def _bind_inputs(self) -> list[str]:
         arguments = []
@@ -103,9 +117,13 @@ class _Emitter:
         for name, qualified in self.graph.parameters.items():
             placement = self.plan.stored.get(qualified, R)
             synchronized = qualified in self.plan.synchronized
-            self.values[name] = _Value(f'w["{qualified}"]', placement, self._floats(name), synchronized)
+            place = (qualified.rpartition(".")[0], "")
+            self.values[name] = _Value(
+                f'w["{qualified}"]', placement, self._floats(name), synchronized, place
+            )
         for name, qualified in self.graph.buffers.items():
-            self.values[name] = _Value(f'w["{qualified}"]', R, flows=False)
+            place = (qualified.rpartition(".")[0], "")
+            self.values[name] = _Value(f'w["{qualified}"]', R, flows=False, place=place)
         for name in self.graph.constants:
             self.values[name] = _Value(f'c["{name}"]', R, flows=False)
         return arguments
@@ -128,7 +146,7 @@ class _Emitter:
     # --- one operator -------------------------------------------------------------------------
 
     def _operator(self, op: Op, results: dict[int, Op]) -> None:
-        self.place = (op.module, op.source)
+        self._go_to(op)
         strategy = self.plan.choices[op.name]
         operands = op.operands()
         codes = [self._read(name, use) for name, use in zip(operands, uses_of(strategy), strict=True)]
@@ -144,7 +162,7 @@ class _Emitter:
             self._one_result(op, strategy, text, flows)
         elif op.target == "module" and op.output is not None:
             name = self.names.new(op.name)
-            self.values[op.name] = _Value(name, R, flows=True)
+            self.values[op.name] = _Value(name, R, flows=True, place=self.place)
             self._line(f"{name} = {text}")
         elif isinstance(op.output, tuple):
             self._many_results(op, op.output, strategy, text, flows, results)
@@ -156,7 +174,7 @@ class _Emitter:
         assert isinstance(op.output, TensorMeta)
         placement = strategy.outputs[0]
         name = self.names.new(op.name) if op.name in self.wanted else ""
-        self.values[op.name] = _Value(name, placement, flows and _is_floating(op.output))
+        self.values[op.name] = _Value(name, placement, flows and _is_floating(op.output), place=self.place)
         self._line(f"{name} = {text}" if name else text, _describe(op.output, placement))
 
     def _many_results(
@@ -179,7 +197,9 @@ class _Emitter:
                 continue
             targets.append(self.names.new(item.name))
             notes.append(_describe(meta, placement))
-            self.values[item.name] = _Value(targets[-1], placement, flows and _is_floating(meta))
+            self.values[item.name] = _Value(
+                targets[-1], placement, flows and _is_floating(meta), place=self.place
+            )
         comma = "," if len(targets) == 1 else ""
         self._line(f"{', '.join(targets)}{comma} = {text}", ", ".join(dict.fromkeys(notes)))
 
@@ -188,13 +208,15 @@ class _Emitter:
         source, key = op.args
         if op.name not in self.wanted:
             return
-        self.place = (op.module, op.source) if op.source else self.place
+        self._go_to(op)
         if source.name in self.values:
             name = self.names.new(op.name)
             whole = self.values[source.name].code
             text = f"{whole}[{key}]" if isinstance(key, int) else f"rt.item({whole}, {key!r})"
-            self.values[op.name] = _Value(name, R, flows=True)
-            self._line(f"{name} = {text}", _describe(op.output, R) if isinstance(op.output, TensorMeta) else "")
+            self.values[op.name] = _Value(name, R, flows=True, place=self.place)
+            self._line(
+                f"{name} = {text}", _describe(op.output, R) if isinstance(op.output, TensorMeta) else ""
+            )
             return
         (use,) = uses_of(self.plan.choices[op.name])
         value = self.values[op.name]
@@ -213,9 +235,25 @@ class _Emitter:
             short = self.graph.parameters.get(name) or self.graph.buffers.get(name) or value.code
             mark = str(use.placement).lower().translate(str.maketrans(",", "_", "()"))
             variable = self.names.new(f"{short}_{mark}")
-            self._line(f"{variable} = rt.{call}", f"{value.placement} -> {use.placement}")
+            self._change(value, Line(f"{variable} = rt.{call}", f"{value.placement} -> {use.placement}"))
             self.converted[name, use] = variable
         return self.converted[name, use]
+
+    def _change(self, value: _Value, line: Line) -> None:
+        """Write a change of placement: where it is needed; of a value from outside a layer, before that."""
+        if self.layer is None or layer_of(value.place[0]) == self.layer:
+            self._line(line.code, line.comment)
+            return
+        module, source = value.place
+        self.lines.insert(self.layer_start, line._replace(module=module, source=source))
+        self.layer_start += 1
+
+    def _go_to(self, op: Op) -> None:
+        """Write what follows as coming from where an operator comes from."""
+        self.place = (op.module, op.source)
+        layer = layer_of(op.module)
+        if layer != self.layer:
+            self.layer, self.layer_start = layer, len(self.lines)
 
     def _step(self, value: _Value, use: Use) -> tuple[Conversion | None, str]:
         """The conversion that a use needs, and its call."""

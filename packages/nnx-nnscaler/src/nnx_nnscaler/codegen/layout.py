@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from nnx_nnscaler.plan.program_plan import ProgramPlan
 
-__all__ = ["Line", "header", "lay_out"]
+__all__ = ["Function", "Line", "header", "lay_out"]
 
 _COLUMN = 88
 
@@ -31,6 +31,22 @@ class Line(NamedTuple):
     module: str = ""
     source: str = ""
     context: str = ""
+
+
+class Function(NamedTuple):
+    """A function.
+
+    Attributes:
+        name: Its name.
+        arguments: Its arguments.
+        comment: What it is; empty for none.
+        lines: Its body.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    comment: str
+    lines: tuple[Line, ...]
 
 
 def header(plan: ProgramPlan, title: str, imports: Sequence[str], *, training: bool) -> str:
@@ -55,11 +71,13 @@ import torch.nn.functional as F
 '''
 
 
-def lay_out(signature: str, lines: Sequence[Line]) -> str:
-    """A function of these lines, with a comment wherever they go on in another module or source line."""
-    text = [signature]
+def lay_out(function: Function) -> str:
+    """A function as text, with a comment wherever it goes on in another module or source line."""
+    text = [f"def {function.name}({', '.join(function.arguments)}):"]
+    if function.comment:
+        text.append(f'    """{function.comment}"""')
     place, context = ("", ""), ""
-    for line in lines:
+    for line in function.lines:
         if (line.module, line.source) != place and line.module + line.source:
             text.append(f"    # {' · '.join(filter(None, (line.module or '(root)', line.source)))}")
         place = (line.module, line.source)

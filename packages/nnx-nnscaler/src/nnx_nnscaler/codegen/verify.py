@@ -76,6 +76,7 @@ def check_parity(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
     call: Arguments | None = None,
+    recompute: Sequence[str] = (),
 ) -> Parity:
     """Trace a module, plan and emit it for a unit, run it in threads, and compare with the module itself.
 
@@ -89,6 +90,7 @@ def check_parity(
         dtype: What floating point parameters, buffers and inputs are converted to.
         seed: Where the random numbers start.
         call: Inputs of the run, if others than the sample.
+        recompute: Patterns of submodules that are recomputed in the backward pass.
     """
     from nnx_nnscaler.trace import trace_forward
 
@@ -96,22 +98,34 @@ def check_parity(
     sample = _converted((tuple(args), dict(kwargs or {})), dtype)
     graph = trace_forward(module, *sample)
     if policy is not None:
-        from nnx_nnscaler.compiling import plan_of
+        from nnx_nnscaler.plan.planning import plan_program
 
-        plan = plan_of(graph, size=size, policy=policy)
-    made = (
-        replicated_plan(graph, size)
-        if plan is None
-        else plan
-        if isinstance(plan, ProgramPlan)
-        else plan(graph)
+        made = plan_program(graph, size=size, policy=policy)
+    elif isinstance(plan, ProgramPlan):
+        made = plan
+    else:
+        made = plan(graph) if plan is not None else replicated_plan(graph, size)
+    return compare(
+        module,
+        graph,
+        made,
+        sample if call is None else _converted(call, dtype),
+        seed=seed,
+        recompute=recompute,
     )
-    return compare(module, graph, made, sample if call is None else _converted(call, dtype), seed=seed)
 
 
-def compare(module: nn.Module, graph: Graph, plan: ProgramPlan, call: Arguments, *, seed: int = 0) -> Parity:
+def compare(
+    module: nn.Module,
+    graph: Graph,
+    plan: ProgramPlan,
+    call: Arguments,
+    *,
+    seed: int = 0,
+    recompute: Sequence[str] = (),
+) -> Parity:
     """Run one program and the module itself on the same call, and compare."""
-    source = emit(graph, plan)
+    source = emit(graph, plan, recompute=recompute)
     program = load_program(source)
     expected = _run_module(copy.deepcopy(module), call, seed)
     alone = threading.Lock()

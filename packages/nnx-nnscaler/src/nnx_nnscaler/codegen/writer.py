@@ -20,7 +20,9 @@ from nnx_nnscaler.placement import Placement, R
 
 __all__ = ["BoundRef", "Names", "OpWriter", "bound", "part_of"]
 
-_TAKEN = frozenset({"rt", "m", "w", "c", "torch", "F", "checkpoint", "math", "inf", "nan", "forward", "_"})
+_TAKEN = frozenset(
+    {"rt", "m", "w", "c", "torch", "F", "checkpoint", "math", "inf", "nan", "forward", "layer", "i", "_"}
+)
 
 
 class Names:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -44,3 +44,17 @@ class Runtime(Functions, Losses, Normalization):
     def item(result: Any, key: str) -> Any:
         """What a submodule that ran whole returned under a name."""
         return result[key] if isinstance(result, Mapping) else getattr(result, key)
+
+    def recomputed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the program without keeping its activations; backward calls it once more."""
+        if not torch.is_grad_enabled():
+            return function(self, *args)
+        from torch.utils.checkpoint import checkpoint
+
+        from nnx_nnscaler.runtime.parameter import local_mode
+
+        def called(*args: Any) -> Any:
+            with local_mode():  # backward does not run in the program's
+                return function(self, *args)
+
+        return checkpoint(called, *args, use_reentrant=False)
