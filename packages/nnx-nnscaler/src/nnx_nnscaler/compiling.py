@@ -29,7 +29,9 @@ from nnx_nnscaler.codegen.store import Entry, Store, key_of
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.placement import Placement
 from nnx_nnscaler.plan.program_plan import ProgramPlan
-from nnx_nnscaler.trace import fingerprint, graph_from_json, graph_to_json, trace_forward
+from nnx_nnscaler.trace import trace_forward
+from nnx_nnscaler.trace.fingerprint import fingerprint
+from nnx_nnscaler.trace.serialize import graph_from_json, graph_to_json
 
 __all__ = ["Compiled", "Compiler", "FixedLayout", "ModelCall", "Planner", "code_digest", "compile_together"]
 
@@ -106,6 +108,7 @@ class Compiler:
         store: Where programs are kept; None keeps them in memory.
         reuse: ``"match"``, ``"override"``, ``"moo"`` or ``"graph"``.
         fixed_batch: Whether a program is for one batch size only.
+        recompute: Patterns of names of submodules whose activations are recomputed in the backward pass.
         check: Called with the module, the graph, the plan and the call before a program is used; raises where
             it is wrong. None checks nothing.
     """
@@ -116,6 +119,7 @@ class Compiler:
     store: Store | None = None
     reuse: str = "match"
     fixed_batch: bool = False
+    recompute: tuple[str, ...] = ()
     check: Callable[[nn.Module, Graph, ProgramPlan, ModelCall], None] | None = None
 
     def compile(
@@ -145,7 +149,8 @@ class Compiler:
                 "fixed_batch": fixed_batch,
                 "versions": _versions(),
             }
-            made_from = {**traced_from, **self.identity, "size": self.size, "layout": _layout_digest(layout)}
+            made_from = {**traced_from, **self.identity, "size": self.size}
+            made_from |= {"layout": _layout_digest(layout), "recompute": list(self.recompute)}
             key = key_of(made_from)
             kept = self._kept(key)
             if kept is not None and self.store is not None:
@@ -184,7 +189,8 @@ class Compiler:
         plan = self.planner(graph, layout)
         if self.check is not None and layout is None:
             self.check(root, graph, plan, call)
-        return Entry(source=emit(graph, plan, title=_title(root)), plan=plan_to_text(plan), graph=text)
+        source = emit(graph, plan, title=_title(root), recompute=self.recompute)
+        return Entry(source=source, plan=plan_to_text(plan), graph=text)
 
 
 def compile_together(
