@@ -1,7 +1,13 @@
-"""The conformance suite is tested with strategies that are broken on purpose."""
+"""The conformance suite is tested with strategies that are broken on purpose.
+
+Every fault has to be caught by the check that names it. Whether a narrow fault fails no other check is tried
+on one check of its group, by a quarter of the faults; with NNX_MATRIX=full by all of them.
+"""
 
 from __future__ import annotations
 
+import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -15,6 +21,8 @@ CHECKS = {check.name: check for check in all_checks()}
 FAULTS = {fault.name: fault for fault in all_faults()}
 NEIGHBOURS = 1
 """Other checks of the same group that must not fail because of a narrow fault; `fault_table.py` tries all."""
+TURNS = 1 if os.environ.get("NNX_MATRIX") == "full" else 4
+"""Of so many faults one is tried on its neighbours."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +50,7 @@ def test_the_fault_is_caught_by_the_check_that_names_it(
 
 def neighbours(fault: Fault) -> list[str]:
     """The checks that follow the fault's own in its group, in a circle."""
-    if not fault.is_narrow:
+    if not fault.is_narrow or zlib.crc32(fault.name.encode()) % TURNS:
         return []
     group = [check for check in CHECKS.values() if check.group == CHECKS[fault.caught_by].group]
     start = [check.name for check in group].index(fault.caught_by)
