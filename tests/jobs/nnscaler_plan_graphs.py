@@ -105,3 +105,11 @@ def stack(layers: int, batch: int = 8, width: int = 64) -> Graph:
         down = make.linear(f"down{layer}", make.relu(f"act{layer}", up, block), width, f"{block}.down")
         x = make.add(f"sum{layer}", x, down, block)
     return make.finish(make.mean("loss", x))
+
+
+def stack_plan_text() -> str:
+    """A plan as it is written."""
+    from nnx_nnscaler.codegen.plan_text import plan_to_text
+    from nnx_nnscaler.plan.planning import plan_program
+
+    return plan_to_text(plan_program(stack(3), size=2, policy="autodist", strategies_of=strategies_of))

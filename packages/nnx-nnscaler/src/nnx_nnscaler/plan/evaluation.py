@@ -15,7 +15,15 @@ from nnx_nnscaler.plan.conversion import Conversion, Use, conversion, uses_of
 from nnx_nnscaler.plan.flow import Flow
 from nnx_nnscaler.plan.program_plan import Strategy
 
-__all__ = ["Assignment", "Changed", "Evaluation", "conversions_of", "evaluate", "price_of_change"]
+__all__ = [
+    "Assignment",
+    "Changed",
+    "Evaluation",
+    "conversions_of",
+    "evaluate",
+    "price_of_change",
+    "price_of_value",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +130,19 @@ def _of_value(
         change = None if stored is not None and stored.synchronized else conversion(source, use)
         if change is not None or price.seconds > 0:
             yield Changed(name, source, use, change, tuple(dict.fromkeys(users)), price)
+
+
+def price_of_value(flow: Flow, assignment: Assignment, prices: Prices, name: str) -> Price:
+    """What all conversions of one value cost.
+
+    Raises:
+        ValueError: A consumer wants what nothing converts into.
+    """
+    consumers = [(consumer.op, consumer.position) for consumer in flow.values().get(name, ())]
+    total = Price()
+    for changed in _of_value(flow, assignment, prices, name, consumers):
+        total = total.plus(changed.price)
+    return total
 
 
 def evaluate(flow: Flow, assignment: Assignment, prices: Prices) -> Evaluation:

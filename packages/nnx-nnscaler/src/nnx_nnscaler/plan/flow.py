@@ -56,6 +56,7 @@ class Flow:
             else:
                 self.ops[op.name] = op
         self.parameters = set(graph.parameters)
+        self._values: dict[str, list[Consumer]] = {}
 
     def source(self, name: str) -> Source:
         """Where a value comes from."""
@@ -63,7 +64,9 @@ class Flow:
 
     def values(self) -> dict[str, list[Consumer]]:
         """Every value that something uses, with its uses in order; results of the forward last."""
-        found: dict[str, list[Consumer]] = {}
+        if self._values:
+            return self._values
+        found = self._values
         for op in self.ops.values():
             for position, name in enumerate(op.operands()):
                 found.setdefault(name, []).append(Consumer(op.name, position))

@@ -18,7 +18,7 @@ from nnx_nnscaler.plan.program_plan import Prediction, ProgramPlan, Strategy
 from nnx_nnscaler.plan.solver import Program
 from nnx_nnscaler.rules.rule import outputs_of, replicate
 
-__all__ = ["assignment_of", "plan_program"]
+__all__ = ["assignment_of", "plan_program", "rules_for"]
 
 _ROUNDS = 6
 """How often the solver's limit is tightened until the walk through the step confirms it."""
@@ -61,7 +61,7 @@ def plan_program(
     """
     name, narrow = policy_of(policy)
     costs = costs or CostModel()
-    context = PolicyContext(graph, size, strategies_of or _registry() if size > 1 else _only_replicate)
+    context = PolicyContext(graph, size, rules_for(size, strategies_of))
     if stored is not None:
         _keep_layout(context, stored, synchronized or ())
         kept = dict(context.stored)
@@ -75,10 +75,15 @@ def plan_program(
     return _plan(graph, assignment, prices, context.flow, policy=name)
 
 
-def _registry() -> StrategiesOf:
-    from nnx_nnscaler.rules.registry import strategies_of
+def rules_for(size: int, strategies_of: StrategiesOf | None = None) -> StrategiesOf:
+    """Where the strategies of operators come from; one rank has nothing to split."""
+    if size == 1:
+        return _only_replicate
+    if strategies_of is not None:
+        return strategies_of
+    from nnx_nnscaler.rules.registry import strategies_of as registered
 
-    return strategies_of
+    return registered
 
 
 def _only_replicate(op: Op, graph: Graph, size: int) -> list[Strategy]:

@@ -1,0 +1,290 @@
+"""Plans as documents: saved, loaded, checked against what they are used for, compared, and explained.
+
+JSON, versioned. A document stands alone: what it says of operators (source lines, costs, alternatives) is in
+it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nnx.errors import PlanError
+from nnx_nnscaler.codegen.plan_text import plan_from_text, plan_to_text
+from nnx_nnscaler.cost.model import CostModel
+from nnx_nnscaler.ir import Code, Graph, Make, Ref, Size, TensorMeta, text_of
+from nnx_nnscaler.plan.context import StrategiesOf
+from nnx_nnscaler.plan.explanation import Row, explain, table
+from nnx_nnscaler.plan.program_plan import ProgramPlan
+
+__all__ = ["Plan", "diff", "fingerprint"]
+
+_FORMAT = "nnx-nnscaler plan"
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A plan, for whom it is, and why it is so.
+
+    Attributes:
+        program: The plan inside a unit.
+        units: How many units share the work.
+        zero: Whether they store parameters, gradients and optimizer state in parts.
+        graph: Fingerprint of the graph that it is for.
+        hardware: Name of the figures that predictions rest on.
+        rows: What each operator costs.
+    """
+
+    program: ProgramPlan
+    units: int = 1
+    zero: bool = False
+    graph: str = ""
+    hardware: str = ""
+    rows: tuple[Row, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.program.size * self.units
+
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        program: ProgramPlan,
+        *,
+        costs: CostModel | None = None,
+        units: int = 1,
+        zero: bool = False,
+        strategies_of: StrategiesOf | None = None,
+    ) -> Plan:
+        """The document of a plan.
+
+        Args:
+            graph: What was planned.
+            program: The plan.
+            costs: The cost model that it was made with.
+            units: How many units share the work.
+            zero: Whether they store parameters in parts.
+            strategies_of: Where the alternatives in explanations come from.
+        """
+        costs = costs or CostModel()
+        rows = explain(graph, program, costs=costs, units=units, zero=zero, strategies_of=strategies_of)
+        hardware = f"{costs.hardware.name} ({costs.hardware.origin})"
+        return cls(
+            program=program,
+            units=units,
+            zero=zero,
+            graph=fingerprint(graph),
+            hardware=hardware,
+            rows=tuple(rows),
+        )
+
+    # --- files ----------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write the document."""
+        head = {
+            "format": _FORMAT, "version": _VERSION, "units": self.units, "zero": self.zero,
+            "graph": self.graph, "hardware": self.hardware,
+        }  # fmt: skip
+        body = {
+            **head,
+            "program": json.loads(plan_to_text(self.program)),
+            "rows": [asdict(r) for r in self.rows],
+        }
+        Path(path).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read the document that `save` wrote.
+
+        Raises:
+            PlanError: There is none, or it cannot be understood.
+        """
+        body = _read(Path(path))
+        try:
+            return cls(
+                program=plan_from_text(json.dumps(body["program"])),
+                units=int(body["units"]),
+                zero=bool(body["zero"]),
+                graph=str(body["graph"]),
+                hardware=str(body["hardware"]),
+                rows=tuple(_row(row) for row in body["rows"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(
+                f"the plan {str(path)!r} is damaged: {type(error).__name__}: {error}.",
+                remedy="Plan anew, and save it again.",
+            ) from error
+
+    def check(self, graph: Graph, *, world_size: int, path: str = "") -> None:
+        """Refuse to be used for another model or another world.
+
+        Args:
+            graph: What shall run.
+            world_size: All ranks that run.
+            path: Where the document came from, for the message.
+
+        Raises:
+            PlanError: It was made for something else.
+        """
+        named = f"the plan {path!r}" if path else "this plan"
+        if world_size != self.world_size:
+            raise PlanError(
+                f"{named} is for {self.world_size} ranks ({self.units} units of {self.program.size}), and "
+                f"{world_size} are running.",
+                remedy=f"Start {self.world_size} ranks, or plan anew.",
+            )
+        if fingerprint(graph) != self.graph:
+            raise PlanError(
+                f"{named} was made for another graph{_difference(graph, self.program)}.",
+                remedy="Plan anew: the model, its shapes or the code of its forward have changed.",
+            )
+
+    # --- reading --------------------------------------------------------------------------------
+
+    def explain(self) -> str:
+        """What was split in each layer, what that moves and takes, and what else would have cost."""
+        prediction = self.program.prediction
+        zero = " with ZeRO" if self.zero else ""
+        head = (
+            f"policy {self.program.policy}: {self.units} unit{'s' * (self.units > 1)} of "
+            f"{self.program.size} ranks{zero}, predicted by {self.hardware}: "
+            f"{prediction.compute * 1e3:.3f} ms of computation and "
+            f"{prediction.communication * 1e3:.3f} ms of communication in a step, "
+            f"{prediction.memory / 2**20:.1f} MiB on each rank"
+        )
+        parts = sum(placement.is_shard for placement in self.program.stored.values())
+        stored = (
+            f"{parts} of {len(self.program.stored)} parameters stored in parts, gradients of "
+            f"{len(self.program.synchronized)} summed over the unit"
+        )
+        return f"{head}\n{stored}\n{table(list(self.rows))}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(
+            f"the plan {str(path)!r} cannot be read: {error.strerror or error}.", remedy="Check the path."
+        ) from error
+    except ValueError as error:
+        raise PlanError(
+            f"the plan {str(path)!r} is no JSON: {error}.", remedy="Pass a file that `Plan.save` wrote."
+        ) from error
+    if not isinstance(body, dict) or body.get("format") != _FORMAT:
+        raise PlanError(
+            f"{str(path)!r} is no plan of nnx-nnscaler.", remedy="Pass a file that `Plan.save` wrote."
+        )
+    if body.get("version") != _VERSION:
+        raise PlanError(
+            f"the plan {str(path)!r} is of version {body.get('version')!r}, and {_VERSION} is read.",
+            remedy="Plan anew, or use the version that wrote it.",
+        )
+    return body
+
+
+def _row(row: dict[str, Any]) -> Row:
+    collectives = tuple(map(str, row["collectives"]))
+    instead = tuple((str(name), float(seconds)) for name, seconds in row["instead"])
+    return Row(**{**row, "collectives": collectives, "instead": instead})
+
+
+def _difference(graph: Graph, program: ProgramPlan) -> str:
+    """What is seen to differ at first sight."""
+    names = {op.name for op in graph.ops}
+    new, gone = len(names - set(program.choices)), len(set(program.choices) - names)
+    return f": {new} operators are new and {gone} are gone" if new or gone else ""
+
+
+# --- fingerprints -----------------------------------------------------------------------------------
+
+
+def fingerprint(graph: Graph) -> str:
+    """What changes when a plan can no longer be used: operators, arguments, shapes, parameters.
+
+    The traced batch does not count where the graph knows it as a symbol, nor do source lines.
+    """
+    text = [
+        repr([(leaf.name, _plain(leaf.meta), leaf.constant) for leaf in graph.inputs]),
+        repr([(name, fqn, _plain(graph.metas[name])) for name, fqn in graph.parameters.items()]),
+        repr([(name, fqn, _plain(graph.metas[name])) for name, fqn in graph.buffers.items()]),
+        *(
+            repr((op.name, op.target, _plain(op.args), _plain(op.kwargs), _plain(op.output)))
+            for op in graph.ops
+        ),
+        repr((_plain(graph.outputs), graph.training)),
+    ]
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:32]
+
+
+def _plain(argument: object) -> object:
+    """An argument with symbolic sizes as their expressions."""
+    if isinstance(argument, Size):
+        return argument.expr
+    if isinstance(argument, TensorMeta):
+        return ([text_of(dim) for dim in argument.shape], argument.dtype, argument.differentiable)
+    if isinstance(argument, (list, tuple)):
+        return [_plain(item) for item in argument]
+    if isinstance(argument, dict):
+        return [(key, _plain(item)) for key, item in argument.items()]
+    if isinstance(argument, Make):
+        return (argument.type, _plain(argument.fields))
+    return repr(argument) if isinstance(argument, (Ref, Code)) else argument
+
+
+# --- comparing --------------------------------------------------------------------------------------
+
+
+def diff(before: Plan, after: Plan) -> list[str]:
+    """What changes from one plan to another, a line each; empty where they are the same."""
+    return [
+        *_changed_heads(before, after),
+        *_changed_parameters(before, after),
+        *_changed_choices(before, after),
+    ]
+
+
+def _changed_heads(before: Plan, after: Plan) -> Iterator[str]:
+    for name, old, new in (
+        ("policy", before.program.policy, after.program.policy),
+        ("ranks of a unit", before.program.size, after.program.size),
+        ("units", before.units, after.units),
+        ("ZeRO", before.zero, after.zero),
+        ("graph", before.graph, after.graph),
+    ):
+        if old != new:
+            yield f"{name}: {old} -> {new}"
+    old_time, new_time = before.program.prediction.time * 1e3, after.program.prediction.time * 1e3
+    if old_time != new_time:
+        yield f"predicted step: {old_time:.3f} ms -> {new_time:.3f} ms"
+
+
+def _changed_parameters(before: Plan, after: Plan) -> Iterator[str]:
+    old, new = before.program, after.program
+    for name in dict.fromkeys([*old.stored, *new.stored]):
+        ways = [
+            f"{plan.stored[name]}{' synchronized' * (name in plan.synchronized)}"
+            if name in plan.stored
+            else "absent"
+            for plan in (old, new)
+        ]
+        if ways[0] != ways[1]:
+            yield f"parameter {name}: {ways[0]} -> {ways[1]}"
+
+
+def _changed_choices(before: Plan, after: Plan) -> Iterator[str]:
+    modules = {row.name: row.module for plan in (before, after) for row in plan.rows}
+    old, new = before.program.choices, after.program.choices
+    for name in dict.fromkeys([*old, *new]):
+        ways = [choices[name].name if name in choices else "absent" for choices in (old, new)]
+        if old.get(name) != new.get(name) and "getitem" not in ways:
+            where = f"{modules[name]}: " if modules.get(name) else ""
+            yield f"{where}{name}: {ways[0]} -> {ways[1]}"

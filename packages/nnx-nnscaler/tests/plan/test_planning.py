@@ -1,0 +1,199 @@
+"""Plans within memory, for layouts that exist already, and their consistency."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, stack_plan_text, strategies_of
+from nnx.errors import PlanError
+from nnx_nnscaler.cost import CostModel
+from nnx_nnscaler.cost.profiles import profile
+from nnx_nnscaler.ir import Graph, Op, Ref, Size, TensorMeta
+from nnx_nnscaler.placement import R, S
+from nnx_nnscaler.plan.conversion import Use, conversion, uses_of
+from nnx_nnscaler.plan.planning import plan_program
+from nnx_nnscaler.plan.program_plan import ProgramPlan, Strategy
+
+BIG = mlp(4096, 64, 256)
+"""Its fastest plan splits the batch and keeps the parameters whole."""
+
+
+def planned(graph: Graph, policy: str = "autodist", **more: object) -> ProgramPlan:
+    return plan_program(graph, size=2, policy=policy, strategies_of=strategies_of, **more)  # type: ignore[arg-type]
+
+
+def test_a_limit_that_nothing_reaches_changes_nothing() -> None:
+    free = planned(BIG)
+    assert planned(BIG, memory_limit=free.prediction.memory) == free
+
+
+def test_a_limit_is_kept_and_costs_time() -> None:
+    graph = mlp(64, 256, 1024)
+    free = planned(graph, costs=CostModel(hardware=profile("h100-nvlink")))
+    whole = planned(graph, "data")
+    limit = int(whole.prediction.memory * 0.7)
+    limited = planned(graph, memory_limit=limit)
+    assert limited.prediction.memory <= limit < whole.prediction.memory
+    assert limited.prediction.time >= planned(graph).prediction.time
+    assert free.prediction.time > 0
+
+
+@pytest.mark.parametrize("share", [0.75, 0.8, 0.9, 1.0])
+def test_every_limit_between_least_and_most_is_met(share: float) -> None:
+    graph = stack(4, batch=32)
+    most = planned(graph, "data").prediction.memory
+    limit = int(share * most)
+    assert planned(graph, memory_limit=limit).prediction.memory <= limit
+
+
+def test_what_is_missing_is_said_in_bytes_with_what_helps() -> None:
+    with pytest.raises(PlanError) as caught:
+        planned(BIG, "data", memory_limit=1000, units=2)
+    found = re.fullmatch(
+        r"no plan of policy 'data' fits into 1000 bytes on each of 2 ranks: (\d+) bytes \(.* MiB\) are "
+        r"missing, the smallest plan found takes .* MiB\. What helps: more ranks for each unit "
+        r"\(plan_ngpus, now 2\), use_zero=True, policy 'autodist', activation checkpointing \(recompute\) or a smaller batch\.",
+        str(caught.value),
+    )
+    assert found, str(caught.value)
+    enough = int(found[1]) + 1000
+    assert planned(BIG, "data", memory_limit=enough, units=2).prediction.memory == enough
+
+
+def test_zero_over_the_units_saves_memory() -> None:
+    whole, parts = (planned(BIG, units=8, zero=zero).prediction for zero in (False, True))
+    assert parts.memory < whole.memory
+
+
+def test_a_further_program_keeps_the_layout_that_exists() -> None:
+    stored = {"up.weight": S(1), "down.weight": R}
+    plan = planned(mlp(), stored=stored, synchronized={"down.weight"})
+    assert (plan.stored, plan.synchronized) == (stored, {"down.weight"})
+    evaluating = mlp()
+    evaluating.training = False
+    assert planned(evaluating, "tp", stored=stored, synchronized={"down.weight"}).stored == stored
+
+
+def test_a_parameter_that_the_first_program_did_not_have_is_whole() -> None:
+    assert planned(mlp(), stored={}).stored == {"up.weight": R, "down.weight": R}
+
+
+def test_evaluation_costs_no_backward_pass() -> None:
+    train, evaluate = mlp(4096), mlp(4096)
+    evaluate.training = False
+    assert planned(evaluate, "data").prediction.time < planned(train, "data").prediction.time / 2
+
+
+def test_what_writes_into_a_value_gets_the_value_itself() -> None:
+    """A converted copy would be changed in its place."""
+    make = GraphMaker(8)
+    x = make.input("x", 64)
+    make.graph.buffers["b_seen"] = "seen"
+    make.graph.metas["b_seen"] = TensorMeta((64,), "float32")
+    hidden = make.linear("lin", x, 64)
+    first = make.op("count", "aten.add_.Tensor", (Ref("b_seen"), 1), (64,))
+
+    def rules(op: Op, graph: Graph, size: int) -> list[Strategy]:
+        if op.name == "count":
+            return [Strategy("dim0", (S(0),), (S(0),)), Strategy("replicate", (R,), (R,))]
+        return strategies_of(op, graph, size)
+
+    plan = plan_program(make.finish(hidden, first), size=2, policy="autodist", strategies_of=rules)
+    assert plan.choices["count"].name == "replicate"
+
+
+def test_results_of_an_operator_with_several_come_as_it_makes_them() -> None:
+    make = GraphMaker(8)
+    hidden = make.linear("lin", make.input("x", 64), 96)
+    part = TensorMeta((make.batch, 32), "float32", True)
+    ops = make.graph.ops
+    ops.append(Op("split", "aten.split.Tensor", (hidden, 32, 1), {}, (part, None, part)))
+    ops += [Op(f"part{i}", "getitem", (Ref("split"), i), {}, part) for i in (0, 2)]
+    picks = [Ref("part0"), Ref("part2")]
+
+    def rules(op: Op, graph: Graph, size: int) -> list[Strategy]:
+        if op.name == "split":
+            return [Strategy("parts", (S(1, groups=3),), (S(1), R))]
+        return strategies_of(op, graph, size)
+
+    plan = plan_program(make.finish(*picks), size=2, policy="autodist", strategies_of=rules)
+    assert plan.choices["part0"] == Strategy("getitem", (S(1),), (S(1),))
+    assert plan.choices["part2"] == Strategy("getitem", (R,), (R,))
+    assert list(plan.choices) == [op.name for op in make.graph.ops]
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Graph:
+    """Chains and diamonds of linear, relu and add, of any sizes."""
+    make = GraphMaker(draw(st.sampled_from([2, 3, 8])))
+    width = draw(st.sampled_from([4, 6, 7, 8]))
+    values = [make.input("x", width)]
+    for index in range(draw(st.integers(1, 6))):
+        kind, x = draw(st.sampled_from(["linear", "relu", "add"])), draw(st.sampled_from(values))
+        if kind == "linear":
+            values.append(make.linear(f"lin{index}", x, width))
+        elif kind == "relu":
+            values.append(make.relu(f"act{index}", x))
+        else:
+            values.append(make.add(f"sum{index}", x, draw(st.sampled_from(values))))
+    outputs = [make.mean("loss", values[-1])] + ([values[1]] if draw(st.booleans()) else [])
+    return make.finish(*outputs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    graph=graphs(),
+    size=st.sampled_from([1, 2, 4]),
+    policy=st.sampled_from(["data", "zero", "tp", "autodist"]),
+    link=st.sampled_from(["cpu", "h100-nvlink"]),
+    units=st.sampled_from([1, 2]),
+)
+def test_every_plan_is_consistent(graph: Graph, size: int, policy: str, link: str, units: int) -> None:
+    costs = CostModel(hardware=profile(link))
+    plan = plan_program(
+        graph, size=size, policy=policy, costs=costs, units=units, strategies_of=strategies_of
+    )
+    assert list(plan.choices) == [op.name for op in graph.ops]
+    assert list(plan.stored) == list(graph.parameters.values())
+    for op in graph.ops:
+        strategy = plan.choices[op.name]
+        for name, use in zip(op.operands(), uses_of(strategy), strict=True):
+            assert use.placement.fits(graph.meta(name).hints, size)
+            conversion(placement_of(graph, plan, name), use)  # there is one
+            check_divisible(graph.meta(name), use, plan)
+            synchronized = graph.parameters.get(name) in plan.synchronized
+            assert not (synchronized and placement_of(graph, plan, name) != R)
+    if size == 1:
+        assert all(strategy.is_replicated for strategy in plan.choices.values())
+    assert plan.prediction.time > 0
+    assert plan.prediction.memory > 0
+
+
+def placement_of(graph: Graph, plan: ProgramPlan, name: str):  # type: ignore[no-untyped-def]
+    if name in graph.parameters:
+        return plan.stored[graph.parameters[name]]
+    return plan.choices[name].outputs[0] if name in plan.choices else R
+
+
+def check_divisible(meta: TensorMeta, use: Use, plan: ProgramPlan) -> None:
+    if use.placement.is_shard and isinstance(dim := meta.shape[use.placement.dim], Size):
+        assert (dim.expr, plan.size * use.placement.groups) in plan.divisible
+
+
+def test_plans_do_not_depend_on_hash_seeds() -> None:
+    """All that a plan says, in another process with another seed."""
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from jobs.nnscaler_plan_graphs import stack_plan_text;"
+        "print(stack_plan_text())"
+    )
+    tests = next(path for path in sys.path if path.rstrip("/").endswith("/tests"))
+    environment = {"PYTHONHASHSEED": "7", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", script, tests]
+    other = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert other.stdout.strip() == stack_plan_text().strip()
