@@ -157,6 +157,18 @@ def test_an_operator_that_draws_without_saying_so_is_left_whole() -> None:
     assert names("nnx_test_probing.noisy.default", f(4, 8)) == []
 
 
+@torch.library.custom_op("nnx_test_probing::touchy", mutates_args=())
+def touchy(x: Tensor) -> Tensor:
+    raise KeyError("not on this device")
+
+
+touchy.register_fake(torch.empty_like)
+
+
+def test_an_operator_that_raises_whatever_it_likes_is_left_whole() -> None:
+    assert names("nnx_test_probing.touchy.default", f(4, 8)) == []
+
+
 @torch.library.custom_op("nnx_test_probing::nothing", mutates_args=())
 def nothing(x: Tensor) -> Tensor:
     return x * float("nan")

@@ -8,6 +8,7 @@ everywhere cannot be seen at a few points.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from nnx_nnscaler.rules.trial import DRAWS, Run, Trial, draw, runner
 
 __all__ = ["discover"]
 
+_logger = logging.getLogger("nnx.nnscaler")
 _SIZES = (2, 4)
 _MOST_OPERANDS = 4
 _MOST_ELEMENTS = 2**17
@@ -111,11 +113,20 @@ def _known(key: dict[str, object], op: Op, metas: Sequence[TensorMeta], run: Run
         own = not op.target.startswith("aten.")  # its code may change while its name stays
         kept = None if own else disk_cache.load(key)
         if kept is None:
-            kept = _searched(op, metas, run) if len(_found) < _MOST_CALLS else []
+            kept = _tried(op, metas, run) if len(_found) < _MOST_CALLS else []
             if not own:
                 disk_cache.store(key, kept)
         _found[text] = kept
     return _found[text]
+
+
+def _tried(op: Op, metas: Sequence[TensorMeta], run: Run) -> list[Strategy]:
+    """What is found; nothing if the operator takes it badly, whatever it raises."""
+    try:
+        return _searched(op, metas, run)
+    except Exception:  # sparse results, kernels of somebody's own: such an operator stays whole
+        _logger.debug("%s cannot be tried", op.target, exc_info=True)
+        return []
 
 
 def _searched(op: Op, metas: Sequence[TensorMeta], run: Run) -> list[Strategy]:
