@@ -7,6 +7,7 @@ of the unit, which is always right and only slower; it says once why. It plans n
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
@@ -247,11 +248,13 @@ class _Forward:
         return self.programs(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        root = self.programs.root
+        root, own = self.programs.root, self.programs._own
+        if not _is_of_class(root, own):
+            return copy.deepcopy(own, memo)
         return MethodType(type(root).forward, memo.get(id(root), root))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MethodType, (type(self.programs.root).forward, self.programs.root)
+        return getattr, (self.programs.root, "forward")
 
 
 class _Tree:
@@ -301,10 +304,15 @@ class _Tree:
 
 
 def _restore(root: nn.Module, own: Callable[..., Any]) -> None:
-    if isinstance(own, MethodType) and own.__self__ is root and own.__func__ is type(root).forward:
+    if _is_of_class(root, own):
         del root.forward
     else:
         root.forward = own
+
+
+def _is_of_class(root: nn.Module, own: Callable[..., Any]) -> bool:
+    """Whether a module's forward is simply that of its class."""
+    return isinstance(own, MethodType) and own.__self__ is root and own.__func__ is type(root).forward
 
 
 def _is_single(tensors: list[Tensor]) -> bool:

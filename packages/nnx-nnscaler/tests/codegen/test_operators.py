@@ -42,7 +42,8 @@ VALUES = {
     "one": drawn(1, 6),
 }
 T = {name: Ref(name) for name in VALUES}
-x, y, z, v, s, b, d, img, seq, vol, i, n = (T[name] for name in "x y z v s b d img seq vol i n".split())
+LETTERS = ("x", "y", "z", "v", "s", "b", "d", "img", "seq", "vol", "i", "n")
+x, y, z, v, s, b, d, img, seq, vol, i, n = (T[name] for name in LETTERS)
 mask, labels, heads, one = T["mask"], T["labels"], T["heads"], T["one"]
 f32 = Code("torch.float32")
 BIG = 2**63 - 1
@@ -57,8 +58,8 @@ SAMPLES = {
     "aten.pow.Tensor_Scalar": [(x, 2), (x, -0.5)],
     "aten.pow.Scalar": [(2, x), (-2.0, n)],
     "aten.matmul.default": [(x, z), (b, z)],
-    **{f"aten.{name}.Scalar": [(x, 0.5)] for name in "eq ne lt le gt ge".split()},
-    **{f"aten.{name}.Tensor": [(n, n)] for name in "bitwise_and bitwise_or __and__ __or__".split()},
+    **{f"aten.{name}.Scalar": [(x, 0.5)] for name in ["eq", "ne", "lt", "le", "gt", "ge"]},
+    **{f"aten.{name}.Tensor": [(n, n)] for name in ["bitwise_and", "bitwise_or", "__and__", "__or__"]},
     "aten.bitwise_not.default": [(n,), (mask,)],
     "aten.view.default": [(x, [2, 12]), (x, [-1])],
     "aten.reshape.default": [(x, [3, 8])],
@@ -113,7 +114,9 @@ SAMPLES = {
     "aten.topk.default": [(x, 2), (x, 2, 0)],
     "aten.sort.default": [(x, 1, True)],
     "aten.to.dtype": [(x, f32), (n, Code("torch.float64"))],
-    "aten.to.dtype_layout": [((x,), {"dtype": f32, "layout": Code("torch.strided"), "device": Code('"cpu"')})],
+    "aten.to.dtype_layout": [
+        ((x,), {"dtype": f32, "layout": Code("torch.strided"), "device": Code('"cpu"')})
+    ],
     "aten.movedim.int": [(b, 0, 2)],
     "aten.new_zeros.default": [((x, [2, 3]), {"dtype": f32, "pin_memory": False}), (x, [2])],
     "aten.new_ones.default": [(x, [2, 3])],
@@ -211,8 +214,24 @@ SAMPLES = {
     "aten.select.int": [(x, 0, 2), (b, 2, -1), (b, -1, 0)],
     "aten.index.Tensor": [(x, [labels]), (x, [None, labels]), (x, [labels, labels])],
 }
-IN_PLACE_DEFAULT = [(x,)]
-BINARY = "add sub mul div eq ne lt le gt ge pow maximum minimum atan2 view_as rsub".split()
+BINARY = [
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "pow",
+    "maximum",
+    "minimum",
+    "atan2",
+    "view_as",
+    "rsub",
+]
 ALL = sorted({*INFIX, *PREFIX, *METHODS, *FUNCTIONS, *CUSTOM})
 
 

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from jobs.nnscaler_models import GPT, ConvNet, Mixture, images, tokens
 from torch import nn
 
+from jobs.nnscaler_codegen_models import GPT, ConvNet, Mixture, images, tokens
 from nnx_nnscaler.codegen.verify import check_parity, compare, replicated_plan
 from nnx_nnscaler.placement import P, R, S
 from nnx_nnscaler.plan.planning import plan_program
@@ -69,7 +69,10 @@ def test_layers_are_split_around_one_that_cannot_be_traced(policy):
 def test_a_batch_of_another_size_than_was_traced(gpt, batch):
     module, graph, _ = gpt
     found = compare(
-        module, graph, plan_program(graph, size=2, policy="data"), ((tokens(batch), tokens(batch, seed=3)), {})
+        module,
+        graph,
+        plan_program(graph, size=2, policy="data"),
+        ((tokens(batch), tokens(batch, seed=3)), {}),
     )
     assert found.error < BOUND
 
@@ -84,7 +87,9 @@ def test_recomputed_submodules_change_nothing(pattern):
 
 def test_a_submodule_that_writes_to_buffers_is_not_recomputed(caplog):
     pictures, labels = images()
-    found = check_parity(made(2, ConvNet), (pictures, labels), size=2, policy="data", recompute=["norm", "conv"])
+    found = check_parity(
+        made(2, ConvNet), (pictures, labels), size=2, policy="data", recompute=["norm", "conv"]
+    )
     assert "recomputed(conv" in found.source
     assert "recomputed(norm" not in found.source
     assert "norm is not recomputed" in caplog.text
@@ -157,7 +162,7 @@ def test_a_strategy_that_takes_a_value_for_a_sum_is_found_out():
     [
         ("keep__all_reduce", "rows"),
         ("keep__divide", "rows, then whole by the reducer"),
-        ("split__all_gather", "rows of gathered weights"),
+        ("split__all_gather", "columns of whole weights"),
         ("all_gather__reduce_scatter", "rows of gathered weights"),
         ("all_reduce__keep", "sums, then whole"),
         ("all_to_all__all_to_all", "columns, then rows"),
