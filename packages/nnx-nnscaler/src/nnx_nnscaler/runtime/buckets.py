@@ -19,6 +19,8 @@ __all__ = ["Bucket", "GradientBucket", "UNUSED", "assign_buckets"]
 
 UNUSED, DENSE, SPARSE = 0, 1, 2
 """What is known of a gradient in a pass; over the ranks the greatest counts."""
+LARGE = 1 << 15
+"""Elements from which on a gradient is copied as soon as it comes; smaller ones together: fewer calls."""
 
 
 def assign_buckets(tensors: Sequence[Tensor], limits: Sequence[int]) -> list[list[int]]:
@@ -67,17 +69,20 @@ class Bucket(ABC):
     def start(self) -> None:
         """Make room for the gradients of a pass."""
 
-    @abstractmethod
-    def put(self, index: int, gradient: Tensor) -> int:
-        """Take a gradient, scaled; says whether it was ``DENSE`` or ``SPARSE``."""
+    def mark(self, index: int) -> None:  # noqa: B027 # most look at gradients only in `fill`
+        """The gradient of a member is complete."""
 
-    def fault_of_late(self, index: int, gradient: Tensor) -> Exception | None:
+    def fault_of_late(self, index: int) -> Exception | None:
         """What is wrong with a gradient that comes again after its bucket has left; None if nothing."""
         return None
 
     @abstractmethod
-    def put_remaining(self, index: int) -> int:
-        """A member whose gradient did not come: take what it has from before, else zeros and ``UNUSED``."""
+    def fill(self, used: list[int]) -> None:
+        """Get ready to be launched: every member's gradient scaled, zeros where there is none.
+
+        Args:
+            used: Where to note, by number, what kind of gradient a member has.
+        """
 
     @abstractmethod
     def launch(self) -> None:
@@ -122,37 +127,39 @@ class GradientBucket(Bucket):
         self._scale = scale
         self._buffer: Tensor | None = None
         self._slots: dict[int, Tensor] = {}
+        self._numel = sum(parameter.numel() for parameter in parameters)
+        self._large = {i for i, parameter in self._parameters.items() if parameter.numel() >= LARGE}
+        self._filled: set[int] = set()
         self._work: dist.Work | None = None
 
     def start(self) -> None:  # noqa: D102 # as the base class says
         if self._buffer is None or not self._is_own(self._buffer):
             first = next(iter(self._parameters.values()))
-            total = sum(parameter.numel() for parameter in self._parameters.values())
-            self._buffer = torch.empty(total, dtype=first.dtype, device=first.device)
+            self._buffer = torch.empty(self._numel, dtype=first.dtype, device=first.device)
         self._slots = _slots(self._buffer, self._parameters)
 
     def _is_own(self, buffer: Tensor) -> bool:
         """Whether nothing but the parameters' own gradients looks at the buffer."""
         storage = buffer.untyped_storage()
-        start, stop = buffer.data_ptr(), buffer.data_ptr() + storage.nbytes()
-        gradients = [parameter.grad for parameter in self._parameters.values()]
-        own = sum(
-            grad is not None and start <= grad.data_ptr() < stop for grad in gradients if _is_dense(grad)
-        )
-        return int(torch._C._storage_Use_Count(storage._cdata)) <= own + 2  # the buffer, and `storage`
+        lookers = int(torch._C._storage_Use_Count(storage._cdata)) - 2  # the buffer, and `storage`
+        if lookers > 0:
+            start, stop = buffer.data_ptr(), buffer.data_ptr() + storage.nbytes()
+            gradients = [parameter.grad for parameter in self._parameters.values()]
+            lookers -= sum(
+                start <= g.data_ptr() < stop for g in gradients if g is not None and not g.is_sparse
+            )
+        return lookers <= 0
 
-    def put(self, index: int, gradient: Tensor) -> int:  # noqa: D102
-        slot, kind = self._slots[index], DENSE
-        if gradient.is_sparse:
-            gradient, kind = gradient.to_dense(), SPARSE
-        if gradient.data_ptr() == slot.data_ptr():
-            slot.mul_(self._scale)
-        else:
-            torch.mul(gradient.detach(), self._scale, out=slot)
-        return kind
+    def mark(self, index: int) -> None:  # noqa: D102
+        if index in self._large:
+            gradient = self._parameters[index].grad
+            if gradient is not None and not gradient.is_sparse and not self._is_slot(index, gradient):
+                torch.mul(gradient.detach(), self._scale, out=self._slots[index])  # while it is in the cache
+                self._filled.add(index)
 
-    def fault_of_late(self, index: int, gradient: Tensor) -> Exception | None:  # noqa: D102
-        if gradient.data_ptr() != self._slots[index].data_ptr():
+    def fault_of_late(self, index: int) -> Exception | None:  # noqa: D102
+        gradient = self._parameters[index].grad
+        if gradient is None or not self._is_slot(index, gradient):
             return None  # else it was added to the buffer while that was being reduced
         return UnsupportedError(
             f"the gradient of a parameter of shape {tuple(gradient.shape)} was completed twice in one "
@@ -161,12 +168,23 @@ class GradientBucket(Bucket):
             "`set_to_none=True`.",
         )
 
-    def put_remaining(self, index: int) -> int:  # noqa: D102
-        gradient = self._parameters[index].grad
-        if gradient is not None:
-            return self.put(index, gradient)
-        self._slots[index].zero_()
-        return UNUSED
+    def _is_slot(self, index: int, gradient: Tensor) -> bool:
+        return not gradient.is_sparse and gradient.data_ptr() == self._slots[index].data_ptr()
+
+    def fill(self, used: list[int]) -> None:  # noqa: D102
+        slots, gradients = [], []
+        for index, parameter in self._parameters.items():
+            gradient = parameter.grad
+            if gradient is None:
+                self._slots[index].zero_()
+                continue
+            used[index] = SPARSE if gradient.is_sparse else DENSE
+            if index not in self._filled:
+                slots.append(self._slots[index])
+                gradients.append(gradient.to_dense() if gradient.is_sparse else gradient.detach())
+        if slots:
+            torch._foreach_copy_(slots, gradients)
+            torch._foreach_mul_(slots, self._scale)
 
     def launch(self) -> None:  # noqa: D102
         self._work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
@@ -181,19 +199,19 @@ class GradientBucket(Bucket):
         if kind == SPARSE:
             dims = gradient.sparse_dim() if gradient is not None and gradient.is_sparse else 1
             parameter.grad = slot.to_sparse(dims)
-        elif gradient is None or gradient.data_ptr() != slot.data_ptr():
+        elif gradient is None or not self._is_slot(index, gradient):
             parameter.grad = slot
 
     def end(self) -> None:  # noqa: D102
         self._slots, self._work = {}, None
-
-
-def _is_dense(gradient: Tensor | None) -> bool:
-    return gradient is not None and gradient.layout == torch.strided
+        self._filled.clear()
 
 
 def _slots(buffer: Tensor, parameters: dict[int, nn.Parameter]) -> dict[int, Tensor]:
     """A view of the buffer for every parameter, with its strides where they leave no gaps."""
+    if all(parameter.is_contiguous() for parameter in parameters.values()):
+        views = torch._C._nn.unflatten_dense_tensors(buffer, list(parameters.values()))
+        return dict(zip(parameters, views, strict=True))
     slots, offset = {}, 0
     pieces = buffer.split([parameter.numel() for parameter in parameters.values()])
     for (index, parameter), piece in zip(parameters.items(), pieces, strict=True):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import Variable
 
 from nnx_nnscaler.axes import Axes
@@ -57,7 +57,7 @@ class Reducer:
         parameters: Those to be reduced, in the model's order, trainable or not.
         axes: This rank's groups.
         synchronized: Those among them whose gradients are partial on every rank of a unit.
-        rows: Buckets of parameters that ZeRO stores in rows; their gradients come through `ready`. Their
+        rows: Buckets of parameters that ZeRO stores in rows; their gradients come through `mark`. Their
             members are numbers from ``len(parameters)`` on.
         bucket_bytes: Limit of all buckets but the first.
 
@@ -146,34 +146,42 @@ class Reducer:
 
     # --- a pass -------------------------------------------------------------------------------
 
-    def _hear(self, index: int, parameter: nn.Parameter) -> None:
+    def _hear(self, index: int, _: nn.Parameter) -> None:
         """Autograd has completed a gradient."""
         if self.synchronize:
-            with local_mode(), torch.no_grad():
-                gradient = parameter.grad
-                if gradient is not None:
-                    self._take(index, gradient)
+            self.expect(index)
+            self.mark(index)
 
-    def ready(self, index: int, gradient: Tensor) -> None:
-        """Take the gradient of a parameter in rows."""
+    def expect(self, index: int) -> None:
+        """Make sure that a pass is open in which the bucket of a parameter has not left."""
+        if self._open is not None and not self._arrangement.of[index].launched:
+            return
         with local_mode(), torch.no_grad():
-            self._take(index, gradient)
+            if self._open is not None:
+                self._finish_before(index)
+            self._begin()
+            self._call_at_end()
 
-    def _take(self, index: int, gradient: Tensor) -> None:
-        if self._open is None:
-            self._begin()
-            self._call_at_end()
-        bucket = self._arrangement.of[index]
-        if bucket.launched:  # a second time in one pass, which only reentrant checkpoints bring about
-            self._error = self._error or bucket.fault_of_late(index, gradient)
+    def _finish_before(self, index: int) -> None:
+        """A gradient comes a second time in one pass, as reentrant checkpoints bring about: begin another."""
+        self._error = self._error or self._arrangement.of[index].fault_of_late(index)
+        if index >= len(self._parameters):
             self._finish()
-            self._begin()
-            self._call_at_end()
-        self._used[index] = bucket.put(index, gradient)
-        self._came.append(index)
+            return
+        parameter = self._parameters[index]
+        sum_of_both = parameter.grad
+        self._finish()
+        parameter.grad = sum_of_both
+
+    def mark(self, index: int) -> None:
+        """The gradient of a parameter has come; start what can be started."""
+        bucket = self._arrangement.of[index]
+        bucket.mark(index)
         bucket.missing.discard(index)
+        self._came.append(index)
         if not bucket.missing:
-            self._launch()
+            with local_mode(), torch.no_grad():
+                self._launch()
 
     def _call_at_end(self) -> None:
         if self._held == 0:
@@ -196,17 +204,15 @@ class Reducer:
         """Start the collectives whose turn it is: all ranks start them in the same order."""
         buckets = self._open or []
         while self._next < len(buckets) and (all_of_them or not buckets[self._next].missing):
-            buckets[self._next].launched = True
-            buckets[self._next].launch()
+            bucket = buckets[self._next]
+            bucket.fill(self._used)
+            bucket.launch()
+            bucket.launched = True
             self._next += 1
 
     def _finish(self) -> None:
         """Fill what is missing, wait for everything and hand the gradients out."""
         buckets = self._open or []
-        for bucket in buckets:
-            for index in sorted(bucket.missing):
-                self._used[index] = bucket.put_remaining(index)
-            bucket.missing.clear()
         self._launch(all_of_them=True)
         used = self._agree_on_use()
         for bucket in buckets:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from nnx.errors import UnsupportedError
 from nnx_nnscaler.axes import Axes
-from nnx_nnscaler.runtime.buckets import DENSE, UNUSED, Bucket, assign_buckets
+from nnx_nnscaler.runtime.buckets import DENSE, Bucket, assign_buckets
 from nnx_nnscaler.runtime.layout import ParameterLayout
+from nnx_nnscaler.runtime.parameter import local_mode
 
 if TYPE_CHECKING:
     from nnx_nnscaler.runtime.reducer import Reducer
@@ -95,7 +96,10 @@ class RowPart:
 
     def collect(self, gradient: Tensor) -> None:
         """Take the gradient of all rows."""
-        self.bucket.reducer.ready(self.index, gradient)
+        with local_mode(), torch.no_grad():
+            self.bucket.reducer.expect(self.index)
+            self.bucket.put(self.index, gradient)
+            self.bucket.reducer.mark(self.index)
 
     def _local_state(self) -> tuple[int, int]:
         return self.parameter._version, self.parameter.data_ptr()
@@ -199,7 +203,8 @@ class RowBucket(Bucket):
         self._sent = self._rows.new_empty((self._axes.part_size, self._rows.numel()))
         self._came = set()
 
-    def put(self, index: int, gradient: Tensor) -> int:  # noqa: D102
+    def put(self, index: int, gradient: Tensor) -> None:
+        """Take the gradient of all rows of a member; a further one in the same pass is added."""
         slot = self._slot(index)
         flat = (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
         if flat.numel() < slot.numel():
@@ -210,11 +215,13 @@ class RowBucket(Bucket):
         else:
             torch.mul(flat.view(slot.shape), scale, out=slot)
         self._came.add(index)
-        return DENSE
 
-    def put_remaining(self, index: int) -> int:  # noqa: D102
-        self._slot(index).zero_()
-        return UNUSED
+    def fill(self, used: list[int]) -> None:  # noqa: D102
+        for index in self.members:
+            if index in self._came:
+                used[index] = DENSE
+            else:
+                self._slot(index).zero_()
 
     def _slot(self, index: int) -> Tensor:
         part = self._by_index[index]
