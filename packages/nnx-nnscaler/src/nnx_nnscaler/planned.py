@@ -91,8 +91,10 @@ def _summary(compiled: Compiled, axes: Axes) -> str:
     plan = compiled.plan
     parts = sum(placement.is_shard for placement in plan.stored.values())
     where = f"; the code is {compiled.path}" if compiled.path is not None else ""
-    return f"nnscaler: policy {plan.policy!r}, {axes.outer_size} x {plan.size} ranks, "
+    return (
+        f"nnscaler: policy {plan.policy!r}, {axes.outer_size} x {plan.size} ranks, "
         f"{parts} of {len(plan.stored)} parameters stored in parts{where}"
+    )
 
 
 def _compiler(
