@@ -1,0 +1,103 @@
+"""Every model has the losses of one process under every policy.
+
+With NNX_MATRIX=full every policy is tried with every model on 2 and on 4 processes. By default policies that
+trace take turns on 2 processes, so that each meets several models and each model is traced, and a few cases
+run on 4. What replicas compute by themselves, batch statistics and dropout, is held against Lightning's ddp.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.nnscaler_models import MODELS, Case, losses_of
+from nnx.testing.pool import WorkerPool
+
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp": ("nnscaler_dp", {}),
+    "zero": ("nnscaler_zero", {}),
+    "tp": ("nnscaler_tp", {}),
+    "data": ("nnscaler", {"policy": "data"}),
+    "autodist": ("nnscaler_deduped", {}),
+}
+REPLICATED = ("dp", "zero")
+OF_EACH_REPLICA = ("cnn", "gpt")
+"""Models whose replicas do not compute what one process does on the whole batch."""
+FULL = os.environ.get("NNX_MATRIX") == "full"
+Losses = tuple[list[float], list[float]]
+
+
+def turn(name: str, turns: int) -> bool:
+    """Whether it is among those that are tried by default."""
+    return FULL or zlib.crc32(name.encode()) % turns == 0
+
+
+class References:
+    """What one process and ddp compute, once for each model."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self.pool = pool
+        self.of = lru_cache(maxsize=None)(self._of)
+
+    def _of(self, model: str, strategy: str, devices: int) -> Losses:
+        case = Case(model, strategy, devices=devices)
+        return self.pool.run(losses_of, case, world_size=devices)[0]
+
+
+@pytest.fixture(scope="module")
+def references(pool: WorkerPool) -> References:
+    return References(pool)
+
+
+def check(
+    pool: WorkerPool, references: References, model: str, policy: str, devices: int, **options: Any
+) -> None:
+    strategy, own = POLICIES[policy]
+    case = Case(model, strategy, {**own, **options}, devices)
+    replicas = model in OF_EACH_REPLICA and policy in REPLICATED
+    expected = references.of(model, "ddp", devices) if replicas else references.of(model, "auto", 1)
+    for losses, validated in pool.run(losses_of, case, world_size=devices):
+        assert len(losses) == case.steps
+        assert losses == pytest.approx(expected[0], abs=1e-5, rel=0)
+        assert validated == pytest.approx(expected[1], abs=1e-5, rel=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("model", MODELS)
+def test_two_processes_have_the_losses_of_one(
+    pool: WorkerPool, references: References, tmp_path: Path, model: str, policy: str
+) -> None:
+    if policy not in REPLICATED and not turn(f"{model} {policy}", 2):
+        pytest.skip("its turn comes with NNX_MATRIX=full")
+    check(pool, references, model, policy, 2, gen_savedir=str(tmp_path))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("model", MODELS)
+def test_four_processes_have_the_losses_of_one(
+    pool: WorkerPool, references: References, tmp_path: Path, model: str, policy: str
+) -> None:
+    if not turn(f"4 {model} {policy}", 8):
+        pytest.skip("its turn comes with NNX_MATRIX=full")
+    check(pool, references, model, policy, 4, gen_savedir=str(tmp_path))
+
+
+@pytest.mark.parametrize("use_zero", [False, True])
+@pytest.mark.parametrize("policy", ["tp", "data", "autodist"])
+def test_units_of_two_are_replicated_over_four(
+    pool: WorkerPool, references: References, tmp_path: Path, policy: str, use_zero: bool
+) -> None:
+    options = {"plan_ngpus": 2, "use_zero": use_zero, "gen_savedir": str(tmp_path)}
+    check(pool, references, "plain_gpt", policy, 4, **options)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_dp_is_bit_equal_to_ddp(pool: WorkerPool, references: References, model: str) -> None:
+    case = Case(model, "nnscaler_dp", devices=2)
+    expected = references.of(model, "ddp", 2)
+    assert pool.run(losses_of, case, world_size=2) == [expected] * 2
