@@ -120,6 +120,7 @@ def _compiler(
         ),
         reuse=options.reuse,
         fixed_batch=options.config.constant_folding,
+        recompute=tuple(options.recompute or ()),
     )
 
 
