@@ -41,11 +41,15 @@ class Elementwise(Rule):
         call = Call.of(op, graph, size)
         labels = dim_labels(call, call.output.shape)
         inputs: dict[str, Labels | list[Labels]] = {}
-        for name in call.tensors():
+        for name in self.operands(call):
             meta = call.meta(name)
             if meta is not None:
                 inputs[name] = aligned(labels, call.output, meta)
         return [*label_strategies(call, inputs, [labels]), *self.partial(call)]
+
+    def operands(self, call: Call) -> list[str]:
+        """Names of the arguments that are broadcast to the result."""
+        return call.tensors()
 
     def partial(self, call: Call) -> list[Strategy]:
         """Strategies on partial sums: none, for what is not linear."""
@@ -61,6 +65,9 @@ class _Linear(Elementwise):
 
 class _Convert(Elementwise):
     """Another dtype, device or memory format: partial sums pass through where they are not rounded more."""
+
+    def operands(self, call: Call) -> list[str]:
+        return ["self"]  # another only shows its dtype
 
     def partial(self, call: Call) -> list[Strategy]:
         before, after = call.meta("self"), call.output

@@ -105,6 +105,12 @@ class _AddedProduct(_Matmul):
         return {"self": aligned(output, call.output, addend), **inputs}, output
 
 
+class _Outer(_MatrixProduct):
+    def labels(self, call: Call) -> tuple[_Inputs, Labels]:
+        output = dim_labels(call, call.output.shape)
+        return {"self": output[:1], "vec2": output[1:]}, output
+
+
 class _Einsum(Rule):
     """Products by an equation of letters, without ellipsis; every letter that no result has is summed."""
 
@@ -143,5 +149,6 @@ RULES: dict[str, Rule] = {
     "aten.bmm": _BATCHED,
     "aten.addmm": _AddedProduct("mat1", "mat2"),
     "aten.baddbmm": _AddedProduct("batch1", "batch2"),
+    "aten.outer": _Outer(),
     "aten.einsum": _Einsum(),
 }

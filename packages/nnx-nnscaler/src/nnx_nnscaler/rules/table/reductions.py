@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from nnx_nnscaler.ir import Graph, Op, Ref
+from nnx_nnscaler.ir import Graph, Op, Ref, TensorMeta
 from nnx_nnscaler.placement import P
 from nnx_nnscaler.plan.program_plan import Strategy
 from nnx_nnscaler.rules.call import Call, placement_of, targets
-from nnx_nnscaler.rules.labels import Labels, dim_labels, label_strategies, partial_strategy
+from nnx_nnscaler.rules.labels import Labels, aligned, dim_labels, label_strategies, partial_strategy
 from nnx_nnscaler.rules.rule import Rule, Writer
 
 __all__ = ["RULES"]
@@ -91,6 +91,28 @@ class _Trailing(Rule):
         return label_strategies(call, {self.operand: whole}, [whole])
 
 
+class _Similarity(Rule):
+    """Compares along one dim of two tensors that are broadcast to each other."""
+
+    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
+        call = Call.of(op, graph, size)
+        first, second = call.meta("x1"), call.meta("x2")
+        if first is None or second is None or len(first.shape) != len(second.shape):
+            return []
+        after = dim_labels(call, call.output.shape)
+        dim = call.dim(call["dim"], len(first.shape))
+        sizes = [*call.output.shape[:dim], first.shape[dim], *call.output.shape[dim:]]
+        whole = TensorMeta(tuple(sizes), first.dtype)
+        labels: Labels = (*after[:dim], None, *after[dim:])
+        if first.hints[dim] != second.hints[dim]:
+            return []
+        inputs: dict[str, Labels | list[Labels]] = {
+            "x1": aligned(labels, whole, first),
+            "x2": aligned(labels, whole, second),
+        }
+        return label_strategies(call, inputs, [after])
+
+
 class _OneHot(Rule):
     """A dim of classes behind the others."""
 
@@ -156,7 +178,7 @@ class _Prelu(Rule):
 _REDUCE, _ALONG = _Reduce(), _Along()
 
 _REDUCING = (
-    "all amax amin any argmax argmin linalg_vector_norm logsumexp max.dim median.dim min.dim "
+    "all amax amin any argmax argmin linalg_vector_norm logsumexp max.default max.dim median.dim min.dim "
     "nanmedian.dim norm prod std std_mean var var_mean aminmax count_nonzero"
 )
 _WORKING_ALONG = (
@@ -172,6 +194,7 @@ RULES: dict[str, Rule] = {
     "aten.rms_norm": _Trailing("input"),
     "aten.tril": _Trailing("self", 2),
     "aten.triu": _Trailing("self", 2),
+    "aten.cosine_similarity": _Similarity(),
     "aten.one_hot": _OneHot(),
     "aten.gather": _Gather(),
     "aten.index_select": _IndexSelect(),

@@ -42,7 +42,8 @@ class Reshape(Rule):
         found = []
         for source, target in self._pairs(call, before.shape):
             groups = f"/{target.groups}" if target.groups > 1 else ""
-            found.append(call.strategy(f"{names[target.dim]}{groups}", {"self": source}, [target]))
+            inputs = {"self": source, "other": target}  # which some take the shape of
+            found.append(call.strategy(f"{names[target.dim]}{groups}", inputs, [target]))
         return [*found, *partial_strategy(call, ["self"])]
 
     def write(self, op: Op, strategy: Strategy, writer: Writer) -> str:  # noqa: D102
@@ -139,5 +140,6 @@ def _sizes(graph: Graph, shape: Sequence[Dim]) -> list[tuple[int, tuple[int, int
 _RESHAPE = Reshape()
 
 RULES: dict[str, Rule] = dict.fromkeys(
-    targets("_unsafe_view flatten ravel reshape squeeze unflatten unsqueeze view.default"), _RESHAPE
+    targets("_unsafe_view flatten ravel reshape reshape_as squeeze unflatten unsqueeze view.default view_as"),
+    _RESHAPE,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nnx_nnscaler.ir import Graph, Op, TensorMeta
+from nnx_nnscaler.ir import Argument, Graph, Op, TensorMeta
 from nnx_nnscaler.placement import Placement, S
 from nnx_nnscaler.plan.program_plan import Strategy
 from nnx_nnscaler.rules.call import Call, argument_of
@@ -57,11 +57,33 @@ class _MatrixTranspose(_Transpose):
         return (0, 0) if len(call.output.shape) < 2 else (call.dim(-2), call.dim(-1))
 
 
-class _Expand(_View):
-    def labels(self, call: Call) -> tuple[Labels, Labels] | None:
+class _ReverseDims(_Permute):
+    def order(self, call: Call, ndim: int) -> list[int]:
+        return list(reversed(range(ndim)))
+
+
+class _MoveDim(_Permute):
+    def order(self, call: Call, ndim: int) -> list[int]:
+        source, destination = _as_list(call["source"]), _as_list(call["destination"])
+        moved = {call.dim(to): call.dim(dim) for dim, to in zip(source, destination, strict=True)}
+        rest = iter([dim for dim in range(ndim) if dim not in moved.values()])
+        return [moved[dim] if dim in moved else next(rest) for dim in range(ndim)]
+
+
+class _Expand(Rule):
+    """Repeated along dims of size 1, and new ones: there every rank makes its part from the whole."""
+
+    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
+        call = Call.of(op, graph, size)
         before = call.meta("self")
+        if before is None:
+            return []
         after = dim_labels(call, call.output.shape)
-        return None if before is None else (aligned(after, call.output, before), after)
+        inputs: dict[str, Labels | list[Labels]] = {
+            "self": aligned(after, call.output, before),
+            "other": after,
+        }
+        return [*label_strategies(call, inputs, [after]), *partial_strategy(call, ["self"])]
 
     def write(self, op: Op, strategy: Strategy, writer: Writer) -> str:
         if not strategy.outputs[0].is_shard or not isinstance(op.output, TensorMeta):
@@ -83,8 +105,8 @@ class _AlongDim(_View):
 
     def worked(self, call: Call) -> list[int]:
         """The dims that it works along."""
-        dims = call["dims"] if call["dims"] is not None else [call["dim"]]
-        return [call.dim(dim) for dim in dims]
+        dims = _as_list(call["dims"] if call["dims"] is not None else call["dim"])
+        return [call.dim(dim) for dim in dims] or list(range(len(call.output.shape)))
 
 
 class _Slice(_AlongDim):
@@ -101,9 +123,18 @@ class _Select(_View):
 
 
 class _Repeat(_View):
+    """Copies one after the other, along dims that stay whole then.
+
+    Args:
+        times: Name of the argument that says how many.
+    """
+
+    def __init__(self, times: str) -> None:
+        self.times = times
+
     def labels(self, call: Call) -> tuple[Labels, Labels] | None:
         after = dim_labels(call, call.output.shape)
-        repeats = list(call["repeats"])
+        repeats = [1] * (len(after) - len(_as_list(call[self.times]))) + _as_list(call[self.times])
         whole = tuple(label if times == 1 else None for label, times in zip(after, repeats, strict=True))
         return whole[len(repeats) - len(call.shape("self")) :], whole
 
@@ -207,6 +238,10 @@ class _Stack(Rule):
         return [*found, *partial_strategy(call, ["tensors"])]
 
 
+def _as_list(argument: Argument) -> list[Argument]:
+    return list(argument) if isinstance(argument, (list, tuple)) else [argument]
+
+
 def _is_cut(placement: Placement, dim: int, op: Op) -> bool:
     """Whether the results of an operator are cut along the dim that it works along."""
     outputs = op.output if isinstance(op.output, tuple) else (op.output,)
@@ -215,7 +250,7 @@ def _is_cut(placement: Placement, dim: int, op: Op) -> bool:
 
 
 _PERMUTE, _TRANSPOSE, _MATRIX_TRANSPOSE, _ALONG = _Permute(), _Transpose(), _MatrixTranspose(), _AlongDim()
-_PARTS = _Parts()
+_PARTS, _EXPAND, _MOVE = _Parts(), _Expand(), _MoveDim()
 
 RULES: dict[str, Rule] = {
     "aten.permute": _PERMUTE,
@@ -224,12 +259,19 @@ RULES: dict[str, Rule] = {
     "aten.swapdims": _TRANSPOSE,
     "aten.t": _MATRIX_TRANSPOSE,
     "aten.mT": _MATRIX_TRANSPOSE,
-    "aten.expand": _Expand(),
+    "aten.numpy_T": _ReverseDims(),
+    "aten.movedim": _MOVE,
+    "aten.moveaxis": _MOVE,
+    "aten.expand": _EXPAND,
+    "aten.expand_as": _EXPAND,
+    "aten.broadcast_to": _EXPAND,
     "aten.slice": _Slice(),
     "aten.narrow": _ALONG,
     "aten.flip": _ALONG,
+    "aten.roll": _ALONG,
     "aten.select": _Select(),
-    "aten.repeat": _Repeat(),
+    "aten.repeat": _Repeat("repeats"),
+    "aten.tile": _Repeat("dims"),
     "aten.repeat_interleave.self_int": _RepeatInterleave(),
     "aten.split.Tensor": _PARTS,
     "aten.split_with_sizes": _PARTS,
