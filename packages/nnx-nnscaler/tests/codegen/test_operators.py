@@ -214,7 +214,8 @@ SAMPLES = {
     "aten.select.int": [(x, 0, 2), (b, 2, -1), (b, -1, 0)],
     "aten.index.Tensor": [(x, [labels]), (x, [None, labels]), (x, [labels, labels])],
 }
-BINARY = [
+BINARY = ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "pow", "maximum", "minimum")
+BINARY += ("atan2", "view_as", "rsub")
     "add",
     "sub",
     "mul",

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from nnx_nnscaler.codegen.fold import fold, layer_of
 from nnx_nnscaler.codegen.layout import Function, Line, header, lay_out
 from nnx_nnscaler.codegen.recompute import fold_recomputed
@@ -20,6 +22,9 @@ from nnx_nnscaler.plan.conversion import Conversion, Use, conversion, uses_of
 from nnx_nnscaler.plan.program_plan import ProgramPlan, Strategy
 
 __all__ = ["emit", "inputs_of"]
+
+_LARGE = 1024
+"""Elements of a constant that is not compared with others."""
 
 
 def emit(graph: Graph, plan: ProgramPlan, *, title: str = "", recompute: Sequence[str] = ()) -> str:
@@ -124,8 +129,10 @@ class _Emitter:
         for name, qualified in self.graph.buffers.items():
             place = (qualified.rpartition(".")[0], "")
             self.values[name] = _Value(f'w["{qualified}"]', R, flows=False, place=place)
-        for name in self.graph.constants:
-            self.values[name] = _Value(f'c["{name}"]', R, flows=False)
+        first: dict[object, str] = {}  # equal constants of many layers are one
+        for name, tensor in self.graph.constants.items():
+            same = first.setdefault(_content(name, tensor), name)
+            self.values[name] = _Value(f'c["{same}"]', R, flows=False)
         return arguments
 
     def _import_classes(self) -> list[str]:
@@ -340,6 +347,13 @@ def _dims(shard: Placement) -> str:
 def _describe(meta: TensorMeta, placement: Placement) -> str:
     """Global shape and placement, for the comment at the end of a line."""
     return f"[{', '.join(map(text_of, meta.shape))}] {placement}"
+
+
+def _content(name: str, tensor: Tensor) -> object:
+    """What tells a constant from others; large ones are not compared."""
+    if tensor.numel() > _LARGE or tensor.device.type == "meta":
+        return name
+    return str(tensor.dtype), tuple(tensor.shape), str(tensor.tolist())
 
 
 def _is_floating(meta: TensorMeta) -> bool:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -96,7 +97,8 @@ def check_parity(
 
     module = copy.deepcopy(module).to(dtype)
     sample = _converted((tuple(args), dict(kwargs or {})), dtype)
-    graph = trace_forward(module, *sample)
+    with _precision(dtype):
+        graph = trace_forward(module, *sample)
     if policy is not None:
         from nnx_nnscaler.plan.planning import plan_program
 
@@ -127,7 +129,8 @@ def compare(
     """Run one program and the module itself on the same call, and compare."""
     source = emit(graph, plan, recompute=recompute)
     program = load_program(source)
-    expected = _run_module(copy.deepcopy(module), call, seed)
+    with _precision(next((p.dtype for p in module.parameters()), torch.float32)):
+        expected = _run_module(copy.deepcopy(module), call, seed)
     alone = threading.Lock()
     found = run_as_ranks(
         plan.size,
@@ -209,6 +212,23 @@ def _part(runtime: Conversions, parameter: Tensor, stored: Placement) -> nn.Para
     if stored.is_shard:
         data = runtime.part(data, stored.dim, stored.groups)
     return nn.Parameter(data.clone(), requires_grad=parameter.requires_grad)
+
+
+def _precision(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    return _Precise() if dtype == torch.float64 else nullcontext()
+
+
+class _Precise(TorchFunctionMode):
+    """Lets code that asks for float32 compute in float64, so that its rounding hides nothing."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is Tensor.float:
+            function = Tensor.double
+        swapped = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        named = {key: torch.float64 if arg is torch.float32 else arg for key, arg in (kwargs or {}).items()}
+        return function(*swapped, **named)
 
 
 class _RankRandom(TorchDispatchMode):
