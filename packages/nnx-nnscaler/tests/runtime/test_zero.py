@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from nnx.errors import UnsupportedError
 from nnx_nnscaler.axes import make_axes
 from nnx_nnscaler.placement import S
 from nnx_nnscaler.runtime.parameter import local_mode
@@ -80,7 +81,11 @@ def train_in_rows(unit_size, part_size, stored, bucket_bytes, guarded_penalty, s
             local = parameters.local(p)
             assert tuple(local.shape) == parameters.layout(p).local_shape
             torch.testing.assert_close(
-                local, parameters.layout(p).local_part(q.detach()), rtol=1e-12, atol=1e-13, msg=f"{step} {name}"
+                local,
+                parameters.layout(p).local_part(q.detach()),
+                rtol=1e-12,
+                atol=1e-13,
+                msg=f"{step} {name}",
             )
             assert (p.grad is None) == (q.grad is None), name
             if q.grad is not None:
@@ -106,3 +111,151 @@ PLACED = {"second.weight": S(1), "first.weight": S(1, groups=3), "head.weight": 
 )
 def test_training_equals_one_process(run, world_size, unit_size, part_size, stored, bucket_bytes, penalty):
     run(train_in_rows, unit_size, part_size, stored, bucket_bytes, penalty, world_size=world_size)
+
+
+# --- programs -----------------------------------------------------------------------------------
+
+
+def train_a_program(part_size, recomputes, steps=3):
+    """As an emitted program does it: each rank takes half of its unit's batch, and a penalty on top.
+
+    `first` is synchronized, `second` stored in columns and used for its part of the work.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    axes = make_axes(rank=rank, world_size=world, unit_size=2, part_size=part_size)
+    torch.manual_seed(0)
+    ours = nn.ModuleDict({"first": nn.Linear(6, 5), "second": nn.Linear(5, 4, bias=False)}).double()
+    plain = copy.deepcopy(ours)
+    parameters = Parameters(
+        ours, axes, synchronized=frozenset({"first.weight", "first.bias"}), stored={"second.weight": S(0)}
+    )
+    conversions = parameters._unit
+
+    def program(x, w):
+        halves = conversions.split__all_gather(x, 0)
+
+        def segment(y):
+            return F.linear(y, w["first.weight"], w["first.bias"]).tanh()
+
+        h = checkpoint(segment, halves, use_reentrant=False) if recomputes else segment(halves)
+        whole = conversions.all_gather__reduce_scatter(h, 0)
+        part = F.linear(whole, w["second.weight"])
+        return conversions.all_gather__split(part, 1).square().sum()
+
+    for step in range(steps):
+        ours.zero_grad(), plain.zero_grad()
+        generator = torch.Generator().manual_seed(step)
+        shares = torch.randn(axes.outer_size, 4, 6, dtype=torch.float64, generator=generator)
+        with parameters.local_mode():
+            w = {name: parameters.unit_local(p) for name, p in ours.named_parameters()}
+            loss = program(shares[axes.outer_rank], w)
+        (loss + sum(p.square().sum() for p in ours.parameters())).backward()
+        total = (
+            sum(plain["second"](plain["first"](x).tanh()).square().sum() for x in shares) / axes.outer_size
+        )
+        (total + sum(p.square().sum() for p in plain.parameters())).backward()
+        for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+            expected = parameters.layout(p).local_part(q.grad)
+            torch.testing.assert_close(p.grad, expected, rtol=1e-12, atol=1e-13, msg=f"{step} {name}")
+        with torch.no_grad(), parameters.stepping():
+            for p in ours.parameters():
+                p -= 0.01 * p.grad
+        with torch.no_grad():
+            for q in plain.parameters():
+                q -= 0.01 * q.grad
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize(("world_size", "part_size"), [(2, 1), (4, 1), (4, 2)])
+def test_programs_and_code_outside_of_them_share_parameters(run, world_size, part_size, recomputes):
+    run(train_a_program, part_size, recomputes, world_size=world_size)
+
+
+# --- the rest of what rows promise --------------------------------------------------------------
+
+
+def rows_of_world(module, **options):
+    axes = make_axes(rank=dist.get_rank(), world_size=dist.get_world_size(), unit_size=1, part_size=2)
+    return Parameters(module, axes, **options)
+
+
+def bytes_alive():
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.device.type == "cpu"]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def free_what_was_gathered():
+    module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    before = bytes_alive()
+    parameters = rows_of_world(module, bucket_bytes=64 * 64 * 4)
+    whole = 8 * 64 * 64 * 4
+    assert bytes_alive() <= before - whole // 2 + 64
+    at_rest = bytes_alive()
+    loss = module(torch.ones(1, 64)).sum()
+    assert bytes_alive() >= at_rest + whole
+    loss.backward()
+    del loss
+    assert bytes_alive() <= at_rest + whole // 2 + 4096  # gradients, in rows too
+    with torch.no_grad():
+        module(torch.ones(1, 64))
+    parameters.end_step()
+    assert bytes_alive() <= at_rest + whole // 2 + 4096
+
+
+def test_gathered_rows_are_freed_after_backward_and_after_steps(run):
+    run(free_what_was_gathered)
+
+
+def accumulate_rows():
+    module = nn.Linear(4, 4, dtype=torch.float64)
+    parameters = rows_of_world(module)
+    x = torch.ones(2, 4, dtype=torch.float64) * (dist.get_rank() + 1)
+    parameters.reducer.synchronize = False
+    module(x).sum().backward()
+    parameters.reducer.synchronize = True
+    module(2 * x).sum().backward()
+    torch.testing.assert_close(module.weight.grad, torch.full((2, 4), 2 * 1.5 + 4 * 1.5, dtype=torch.float64))
+    module.zero_grad()
+    module(x).sum().backward()
+    torch.testing.assert_close(module.weight.grad, torch.full((2, 4), 3.0, dtype=torch.float64))
+
+
+def test_gradients_in_rows_add_up(run):
+    run(accumulate_rows)
+
+
+def convert_rows():
+    module = nn.Linear(4, 4)
+    parameters = rows_of_world(module)
+    with pytest.raises(UnsupportedError, match=r"stored in rows cannot become torch.float64 .*`precision`"):
+        module.double()
+    parameters.give_back()
+    assert module.double().weight.dtype == torch.float64
+
+
+def test_rows_of_another_dtype_are_refused(run):
+    run(convert_rows)
+
+
+def change_rows_whole():
+    module = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 5))
+    plain = copy.deepcopy(module)
+    parameters = rows_of_world(module)
+    for m in (module, plain):
+        with torch.no_grad():
+            for p in m.parameters():
+                p.mul_(2)
+                p.data[0] = 1.0
+                p.view(-1)[-1].fill_(3.0)
+    with local_mode():
+        assert module[0].weight.shape == ((2, 5) if dist.get_rank() == 0 else (1, 5))
+    for p, q in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
+        parameters.end_step()
+        assert torch.equal(p, q)
+        assert torch.equal(parameters.local(p), parameters.layout(p).local_part(q))
+
+
+def test_whoever_changes_a_parameter_in_rows_changes_every_part(run):
+    run(change_rows_whole)

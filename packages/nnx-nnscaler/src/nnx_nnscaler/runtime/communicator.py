@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nnx_nnscaler._torch_compat import all_gather_into, reduce_scatter_into
+
 __all__ = ["Communicator", "GroupCommunicator", "ThreadCommunicator", "run_as_ranks"]
 
 T = TypeVar("T")
@@ -78,7 +80,7 @@ class GroupCommunicator(Communicator):
             return tensor.contiguous()
         tensor = tensor.contiguous()
         joined = tensor.new_empty((self.size * tensor.numel(),))
-        dist.all_gather_into_tensor(joined, tensor.view(-1), group=self.group)
+        all_gather_into(joined, tensor.view(-1), group=self.group)
         if dim == 0:
             return joined.view(-1, *tensor.shape[1:]) if tensor.ndim else joined
         return torch.cat(tuple(joined.view(self.size, *tensor.shape)), dim=dim)
@@ -89,7 +91,7 @@ class GroupCommunicator(Communicator):
         parts = tensor.chunk(self.size, dim)
         stacked = tensor.contiguous() if dim == 0 else torch.stack(parts)
         result = tensor.new_empty(parts[0].shape)
-        dist.reduce_scatter_tensor(result, stacked.view(-1, *result.shape[1:]), group=self.group)
+        reduce_scatter_into(result, stacked.view(-1, *result.shape[1:]), group=self.group)
         return result
 
     def all_to_all(self, tensor: Tensor, split_dim: int, cat_dim: int) -> Tensor:  # noqa: D102
@@ -108,14 +110,14 @@ class _Meeting:
         self.slots: list[Any] = [None] * size
         self.barrier = threading.Barrier(size)
 
-    def exchange(self, rank: int, value: T) -> list[T]:
-        """Every thread's value, in rank order."""
+    def exchange(self, rank: int, value: Tensor, read: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        """What a thread reads from every thread's value, in rank order, before any of them may change again."""
         self.barrier.wait()
         self.slots[rank] = value
         self.barrier.wait()
-        values = list(self.slots)
+        result = read(self.slots)
         self.barrier.wait()
-        return values
+        return result
 
 
 class ThreadCommunicator(Communicator):
@@ -129,25 +131,32 @@ class ThreadCommunicator(Communicator):
         self.size = len(meeting.slots)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:  # noqa: D102
-        first, *others = self._meeting.exchange(self.rank, tensor)
-        total = first.clone(memory_format=torch.contiguous_format)
-        for other in others:
-            total += other
-        return total
+        return self._meeting.exchange(self.rank, tensor, _sum)
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:  # noqa: D102
-        return torch.cat(self._meeting.exchange(self.rank, tensor), dim=dim)
+        return self._meeting.exchange(self.rank, tensor, lambda tensors: torch.cat(tensors, dim=dim))
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:  # noqa: D102
         return self.all_reduce(tensor).chunk(self.size, dim)[self.rank].contiguous()
 
     def all_to_all(self, tensor: Tensor, split_dim: int, cat_dim: int) -> Tensor:  # noqa: D102
-        tensors = self._meeting.exchange(self.rank, tensor)
-        return torch.cat([other.chunk(self.size, split_dim)[self.rank] for other in tensors], dim=cat_dim)
+        def join(tensors: list[Tensor]) -> Tensor:
+            return torch.cat([other.chunk(self.size, split_dim)[self.rank] for other in tensors], dim=cat_dim)
+
+        return self._meeting.exchange(self.rank, tensor, join)
 
     def drawn(self, draw: Callable[[], Tensor]) -> Tensor:
         """The same random tensor on every rank: the threads share one generator, so the first draws for all."""
-        return self._meeting.exchange(self.rank, draw() if self.rank == 0 else torch.empty(0))[0]
+        drawn = draw() if self.rank == 0 else torch.empty(0)
+        return self._meeting.exchange(self.rank, drawn, lambda tensors: tensors[0].clone())
+
+
+def _sum(tensors: list[Tensor]) -> Tensor:
+    first, *others = tensors
+    total = first.clone(memory_format=torch.contiguous_format)
+    for other in others:
+        total += other
+    return total
 
 
 def run_as_ranks(size: int, job: Callable[[Communicator], T]) -> list[T]:

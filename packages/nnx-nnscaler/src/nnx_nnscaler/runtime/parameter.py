@@ -19,6 +19,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from nnx.errors import UnsupportedError
 from nnx_nnscaler.runtime.conversions import Conversions
 from nnx_nnscaler.runtime.functions_of_tensors import Sees, what_it_sees
 from nnx_nnscaler.runtime.layout import ParameterLayout
@@ -107,6 +108,7 @@ class Part:
         self.layout = layout
         self.source = source
         self.synchronized = synchronized
+        self.in_programs = False  # whether one has used it, so that the whole is not all that a loss hangs on
         self._unit = unit
         self._value: Tensor | None = None
         self._node: Tensor | None = None
@@ -296,6 +298,11 @@ def _on_wholes(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     wholes: dict[int, tuple[_Guard, Tensor]] = {}
     plain_args = [_unguarded(argument, wholes) for argument in args]
     plain_kwargs = {name: _unguarded(argument, wholes) for name, argument in kwargs.items()}
+    if func is torch.autograd.grad and any(guarded._part.in_programs for guarded, _ in wholes.values()):
+        raise UnsupportedError(
+            "`torch.autograd.grad` is asked for gradients with respect to a parameter that programs use in parts.",
+            remedy="Call `backward` and read `.grad`, or use strategy 'nnscaler_dp'.",
+        )
     result = func(*plain_args, **plain_kwargs)
     for guarded, whole in wholes.values():
         guarded._part.flush()

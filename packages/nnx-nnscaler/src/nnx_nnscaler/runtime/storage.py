@@ -208,6 +208,7 @@ class Parameters:
             return parameter
         with local_mode():
             part.flush()
+            part.in_programs = True
             source = part.source.differentiable()
             return source.view_as(source) if source is parameter else source
 

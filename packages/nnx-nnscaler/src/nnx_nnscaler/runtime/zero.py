@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nnx.errors import UnsupportedError
+from nnx_nnscaler._torch_compat import all_gather_into, reduce_scatter_into
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.runtime.buckets import DENSE, Bucket, assign_buckets
 from nnx_nnscaler.runtime.layout import ParameterLayout
@@ -185,7 +186,7 @@ class RowBucket(Bucket):
                 place.copy_(part.parameter)  # somebody gave the parameter other data
         size = self._axes.part_size
         self._gathered = self._rows.new_empty((size, self._rows.numel()))
-        self._gathering = dist.all_gather_into_tensor(
+        self._gathering = all_gather_into(
             self._gathered.view(-1), self._rows, group=self._axes.parts, async_op=True
         )
 
@@ -233,7 +234,7 @@ class RowBucket(Bucket):
         if self._sent is None:
             return
         self._received = torch.empty_like(self._rows)
-        self._work = dist.reduce_scatter_tensor(
+        self._work = reduce_scatter_into(
             self._received, self._sent.view(-1), group=self._axes.parts, async_op=True
         )
 
