@@ -136,7 +136,7 @@ class Programs:
 
     def _find(self, call: ModelCall) -> tuple[Variant | None, list[Tensor]]:
         """The program that fits a call and the tensors to call it with; none where it has to run whole."""
-        if torch.compiler.is_compiling() or torch_module._has_any_global_hook():
+        if torch.compiler.is_compiling() or torch_module._has_any_global_hook():  # type: ignore[no-untyped-call]
             self._warn("a trace of the model, or a hook on all modules, has to see every submodule's call")
             return None, []
         if self._tree.changed():

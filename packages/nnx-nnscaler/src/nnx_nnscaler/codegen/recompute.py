@@ -56,8 +56,8 @@ def fold_recomputed(
     if not patterns or not graph.training:
         return [], list(lines)
     writing = {recomputed_owner(op.module, patterns) for op in graph.ops if _writes(op, graph)} - {None}
-    for owner in sorted(filter(None, writing)):
-        log.warning("%s is not recomputed: it writes to a buffer, and would do so twice", owner)
+    for name in sorted(filter(None, writing)):
+        log.warning("%s is not recomputed: it writes to a buffer, and would do so twice", name)
     functions: dict[tuple[object, ...], Function] = {}
     left: list[Line] = []
     groups = groupby(lines, key=lambda line: recomputed_owner(line.module, patterns))

@@ -231,7 +231,7 @@ class _Precise(TorchFunctionMode):
         return function(*swapped, **named)
 
 
-class _RankRandom(TorchDispatchMode):
+class _RankRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Random operators of one thread draw from a state of its own, as if it were a process.
 
     Args:
@@ -240,7 +240,7 @@ class _RankRandom(TorchDispatchMode):
     """
 
     def __init__(self, seed: int, alone: threading.Lock) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._state = torch.Generator().manual_seed(seed).get_state()
         self._alone = alone
 
@@ -289,7 +289,7 @@ def _backward(outputs: Sequence[Tensor]) -> None:
         if output.requires_grad
     ]
     if losses:
-        torch.stack([loss.double() for loss in losses]).sum().backward()
+        torch.stack([loss.double() for loss in losses]).sum().backward()  # type: ignore[no-untyped-call]
 
 
 # --- differences --------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ def _gradient_of(name: str, runs: list[_Run], rank: int, plan: ProgramPlan) -> T
 def _joined(parts: list[Tensor], stored: Placement) -> Tensor:
     if stored.groups == 1:
         return torch.cat(parts, dim=stored.dim)
-    grouped = [part.unflatten(stored.dim, (stored.groups, -1)) for part in parts]
+    grouped = [part.unflatten(stored.dim, (stored.groups, -1)) for part in parts]  # type: ignore[no-untyped-call]
     return torch.cat(grouped, dim=stored.dim + 1).flatten(stored.dim, stored.dim + 1)
 
 

@@ -1,0 +1,111 @@
+"""One rank compiles for all: the same program everywhere, and its errors on every rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from jobs.nnscaler_codegen_models import GPT, tokens
+from nnx.errors import NnxError, PlanError
+from nnx_nnscaler.compiling import Compiler, ModelCall, compile_together
+from nnx_nnscaler.placement import R
+from nnx_nnscaler.plan.planning import plan_program
+from nnx_nnscaler.programs import Programs
+from nnx_nnscaler.runtime.communicator import GroupCommunicator
+from nnx_nnscaler.runtime.runtime import Runtime
+
+CPU = torch.device("cpu")
+
+
+def planned(graph, layout):
+    fixed = {} if layout is None else {"stored": layout.stored, "synchronized": layout.synchronized}
+    return plan_program(graph, size=2, policy="tp", **fixed)
+
+
+def build():
+    torch.manual_seed(7)
+    return GPT(layers=1).double()
+
+
+def train_and_evaluate():
+    """Outputs of programs on parts, in training and in evaluation, and what one process computes."""
+    torch.set_num_threads(1)
+    module, own, group = build(), build(), dist.group.WORLD
+    runtime = Runtime(GroupCommunicator(group))
+    made = Programs(
+        module,
+        compiler=Compiler(planner=planned, size=2),
+        runtime=runtime,
+        device=CPU,
+        unit=group,
+        world=group,
+    )
+    made.prepare(ModelCall((tokens(), tokens(seed=1)), {}))
+    weights = {}
+    for name, parameter in module.named_parameters():
+        stored = made.layout.stored.get(name, R)
+        part = runtime.part(parameter.detach(), stored.dim, stored.groups) if stored.is_shard else parameter
+        weights[name] = nn.Parameter(part.detach().clone())
+    made.attach(weights)
+    results = [(float(module(tokens(b), tokens(b, 1))), float(own(tokens(b), tokens(b, 1)))) for b in (4, 6)]
+    module.eval()
+    own.eval()
+    with torch.no_grad():
+        results.append((float(module(tokens()).sum()), float(own(tokens()).sum())))
+    sources = [compiled.source for compiled in made.variants]
+    sharded = sum(placement.is_shard for placement in made.layout.stored.values())
+    return results, sources, sharded
+
+
+def test_every_rank_runs_the_program_that_the_first_one_compiled(pool):
+    outcomes = pool.run(train_and_evaluate, world_size=2, init="gloo")
+    for results, sources, sharded in outcomes:
+        for mine, its in results:
+            assert mine == pytest.approx(its, abs=1e-12)
+        assert sources == outcomes[0][1]
+        assert len(sources) == 2
+        assert sharded > 4
+
+
+def fail(where):
+    """What each rank is told when compilation fails, or when the modules differ."""
+    module = build()
+    if where == "module" and dist.get_rank() == 1:
+        module.blocks[0].mlp[1] = nn.ReLU()
+    if where == "fingerprint" and dist.get_rank() == 1:
+        module = None
+
+    def planner(graph, layout):
+        assert dist.get_rank() == 0, "only the first rank compiles"
+        if where == "plan":
+            raise PlanError("no plan fits.", remedy="Use more ranks.")
+        raise ZeroDivisionError("a mistake in the planner")
+
+    try:
+        compile_together(
+            Compiler(planner=planner, size=2),
+            module,
+            ModelCall((tokens(),), {}),
+            group=dist.group.WORLD,
+            device=CPU,
+        )
+    except NnxError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "message"),
+    [
+        ("plan", "PlanError", "no plan fits. Use more ranks."),
+        ("mistake", "NnxError", "a mistake in the planner"),
+        ("module", "PlanError", "rank 0 has another one than rank 1 (code, shapes"),
+        ("fingerprint", "NnxError", "reading the module failed on rank 1"),
+    ],
+)
+def test_an_error_of_one_rank_reaches_all(pool, where, kind, message):
+    outcomes = pool.run(fail, where, world_size=2, init="gloo", timeout=60)
+    for outcome in outcomes:
+        assert outcome is not None
+        assert outcome[0] == kind
+        assert message in outcome[1]
