@@ -5,6 +5,7 @@ The self-check, the first use of an annotation, and the tests of the table all c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,7 +84,7 @@ class _NumberWriter:
             return str(argument.hint)
         if isinstance(argument, (list, tuple)):
             return "[" + ", ".join(self.value(item) for item in argument) + "]"
-        if isinstance(argument, float) and argument in (float("inf"), float("-inf")):
+        if isinstance(argument, float) and not math.isfinite(argument):
             return f"float('{argument}')"
         return repr(argument)
 
