@@ -34,8 +34,14 @@ class Block(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
         self.heads = heads
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x):
@@ -44,7 +50,9 @@ class Block(nn.Module):
             part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
             for part in self.qkv(self.norm(x)).split(width, dim=2)
         ]
-        mixed = F.scaled_dot_product_attention(*parts, is_causal=True, dropout_p=0.1 if self.training else 0.0)
+        mixed = F.scaled_dot_product_attention(
+            *parts, is_causal=True, dropout_p=0.1 if self.training else 0.0
+        )
         x = x + self.drop(self.out(mixed.transpose(1, 2).contiguous().view(batch, length, width)))
         return x + self.mlp(x)
 

@@ -4,11 +4,12 @@ import time
 
 import pytest
 import torch
+from torch import nn
+
 from jobs.nnscaler_interpreter import check_graph, run_graph
 from jobs.nnscaler_trace_models import Answer, Cnn, Frozen, Gpt, Mlp, Nested, Recurrent, Writes
 from nnx_nnscaler.ir import Code, Make, Ref, Size
 from nnx_nnscaler.trace import TraceError, trace_forward
-from torch import nn
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +76,11 @@ def test_running_statistics_stay_operators_on_their_buffers():
     graph = trace_forward(Cnn(), (torch.randn(4, 3, 8, 8),))
     counter = next(op for op in graph.ops if op.target == "aten.add_.Tensor")
     assert graph.buffers[counter.args[0].name] == "norm.num_batches_tracked"
-    assert set(graph.buffers.values()) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert set(graph.buffers.values()) == {
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    }
     assert "aten.add_.Tensor" not in targets(trace_forward(Cnn().eval(), (torch.randn(4, 3, 8, 8),)))
 
 
@@ -115,7 +120,10 @@ def test_nested_inputs_and_outputs_keep_their_structure():
 
     def sample(n):
         batch = {"name": "a", "x": torch.randn(n, 4)}
-        return (batch, (torch.randn(4), (torch.randn(n), None))), {"mask": torch.rand(n, 4) > 0.5, "mode": "mean"}
+        return (batch, (torch.randn(4), (torch.randn(n), None))), {
+            "mask": torch.rand(n, 4) > 0.5,
+            "mode": "mean",
+        }
 
     args, kwargs = sample(3)
     graph = trace_forward(module, args, kwargs)
@@ -231,6 +239,30 @@ def test_a_trace_under_autocast_has_no_casts_but_code_that_asks_is_told():
     assert len(trace_forward(module, (x,)).ops) == 2
 
 
+def test_a_region_without_gradients_and_without_autocast_is_both():
+    class Rotary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        @torch.no_grad()
+        def angles(self, x):
+            with torch.autocast("cpu", enabled=False):
+                found = (x.float() @ self.layer.weight).cos()
+            return found.to(x.dtype)
+
+        def forward(self, x):
+            return self.layer(x) * self.angles(x)
+
+    module, x = Rotary(), torch.randn(3, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        graph = trace_forward(module, (x,))
+        torch.testing.assert_close(run_graph(graph, module, (x,)), module(x))
+    (matmul,) = [op for op in graph.ops if op.target == "aten.matmul.default"]
+    assert matmul.context == 'torch.autocast("cpu", enabled=False)'
+    assert not graph.meta(matmul.name).differentiable
+
+
 def test_tensors_that_are_no_buffers_are_constants_with_a_note():
     class Table(nn.Module):
         def __init__(self):
@@ -258,7 +290,7 @@ def test_a_module_on_the_meta_device_is_traced():
 
 def test_names_are_identifiers_and_unlike_each_other():
     class Odd(nn.Module):
-        def forward(self, input, rt, lambda_):  # noqa: A002
+        def forward(self, input, rt, lambda_):
             return input + rt["a-b"] + rt["a b"] + lambda_
 
     parts = {"a-b": torch.randn(2), "a b": torch.randn(2)}
@@ -280,9 +312,17 @@ def test_sixteen_layers_are_traced_in_four_seconds():
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
-        ((), {}, r"the sample does not fit forward\(x\).*missing a required argument: 'x' \(given: nothing\)"),
+        (
+            (),
+            {},
+            r"the sample does not fit forward\(x\).*missing a required argument: 'x' \(given: nothing\)",
+        ),
         ((), {"y": 1}, r"does not fit.*\(given: y=\).*Give dummy_forward_args the names"),
-        ((object(),), {}, r"argument 'x' of the forward is a object: expected a tensor.*Pass its tensors one by one"),
+        (
+            (object(),),
+            {},
+            r"argument 'x' of the forward is a object: expected a tensor.*Pass its tensors one by one",
+        ),
         ((torch.randn(3, 5),), {}, r"the forward of Mlp cannot be traced|fails on the sample"),
     ],
 )

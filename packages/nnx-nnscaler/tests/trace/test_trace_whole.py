@@ -5,6 +5,8 @@ import random
 import numpy
 import pytest
 import torch
+from torch import nn
+
 from jobs.nnscaler_interpreter import check_graph
 from jobs.nnscaler_trace_models import (
     Branching,
@@ -17,7 +19,6 @@ from jobs.nnscaler_trace_models import (
     WithRecomputing,
 )
 from nnx_nnscaler.trace import TraceError, trace_forward
-from torch import nn
 
 
 @pytest.fixture(autouse=True)
@@ -61,11 +62,18 @@ def test_branches_that_depend_on_data_keep_their_submodule_whole():
     (op,) = [op for op in graph.ops if op.target == "module"]
     assert (op.module, op.kwargs, op.output[1]) == ("branch", {"factor": 3.0}, None)
     assert "if x.sum() > 0" in graph.kept["branch"]
-    assert [o.target for o in graph.ops] == ["aten.linear.default", "module", "getitem", "aten.linear.default"]
+    assert [o.target for o in graph.ops] == [
+        "aten.linear.default",
+        "module",
+        "getitem",
+        "aten.linear.default",
+    ]
 
 
 def test_a_root_that_cannot_be_traced_is_refused_with_its_line():
-    message = r"BranchingRoot cannot be traced: its control flow .*\(nnscaler_trace_models.py:\d+: if x.sum\(\) > 0:\)"
+    message = (
+        r"BranchingRoot cannot be traced: its control .*\(nnscaler_trace_models.py:\d+: if x.sum\(\) > 0:\)"
+    )
     with pytest.raises(TraceError, match=message) as error:
         trace_forward(BranchingRoot(), (torch.randn(3, 4),))
     assert "torch.where instead of a branch" in error.value.remedy
@@ -270,7 +278,9 @@ def test_tracing_leaves_nothing_behind():
 def test_a_module_on_meta_whose_submodule_must_stay_whole_is_refused():
     with torch.device("meta"):
         module = Mixture()
-    with pytest.raises(TraceError, match="moe has to stay whole .* on the meta device. Create the module on a real"):
+    with pytest.raises(
+        TraceError, match=r"moe has to stay whole .* on the meta device\. Create the module on a real"
+    ):
         trace_forward(module, (torch.randn(4, 8),))
 
 

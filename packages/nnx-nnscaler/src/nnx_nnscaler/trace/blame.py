@@ -1,4 +1,4 @@
-"""Where in the user's code something happened: by traceback, and by the notes that a trace leaves on operators.
+"""Where in the user's code something happened: by traceback, and by the notes on a trace's operators.
 
 Owns what a source line looks like, and which submodule an error is to blame on.
 """

@@ -1,7 +1,7 @@
 """From an exported program to a `Graph`: operators on tensors only, under the user's names.
 
-Owns the meaning of each step. Sizes are folded into arguments, writes become values (`views`), regions without
-autograd get detached operands, tied parameters one name, and what nothing needs is left out.
+Owns the meaning of each step. Sizes are folded into arguments, writes become values (`views`), regions
+without autograd get detached operands, tied parameters one name, and what nothing needs is left out.
 """
 
 from __future__ import annotations
@@ -19,10 +19,27 @@ from nnx_nnscaler.ir import Argument, Code, Graph, Input, Op, Ref, TensorMeta, r
 from nnx_nnscaler.trace.blame import Blame, source_of
 from nnx_nnscaler.trace.export import PREFIX, Exported
 from nnx_nnscaler.trace.inputs import Names
-from nnx_nnscaler.trace.operators import functional, is_check, makes_gradients, same_as, simplified, writes_buffers
+from nnx_nnscaler.trace.module_calls import add_module_call
+from nnx_nnscaler.trace.operators import (
+    functional,
+    is_check,
+    makes_gradients,
+    same_as,
+    simplified,
+    writes_buffers,
+)
 from nnx_nnscaler.trace.prune import prune
 from nnx_nnscaler.trace.sizes import BATCH, Sizes, UnboundSizeError
-from nnx_nnscaler.trace.steps import Step, UnknownCallError, flatten, nodes_in, tensor_of
+from nnx_nnscaler.trace.steps import (
+    Step,
+    UnknownCallError,
+    flatten,
+    is_float,
+    module_of,
+    nodes_in,
+    notes_of,
+    tensor_of,
+)
 from nnx_nnscaler.trace.structure import Slot, map_slots
 from nnx_nnscaler.trace.views import UnsupportedViewError, Views, written_argument
 
@@ -49,17 +66,10 @@ def build_graph(module: nn.Module, exported: Exported) -> Graph:
     Raises:
         UntraceableError: It has operators that a graph cannot have; their submodules have to stay whole.
     """
-    return _Builder(module, exported).build()
+    return Builder(module, exported).build()
 
 
-def module_of(node: fx.Node) -> str:
-    """Fully qualified name of the submodule that a step belongs to."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next((entry[0] for entry in reversed(stack.values())), "").partition("@")[0]
-    return str(path).removeprefix(PREFIX).removeprefix(".") if str(path).startswith(PREFIX) else ""
-
-
-class _Builder:
+class Builder:
     """The state of one translation."""
 
     def __init__(self, module: nn.Module, exported: Exported) -> None:
@@ -98,11 +108,15 @@ class _Builder:
             except UnsupportedViewError as error:
                 raise UntraceableError([_blame(error.step, str(error))]) from error
         tensors = [self.argument(node) for node in self.returned]
-        graph.outputs = map_slots(self.exported.structure, lambda part: self._output(part, tensors))
+        graph.outputs = map_slots(self.exported.structure, lambda part: self.output(part, tensors))
+        graph.notes += tuple(
+            f"the forward returns a {name}, which training does not read: left out (pass use_cache=False)"
+            for name in dict.fromkeys(self.exported.dropped)
+        )
         prune(graph, self.lasting)
         return graph
 
-    def _output(self, part: Any, tensors: list[Argument]) -> Argument:
+    def output(self, part: Any, tensors: list[Argument]) -> Argument:
         return tensors[part.index] if isinstance(part, Slot) else self.argument(self.sizes.value(part))
 
     # ---- inputs, parameters, buffers, constants
@@ -144,13 +158,15 @@ class _Builder:
         elif tensor is not None:
             self.graph.constants[value.name] = self.exported.program.constants[target].detach().clone()
             if "lifted_tensor" not in target:
-                self.graph.notes += (f"{fqn} is a tensor but no buffer: programs keep the value that it has now",)
+                self.graph.notes += (
+                    f"{fqn} is a tensor but no buffer: programs keep the value that it has now",
+                )
         return value
 
     def _declare(self, value: Ref, node: fx.Node, *, differentiable: bool) -> None:
         tensor = tensor_of(node)
         if tensor is not None:
-            follows = differentiable and _is_float(tensor)
+            follows = differentiable and is_float(tensor)
             self.graph.metas[value.name] = self.sizes.meta(tensor, differentiable=follows)
             self.differentiable |= {value.name} if follows else set()
 
@@ -185,7 +201,7 @@ class _Builder:
                 raise UntraceableError([_blame(step, str(UnknownCallError(step.node)))])
             self.views.values[step.node] = self.sizes.value(step.value)
         elif str(step.target) == _WHOLE:
-            self._whole(step)
+            add_module_call(self, step)
         elif written_argument(step) is not None:
             self._write(step)
         else:
@@ -208,7 +224,9 @@ class _Builder:
         if base in self.several:
             self.views.values[step.node] = self.several[base][index]
             return
-        self.views.values[step.node] = self._add(step, "getitem", (self.argument(base), index), {}, step.value)
+        self.views.values[step.node] = self._add(
+            step, "getitem", (self.argument(base), index), {}, step.value
+        )
 
     def _write(self, step: Step) -> None:
         node = step.args[0]
@@ -231,7 +249,7 @@ class _Builder:
 
     def _written_value(self, step: Step) -> Argument:
         like = tensor_of(step.args[0])
-        assert like is not None  # noqa: S101 # only tensors are written into
+        assert like is not None  # only tensors are written into
         name = str(step.target).split(".")[1]
         if name in ("fill_", "zero_", "copy_"):
             return self._filled(step, like, step.args[1] if name != "zero_" else 0)
@@ -239,7 +257,9 @@ class _Builder:
         made: Argument = self._add(
             step, call.target, self._arguments(call.args, step), self._arguments(call.kwargs, step), like
         )
-        return made if call.dtype is None else self.emit(step, "aten.to.dtype", [made, _code(call.dtype)], like)
+        return (
+            made if call.dtype is None else self.emit(step, "aten.to.dtype", [made, _code(call.dtype)], like)
+        )
 
     def _filled(self, step: Step, like: Tensor, value: Any) -> Argument:
         """What a write of one value, or of another tensor, leaves behind."""
@@ -249,7 +269,7 @@ class _Builder:
             kwargs = {"dtype": _code(like.dtype), "device": self._code(like.device)}
             args = (self.shape(like), self.argument(number))
             return self._add(step, "aten.full.default", args, kwargs, like)
-        assert source is not None  # noqa: S101 # neither a number nor a tensor cannot be written
+        assert source is not None  # neither a number nor a tensor cannot be written
         made = self._operand(value, step)
         if source.dtype != like.dtype:
             made = self.emit(step, "aten.to.dtype", [made, _code(like.dtype)], source.to(like.dtype))
@@ -262,49 +282,6 @@ class _Builder:
         tensor = self.graph.constants.get(value.name) if isinstance(value, Ref) else None
         return tensor.item() if tensor is not None and tensor.numel() == 1 else None
 
-    def _whole(self, step: Step) -> None:
-        """A submodule's call, its results taken apart by getitems."""
-        tensors, _, key = step.args
-        call = self.exported.calls[key]
-        operands = [self.argument(node) for node in tensors]
-        args = map_slots(call.args, lambda part: self._output(part, operands))
-        kwargs = map_slots(call.kwargs, lambda part: self._output(part, operands))
-        values = list(step.value[:-1])
-        found: list[Argument] = [None] * len(step.value)
-        self.several[step.node] = found
-        structure = call.result.structure
-        context = ", ".join(filter(None, ("torch.no_grad()" if step.frozen else "", step.context)))
-        name = self.names.new(call.fqn.rpartition(".")[2])
-        output = self._result_meta(structure, values, step)
-        if isinstance(structure, dict) or type(structure).__name__ == "Make":
-            output = output if isinstance(output, tuple) else (None,)
-        op = Op(name, "module", tuple(args), dict(kwargs), output, call.fqn, source_of(_notes(step)), context)
-        self.graph.ops.append(op)
-        self._take_results(structure, Ref(name), values, found, step)
-
-    def _result_meta(self, structure: Any, values: list[Tensor], step: Step) -> Any:
-        if isinstance(structure, Slot):
-            tensor = values[structure.index]
-            return self.sizes.meta(tensor, differentiable=_is_float(tensor) and not step.frozen)
-        metas = [self._result_meta(part, values, step) for _, part in _parts(structure)]
-        return tuple(meta if isinstance(meta, TensorMeta) else None for meta in metas) if metas else None
-
-    def _take_results(
-        self, structure: Any, value: Ref, values: list[Tensor], found: list[Argument], step: Step
-    ) -> None:
-        if isinstance(structure, Slot):
-            found[structure.index] = value
-            meta = self.graph.meta(value.name)
-            self.differentiable |= {value.name} if meta.differentiable else set()
-            return
-        for key, part in _parts(structure):
-            if not isinstance(part, Slot) and not _parts(part):
-                continue
-            name = self.names.new(f"{value.name}_{key}")
-            output = self._result_meta(part, values, step)
-            self.graph.ops.append(Op(name, "getitem", (value, key), {}, output, module_of(step.node)))
-            self._take_results(part, Ref(name), values, found, step)
-
     # ---- operators and arguments
 
     def _add(
@@ -316,13 +293,22 @@ class _Builder:
         def meta(value: Any) -> TensorMeta | None:
             if not isinstance(value, Tensor):
                 return None
-            return self.sizes.meta(value, differentiable=follows and _is_float(value))
+            return self.sizes.meta(value, differentiable=follows and is_float(value))
 
         output = meta(made) if isinstance(made, Tensor) else tuple(meta(value) for value in made)
         name = self.names.new(step.node.name if target != "aten.detach.default" else "detached")
-        self.differentiable |= {name} if follows and any(map(_is_float, pytree.tree_leaves(made))) else set()
+        self.differentiable |= {name} if follows and any(map(is_float, pytree.tree_leaves(made))) else set()
         self.graph.ops.append(
-            Op(name, target, args, kwargs, output, module_of(step.node), source_of(_notes(step)), step.context)
+            Op(
+                name,
+                target,
+                args,
+                kwargs,
+                output,
+                module_of(step.node),
+                source_of(notes_of(step)),
+                step.context,
+            )
         )
         return Ref(name)
 
@@ -381,24 +367,8 @@ def _flat(graph_module: fx.GraphModule) -> tuple[list[Step], list[Any]]:
 
 
 def _blame(step: Step, reason: str) -> Blame:
-    return Blame(module_of(step.node), source_of(_notes(step)), reason)
-
-
-def _notes(step: Step) -> str | None:
-    return step.node.meta.get("stack_trace")
+    return Blame(module_of(step.node), source_of(notes_of(step)), reason)
 
 
 def _has_tensor(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
-
-
-def _parts(structure: Any) -> list[tuple[Any, Any]]:
-    """Keys and parts of a container."""
-    if isinstance(structure, (list, tuple)):
-        return list(enumerate(structure))
-    fields = getattr(structure, "fields", structure)
-    return list(fields.items()) if isinstance(fields, dict) else []

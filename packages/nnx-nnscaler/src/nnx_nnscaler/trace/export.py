@@ -1,7 +1,7 @@
 """One run of `torch.export` over a module's forward, with everything around it that makes the result right.
 
-Owns the call into torch's exporter; hands on its graph, the structure of the outputs and the calls of submodules
-that stay whole. Never raises past what happened in the user's code.
+Owns the call into torch's exporter; hands on its graph, the structure of the outputs and the calls of
+submodules that stay whole. Never raises past what happened in the user's code.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,12 +49,14 @@ class Exported:
         inputs: What went in.
         structure: The forward's result with Slots for the first tensors among the program's outputs.
         calls: Calls of submodules that stay whole, by the key that the operator carries.
+        dropped: Classes of caches that were left out of the outputs.
     """
 
     program: ExportedProgram
     inputs: Inputs
     structure: Any = None
     calls: dict[str, Call] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
 
 
 class _Root(nn.Module):
@@ -104,16 +106,22 @@ def export_forward(
             result = forward(*args, **kwargs)
         changed.update({name: what for name, what in found.items() if not _within(name, recorded)})
         tensors: list[Tensor] = []
-        exported.structure = take_apart(result, tensors, drop_caches=module.training)
+        exported.dropped.clear()
+        exported.structure = take_apart(
+            result, tensors, dropped=exported.dropped if module.training else None
+        )
         return (*tensors, *tokens)
 
     leaves = tuple(inputs.leaves[index] for index in inputs.tensors)
     dims = tuple({0: Dim.AUTO} if index in inputs.batched else None for index in inputs.tensors)
-    with attributes_restored(module), random_states_forked(), _quiet(), noticing(module):
-        with torch.enable_grad(), _autocast_hidden():
-            root = _Root(module, run)
-            root.training = module.training
-            exported.program = torch.export.export(root, leaves, strict=False, dynamic_shapes=(dims,))
+    root = _Root(module, run)
+    root.training = module.training
+    with ExitStack() as stack:
+        for context in (attributes_restored(module), random_states_forked(), _quiet(), noticing(module)):
+            stack.enter_context(context)
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_autocast_hidden())
+        exported.program = torch.export.export(root, leaves, strict=False, dynamic_shapes=(dims,))
     if changed:
         raise SideEffectError(changed)
     return exported
@@ -143,8 +151,8 @@ def _quiet() -> Iterator[None]:
 def _autocast_hidden() -> Iterator[None]:
     """Trace outside autocast, but let code that asks be told of it.
 
-    Operators of a program run under the autocast of the call, so a trace must not have its casts in it. Code such
-    as transformers' rotary embeddings switches autocast off where it is on, and has to be seen doing so.
+    Operators of a program run under the autocast of the call, so a trace must not have its casts in it. Some
+    code, such as rotary embeddings, switches autocast off where it is on, and has to be seen doing so.
     """
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     if not kinds:
@@ -158,10 +166,9 @@ def _autocast_hidden() -> Iterator[None]:
 
     torch.is_autocast_enabled = is_autocast_enabled  # type: ignore[assignment]
     try:
-        with torch.autocast("cpu", enabled=False):
-            with torch.autocast("cuda", enabled=False) if "cuda" in kinds else nullcontext():
-                yield
+        with ExitStack() as stack:
+            for kind in kinds:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
     finally:
         torch.is_autocast_enabled = real
-
-

@@ -41,14 +41,15 @@ def trace_forward(
     """Trace a module's forward, in the mode (train or eval) that it is in.
 
     Nothing of it is left: parameters, buffers, attributes and random states are as before, and a forward that
-    cannot be traced raises. Under autocast the trace is that of the code which autocast runs, without its casts.
+    cannot be traced raises. Under autocast the trace is that of the code which autocast runs, without its
+    casts. Hooks of submodules that stay whole see the sample, for their results have to be known.
 
     Args:
         module: The root; it may be on any device, also on meta, and its parameters in parts.
         args: A sample's positional arguments.
         kwargs: Its keyword arguments.
-        batch_dims: Which dims may have another size at run time: by default dim 0 of every tensor whose dim 0 is the
-            most frequent one; None for none.
+        batch_dims: Which dims may have another size at run time: by default dim 0 of every tensor whose dim 0
+            is the most frequent one; None for none.
         forward: What to call in place of `module.forward`, which may be replaced by then.
 
     Raises:
@@ -114,7 +115,9 @@ class _Tracer:
                 self._keep_all(error.blames)
             except SideEffectError as error:
                 changes = error.changed.items()
-                self._keep_all([Blame(fqn, "", f"its forward changes its attribute {name!r}") for fqn, name in changes])
+                self._keep_all(
+                    [Blame(fqn, "", f"its forward changes its attribute {name!r}") for fqn, name in changes]
+                )
             except Exception as error:
                 self._keep_all([blame(error, self.module)])
             else:
@@ -162,7 +165,9 @@ class _Tracer:
         return ""
 
     def _error(self, one: Blame) -> TraceError:
-        return TraceError(f"the forward of {type(self.module).__name__} cannot be traced: {one}.", remedy=_REMEDY)
+        return TraceError(
+            f"the forward of {type(self.module).__name__} cannot be traced: {one}.", remedy=_REMEDY
+        )
 
     # ---- what they return
 
@@ -174,8 +179,8 @@ class _Tracer:
         if not can_run(self.module):
             name, reason = next(iter(self.kept.items()))
             raise TraceError(
-                f"{name} has to stay whole ({reason}), and what it returns is only known by running it, which needs "
-                f"real parameters: those of {type(self.module).__name__} are on the meta device.",
+                f"{name} has to stay whole ({reason}), and what it returns is only known by running it, "
+                f"which needs real parameters: those of {type(self.module).__name__} are on the meta device.",
                 remedy="Create the module on a real device.",
             )
         first = self._run(self.inputs)
@@ -189,7 +194,9 @@ class _Tracer:
             except TraceError:
                 continue
         for fqn in self.kept:
-            self.recorded[fqn] = combine(first.get(fqn, []), second.get(fqn, []), (max(batch, 1), max(other, 1)))
+            self.recorded[fqn] = combine(
+                first.get(fqn, []), second.get(fqn, []), (max(batch, 1), max(other, 1))
+            )
 
     def _run(self, inputs: Inputs) -> dict[str, list[Result]]:
         results: dict[str, list[Result]] = {}

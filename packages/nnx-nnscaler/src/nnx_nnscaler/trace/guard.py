@@ -28,8 +28,9 @@ _SKIPPED = {
     "_modules",
     "_non_persistent_buffers_set",
     "_output_capturing_hooks_installed",
-    "_flat_weights",
 }
+# Recurrent layers of torch keep their parameters in lists too, which follow every exchange of parameters.
+_SILENT = {"_flat_weights", "_flat_weight_refs"}
 _SKIPPED |= {name for name in vars(nn.Module()) if "hook" in name}
 
 
@@ -37,7 +38,7 @@ _SKIPPED |= {name for name in vars(nn.Module()) if "hook" in name}
 def random_states_forked() -> Iterator[None]:
     """Draw nothing from the generators of torch, Python and numpy."""
     python, arrays = random.getstate(), numpy.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=list(devices)):
         try:
             yield
@@ -87,7 +88,8 @@ def _restore(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> str:
     for key, (value, copy) in saved.items():
         now = attributes.get(key, saved)
         attributes[key] = value
-        if not _equal(now, value) or _refilled(value, copy):
+        differs = not _equal(now, value)
+        if (_refilled(value, copy) or differs) and key not in _SILENT:
             changed = key
     return changed
 
@@ -106,7 +108,9 @@ def _equal(now: Any, value: Any) -> bool:
 def _refilled(value: Any, copy: Any) -> bool:
     """Put the contents of a container back; whether they had changed."""
     if isinstance(value, dict):
-        same = value.keys() == copy.keys() and all(_equal(value[key], item) for key, (item, _) in copy.items())
+        same = value.keys() == copy.keys() and all(
+            _equal(value[key], item) for key, (item, _) in copy.items()
+        )
         inner = [_refilled(item, nested) for item, nested in copy.values()]
         if not same:
             value.clear()

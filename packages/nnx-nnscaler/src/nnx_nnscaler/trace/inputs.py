@@ -119,8 +119,8 @@ def flatten_inputs(
     """Take the arguments of a forward apart.
 
     Raises:
-        TraceError: They do not fit the forward, or one is an object that is neither a tensor, nor a plain value,
-            nor a container of them that torch's pytree knows.
+        TraceError: They do not fit the forward, or one is an object that is neither a tensor, nor a plain
+            value, nor a container of them that torch's pytree knows.
     """
     _check_fit(forward, args, kwargs)
     paths, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
@@ -130,8 +130,8 @@ def flatten_inputs(
         label = _label(path, roots)
         if not isinstance(leaf, Tensor) and not is_constant(leaf):
             raise TraceError(
-                f"argument {label!r} of the forward is a {type(leaf).__name__}: expected a tensor, a plain value, "
-                "or a list, tuple or dict of them.",
+                f"argument {label!r} of the forward is a {type(leaf).__name__}: expected a tensor, a plain "
+                "value, or a list, tuple or dict of them.",
                 remedy="Pass its tensors one by one, or register the class with torch.utils._pytree.",
             )
         labels.append(names.new(label))
@@ -171,7 +171,9 @@ def _positional_names(forward: Callable[..., Any], count: int) -> list[str]:
 
 def _label(path: tuple[Any, ...], roots: list[str]) -> str:
     group, *rest = path
-    keys = [str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry)))) for entry in rest]
+    keys = [
+        str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry)))) for entry in rest
+    ]
     if group.idx == 0:
         keys[0] = roots[int(keys[0])]
     return ".".join(keys)
@@ -192,6 +194,8 @@ def _find_batch(leaves: Sequence[Any]) -> tuple[tuple[int, ...], int]:
     if batch == 0:
         return (), 0
     found = tuple(
-        i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == batch
+        i
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == batch
     )
     return found, batch

@@ -1,4 +1,4 @@
-"""What tracing has to know of torch's operators: which draw, which write, which do nothing, and normal forms."""
+"""What tracing has to know of torch's operators: which draw, which write, which do nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from torch import Tensor, fx
 from nnx_nnscaler.trace.steps import Step, tensor_of
 from nnx_nnscaler.trace.views import UnsupportedViewError
 
-__all__ = ["Functional", "functional", "is_check", "is_random", "makes_gradients", "same_as", "simplified", "writes_buffers"]
+__all__ = [
+    "Functional",
+    "functional",
+    "is_check",
+    "is_random",
+    "makes_gradients",
+    "same_as",
+    "simplified",
+    "writes_buffers",
+]
 
 _NO_GRADIENT = {
     "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like",
@@ -70,16 +79,16 @@ def same_as(step: Step, *, differentiable: bool) -> fx.Node | None:
     if source is None or made is None:
         return None
     if name in ("detach", "detach_", "alias", "lift_fresh", "lift_fresh_copy"):
-        return None if differentiable and name.startswith("detach") else step.args[0]
-    if name in _DROPOUTS:
-        return None if step.args[2] and step.args[1] else step.args[0]
-    if name == "to":
+        same = not (differentiable and name.startswith("detach"))
+    elif name in _DROPOUTS:
+        same = not (step.args[2] and step.args[1])
+    elif name == "to":
         # A conversion of floating point to what it is may be one under autocast.
-        same = source.dtype == made.dtype and not made.dtype.is_floating_point and source.device == made.device
-        return step.args[0] if same and not _asks_for_copy(step) else None
-    if name == "slice" and _same_size(source, made):
-        return step.args[0]
-    return None
+        integral = source.dtype == made.dtype and not made.dtype.is_floating_point
+        same = integral and source.device == made.device and not _asks_for_copy(step)
+    else:
+        same = name == "slice" and _same_size(source, made)
+    return step.args[0] if same else None
 
 
 def _asks_for_copy(step: Step) -> bool:

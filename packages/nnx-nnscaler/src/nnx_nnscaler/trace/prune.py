@@ -24,7 +24,7 @@ def prune(graph: Graph, lasting: set[str]) -> None:
     graph.ops = ops[::-1]
     for values in (graph.parameters, graph.buffers, graph.constants):
         for name in [name for name in values if name not in needed]:
-            del values[name]  # type: ignore[arg-type]
+            del values[name]
     inputs = {leaf.name for leaf in graph.inputs}
     for name in [name for name in graph.metas if name not in needed and name not in inputs]:
         del graph.metas[name]

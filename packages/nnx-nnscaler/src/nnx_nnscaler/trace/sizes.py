@@ -1,7 +1,7 @@
 """Symbolic sizes of a trace as expressions in ``B``, the size of the batch.
 
-Owns the naming of symbols, the printing of expressions and what must hold of them. torch gives every input its
-own symbol; here all that are the batch are one.
+Owns the naming of symbols, the printing of expressions and what must hold of them. torch gives every input
+its own symbol; here all that are the batch are one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
@@ -24,6 +24,11 @@ __all__ = ["BATCH", "Sizes", "UnboundSizeError", "evaluate"]
 BATCH = "B"
 _INPUT_SIZE = re.compile(r"L\['leaves'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
 _EXPRESSION = re.compile(r"[\w\s+\-*/%().,<>=!]*")
+
+
+# What is the same for all of these is taken to be the same for any batch: torch's expressions are made of
+# sums, products, quotients, remainders and comparisons with small numbers.
+_SAMPLES = (*range(2, 67), 1_000, 1_023, 1_024, 1_000_003, 2**40 + 15)
 
 
 class UnboundSizeError(Exception):
@@ -59,7 +64,7 @@ class Sizes:
         self.hint = inputs.batch
         self.origin: tuple[str, int] | None = None
         for index in inputs.batched:
-            dim = leaves[inputs.tensors.index(index)].shape[0]
+            dim: Any = leaves[inputs.tensors.index(index)].shape[0]
             if _is_free(dim):
                 self._symbols.update(dict.fromkeys(dim.node.expr.free_symbols, self._batch))
                 self.origin = self.origin or (inputs.names[index], 0)
@@ -76,7 +81,7 @@ class Sizes:
             return value
         text = self._text(value.node.expr)
         found = evaluate(text, self.hint)
-        return Size(text, found) if BATCH in text else found
+        return Size(text, found) if text != repr(found) else found
 
     def meta(self, tensor: Tensor, *, differentiable: bool) -> TensorMeta:
         """What the graph says of a tensor of the trace."""
@@ -88,7 +93,7 @@ class Sizes:
             unknown = expr.free_symbols - self._symbols.keys()
             if unknown:
                 raise UnboundSizeError(str(expr))
-            self._known[expr] = PythonPrinter().doprint(expr.xreplace(self._symbols))
+            self._known[expr] = _plainest(PythonPrinter().doprint(expr.xreplace(self._symbols)))
         return self._known[expr]
 
     def _guards(self, program: ExportedProgram) -> tuple[str, ...]:
@@ -105,8 +110,23 @@ class Sizes:
         text = _INPUT_SIZE.sub(BATCH, code)
         if "L[" in text:
             raise UnboundSizeError(code)
-        left, equal, right = text.partition(" == ")
-        return "" if equal and left == right else text
+        return "" if all(evaluate(text, batch) for batch in _SAMPLES) else text
+
+
+def _plainest(text: str) -> str:
+    """An expression as ``a*B + b`` where it is that: ``(8*B) // B`` is ``8``."""
+    if BATCH not in text:
+        return text
+    values = [evaluate(text, batch) for batch in _SAMPLES]
+    slope = values[1] - values[0]
+    rest = values[0] - _SAMPLES[0] * slope
+    exact = all(isinstance(value, int) for value in values)
+    if not exact or any(value != slope * batch + rest for batch, value in zip(_SAMPLES, values, strict=True)):
+        return text
+    if slope == 0:
+        return str(rest)
+    product = BATCH if slope == 1 else f"{slope}*{BATCH}"
+    return product if rest == 0 else f"{product} {'+' if rest > 0 else '-'} {abs(rest)}"
 
 
 def _is_free(dim: Any) -> bool:

@@ -58,4 +58,6 @@ def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
     made = torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cpu" and dtype.is_floating_point:
         made.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
-    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    return (
+        nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    )

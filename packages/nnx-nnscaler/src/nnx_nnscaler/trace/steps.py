@@ -1,7 +1,7 @@
 """An exported program as one flat list of calls.
 
-Owns the inlining of regions: torch puts what runs under another grad mode or autocast into a graph of its own. A
-step carries what its region said instead.
+Owns the inlining of regions: torch puts what runs under another grad mode or autocast into a graph of its
+own. A step carries what its region said instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,18 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-__all__ = ["Step", "UnknownCallError", "flatten", "nodes_in", "tensor_of"]
+from nnx_nnscaler.trace.export import PREFIX
+
+__all__ = [
+    "Step",
+    "UnknownCallError",
+    "flatten",
+    "is_float",
+    "module_of",
+    "nodes_in",
+    "notes_of",
+    "tensor_of",
+]
 
 
 class UnknownCallError(Exception):
@@ -73,7 +84,9 @@ def flatten(graph_module: fx.GraphModule) -> tuple[list[Step], list[Any]]:
     return steps, outputs
 
 
-def _walk(owner: fx.GraphModule, meanings: dict[fx.Node, Any], steps: list[Step], region: _Region) -> list[Any]:
+def _walk(
+    owner: fx.GraphModule, meanings: dict[fx.Node, Any], steps: list[Step], region: _Region
+) -> list[Any]:
     def meaning(node: fx.Node) -> Any:
         return meanings.get(node, node)
 
@@ -81,7 +94,7 @@ def _walk(owner: fx.GraphModule, meanings: dict[fx.Node, Any], steps: list[Step]
         if node.op == "get_attr":
             meanings[node] = getattr(owner, node.target)
         elif node.op == "output":
-            return list(fx.map_arg(node.args[0], meaning))  # type: ignore[arg-type]
+            return list(fx.map_arg(node.args[0], meaning))
         elif node.op == "call_function":
             args, kwargs = fx.map_arg(node.args, meaning), fx.map_arg(node.kwargs, meaning)
             inner = _region_of(node, args, region)
@@ -93,7 +106,7 @@ def _walk(owner: fx.GraphModule, meanings: dict[fx.Node, Any], steps: list[Step]
             elif node.target is operator.getitem and isinstance(args[0], list):
                 meanings[node] = args[0][args[1]]
             else:
-                steps.append(Step(node, args, kwargs, region.frozen, region.context))  # type: ignore[arg-type]
+                steps.append(Step(node, args, kwargs, region.frozen, region.context))
         elif node.op != "placeholder":
             raise UnknownCallError(node)
     return []
@@ -127,3 +140,20 @@ def tensor_of(node: Any) -> Tensor | None:
     """The fake tensor that a node stands for; None for anything else."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
+
+
+def module_of(node: fx.Node) -> str:
+    """Fully qualified name of the submodule that a step belongs to."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next((entry[0] for entry in reversed(stack.values())), "").partition("@")[0]
+    return str(path).removeprefix(PREFIX).removeprefix(".") if str(path).startswith(PREFIX) else ""
+
+
+def notes_of(step: Step) -> str | None:
+    """What torch noted of where a step was called."""
+    return step.node.meta.get("stack_trace")
+
+
+def is_float(value: Any) -> bool:
+    """Whether a value is a tensor that can have a gradient."""
+    return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,13 +39,14 @@ class Slot:
     index: int
 
 
-def take_apart(value: Any, tensors: list[Tensor], *, drop_caches: bool = False) -> Any:
+def take_apart(value: Any, tensors: list[Tensor], *, dropped: list[str] | None = None) -> Any:
     """The structure of a value, its tensors appended to a list.
 
     Args:
         value: What a forward returned or was given.
         tensors: Where its tensors go.
-        drop_caches: Leave out key-value caches of transformers, as None: nothing reads them in training.
+        dropped: Where classes of key-value caches of transformers go, which are left out as None then:
+            nothing reads them in training. None keeps them.
 
     Raises:
         Refusal: It holds an object that cannot be made again from its parts.
@@ -57,22 +58,21 @@ def take_apart(value: Any, tensors: list[Tensor], *, drop_caches: bool = False) 
     """
 
     def go(part: Any) -> Any:
-        return take_apart(part, tensors, drop_caches=drop_caches)
+        return take_apart(part, tensors, dropped=dropped)
 
     if isinstance(value, Tensor):
         tensors.append(value)
         return Slot(len(tensors) - 1)
     if isinstance(value, _SYMBOLIC) or is_constant(value):
         return value
-    if type(value) in (list, tuple):
-        return type(value)(go(part) for part in value)
-    if type(value) is torch.Size:
-        return tuple(go(part) for part in value)
+    if type(value) in (list, tuple, torch.Size):
+        return (list if isinstance(value, list) else tuple)(go(part) for part in value)
     if type(value) in (dict, OrderedDict) and all(isinstance(key, (str, int)) for key in value):
         return {key: go(part) for key, part in value.items()}
-    if _is_cache(value):
-        return None if drop_caches else _cache(value, go)
-    return Make(_location(type(value)), {name: go(part) for name, part in _fields(value).items()})
+    if _is_cache(value) and dropped is not None:
+        dropped.append(type(value).__name__)
+        return None
+    return _cache(value, go) if _is_cache(value) else _object(value, go)
 
 
 def put_together(structure: Any, tensors: Sequence[Any]) -> Any:
@@ -84,7 +84,9 @@ def put_together(structure: Any, tensors: Sequence[Any]) -> Any:
     return map_slots(structure, fill, make=_made)
 
 
-def map_slots(structure: Any, leaf: Callable[[Any], Any], *, make: Callable[[Make], Any] | None = None) -> Any:
+def map_slots(
+    structure: Any, leaf: Callable[[Any], Any], *, make: Callable[[Make], Any] | None = None
+) -> Any:
     """A structure with every part that is no container replaced."""
 
     def go(part: Any) -> Any:
@@ -98,6 +100,10 @@ def map_slots(structure: Any, leaf: Callable[[Any], Any], *, make: Callable[[Mak
         made = Make(structure.type, go(structure.fields))
         return made if make is None else make(made)
     return leaf(structure)
+
+
+def _object(value: Any, go: Callable[[Any], Any]) -> Make:
+    return Make(_location(type(value)), {name: go(part) for name, part in _fields(value).items()})
 
 
 def _made(made: Make) -> Any:
@@ -120,8 +126,8 @@ def _location(cls: type) -> str:
 def _fields(value: Any) -> dict[str, Any]:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return dict(zip(value._fields, value, strict=True))
-    if dataclasses.is_dataclass(value):
-        if isinstance(value, dict):  # transformers.ModelOutput: what is None is no key
+    if dataclasses.is_dataclass(type(value)):
+        if isinstance(value, Mapping):  # transformers.ModelOutput: what is None is no key
             return dict(value)
         fields = dataclasses.fields(value)
         if all(field.init for field in fields):
@@ -131,7 +137,8 @@ def _fields(value: Any) -> dict[str, Any]:
 
 def _is_cache(value: Any) -> bool:
     return any(
-        base.__name__ == "Cache" and base.__module__ == "transformers.cache_utils" for base in type(value).__mro__
+        base.__name__ == "Cache" and base.__module__ == "transformers.cache_utils"
+        for base in type(value).__mro__
     )
 
 

@@ -1,7 +1,7 @@
 """Which values of a trace share memory, and how a change of one is seen through the others.
 
-A graph has no writes: a write into a view becomes a new whole with the part put back (`put_back`), and the other
-views are taken again. Owns what is known of torch's view operators; emits through the builder that is given.
+A graph has no writes: a write into a view becomes a new whole with the part put back, and the other views are
+taken again. Owns what is known of torch's view operators; emits through the builder that is given.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _View(NamedTuple):
 
     parent: fx.Node
     step: Step
-    index: int | None
+    number: int | None
 
 
 def written_argument(step: Step) -> int | None:
@@ -64,7 +64,9 @@ def written_argument(step: Step) -> int | None:
     if schema is None or not schema.is_mutable:
         return None
     written = [
-        i for i, argument in enumerate(schema.arguments) if argument.alias_info and argument.alias_info.is_write
+        i
+        for i, argument in enumerate(schema.arguments)
+        if argument.alias_info and argument.alias_info.is_write
     ]
     inplace_view = any(tag.name == "inplace_view" for tag in step.target.tags)
     name = schema.name.partition("::")[2]
@@ -130,7 +132,7 @@ class Views:
     def written(self, step: Step, node: fx.Node, new: Argument, emitter: Emitter) -> None:
         """Let a new value stand for one that a step has written into, and for all that share its memory."""
         tensor = tensor_of(node)
-        assert tensor is not None  # noqa: S101 # only tensors are written into
+        assert tensor is not None  # only tensors are written into
         fresh = {node}
         self.values[node] = new
         while node in self._views:
@@ -154,7 +156,7 @@ def _name(step: Step) -> str:
 def _part(view: _View) -> tuple[str, tuple[Any, ...]]:
     """One of several results as a select or a slice: its name and arguments."""
     dim = next((arg for arg in view.step.args[2:3]), view.step.kwargs.get("dim", 0))
-    index = view.index or 0
+    index = view.number or 0
     if _name(view.step) == "unbind":
         dim = next((arg for arg in view.step.args[1:2]), view.step.kwargs.get("dim", 0))
         return "select", (dim, index)
@@ -170,8 +172,8 @@ def _take(view: _View, node: fx.Node, parent: Argument, emitter: Emitter) -> Arg
     step = view.step
     like = tensor_of(node)
     whole = tensor_of(view.parent)
-    assert like is not None and whole is not None  # noqa: S101 # views are of tensors
-    if view.index is not None:
+    assert like is not None and whole is not None  # views are of tensors
+    if view.number is not None:
         name, args = _part(view)
         target = "aten.select.int" if name == "select" else "aten.slice.Tensor"
         return emitter.emit(step, target, [parent, *map(emitter.argument, args)], like)
@@ -186,12 +188,12 @@ def _take(view: _View, node: fx.Node, parent: Argument, emitter: Emitter) -> Arg
 def _put_back(view: _View, node: fx.Node, whole: Argument, part: Argument, emitter: Emitter) -> Argument:
     """A whole with a part of it replaced."""
     step, like, small = view.step, tensor_of(view.parent), tensor_of(node)
-    assert like is not None and small is not None  # noqa: S101 # views are of tensors
-    name, args = (_name(step), step.args[1:]) if view.index is None else _part(view)
+    assert like is not None and small is not None  # views are of tensors
+    name, args = (_name(step), step.args[1:]) if view.number is None else _part(view)
     given = [emitter.argument(arg) for arg in args]
-    if view.index is None and _is_same(step, small, like):
+    if view.number is None and _is_same(step, small, like):
         return part
-    if name in ("select", "slice") and not (view.index is None and step.kwargs):
+    if name in ("select", "slice") and not (view.number is None and step.kwargs):
         return emitter.emit(step, f"aten.{name}_scatter.default", [whole, part, *given], like)
     if name in _RESHAPES:
         return emitter.emit(step, "aten.reshape.default", [part, emitter.shape(like)], like)
@@ -199,7 +201,9 @@ def _put_back(view: _View, node: fx.Node, whole: Argument, part: Argument, emitt
         return emitter.emit(step, str(step.target), [part, *given], like)
     if name == "permute":
         order = [dim % like.ndim for dim in args[0]]
-        return emitter.emit(step, "aten.permute.default", [part, [order.index(d) for d in range(like.ndim)]], like)
+        return emitter.emit(
+            step, "aten.permute.default", [part, [order.index(d) for d in range(like.ndim)]], like
+        )
     raise UnsupportedViewError(step)
 
 

@@ -136,9 +136,7 @@ def _call_replaced(fqn: str, module: nn.Module, handler: Handler) -> Iterator[No
 def recorder(results: dict[str, list[Result]]) -> Handler:
     """A handler that runs the module and notes what it returns, call by call."""
 
-    def handler(
-        fqn: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def handler(fqn: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = original(*args, **kwargs)
         tensors: list[Tensor] = []
         structure = take_apart(result, tensors)
@@ -159,7 +157,8 @@ def combine(first: list[Result], second: list[Result], batches: tuple[int, int])
     combined = []
     for (structure, tensors), (other, others) in zip(first, second, strict=True):
         same = structure == other and all(
-            len(a) == len(b) and dtype == its for (a, dtype, _), (b, its, _) in zip(tensors, others, strict=True)
+            len(a) == len(b) and dtype == its
+            for (a, dtype, _), (b, its, _) in zip(tensors, others, strict=True)
         )
         if not same:
             raise Refusal("what it returns depends on the data")
@@ -182,7 +181,10 @@ def _extent(first: int, second: int, batches: tuple[int, int]) -> Extent:
 
 
 def stand_in(
-    recorded: dict[str, list[Recorded]], calls: dict[str, Call], tokens: list[Tensor], batch: Callable[[], Any]
+    recorded: dict[str, list[Recorded]],
+    calls: dict[str, Call],
+    tokens: list[Tensor],
+    batch: Callable[[], Any],
 ) -> Handler:
     """A handler that puts the opaque operator in the place of a call.
 
