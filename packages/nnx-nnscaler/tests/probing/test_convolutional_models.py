@@ -101,7 +101,7 @@ def test_every_costly_operator_of_a_convolutional_model_can_be_split(training: b
     assert unsupported_message(graph, 4) == ""
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("policy", ["data", "tp", "zero", "autodist"])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_convolutional_model_equals_one_process(training: bool, policy: str, size: int) -> None:

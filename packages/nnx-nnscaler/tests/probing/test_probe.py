@@ -97,8 +97,8 @@ def test_a_size_that_depends_on_the_batch_is_never_tried(monkeypatch) -> None:
 
 
 def test_a_shift_is_not_mistaken_for_one_that_a_part_can_do_by_itself() -> None:
-    # On dims of 4 elements a shift by 8 would do nothing at all.
-    assert names("aten.roll.default", f(4, 64), [8], [1]) == ["S(0) -> S(0)"]
+    # On small operands, whose second dim has 12 elements, a shift by 12 would do nothing at all.
+    assert names("aten.roll.default", f(4, 64), [12], [1]) == ["S(0) -> S(0)"]
 
 
 def test_a_bound_that_small_values_never_reach_is_not_mistaken_for_linear() -> None:
@@ -129,12 +129,28 @@ def test_finding_draws_no_random_numbers() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-@torch.library.custom_op("nnx_test_probing::noisy", mutates_args=())
-def noisy(x: Tensor) -> Tensor:
-    return x + torch.rand(())
+def own_operator(name: str, function, slope: float = 1.0) -> None:
+    """An operator with a gradient, so that nothing but what it does speaks against splitting it."""
+    operator = torch.library.custom_op(
+        f"nnx_test_probing::{name}", function, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    operator.register_fake(torch.empty_like)
+    operator.register_autograd(lambda ctx, gradient: gradient * slope)
 
 
-noisy.register_fake(torch.empty_like)
+def _draws(x: Tensor) -> Tensor:
+    torch.rand(())
+    return x.clone()
+
+
+def _raises(x: Tensor) -> Tensor:
+    raise KeyError("not on this device")
+
+
+own_operator("copied", lambda x: x.clone())
+own_operator("draws", _draws)
+own_operator("touchy", _raises)
+own_operator("nothing", lambda x: x * float("nan"), slope=float("nan"))
 
 
 @torch.library.custom_op("nnx_test_probing::cubed", mutates_args=())
@@ -154,27 +170,12 @@ def test_somebodys_own_operator_is_tried_too() -> None:
 
 
 def test_an_operator_that_draws_without_saying_so_is_left_whole() -> None:
-    assert names("nnx_test_probing.noisy.default", f(4, 8)) == []
-
-
-@torch.library.custom_op("nnx_test_probing::touchy", mutates_args=())
-def touchy(x: Tensor) -> Tensor:
-    raise KeyError("not on this device")
-
-
-touchy.register_fake(torch.empty_like)
+    assert names("nnx_test_probing.copied.default", f(4, 8)) == ["S(0) -> S(0)", "S(1) -> S(1)"]
+    assert names("nnx_test_probing.draws.default", f(4, 8)) == []
 
 
 def test_an_operator_that_raises_whatever_it_likes_is_left_whole() -> None:
     assert names("nnx_test_probing.touchy.default", f(4, 8)) == []
-
-
-@torch.library.custom_op("nnx_test_probing::nothing", mutates_args=())
-def nothing(x: Tensor) -> Tensor:
-    return x * float("nan")
-
-
-nothing.register_fake(torch.empty_like)
 
 
 def test_what_is_never_a_number_proves_nothing() -> None:
@@ -322,6 +323,7 @@ def _is_searched(strategy: Strategy) -> bool:
         (("aten.mm.default", f(4, 8), f(8, 4)), Strategy("", (R, R), (P,))),
         (("aten.mm.default", f(4, 8), f(8, 4)), Strategy("", (S(1), S(1)), (P,))),
         (("aten.neg.default", f(4, 8)), Strategy("", (S(0),), (R,))),
+        (("aten.cumsum.default", ints(4, 8), 0), Strategy("", (S(0),), (S(0),))),  # without gradients
     ],
     ids=lambda value: str(value)[:40],
 )
