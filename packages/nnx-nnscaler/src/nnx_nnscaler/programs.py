@@ -24,6 +24,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_flatten
 
 from nnx.errors import UnsupportedError
+from nnx_nnscaler.attributes import read_by_forward
 from nnx_nnscaler.codegen.variant import Variant
 from nnx_nnscaler.compiling import Compiled, Compiler, FixedLayout, ModelCall, compile_together
 from nnx_nnscaler.runtime.runtime import Runtime
@@ -277,6 +278,8 @@ class _Tree:
             if space["_parameters"]
         ]
 
+        self._attributes = read_by_forward(root)
+
     def changed(self) -> bool:
         """Whether a submodule or a parameter is another one now."""
         for now, before in (*self._children, *self._parameters):
@@ -285,7 +288,7 @@ class _Tree:
         return False
 
     def state(self) -> tuple[Any, ...]:
-        """Training flags, and which submodules have hooks."""
+        """Training flags, which submodules have hooks, and attributes that the forward may read."""
         flags = tuple([space["training"] for space in self._spaces])
         hooked = tuple(
             [
@@ -300,7 +303,8 @@ class _Tree:
                 )
             ]
         )
-        return flags, hooked
+        values = tuple([space.get(name) for space, name in self._attributes])
+        return flags, hooked, values
 
 
 def _restore(root: nn.Module, own: Callable[..., Any]) -> None:
