@@ -174,6 +174,14 @@ def unused_on_some_ranks(module, x, step, rank, parameters):
     x.sum().backward()
 
 
+def zero_on_one_rank_and_unused_on_the_other(module, x, step, rank, parameters):
+    """A gradient of zeros, of either sign, is a gradient: weight decay and momentum act on it."""
+    y = module["a"](x).sum()
+    if rank == step % 2:
+        y = y + (0.0 * module["b"](x)).sum() + (-0.0 * module["c"](x)).sum()
+    y.backward()
+
+
 def frozen_in_between(module, x, step, rank, parameters):
     module["b"].requires_grad_(step != 1)
     module["c"].requires_grad_(step == 2)  # frozen at first
@@ -260,6 +268,7 @@ def with_a_graph_of_the_gradients(module, x, step, rank, parameters):
 
 SCENARIOS = [
     unused_on_some_ranks,
+    zero_on_one_rank_and_unused_on_the_other,
     frozen_in_between,
     several_losses,
     gradients_kept_between_steps,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -84,6 +85,10 @@ class Bucket(ABC):
             used: Where to note, by number, what kind of gradient a member has.
         """
 
+    def kind_elsewhere(self, index: int) -> int:
+        """What other ranks had for a member that this one had no gradient for; after `wait`."""
+        return UNUSED
+
     @abstractmethod
     def launch(self) -> None:
         """Start the collective."""
@@ -105,6 +110,9 @@ class GradientBucket(Bucket):
 
     After a pass the gradients are views of the buffer, which saves copying them back. It is used again only
     if nobody else looks at it.
+
+    Who has no gradient sends -0.0, and who has one sends anything else as its first element. A sum of zeros
+    is -0.0 only if all of them are, so ranks see whether a parameter was used anywhere without asking.
 
     Args:
         members: Numbers of the parameters.
@@ -130,6 +138,10 @@ class GradientBucket(Bucket):
         self._numel = sum(parameter.numel() for parameter in parameters)
         self._large = {i for i, parameter in self._parameters.items() if parameter.numel() >= LARGE}
         self._filled: set[int] = set()
+        sizes = [parameter.numel() for parameter in parameters]
+        firsts = [start for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False) if size]
+        self._firsts = torch.tensor(firsts, dtype=torch.int64, device=parameters[0].device)
+        self._zeros = torch.zeros(len(firsts), dtype=parameters[0].dtype, device=parameters[0].device)
         self._work: dist.Work | None = None
 
     def start(self) -> None:  # noqa: D102 # as the base class says
@@ -172,11 +184,11 @@ class GradientBucket(Bucket):
         return not gradient.is_sparse and gradient.data_ptr() == self._slots[index].data_ptr()
 
     def fill(self, used: list[int]) -> None:  # noqa: D102
-        slots, gradients = [], []
+        slots, gradients, unused = [], [], []
         for index, parameter in self._parameters.items():
             gradient = parameter.grad
             if gradient is None:
-                self._slots[index].zero_()
+                unused.append(self._slots[index])
                 continue
             used[index] = SPARSE if gradient.is_sparse else DENSE
             if index not in self._filled:
@@ -185,6 +197,17 @@ class GradientBucket(Bucket):
         if slots:
             torch._foreach_copy_(slots, gradients)
             torch._foreach_mul_(slots, self._scale)
+        if self._buffer is not None:
+            self._buffer.index_add_(0, self._firsts, self._zeros)  # makes +0.0 of -0.0
+        for slot in unused:
+            slot.fill_(-0.0)
+
+    def kind_elsewhere(self, index: int) -> int:  # noqa: D102
+        slot = self._slots[index]
+        if slot.numel() == 0:
+            return UNUSED
+        first = (torch.view_as_real(slot) if slot.is_complex() else slot).flatten()[0]
+        return UNUSED if first == 0 and torch.signbit(first) else DENSE
 
     def launch(self) -> None:  # noqa: D102
         self._work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
@@ -213,7 +236,7 @@ def _slots(buffer: Tensor, parameters: dict[int, nn.Parameter]) -> dict[int, Ten
         views = torch._C._nn.unflatten_dense_tensors(buffer, list(parameters.values()))
         return dict(zip(parameters, views, strict=True))
     slots, offset = {}, 0
-    pieces = buffer.split([parameter.numel() for parameter in parameters.values()])
+    pieces = torch.split(buffer, [parameter.numel() for parameter in parameters.values()])
     for (index, parameter), piece in zip(parameters.items(), pieces, strict=True):
         if parameter.is_contiguous():
             slots[index] = piece.view(parameter.shape)

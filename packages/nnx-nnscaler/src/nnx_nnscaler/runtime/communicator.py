@@ -111,7 +111,7 @@ class _Meeting:
         self.barrier = threading.Barrier(size)
 
     def exchange(self, rank: int, value: Tensor, read: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        """What a thread reads from every thread's value, in rank order, before any of them may change again."""
+        """What a thread reads from every thread's value, before any of them may change again."""
         self.barrier.wait()
         self.slots[rank] = value
         self.barrier.wait()
@@ -146,7 +146,7 @@ class ThreadCommunicator(Communicator):
         return self._meeting.exchange(self.rank, tensor, join)
 
     def drawn(self, draw: Callable[[], Tensor]) -> Tensor:
-        """The same random tensor on every rank: the threads share one generator, so the first draws for all."""
+        """The same random tensor on every rank: threads share one generator, so the first draws for all."""
         drawn = draw() if self.rank == 0 else torch.empty(0)
         return self._meeting.exchange(self.rank, drawn, lambda tensors: tensors[0].clone())
 

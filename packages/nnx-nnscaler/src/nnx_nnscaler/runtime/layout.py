@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from nnx.box import Box
@@ -75,11 +76,8 @@ class ParameterLayout:
         dim, groups = self.placement.dim, self.placement.groups
         if groups == 1:
             return whole.chunk(self.unit_size, dim)[self.unit_rank]
-        return (
-            whole.unflatten(dim, (groups, -1))
-            .chunk(self.unit_size, dim + 1)[self.unit_rank]
-            .flatten(dim, dim + 1)
-        )
+        grouped = torch.unflatten(whole, dim, (groups, -1))
+        return grouped.chunk(self.unit_size, dim + 1)[self.unit_rank].flatten(dim, dim + 1)
 
     def local_part(self, whole: Tensor) -> Tensor:
         """What this rank stores of a tensor of the logical shape."""

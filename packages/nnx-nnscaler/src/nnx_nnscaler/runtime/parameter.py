@@ -40,7 +40,7 @@ __all__ = [
 
 local_mode = torch._C.DisableTorchFunctionSubclass
 """Context in which parameters in parts are plain local tensors, on this thread."""
-guarded_mode = torch._C._EnableTorchFunction  # type: ignore[attr-defined]
+guarded_mode = torch._C._EnableTorchFunction
 """Context, within local mode, in which the user's code sees whole parameters again."""
 
 
@@ -209,7 +209,7 @@ class _Whole(torch.autograd.Function):
         return value
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.change(gradient), None, None
 
 
@@ -257,7 +257,7 @@ class _Guard:
         """Pickled as a plain parameter, whole."""
         made = _plain_copy(self)
         vars(made).update({k: v for k, v in vars(self).items() if k != "_part"})
-        return made.__reduce_ex__(protocol)
+        return made.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:
         return repr(_plain_copy(self))
@@ -267,7 +267,7 @@ def _plain_copy(guarded: _Guard) -> nn.Parameter:
     part = guarded._part
     with local_mode(), torch.no_grad():
         made = nn.Parameter(part.value().clone(), requires_grad=part.parameter.requires_grad)
-    made.__class__ = guarded._plain  # type: ignore[assignment]
+    made.__class__ = guarded._plain
     return made
 
 
@@ -300,7 +300,7 @@ def _on_wholes(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     plain_kwargs = {name: _unguarded(argument, wholes) for name, argument in kwargs.items()}
     if func is torch.autograd.grad and any(guarded._part.in_programs for guarded, _ in wholes.values()):
         raise UnsupportedError(
-            "`torch.autograd.grad` is asked for gradients with respect to a parameter that programs use in parts.",
+            "`torch.autograd.grad` is asked for gradients of a parameter that programs use in parts.",
             remedy="Call `backward` and read `.grad`, or use strategy 'nnscaler_dp'.",
         )
     result = func(*plain_args, **plain_kwargs)
@@ -329,8 +329,8 @@ def _unguarded(argument: Any, wholes: dict[int, tuple[_Guard, Tensor]]) -> Any:
 def _guarded_class(plain: type[nn.Parameter]) -> type[nn.Parameter]:
     """The subclass that parameters of a class get."""
     attributes = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "_plain": plain}
-    made = type(plain)(plain.__name__, (_Guard, plain), attributes)
-    return made
+    made = type(plain)(plain.__name__, (_Guard, plain), attributes)  # type: ignore[misc]
+    return cast("type[nn.Parameter]", made)
 
 
 def can_be_guarded(parameter: nn.Parameter) -> bool:
@@ -348,13 +348,13 @@ def guard(part: Part) -> None:
     """Make a parameter, whose data is its local part by now, look whole."""
     parameter = part.parameter
     parameter._part = part  # type: ignore[attr-defined]
-    parameter.__class__ = _guarded_class(type(parameter))  # type: ignore[assignment]
+    parameter.__class__ = _guarded_class(type(parameter))
 
 
 def unguard(parameter: nn.Parameter) -> None:
     """Give a parameter its own class back; its data stays what it is."""
     if isinstance(parameter, _Guard):
-        del parameter._part  # type: ignore[attr-defined]
+        del parameter._part
         parameter.__class__ = parameter._plain  # type: ignore[assignment]
 
 

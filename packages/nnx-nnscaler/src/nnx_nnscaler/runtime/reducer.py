@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,7 @@ class Reducer:
         synchronized: Those among them whose gradients are partial on every rank of a unit.
         rows: Buckets of parameters that ZeRO stores in rows; their gradients come through `mark`. Their
             members are numbers from ``len(parameters)`` on.
+        sparse: Whether gradients may be sparse, so that ranks must tell each other.
         bucket_bytes: Limit of all buckets but the first.
 
     Attributes:
@@ -73,6 +74,7 @@ class Reducer:
         *,
         synchronized: Sequence[nn.Parameter] = (),
         rows: Sequence[Bucket] = (),
+        sparse: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.synchronize = True
@@ -81,6 +83,7 @@ class Reducer:
         self._axes = axes
         self._synchronized = {id(parameter) for parameter in synchronized}
         self._rows = list(rows)
+        self._sparse = sparse
         self._bucket_bytes = bucket_bytes
         self._arrangements: dict[tuple[bool, ...], _Arrangement] = {}
         self._arrangement = _Arrangement([], is_final=True)
@@ -185,7 +188,7 @@ class Reducer:
 
     def _call_at_end(self) -> None:
         if self._held == 0:
-            Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
         if self._open is not None:
@@ -219,8 +222,9 @@ class Reducer:
             bucket.wait()
         for bucket in buckets:
             for index in bucket.members:
-                if used[index] != UNUSED:
-                    bucket.hand_out(index, used[index])
+                kind = used[index] or bucket.kind_elsewhere(index)
+                if kind != UNUSED:
+                    bucket.hand_out(index, kind)
         came = self._came
         self._close()
         if not self._arrangement.is_final and self.synchronize:
@@ -235,8 +239,8 @@ class Reducer:
         self._open = None
 
     def _agree_on_use(self) -> list[int]:
-        """For each parameter, what the ranks together know of its gradient. Collective."""
-        if self._axes.world is None or not self._open:
+        """For each parameter, what the ranks together know of its gradient. Collective if it has to be."""
+        if self._axes.world is None or not (self._sparse or self._rows):
             return self._used
         shared = torch.tensor(self._used, dtype=torch.uint8, device=self._device)
         dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._axes.world)
@@ -301,6 +305,7 @@ def _listen(parameter: nn.Parameter, heard: Callable[[Any], None]) -> RemovableH
     trained = parameter.requires_grad
     parameter.requires_grad_(True)
     try:
-        return parameter.register_post_accumulate_grad_hook(heard)
+        handle = parameter.register_post_accumulate_grad_hook(heard)  # type: ignore[no-untyped-call]
+        return cast("RemovableHandle", handle)
     finally:
         parameter.requires_grad_(trained)

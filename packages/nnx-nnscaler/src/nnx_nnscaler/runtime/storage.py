@@ -89,6 +89,7 @@ class Parameters:
             axes,
             synchronized=list(self._synchronized),
             rows=self._rows,
+            sparse=any(getattr(submodule, "sparse", False) for submodule in module.modules()),
             bucket_bytes=bucket_bytes,
         )
         for bucket in self._rows:
