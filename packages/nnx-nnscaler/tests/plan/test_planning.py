@@ -58,7 +58,8 @@ def test_what_is_missing_is_said_in_bytes_with_what_helps() -> None:
     found = re.fullmatch(
         r"no plan of policy 'data' fits into 1000 bytes on each of 2 ranks: (\d+) bytes \(.* MiB\) are "
         r"missing, the smallest plan found takes .* MiB\. What helps: more ranks for each unit "
-        r"\(plan_ngpus, now 2\), use_zero=True, policy 'autodist', activation checkpointing \(recompute\) or a smaller batch\.",
+        r"\(plan_ngpus, now 2\), use_zero=True, policy 'autodist', activation checkpointing \(recompute\) "
+        r"or a smaller batch\.",
         str(caught.value),
     )
     assert found, str(caught.value)

@@ -19,7 +19,8 @@ from nnx_nnscaler.plan.solver import Program
 
 FAST_LINK = Hardware(
     name="fast", origin="published", matmul={"float32": 1e9}, bandwidth=1e9, special=1e8, random=1e8,
-    overhead=1e-6, inside=Link(1e-6, 1e10), across=Link(1e-6, 1e10), ranks_per_node=8,
+    overhead=1e-6, update=1e-9, update_overhead=1e-6,
+    inside=Link(1e-6, 1e10), across=Link(1e-6, 1e10), ranks_per_node=8,
 )  # fmt: skip
 
 

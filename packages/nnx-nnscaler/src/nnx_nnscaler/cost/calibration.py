@@ -22,14 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nnx.collective import all_gather_object, together
+from nnx.collective import all_gather_object
 from nnx_nnscaler.cost.hardware import COLLECTIVES, Collective, Hardware, MeasuredLink
 from nnx_nnscaler.runtime.communicator import Communicator
 
 __all__ = ["calibrated", "measure_compute", "measure_link"]
 
-_FORMAT = 1
-_SIZES = (4 * 1024, 64 * 1024, 1024 * 1024, 8 * 1024 * 1024)
+_FORMAT = 2
+_SIZES = (4 * 1024, 64 * 1024, 1024 * 1024, 4 * 1024 * 1024)
 """Whole bytes at which collectives are measured."""
 
 
@@ -50,10 +50,9 @@ def calibrated(
     kept = all_gather_object(None if fresh else _load(key), group)[0]
     if kept is not None:
         return Hardware.of_json(kept)
-    with together(group, doing="measuring collectives"):
-        clock = _cpu_clock if cpu_time else _wall_clock(device)
-        link = measure_link(communicator, device, clock)
-        compute = measure_compute(device, clock)
+    clock = _cpu_clock if cpu_time else _wall_clock(device)
+    link = measure_link(communicator, device, clock)
+    compute = measure_compute(device, clock)
     ranks = communicator.size if group is None else dist.get_world_size(group)
     own = Hardware(
         name=f"{key['device']} on {len(hosts)} host{'s' * (len(hosts) > 1)}",
@@ -113,8 +112,8 @@ def measure_link(communicator: Communicator, device: torch.device, clock: Clock)
 
 
 def _rising(points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
-    """No collective is cheaper for being larger; where it seems so, something disturbed the measurement."""
-    seconds = [max(later for _, later in points[: index + 1]) for index in range(len(points))]
+    """No collective is dearer for being smaller: where it seems so, something disturbed the measurement."""
+    seconds = [min(later for _, later in points[index:]) for index in range(len(points))]
     return tuple((whole, time) for (whole, _), time in zip(points, seconds, strict=True))
 
 
@@ -132,7 +131,8 @@ def _collective_seconds(
         "reduce_scatter": lambda: communicator.reduce_scatter(full, 1),
         "all_to_all": lambda: communicator.all_to_all(part, 2 if 64 % size == 0 else 1, 1),
     }
-    return _seconds(calls[kind], clock, times=8 if whole < 1024 * 1024 else 2)
+    small = whole < 1024 * 1024
+    return _seconds(calls[kind], clock, times=4 if small else 1, rounds=5 if small else 4)
 
 
 def measure_compute(device: torch.device, clock: Clock) -> dict[str, Any]:
@@ -148,27 +148,45 @@ def measure_compute(device: torch.device, clock: Clock) -> dict[str, Any]:
     }
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     matmul = {str(dtype).removeprefix("torch."): _matmul_rate(device, dtype, clock) for dtype in dtypes}
-    return {**rates, "matmul": matmul, "overhead": _overhead(device, clock)}
+    return {**rates, "matmul": matmul, "overhead": _overhead(device, clock), **_update(device, clock)}
 
 
 def _matmul_rate(device: torch.device, dtype: torch.dtype, clock: Clock) -> float:
-    side = 384 if device.type == "cpu" else 4096
+    side = 4096 if device.type != "cpu" else 384 if dtype.itemsize > 2 else 128
     matrix = torch.ones(side, side, device=device, dtype=dtype)
     return 2 * side**3 / _seconds(lambda: matrix @ matrix, clock, times=2)
 
 
 def _overhead(device: torch.device, clock: Clock) -> float:
-    """Seconds of an operator on next to nothing, in one direction."""
-    start = torch.ones(8, device=device, requires_grad=True)
+    """Seconds of an operator on next to nothing, in one direction: a mixture of what layers consist of."""
+    functional, layers = torch.nn.functional, 8
+    start = torch.ones(2, 8, device=device, requires_grad=True)
+    weight = torch.ones(8, 8, device=device, requires_grad=True)
+    bias = torch.ones(8, device=device, requires_grad=True)
 
     def chain() -> None:
         value = start
-        for _ in range(50):
-            value = value * 1.0
+        for _ in range(layers):
+            hidden = functional.linear(functional.layer_norm(value, (8,), bias, bias), weight, bias)
+            value = value + functional.gelu(hidden)
         torch.autograd.backward(value.sum())
 
     with torch.enable_grad():
-        return _seconds(chain, clock, times=4) / 100
+        return _seconds(chain, clock, times=2, rounds=5) / (8 * layers + 2)
+
+
+def _update(device: torch.device, clock: Clock) -> dict[str, float]:
+    """What AdamW takes for a parameter, and for each element of it."""
+
+    def seconds(count: int, *shape: int) -> float:
+        parameters = [torch.nn.Parameter(torch.ones(shape, device=device)) for _ in range(count)]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.AdamW(parameters)
+        return _seconds(optimizer.step, clock, times=2) / count
+
+    small, large = seconds(16, 8), seconds(1, 1024, 1024)
+    return {"update_overhead": small, "update": max(large - small, 1e-9) / 1024**2}
 
 
 # --- keeping ----------------------------------------------------------------------------------------

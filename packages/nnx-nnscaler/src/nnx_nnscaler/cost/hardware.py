@@ -123,6 +123,8 @@ class Hardware:
         special: Elements in a second of an elementwise operator that is not memory-bound (gelu, exp, tanh).
         random: Random numbers drawn in a second.
         overhead: Seconds of any operator in one direction, however small.
+        update: Seconds in which an optimizer with two states for each parameter updates one element.
+        update_overhead: Seconds in which it updates a parameter, however small.
         inside: Link between the ranks of one node.
         across: Link between ranks of several nodes.
         ranks_per_node: How many ranks share the inner link.
@@ -137,6 +139,8 @@ class Hardware:
     special: float
     random: float
     overhead: float
+    update: float
+    update_overhead: float
     inside: Link | MeasuredLink
     across: Link | MeasuredLink
     ranks_per_node: int
@@ -172,5 +176,6 @@ class Hardware:
 
 
 _PLAIN = (
-    "name", "origin", "bandwidth", "special", "random", "overhead", "ranks_per_node", "overlap", "memory",
+    "name", "origin", "bandwidth", "special", "random", "overhead", "update", "update_overhead",
+    "ranks_per_node", "overlap", "memory",
 )  # fmt: skip

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from nnx_nnscaler.cost.hardware import Collective, Hardware
-from nnx_nnscaler.cost.operators import ALIASES, Local, Saved, Work, base_name, bytes_of, saved_by, work_of
+from nnx_nnscaler.cost.operators import ALIASES, Local, Saved, Work, base_name, saved_by, work_of
 from nnx_nnscaler.cost.profiles import profile
 from nnx_nnscaler.ir import Graph, Op, TensorMeta
 from nnx_nnscaler.placement import Placement, R
@@ -125,16 +125,12 @@ class Prices:
         seconds = calls * self.hardware.overhead + self._seconds(forward, dtype)
         if self.backward and any(local.differentiable for local in inputs):
             seconds += calls * self.hardware.overhead + self._seconds(backward, dtype)
-        return Price(compute=seconds).plus(self._inside(op, strategy, outputs))
+        return Price(compute=seconds)
 
     def _seconds(self, work: Work, dtype: str) -> float:
         rates = self.hardware
-        roof = max(work.nbytes / rates.bandwidth, work.special / rates.special)
-        return max(work.flops / rates.flops(dtype), roof) + work.random / rates.random
-
-    def _inside(self, op: Op, strategy: Strategy, outputs: list[Local]) -> Price:
-        """Collectives within functions that take an operator's place."""
-        return Price()
+        arithmetic = work.flops / rates.flops(dtype) + work.special / rates.special
+        return max(work.nbytes / rates.bandwidth, arithmetic) + work.random / rates.random
 
     def saved(self, op: Op, strategy: Strategy) -> Saved:
         """What autograd keeps of an operator; nothing where no backward pass follows."""
@@ -183,10 +179,9 @@ class Prices:
             return Price()
         local = self.local(meta, stored.placement)
         updated = local.numel / (self.units if self.zero else 1)
-        update = updated * (
-            3 * bytes_of(meta.dtype) + 2 * self.model.state_bytes * self.model.optimizer_states
-        )
-        return Price(compute=update / self.hardware.bandwidth).plus(self._reduction(local, stored))
+        share = (1 + self.model.optimizer_states) / 3  # as measured with two states
+        update = self.hardware.update_overhead + share * updated * self.hardware.update
+        return Price(compute=update).plus(self._reduction(local, stored))
 
     def _reduction(self, local: Local, stored: Stored) -> Price:
         ranks = self.units * (self.size if stored.synchronized else 1)

@@ -52,6 +52,9 @@ _SAVES_OUTPUT = _names(
     "softmax _softmax log_softmax _log_softmax tanh sigmoid exp relu relu_ rsqrt sqrt reciprocal"
 )
 
+_SOFTMAX = 3.0
+"""What an element of attention's scores takes, in elements of a special operator; measured on a CPU."""
+
 
 class Local(NamedTuple):
     """One tensor as a rank holds it."""
@@ -132,15 +135,18 @@ def work_of(op: Op, inputs: Sequence[Local], outputs: Sequence[Local], *, whole:
     flops = _flops(name, inputs, outputs)
     if flops:
         per_operand = 2.5 if name in _ATTENTION else float(min(followed, 2))
-        return Work(flops, moved), Work(per_operand * flops, per_operand * moved)
+        # Besides its products, attention takes the softmax of its scores.
+        scores = _SOFTMAX * flops / 4 / max(inputs[0].shape[-1], 1) if name in _ATTENTION else 0.0
+        forward = Work(flops, moved, special=scores)
+        return forward, Work(per_operand * flops, per_operand * moved, special=per_operand * scores)
     made = float(sum(local.numel for local in outputs))
     if name == "embedding":
         moved = 2.0 * sum(local.nbytes for local in outputs)
         table = inputs[0].nbytes if inputs and inputs[0].differentiable else 0
         return Work(nbytes=moved), Work(nbytes=moved + table)
-    special = max(made, float(inputs[0].numel) if inputs else 0.0) if name in _SPECIAL else 0.0
+    special = max(made, float(inputs[0].numel) if inputs else 0.0) if name in _SPECIAL | _NORMS else 0.0
     drawn = float(whole) if name in _RANDOM and _draws(op) else 0.0
-    backward = Work(nbytes=moved, special=special) if followed else Work()
+    backward = Work(nbytes=moved, special=2 * special) if followed else Work()
     return Work(nbytes=moved, special=special, random=drawn), backward
 
 
@@ -191,4 +197,5 @@ def _partners(name: str, inputs: Sequence[Local], followed: Sequence[int]) -> tu
     if len(factors) == 1:
         return tuple(factors) if name == "einsum" else ()
     first, second = factors
-    return tuple(sorted({second} if first in followed else set()) + ([first] if second in followed else []))
+    kept = ([first] if second in followed else []) + ([second] if first in followed else [])
+    return tuple(kept)

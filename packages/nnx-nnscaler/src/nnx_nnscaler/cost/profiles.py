@@ -14,6 +14,8 @@ __all__ = ["PROFILES", "profile"]
 _GIB = 1024**3
 _NVLINK_LATENCY = 4e-6
 _NETWORK_LATENCY = 1.2e-5
+_UPDATE = 80
+"""Bytes that AdamW reads and writes for each element, a pass of all parameters for each of its steps."""
 
 
 def _gpu(
@@ -28,6 +30,8 @@ def _gpu(
         special=0.85e12 * memory / 12,
         random=0.85e12 * memory / 12,
         overhead=6e-6,
+        update=_UPDATE / (0.85e12 * memory),
+        update_overhead=1e-6,
         inside=Link(_NVLINK_LATENCY, 0.8e9 * inside),
         across=Link(_NETWORK_LATENCY, 0.8e9 * across),
         ranks_per_node=8,
@@ -57,7 +61,9 @@ PROFILES: dict[str, Hardware] = {
             bandwidth=8e9,
             special=3e8,
             random=1.5e8,
-            overhead=6e-6,
+            overhead=2e-5,
+            update=_UPDATE / 2e10,
+            update_overhead=2e-5,
             inside=Link(1.5e-4, 1.2e9),
             across=Link(3e-4, 1e9),
             ranks_per_node=64,

@@ -1,0 +1,211 @@
+"""What single things cost: operators, collectives, parameters; and what is known of machines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from jobs.nnscaler_plan_graphs import GraphMaker, mlp, strategies_of
+from nnx.errors import OptionError
+from nnx_nnscaler.cost import CostModel, Hardware, Link, MeasuredLink
+from nnx_nnscaler.cost.calibration import _load as load
+from nnx_nnscaler.cost.calibration import calibrated
+from nnx_nnscaler.cost.model import Prices, Stored
+from nnx_nnscaler.cost.operators import Local, saved_by, work_of
+from nnx_nnscaler.cost.profiles import PROFILES, profile
+from nnx_nnscaler.ir import Graph, Op, Ref, TensorMeta
+from nnx_nnscaler.placement import P, R, S
+from nnx_nnscaler.plan.context import PolicyContext
+from nnx_nnscaler.plan.conversion import Use
+from nnx_nnscaler.plan.memory import peak_memory
+from nnx_nnscaler.plan.planning import assignment_of, plan_program
+from nnx_nnscaler.runtime.communicator import run_as_ranks
+
+
+def prices(graph: Graph, *, size: int = 2, units: int = 1, zero: bool = False) -> Prices:
+    model = CostModel(hardware=profile("h100-nvlink"))
+    return model.prices(graph, size=size, units=units, zero=zero)
+
+
+def one(target: str, *shapes: tuple[int, ...], output: tuple[int, ...], args: tuple[object, ...] = ()) -> Op:
+    names = [Ref(f"v{index}") for index in range(len(shapes))]
+    return Op("op", target, (*names, *args), {}, TensorMeta(output, "float32", True))
+
+
+def locals_of(*shapes: tuple[int, ...]) -> list[Local]:
+    return [Local(shape, "float32", True) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("target", "shapes", "output", "flops"),
+    [
+        ("aten.linear.default", [(4, 8), (16, 8)], (4, 16), 2 * 4 * 8 * 16),
+        ("aten.mm.default", [(4, 8), (8, 3)], (4, 3), 2 * 4 * 8 * 3),
+        ("aten.addmm.default", [(3,), (4, 8), (8, 3)], (4, 3), 2 * 4 * 8 * 3),
+        ("aten.conv2d.default", [(2, 3, 8, 8), (5, 3, 3, 3)], (2, 5, 6, 6), 2 * 2 * 5 * 36 * 27),
+        ("aten.scaled_dot_product_attention.default", [(2, 4, 8, 16)] * 3, (2, 4, 8, 16), 4 * 64 * 8 * 16),
+        ("aten.add.Tensor", [(4, 8), (4, 8)], (4, 8), 0),
+    ],
+)
+def test_products_are_counted_as_they_are_multiplied(
+    target: str, shapes: list[tuple[int, ...]], output: tuple[int, ...], flops: int
+) -> None:
+    op = one(target, *shapes, output=output)
+    forward, _ = work_of(op, locals_of(*shapes), locals_of(output), whole=1)
+    assert forward.flops == flops
+
+
+def test_views_are_free_and_dropout_draws_for_all_ranks() -> None:
+    view = one("aten.view.default", (4, 8), output=(32,))
+    assert work_of(view, locals_of((4, 8)), locals_of((32,)), whole=32)[0].nbytes == 0
+    for training, drawn in ((True, 64), (False, 0)):
+        dropout = one("aten.dropout.default", (4, 8), output=(4, 8), args=(0.1, training))
+        assert work_of(dropout, locals_of((4, 8)), locals_of((4, 8)), whole=64)[0].random == drawn
+
+
+@pytest.mark.parametrize(
+    ("target", "shapes", "operands", "output"),
+    [
+        ("aten.linear.default", [(4, 8), (16, 8)], (0, 1), False),
+        ("aten.relu.default", [(4, 8)], (), True),
+        ("aten.gelu.default", [(4, 8)], (0,), False),
+        ("aten.add.Tensor", [(4, 8), (4, 8)], (), False),
+        ("aten.scaled_dot_product_attention.default", [(2, 4, 8, 16)] * 3, (0, 1, 2), True),
+        ("aten.layer_norm.default", [(4, 8), (8,), (8,)], (0,), False),
+    ],
+)
+def test_what_autograd_keeps_is_known(
+    target: str, shapes: list[tuple[int, ...]], operands: tuple[int, ...], output: bool
+) -> None:
+    op = one(target, *shapes, output=shapes[0])
+    saved = saved_by(op, locals_of(*shapes), locals_of(shapes[0]))
+    assert (saved.operands, saved.output) == (operands, output)
+
+
+def test_splitting_an_operator_makes_it_cheaper_and_a_backward_pass_dearer() -> None:
+    graph = mlp(4096, 1024, 4096)
+    op, bound = graph.ops[0], prices(graph)
+    whole, batch = strategies_of(op, graph, 2)[:2]
+    assert bound.operator(op, batch).seconds < 0.6 * bound.operator(op, whole).seconds
+    graph = mlp(4096, 1024, 4096)
+    graph.training = False
+    assert prices(graph).operator(op, whole).seconds < 0.6 * bound.operator(op, whole).seconds
+
+
+def test_conversions_cost_their_collectives_there_and_back() -> None:
+    make = GraphMaker(8)
+    graph = make.finish(make.input("x", 1024, differentiable=True))
+    bound, meta = prices(graph), graph.metas["x"]
+    link, whole = profile("h100-nvlink").inside, 8 * 1024 * 4
+    gather, scatter = (link.seconds(kind, whole, 2) for kind in ("all_gather", "reduce_scatter"))  # type: ignore[arg-type]
+    assert bound.conversion(meta, S(0), Use(R, True)).communication == pytest.approx(gather + scatter)
+    assert bound.conversion(meta, S(0), Use(R)).communication == pytest.approx(gather)
+    assert bound.conversion(meta, P, Use(S(0))).moved == 2 * whole
+    assert bound.conversion(meta, R, Use(R)).seconds == 0
+    still = TensorMeta(meta.shape, meta.dtype)
+    assert bound.conversion(still, R, Use(R, True)).seconds == 0
+
+
+def test_parameters_in_parts_take_less_memory_and_time_to_update() -> None:
+    graph = mlp(8, 64, 256)
+    meta = graph.metas["p_up_weight"]
+    whole, part = Stored(R), Stored(S(0))
+    assert prices(graph).kept(meta, whole) == 64 * 256 * (4 + 4 + 8)
+    assert prices(graph).kept(meta, part) == prices(graph).kept(meta, whole) // 2
+    assert prices(graph, units=4, zero=True).kept(meta, whole) == 64 * 256 * (4 + 4 + 8) // 4 + 64 * 256 * 4
+    assert prices(graph).parameter(meta, part).compute < prices(graph).parameter(meta, whole).compute
+    reduced = prices(graph).parameter(meta, Stored(R, synchronized=True))
+    assert reduced.communication > 0 == prices(graph).parameter(meta, whole).communication
+    frozen = TensorMeta(meta.shape, meta.dtype)
+    assert prices(graph).kept(frozen, whole) == 64 * 256 * 4
+
+
+def test_the_peak_of_one_rank_is_what_a_step_really_holds() -> None:
+    """Counted by hand: parameters with gradient and state, inputs, and what is alive around the loss."""
+    graph = mlp(128, 64, 256)
+    plan = plan_program(graph, size=1, strategies_of=strategies_of)
+    lasting = 2 * 64 * 256 * 16 + 128 * 64 * 4
+    hidden, small = 128 * 256 * 4, 128 * 64 * 4
+    # Backward: relu's result is kept; its gradient and that of what it was made of are alive together.
+    assert plan.prediction.memory >= lasting + hidden + hidden
+    assert plan.prediction.memory <= lasting + 3 * hidden + 2 * small
+    context = PolicyContext(graph, 1, lambda op, graph, size: strategies_of(op, graph, 1)[:1])
+    bound = CostModel().prices(graph, size=1)
+    assert peak_memory(context.flow, assignment_of(graph, plan), bound) == plan.prediction.memory
+
+
+def test_links_interpolate_what_was_measured_and_scale_it_with_ranks() -> None:
+    points = dict.fromkeys(("all_reduce", "all_gather"), ((1000.0, 1.0), (3000.0, 2.0)))
+    link = MeasuredLink(2, points)
+    assert link.seconds("all_gather", 500, 2) == 1.0
+    assert link.seconds("all_gather", 2000, 2) == 1.5
+    assert link.seconds("all_gather", 5000, 2) == 3.0
+    assert link.seconds("all_gather", 2000, 1) == 0.0
+    assert link.seconds("all_gather", 2000, 4) == pytest.approx(2.0)  # 3/4 are sent and not 1/2
+    assert link.throughput("all_gather", 2) == pytest.approx(1 / 2000)
+    assert Link(1e-6, 1e9).seconds("all_reduce", 1e6, 8) > Link(1e-6, 1e9).seconds("all_reduce", 1e6, 2)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_profiles_are_marked_as_published_and_survive_json(name: str) -> None:
+    hardware = profile(name)
+    assert hardware.origin == "published"
+    assert Hardware.of_json(json.loads(json.dumps(hardware.to_json()))) == hardware
+    assert hardware.flops("float8_e4m3fn") == hardware.flops("float32")
+
+
+def test_an_unknown_profile_names_the_known_ones() -> None:
+    with pytest.raises(OptionError, match=r"no hardware profile 'tpu'.*a100-nvlink, cpu, h100-ib"):
+        profile("tpu")
+
+
+def test_groups_within_a_node_use_its_link_and_others_the_network() -> None:
+    hardware = profile("h100-nvlink")
+    assert hardware.link(8) is hardware.inside
+    assert hardware.link(16) is hardware.link(4, stride=8) is hardware.across
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Hardware, Path]:
+    monkeypatch.setenv("NNX_CACHE_DIR", str(tmp_path))
+    return measure()[0], next((tmp_path / "nnscaler" / "measured").iterdir())
+
+
+def measure(**more: bool) -> list[Hardware]:
+    return run_as_ranks(2, lambda unit: calibrated(unit, torch.device("cpu"), group=None, **more))
+
+
+def test_the_machine_is_measured_once_and_kept(measured: tuple[Hardware, Path]) -> None:
+    hardware, kept = measured
+    assert hardware.origin == "measured"
+    assert min(hardware.bandwidth, hardware.special, hardware.random, hardware.overhead, hardware.update) > 0
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        assert isinstance(hardware.inside, MeasuredLink)
+        seconds = [seconds for _, seconds in hardware.inside.points[kind]]
+        assert seconds == sorted(seconds)
+        assert seconds[0] > 0
+    again = measure()
+    assert again[0] == again[1] == Hardware.of_json(json.loads(kept.read_text())["hardware"])
+
+
+def test_a_damaged_measurement_is_made_again(measured: tuple[Hardware, Path]) -> None:
+    kept = measured[1]
+    key = json.loads(kept.read_text())["key"]
+    assert load(key) is not None
+    for damage in ("", "{", "[]", json.dumps({"key": 1, "hardware": measured[0].to_json()})):
+        kept.write_text(damage)
+        assert load(key) is None
+    assert measure()[0].origin == "measured"
+    assert json.loads(kept.read_text())["hardware"]["origin"] == "measured"
+
+
+def test_a_directory_that_cannot_be_written_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("NNX_CACHE_DIR", str(blocked))
+    assert measure(fresh=True)[0].origin == "measured"
