@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from jobs.nnscaler_one_op import f, ints, one_op
+from jobs.nnscaler_one_op import bools, f, ints, one_op
 from jobs.nnscaler_rule_cases import CASES
-from nnx_nnscaler.ir import Size
+from nnx_nnscaler.ir import Ref, Size, TensorMeta
 from nnx_nnscaler.placement import P, R, S
 from nnx_nnscaler.plan.program_plan import Strategy
 from nnx_nnscaler.rules import disk_cache, probe
@@ -46,6 +46,7 @@ FOUND = [
     (("aten.take_along_dim.default", f(4, 8), ints(4, 6), 1), {"S(0), S(0) -> S(0)", "R, S(1) -> S(1)"}),
     (("aten.polygamma.default", 2, f(4, 8)), {"S(0) -> S(0)", "S(1) -> S(1)"}),
     (("aten.unbind.int", f(2, 8)), {"S(1) -> S(0), S(0)"}),  # half of it makes half as many results
+    (("aten.index.Tensor", f(4, 8), [ints(4, 1), ints(6)]), {"R, S(0), R -> S(0)", "R, R, S(0) -> S(1)"}),
     (("aten.linalg_norm.default", f(4, 8)), set()),
     (("aten.acosh.default", f(4, 8)), {"S(0) -> S(0)", "S(1) -> S(1)"}),  # not a number for most values
 ]
@@ -78,13 +79,21 @@ class Plain(Rule):
         ("aten.expand.default", f(1, 8), [4, 8]),
         ("aten.split.Tensor", f(4, 8), 4),
         ("aten.nonzero.default", f(4, 8)),
+        ("aten.index.Tensor", f(4, 8), [bools(4, 8)]),
     ],
     ids=lambda call: call[0],
 )
 def test_what_is_random_in_place_or_takes_sizes_is_never_tried(call, monkeypatch) -> None:
     monkeypatch.setattr(probe, "_searched", lambda *args: pytest.fail("it was tried"))
     target = call[0]
-    graph, op = one_op("aten.abs.default", f(4, 8)) if target == "aten.nonzero.default" else one_op(*call)
+    unknown = target in (
+        "aten.nonzero.default",
+        "aten.index.Tensor",
+    )  # torch cannot tell the shape of the result
+    graph, op = one_op("aten.abs.default", f(4, 8)) if unknown else one_op(*call)
+    if target == "aten.index.Tensor":
+        graph.metas["mask"] = TensorMeta((4, 8), "bool")
+        op.args = (op.args[0], [Ref("mask")])
     op.target = target
     assert probe.discover(op, graph, 2) == []
 

@@ -58,7 +58,7 @@ _POSITIONS = {
     "end_dim",
 }
 """Names of arguments that are right for operands of any size."""
-_RANDOM = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_RANDOM = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
 
 _found: dict[str, list[Strategy]] = {}
 _fitting: dict[tuple[str, int, tuple[tuple[int, ...], ...]], list[Strategy]] = {}
@@ -98,6 +98,10 @@ def _may_try(op: Op, metas: Sequence[TensorMeta]) -> bool:
         return False
     schema = operator._schema
     if schema.is_mutable or _RANDOM & set(operator.tags) or op.target.startswith("prim"):
+        return False
+    # Indexing is told to have results of any shape, but that is only so with masks.
+    is_index = op.target == "aten.index.Tensor" and all(_is_integer(meta) for meta in metas[1:])
+    if torch.Tag.dynamic_output_shape in operator.tags and not is_index:
         return False
     if any(_has_size(argument) for argument in bound(op).values()) or _NEVER & set(bound(op)):
         return False

@@ -44,7 +44,9 @@ def unsupported_message(graph: Graph, size: int) -> str:
 
 def _matters(op: Op, graph: Graph) -> bool:
     """Whether an operator computes with tensors that have elements to split."""
-    if op.target in ("getitem", "module") or op.target.rpartition(".")[0].endswith("_"):
+    name = op.target.rpartition(".")[0]
+    # In place, or made anew with the shape of an operand.
+    if op.target in ("getitem", "module") or name.endswith(("_", "_like")) or name.startswith("aten.new_"):
         return False
     return any(extent > 1 for name in op.operands() for extent in _hints(graph, name))
 
