@@ -216,23 +216,6 @@ SAMPLES = {
 }
 BINARY = ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "pow", "maximum", "minimum")
 BINARY += ("atan2", "view_as", "rsub")
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "pow",
-    "maximum",
-    "minimum",
-    "atan2",
-    "view_as",
-    "rsub",
-]
 ALL = sorted({*INFIX, *PREFIX, *METHODS, *FUNCTIONS, *CUSTOM})
 
 

@@ -23,7 +23,7 @@ def recomputed_owner(module: str, patterns: Sequence[str]) -> str | None:
         >>> recomputed_owner("blocks.3.mlp.0", ["blocks.*.mlp"])
         'blocks.3.mlp'
     """
-    parts = module.split(".")
+    parts = module.split(".") if module else []
     for count in range(1, len(parts) + 1):
         owner = ".".join(parts[:count])
         if any(_matches(owner, pattern) for pattern in patterns):

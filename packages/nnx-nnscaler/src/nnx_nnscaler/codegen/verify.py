@@ -28,7 +28,7 @@ from nnx_nnscaler.rules.rule import replicate
 from nnx_nnscaler.runtime.communicator import Communicator, run_as_ranks
 from nnx_nnscaler.runtime.conversions import Conversions
 
-__all__ = ["Parity", "check_parity", "compare", "replicated_plan"]
+__all__ = ["Parity", "Run", "check_parity", "compare", "replicated_plan", "run_ranks"]
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -128,14 +128,9 @@ def compare(
 ) -> Parity:
     """Run one program and the module itself on the same call, and compare."""
     source = emit(graph, plan, recompute=recompute)
-    program = load_program(source)
     with _precision(next((p.dtype for p in module.parameters()), torch.float32)):
         expected = _run_module(copy.deepcopy(module), call, seed)
-    alone = threading.Lock()
-    found = run_as_ranks(
-        plan.size,
-        lambda unit: _run_program(program, graph, plan, copy.deepcopy(module), call, seed, unit, alone),
-    )
+    found = run_ranks(source, graph, plan, module, call, seed=seed)
     errors = {
         "output": _worst(_outputs_differ(expected, found)),
         "gradient": _worst(_gradients_differ(expected, found, plan)),
@@ -146,8 +141,19 @@ def compare(
     return Parity(**amounts, worst=worst[1], source=source, plan=plan)
 
 
+def run_ranks(
+    source: str, graph: Graph, plan: ProgramPlan, module: nn.Module, call: Arguments, *, seed: int = 0
+) -> list[Run]:
+    """Run a program forward and backward on every rank of a unit, each with a copy of the module."""
+    program, alone = load_program(source), threading.Lock()
+    return run_as_ranks(
+        plan.size,
+        lambda unit: _run_program(program, graph, plan, copy.deepcopy(module), call, seed, unit, alone),
+    )
+
+
 @dataclass(slots=True)
-class _Run:
+class Run:
     """What one run left."""
 
     outputs: list[Tensor]
@@ -156,7 +162,7 @@ class _Run:
     buffers: dict[str, Tensor]
 
 
-def _run_module(module: nn.Module, call: Arguments, seed: int) -> _Run:
+def _run_module(module: nn.Module, call: Arguments, seed: int) -> Run:
     generator = torch.random.get_rng_state()
     torch.manual_seed(seed)
     try:
@@ -165,7 +171,7 @@ def _run_module(module: nn.Module, call: Arguments, seed: int) -> _Run:
     finally:
         torch.random.set_rng_state(generator)
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
-    return _Run(outputs, gradients, {}, dict(module.named_buffers()))
+    return Run(outputs, gradients, {}, dict(module.named_buffers()))
 
 
 def _run_program(
@@ -177,7 +183,7 @@ def _run_program(
     seed: int,
     unit: Communicator,
     alone: threading.Lock,
-) -> _Run:
+) -> Run:
     unit.drawn = _draw  # type: ignore[method-assign] # this thread has a random state of its own
     runtime = _runtime(unit)
     owners = dict(module.named_parameters(remove_duplicate=False))
@@ -192,7 +198,7 @@ def _run_program(
         outputs = _tensors(program(runtime, module, weights, graph.constants, *tensors))
         _backward(outputs)
     whole = {name: parameter.grad for name, parameter in module.named_parameters()}
-    return _Run(
+    return Run(
         outputs, whole, {name: part.grad for name, part in parts.items()}, dict(module.named_buffers())
     )
 
@@ -302,7 +308,7 @@ def _worst(differences: Iterator[_Difference]) -> _Difference:
     return max(differences, default=(0.0, ""))
 
 
-def _outputs_differ(expected: _Run, found: list[_Run]) -> Iterator[_Difference]:
+def _outputs_differ(expected: Run, found: list[Run]) -> Iterator[_Difference]:
     for run in found:
         if len(run.outputs) != len(expected.outputs):
             yield float("inf"), f"{len(run.outputs)} outputs instead of {len(expected.outputs)}"
@@ -310,13 +316,13 @@ def _outputs_differ(expected: _Run, found: list[_Run]) -> Iterator[_Difference]:
             yield _relative(one.detach(), other.detach()), f"output {index}"
 
 
-def _buffers_differ(expected: _Run, found: list[_Run]) -> Iterator[_Difference]:
+def _buffers_differ(expected: Run, found: list[Run]) -> Iterator[_Difference]:
     for run in found:
         for name, buffer in expected.buffers.items():
             yield _relative(buffer, run.buffers[name]), name
 
 
-def _gradients_differ(expected: _Run, found: list[_Run], plan: ProgramPlan) -> Iterator[_Difference]:
+def _gradients_differ(expected: Run, found: list[Run], plan: ProgramPlan) -> Iterator[_Difference]:
     scale = max(
         (_largest(gradient) for gradient in expected.gradients.values() if gradient is not None), default=0.0
     )
@@ -331,7 +337,7 @@ def _gradients_differ(expected: _Run, found: list[_Run], plan: ProgramPlan) -> I
             yield _relative(one, other, floor=1e-3 * scale), name
 
 
-def _gradient_of(name: str, runs: list[_Run], rank: int, plan: ProgramPlan) -> Tensor | None:
+def _gradient_of(name: str, runs: list[Run], rank: int, plan: ProgramPlan) -> Tensor | None:
     """The whole gradient of a parameter as the backend would see it on one rank."""
     parts = [run.parts.get(name) for run in runs]
     stored = plan.stored.get(name, R)
