@@ -16,11 +16,12 @@ from torch import nn
 __all__ = ["read_by_forward"]
 
 _PLAIN = (bool, int, float, complex, str, type(None))
+_NOTHING = object()
 _OWN_OF_MODULES = frozenset(vars(nn.Module())) | {"training"}
 
 
 def read_by_forward(root: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Where each such attribute is: the ``__dict__`` of its module, and its name.
+    """Where each such attribute is, or would be if set: the ``__dict__`` of its module, and its name.
 
     Example:
         >>> dropout = nn.Dropout(0.1)
@@ -30,8 +31,8 @@ def read_by_forward(root: nn.Module) -> list[tuple[dict[str, Any], str]]:
     found = []
     for module in root.modules():
         names = _names_in_forward(type(module))
-        space = vars(module)
-        found += [(space, name) for name in names if name in space and _is_plain(space[name])]
+        space, cls = vars(module), type(module)
+        found += [(space, name) for name in names if _is_plain(space.get(name, getattr(cls, name, _NOTHING)))]
     return found
 
 

@@ -33,6 +33,7 @@ __all__ = ["Programs"]
 
 log = logging.getLogger("nnx.nnscaler")
 
+_UNSET = ("an attribute that has its class's value",)
 MOST_VARIANTS = 8
 """Programs of one module; a call that looks like none of them runs whole from then on."""
 
@@ -303,7 +304,7 @@ class _Tree:
                 )
             ]
         )
-        values = tuple([space.get(name) for space, name in self._attributes])
+        values = tuple([space.get(name, _UNSET) for space, name in self._attributes])
         return flags, hooked, values
 
 

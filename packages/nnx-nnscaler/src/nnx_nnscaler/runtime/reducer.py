@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 from nnx_nnscaler.axes import Axes
@@ -87,6 +87,7 @@ class Reducer:
         self._bucket_bytes = bucket_bytes
         self._arrangements: dict[tuple[bool, ...], _Arrangement] = {}
         self._arrangement = _Arrangement([], is_final=True)
+        self._complete: set[int] = set()  # of the synchronized, whose gradients are sums over the unit by now
         self._hooks: list[RemovableHandle] = []
         self._count = len(self._parameters) + sum(len(bucket.members) for bucket in self._rows)
         self._open: list[Bucket] | None = None  # the buckets of the running pass, in order
@@ -105,6 +106,8 @@ class Reducer:
                 can_train = parameter.is_floating_point() or parameter.is_complex()
                 if can_train and self._group_of(parameter) is not None:
                     self._hooks.append(_listen(parameter, partial(self._hear, index)))
+                    if id(parameter) in self._synchronized:
+                        self._hooks.append(_listen(parameter, partial(self._foresee, index), before=True))
 
     def detach(self) -> None:
         """Leave the parameters alone again."""
@@ -148,6 +151,18 @@ class Reducer:
                 self._close()
 
     # --- a pass -------------------------------------------------------------------------------
+
+    def _foresee(self, index: int, _: Tensor) -> None:
+        """Autograd is about to add to a gradient: what was summed over the unit before must not be again."""
+        with local_mode(), torch.no_grad():
+            self._share_out(index)
+
+    def _share_out(self, index: int) -> None:
+        """Let the ranks of the unit hold equal summands of a gradient that was complete on all of them."""
+        gradient = self._parameters[index].grad
+        if index in self._complete and gradient is not None:
+            gradient.div_(self._axes.unit_size)
+        self._complete.discard(index)
 
     def _hear(self, index: int, _: nn.Parameter) -> None:
         """Autograd has completed a gradient."""
@@ -208,6 +223,8 @@ class Reducer:
         buckets = self._open or []
         while self._next < len(buckets) and (all_of_them or not buckets[self._next].missing):
             bucket = buckets[self._next]
+            for index in self._complete.intersection(bucket.members):
+                self._share_out(index)
             bucket.fill(self._used)
             bucket.launch()
             bucket.launched = True
@@ -225,12 +242,17 @@ class Reducer:
                 kind = used[index] or bucket.kind_elsewhere(index)
                 if kind != UNUSED:
                     bucket.hand_out(index, kind)
+                    self._note_complete(index)
         came = self._came
         self._close()
         if not self._arrangement.is_final and self.synchronize:
             self._arrange_as_they_came(came)
         if self.on_end is not None:
             self.on_end()
+
+    def _note_complete(self, index: int) -> None:
+        if index < len(self._parameters) and id(self._parameters[index]) in self._synchronized:
+            self._complete.add(index)
 
     def _close(self) -> None:
         for bucket in self._open or ():
@@ -300,12 +322,17 @@ class Reducer:
         self._arrangements[trained] = _Arrangement(buckets, is_final=True)
 
 
-def _listen(parameter: nn.Parameter, heard: Callable[[Any], None]) -> RemovableHandle:
-    """Call a function when a gradient is complete; torch refuses it for one that is frozen for now."""
+def _listen(
+    parameter: nn.Parameter, heard: Callable[[Any], None], *, before: bool = False
+) -> RemovableHandle:
+    """Call a function when a gradient is complete, or before something is added to it.
+
+    Torch refuses it for a parameter that is frozen for now.
+    """
     trained = parameter.requires_grad
     parameter.requires_grad_(True)
+    register = parameter.register_hook if before else parameter.register_post_accumulate_grad_hook
     try:
-        handle = parameter.register_post_accumulate_grad_hook(heard)  # type: ignore[no-untyped-call]
-        return cast("RemovableHandle", handle)
+        return cast("RemovableHandle", register(heard))
     finally:
         parameter.requires_grad_(trained)
