@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp
 from nnx.testing.conformance.bench import Bench
 from nnx.testing.conformance.check import check, expect
 from nnx.testing.conformance.checks.names.probing import in_training
+from nnx.testing.conformance.data import share_of
 from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.training import world_size
@@ -55,9 +56,13 @@ def broadcast(bench: Bench) -> None:
 
 @check()
 def reductions(bench: Bench) -> None:
-    """`trainer.strategy.reduce` gives the mean, sum, product, maximum or minimum over all ranks, on each."""
+    """`trainer.strategy.reduce` gives the mean, sum, product, maximum or minimum over all ranks, on each.
+
+    A sum or product counts each share of the data once, also where several ranks work on it.
+    """
     for size in bench.world_sizes:
-        column = torch.tensor([[rank + 1.0, -rank] for rank in range(size)])
+        outcomes = bench.run(_reduce, world_size=size)
+        column = torch.tensor([[share + 1.0, -share] for share in range(outcomes[0][0])])
         by_name = {
             "sum": column.sum(dim=0),
             "mean": column.mean(dim=0),
@@ -66,7 +71,7 @@ def reductions(bench: Bench) -> None:
             "min": column.min(dim=0).values,
             "product": column.prod(dim=0),
         }
-        for rank, reduced in enumerate(bench.run(_reduce, world_size=size)):
+        for rank, (_, reduced) in enumerate(outcomes):
             for operation, seen in reduced.items():
                 expected = by_name[operation.removeprefix("ReduceOp.").lower()].tolist()
                 expect(
@@ -144,18 +149,19 @@ def _broadcast(subject: Subject) -> list[tuple[str, list[float]]]:
     return in_training(subject, look)
 
 
-def _reduce(subject: Subject) -> dict[str, list[float]]:
+def _reduce(subject: Subject) -> tuple[int, dict[str, list[float]]]:
+    """Number of shares, and what values that differ between them become."""
     names = ("mean", "avg", "sum", "max", "min", "product")
     objects = {"SUM": ReduceOp.SUM, "MAX": ReduceOp.MAX, "MIN": ReduceOp.MIN, "PRODUCT": ReduceOp.PRODUCT}
     operations: dict[str, Any] = {name: name for name in names}
     operations |= {f"ReduceOp.{name}": operation for name, operation in objects.items()}
 
-    def look(trainer: Trainer, module: Plain) -> dict[str, list[float]]:
-        reduced = {}
+    def look(trainer: Trainer, module: Plain) -> tuple[int, dict[str, list[float]]]:
+        reduced, share = {}, share_of(trainer)
         for name, operation in operations.items():
-            own = torch.tensor([trainer.global_rank + 1.0, -trainer.global_rank], device=module.device)
+            own = torch.tensor([share["rank"] + 1.0, -share["rank"]], device=module.device)
             reduced[name] = _listed(trainer.strategy.reduce(own, reduce_op=operation))
-        return reduced
+        return share["num_replicas"], reduced
 
     return in_training(subject, look)
 

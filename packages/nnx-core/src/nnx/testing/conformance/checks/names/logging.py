@@ -11,6 +11,7 @@ from torchmetrics import MaxMetric, MeanMetric, Metric, SumMetric
 
 from nnx.testing.conformance.bench import Bench
 from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.data import share_of
 from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Task
@@ -21,27 +22,34 @@ _STEPS = 2
 
 @check()
 def logs_reduced(bench: Bench) -> None:
-    """`self.log(sync_dist=True)` gives the mean, sum, maximum or minimum over all ranks, on every rank."""
+    """`self.log(sync_dist=True)` gives the mean, sum, maximum or minimum over all ranks, on every rank.
+
+    A sum counts each share of the data once, also where several ranks work on it.
+    """
     for world_size in bench.world_sizes:
-        steps, ranks = range(1, _STEPS + 1), range(1, world_size + 1)
-        values = [step * rank for step in steps for rank in ranks]
-        weighted = sum(step * rank * rank for step in steps for rank in ranks) / sum(ranks) / _STEPS
-        expected = {
-            "mean": weighted,  # by batch size
-            "sum": sum(values),
-            "max": max(values),
-            "min": min(values),
-            "in_step": _STEPS * sum(ranks) / world_size,
-        }
         for rank, outcome in enumerate(bench.run_once(_logged, world_size=world_size)):
+            expected = _reduced(shares=int(outcome["shares"]))
             _expect_values(outcome, expected, where=f"rank {rank} of {world_size}, sync_dist=True")
+
+
+def _reduced(*, shares: int) -> dict[str, float]:
+    steps, sizes = range(1, _STEPS + 1), range(1, shares + 1)
+    values = [step * size for step in steps for size in sizes]
+    weighted = sum(step * size * size for step in steps for size in sizes) / sum(sizes) / _STEPS
+    return {
+        "mean": weighted,  # by batch size
+        "sum": sum(values),
+        "max": max(values),
+        "min": min(values),
+        "in_step": _STEPS * sum(sizes) / shares,
+    }
 
 
 @check()
 def logs_left_alone(bench: Bench) -> None:
     """`self.log(sync_dist=False)` keeps each rank's own value."""
     for rank, outcome in enumerate(bench.run_once(_logged)):
-        own = {"own": (rank + 1) * sum(range(1, _STEPS + 1))}
+        own = {"own": (outcome["share"] + 1) * sum(range(1, _STEPS + 1))}
         _expect_values(outcome, own, where=f"rank {rank}, sync_dist=False")
 
 
@@ -69,10 +77,11 @@ def _expect_values(seen: Mapping[str, float], expected: Mapping[str, float], *, 
 
 
 class _Logging(Plain):
-    """Logs a value that no two ranks share, from batches of sizes that no two ranks share."""
+    """Logs a value of its own for each share of the data, from batches of a size of their own."""
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        size = self.global_rank + 1
+        share = share_of(self.trainer)
+        size = share["rank"] + 1
         value = float(size * (index + 1))
         epoch: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": size}
         self.log("mean", value, sync_dist=True, **epoch)
@@ -80,6 +89,8 @@ class _Logging(Plain):
         self.log("max", value, sync_dist=True, reduce_fx="max", **epoch)
         self.log("min", value, sync_dist=True, reduce_fx="min", **epoch)
         self.log("own", value, sync_dist=False, reduce_fx="sum", **epoch)
+        self.log("share", float(share["rank"]), sync_dist=False, **epoch)
+        self.log("shares", float(share["num_replicas"]), sync_dist=False, **epoch)
         self.log("in_step", value, sync_dist=True, on_step=True, on_epoch=False)
         return super().training_step(batch, index)
 
