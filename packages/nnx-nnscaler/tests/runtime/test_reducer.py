@@ -178,7 +178,7 @@ def zero_on_one_rank_and_unused_on_the_other(module, x, step, rank, parameters):
     """A gradient of zeros, of either sign, is a gradient: weight decay and momentum act on it."""
     y = module["a"](x).sum()
     if rank == step % 2:
-        y = y + (0.0 * module["b"](x)).sum() + (-0.0 * module["c"](x)).sum()
+        y = y + (0.0 * module["b"](x)).sum() + (-0.0 * module["c"].bias).sum()
     y.backward()
 
 
