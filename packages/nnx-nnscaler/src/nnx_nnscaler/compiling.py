@@ -146,6 +146,7 @@ class Compiler:
             fixed_batch = fixed_batch or self.fixed_batch
             traced_from = {
                 "fingerprint": fingerprint(root, *call),
+                "hooked": _hooked(root),
                 "fixed_batch": fixed_batch,
                 "versions": _versions(),
             }
@@ -295,6 +296,12 @@ def _constant(item: object) -> object:
     if hasattr(item, "co_code"):
         return item.co_code
     return sorted(map(repr, item)) if isinstance(item, frozenset) else item
+
+
+def _hooked(root: nn.Module) -> list[str]:
+    """Submodules with hooks, which a program has to call as they are."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [name for name, module in root.named_modules() if name and any(vars(module)[k] for k in kinds)]
 
 
 def _layout_digest(layout: FixedLayout | None) -> str:
