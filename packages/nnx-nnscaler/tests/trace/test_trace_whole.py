@@ -18,7 +18,10 @@ from jobs.nnscaler_trace_models import (
     Twice,
     WithRecomputing,
 )
-from nnx_nnscaler.trace import TraceError, trace_forward
+from nnx_nnscaler.placement import S
+from nnx_nnscaler.runtime.layout import ParameterLayout
+from nnx_nnscaler.runtime.parameter import LocalPart, Part, guard
+from nnx_nnscaler.trace import TraceError, fingerprint, trace_forward
 
 
 @pytest.fixture(autouse=True)
@@ -291,3 +294,27 @@ def test_a_forward_that_fails_on_the_sample_says_where():
 
     with pytest.raises(TraceError, match=r"fails on the sample: .*|cannot be traced: .*"):
         trace_forward(Failing(), (torch.randn(4, 8),))
+
+
+class Unreachable:
+    """Collectives that no trace may call: it runs on one rank only."""
+
+    size, rank = 2, 0
+
+    def __getattr__(self, name):
+        raise AssertionError(f"a trace called {name}")
+
+
+@pytest.mark.parametrize("make", [Mlp, Mixture])
+def test_parameters_in_parts_are_traced_as_wholes_without_a_collective(make):
+    module = make()
+    expected = trace_forward(module, (torch.randn(4, 8),))
+    key = fingerprint(module, (torch.randn(4, 8),))
+    parameter = module.first.weight
+    layout = ParameterLayout(shape=tuple(parameter.shape), placement=S(0), unit_rank=0, unit_size=2)
+    parameter.data = parameter.data[: len(parameter) // 2].clone()
+    guard(Part(parameter, layout, unit=Unreachable(), source=LocalPart(parameter)))
+    graph = trace_forward(module, (torch.randn(4, 8),))
+    assert graph == expected
+    assert fingerprint(module, (torch.randn(4, 8),)) == key
+    assert module.first.weight is parameter

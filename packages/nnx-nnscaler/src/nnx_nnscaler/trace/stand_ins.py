@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 __all__ = ["can_run", "plain_parameters"]
 
+_PLAIN = (getattr(Tensor.__torch_function__, "__func__", None), nn.Parameter.__torch_function__)
+
 
 @contextmanager
 def plain_parameters(module: nn.Module) -> Iterator[torch.device | None]:
@@ -49,8 +51,9 @@ def can_run(module: nn.Module) -> bool:
 
 
 def _is_guarded(tensor: Tensor) -> bool:
-    plain = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
-    return type(tensor) not in (Tensor, nn.Parameter) and type(tensor).__torch_function__ not in plain
+    """Whether a tensor's class answers torch functions itself: what it shows may not be what it holds."""
+    own = type(tensor).__torch_function__
+    return getattr(own, "__func__", own) not in _PLAIN
 
 
 def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
