@@ -130,30 +130,27 @@ def mean_over_ranks(loss: Tensor) -> float:
     return mean.item()
 
 
-def make_trainer(strategy: Strategy, **more: Any) -> Trainer:
-    quiet = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
-    devices = dist.get_world_size() if dist.is_initialized() else int(more.pop("devices", 1))
-    settings = {"max_epochs": 1, "num_sanity_val_steps": 0, "limit_val_batches": 2, **quiet, **more}
+def make_trainer(strategy: Strategy, devices: int, **more: Any) -> Trainer:
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    limits = {"max_epochs": 1, "num_sanity_val_steps": 0, "limit_val_batches": 2, "limit_predict_batches": 2}
     return Trainer(
         strategy=make_strategy(*strategy),
         accelerator="cpu",
         devices=devices,
         use_distributed_sampler=False,
-        **settings,
+        **{**dict.fromkeys(quiet, False), **limits, **more},
     )
 
 
 def fit_and_evaluate(strategy: Strategy, devices: int) -> dict[str, list[float]]:
     """Fit, validate again with the same Trainer, and fit further with another: defects 1 and 2."""
     module = Small()
-    trainer = make_trainer(strategy, devices=devices)
+    trainer = make_trainer(strategy, devices)
     trainer.fit(module)
     at_the_end = list(module.validated)
     module.validated.clear()
     trainer.validate(module, verbose=False)
-    make_trainer(strategy, devices=devices).fit(module)
+    make_trainer(strategy, devices).fit(module)
     return {"end": at_the_end, "after": module.validated[:2], "losses": module.losses}
 
 
@@ -168,7 +165,7 @@ def losses_of(strategy: Strategy, devices: int, model: str = "Small", **settings
 
         settings["plugins"] = [nnx.CheckpointIO()]
     module = SMALL[model](**trained)
-    trainer = make_trainer(strategy, devices=devices, **settings)
+    trainer = make_trainer(strategy, devices, **settings)
     trainer.fit(module, ckpt_path=resume)
     if save:
         trainer.save_checkpoint(save, weights_only=weights_only)
@@ -202,7 +199,7 @@ def overflow_on_one_rank(strategy: Strategy, devices: int) -> tuple[list[float],
     noted = Inf(rank=1, step=1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     plugin = NnScalerPrecision("32-true", scaler)
-    trainer = make_trainer(strategy, devices=devices, callbacks=[noted], plugins=[plugin])
+    trainer = make_trainer(strategy, devices, callbacks=[noted], plugins=[plugin])
     trainer.fit(Small())
     (optimizer,) = trainer.optimizers
     return noted.scales, [float(state["step"]) for state in optimizer.state.values()]
@@ -213,10 +210,9 @@ def evaluate_only(strategy: Strategy, devices: int) -> dict[str, Any]:
     module = Small()
     module.dummy_forward_args_fn = lambda batch: {"x": batch[0]}
     module.train_dataloader = None
-    trainer = make_trainer(strategy, devices=devices)
-    loader = DataLoader(Rows(16, **getattr(trainer.strategy, "distributed_sampler_kwargs", {})), batch_size=None)
-    trainer.validate(module, loader, verbose=False)
-    predicted = trainer.predict(module, loader)
+    trainer = make_trainer(strategy, devices)
+    trainer.validate(module, verbose=False)
+    predicted = trainer.predict(module)
     return {"validated": module.validated, "shapes": [tuple(each.shape) for each in predicted]}
 
 

@@ -36,8 +36,10 @@ class Case:
 class Batches(Dataset[Batch]):
     """This rank's share of each global batch, in order."""
 
-    def __init__(self, batches: list[Batch], *, rank: int, num_replicas: int) -> None:
-        share = GLOBAL_BATCH // num_replicas
+    def __init__(
+        self, batches: list[Batch], *, rank: int, num_replicas: int, size: int = GLOBAL_BATCH
+    ) -> None:
+        share = size // num_replicas
         self.rows = slice(rank * share, (rank + 1) * share)
         self.batches = batches
 
@@ -315,7 +317,7 @@ MODELS: dict[str, Callable[[int], Model]] = {
 
 
 def losses_of(case: Case) -> tuple[list[float], list[float]]:
-    """Train a model; the losses of every step, and those of two batches that it is validated on at the end."""
+    """Train a model; the losses of every step, and those of two batches on which it is validated."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     module = MODELS[case.model](case.steps)
     trainer = Trainer(
