@@ -119,8 +119,7 @@ def test_training_equals_ddp_bit_for_bit(run, world_size, accumulates):
 
 def net(seed=0):
     torch.manual_seed(seed)
-    parts = {name: nn.Linear(6, 6, dtype=torch.float64) for name in ("a", "b", "c", "d")}
-    return nn.ModuleDict(parts)
+    return nn.ModuleDict({name: nn.Linear(6, 6, dtype=torch.float64) for name in "abcd"})
 
 
 def mean_over_ranks(gradients):

@@ -226,6 +226,23 @@ def test_gradients_in_rows_add_up(run):
     run(accumulate_rows)
 
 
+def gather_twice_for_one_backward():
+    ours = nn.ModuleList(nn.Linear(4, 4, bias=False, dtype=torch.float64) for _ in range(2))
+    plain = copy.deepcopy(ours)
+    parameters = rows_of_world(ours)  # both in one bucket
+    for module in (ours, plain):
+        x = torch.ones(2, 4, dtype=torch.float64)
+        y = module[0](x)
+        parameters.end_step()
+        (module[1](y) + 2 * module[0](x)).tanh().sum().backward()
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, parameters.layout(p).local_part(q.grad), rtol=1e-14, atol=0)
+
+
+def test_rows_gathered_twice_for_one_backward_get_both_gradients(run):
+    run(gather_twice_for_one_backward)
+
+
 def convert_rows():
     module = nn.Linear(4, 4)
     parameters = rows_of_world(module)
