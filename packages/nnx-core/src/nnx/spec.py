@@ -96,6 +96,7 @@ class Capabilities:
     sync_batchnorm: bool = _capability(
         True, "Trainer(sync_batchnorm=True) normalises over the batches of all ranks"
     )
+    leaves_no_files: bool = _capability(True, "a run that saves nothing leaves no file behind")
     submodule_hooks: bool = _capability(True, "hooks on submodules run in every step")
     manual_optimization: bool = _capability(True, "LightningModules with automatic_optimization=False")
     trainer: bool = _capability(True, "usable as Trainer(strategy=...)")

@@ -16,6 +16,7 @@ _PLANNED = Capabilities(
     activation_checkpointing=True,
     meta_initialization=True,
     needs_sample=True,
+    leaves_no_files=False,  # the generated code is for the user to read
 )
 _REPLICATED = replace(
     _PLANNED,
@@ -25,8 +26,15 @@ _REPLICATED = replace(
     tensor_parallel=False,
     activation_checkpointing=False,
     needs_sample=False,
+    leaves_no_files=True,
 )
-_IN_PARTS = replace(_PLANNED, tensor_parallel=False, activation_checkpointing=False, needs_sample=False)
+_IN_PARTS = replace(
+    _PLANNED,
+    tensor_parallel=False,
+    activation_checkpointing=False,
+    needs_sample=False,
+    leaves_no_files=True,
+)
 
 
 def _spec(

@@ -39,7 +39,7 @@ def no_threads(bench: Bench) -> None:
     _expect_no_growth(bench, "threads")
 
 
-@check()
+@check("leaves_no_files")
 def no_files(bench: Bench) -> None:
     """No file is left, neither in the working directory nor in that for temporary files."""
     for rank, files in enumerate(bench.run(files_left, str(bench.directory))):
