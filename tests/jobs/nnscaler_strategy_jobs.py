@@ -14,7 +14,7 @@ from nnx_nnscaler import ComputeConfig, NnScalerPrecision, NnScalerStrategy
 
 
 def trained_with_the_class(folder: str) -> tuple[list[float], str, bool]:
-    """Train as code for Microsoft's nnScaler does, save and merge; losses, precision, and is the file right."""
+    """Train as code for the original does, save and merge; losses, precision, and is the file right."""
     run = Run(steps=4)
     module = Net(run)
     strategy = NnScalerStrategy(
