@@ -30,7 +30,7 @@ def read_by_forward(root: nn.Module) -> list[tuple[dict[str, Any], str]]:
     """
     found = []
     for module in root.modules():
-        names = _names_in_forward(type(module))
+        names = _names_in_forward(type(module))  # type: ignore[arg-type] # mypy on hashes
         space, cls = vars(module), type(module)
         found += [(space, name) for name in names if _is_plain(space.get(name, getattr(cls, name, _NOTHING)))]
     return found

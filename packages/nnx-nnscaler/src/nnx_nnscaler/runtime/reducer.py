@@ -333,6 +333,6 @@ def _listen(
     parameter.requires_grad_(True)
     register = parameter.register_hook if before else parameter.register_post_accumulate_grad_hook
     try:
-        return cast("RemovableHandle", register(heard))
+        return cast("RemovableHandle", register(heard))  # type: ignore[no-untyped-call]
     finally:
         parameter.requires_grad_(trained)
