@@ -1,4 +1,4 @@
-"""Jobs that show whether a defect of Microsoft's integration is one here: what a user does, and what it gives.
+"""Jobs that show whether a defect of Microsoft's integration is one here.
 
 Each runs as the ranks of one training and returns plain data. The model is small on purpose, and its loss
 after a step tells one set of weights from another.

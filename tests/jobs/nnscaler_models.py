@@ -212,7 +212,7 @@ def _ids(generator: torch.Generator, length: int = 8) -> Tensor:
 
 
 def _padding(length: int = 8) -> Tensor:
-    """As many padded positions in each half and quarter of the batch, so that the mean of means is the mean."""
+    """As many padded positions for every rank, so that the mean of means is the mean."""
     lengths = [length, length - 2] * (GLOBAL_BATCH // 2)
     return torch.tensor([[1] * n + [0] * (length - n) for n in lengths])
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from jobs.training import MODELS, Run, digest_of, make_trainer
 from nnx.collective import all_gather_object, control_group
-from nnx.layout import shard_of
+from nnx.layout import Shard, shard_of
 
 
 @dataclass
@@ -42,12 +42,14 @@ class Snapshot(Callback):
 def exact_state(trainer: Trainer, module: LightningModule) -> tuple[str, str]:
     """Hashes of all weights and of all optimizer state, complete, by name; collective."""
     names = {parameter: name for name, parameter in module.named_parameters()}
-    weights = dict(module.state_dict())
-    state: dict[str, torch.Tensor] = {}
+    weights = {name: _shard_or_whole(value) for name, value in module.state_dict().items()}
+    backend = getattr(trainer.strategy, "backend", None)
+    state: dict[str, Shard | torch.Tensor] = {}
     for index, optimizer in enumerate(trainer.optimizers):
         for parameter, entries in optimizer.state.items():
             for key, value in entries.items():
-                state[f"{index}.{names[parameter]}.{key}"] = value
+                shard = backend and backend.shard(value, parameter=parameter)
+                state[f"{index}.{names[parameter]}.{key}"] = shard or _shard_or_whole(value)
         for number, group in enumerate(optimizer.param_groups):
             for key in ("lr", "weight_decay", "betas", "momentum"):
                 if key in group:
@@ -56,19 +58,23 @@ def exact_state(trainer: Trainer, module: LightningModule) -> tuple[str, str]:
     return digest_of(complete["weights"]), digest_of(complete["state"])
 
 
-def gather_all(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+def _shard_or_whole(value: torch.Tensor) -> Shard | torch.Tensor:
+    return shard_of(value) if isinstance(value, DTensor) else value
+
+
+def gather_all(tensors: dict[str, dict[str, Shard | torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
     """Every tensor complete on every rank, in one collective: many small ones take most of a cell's time."""
     mine = {
-        (kind, name): (shard.boxes, shard.data)
+        (kind, name): (value.boxes, value.data)
         for kind, values in tensors.items()
         for name, value in values.items()
-        if isinstance(value, DTensor)
-        for shard in [shard_of(value)]
+        if isinstance(value, Shard)
     }
     parts = all_gather_object(mine, control_group())
-    complete = {kind: dict(values) for kind, values in tensors.items()}
+    complete: dict[str, dict[str, Any]] = {kind: dict(values) for kind, values in tensors.items()}
     for kind, name in mine:
-        full = torch.empty(tuple(tensors[kind][name].shape), dtype=tensors[kind][name].dtype)
+        shard = tensors[kind][name]
+        full = torch.empty(tuple(shard.shape), dtype=shard.dtype)
         for part in parts:
             for box, piece in zip(*part[kind, name], strict=True):
                 full[box.slices] = piece

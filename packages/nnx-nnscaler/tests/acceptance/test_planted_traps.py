@@ -1,4 +1,4 @@
-"""What tracing loses or mistakes without a word is right here: the last check of the compiler's acceptance."""
+"""What tracing loses or mistakes without a word is right here."""
 
 from __future__ import annotations
 
