@@ -65,7 +65,7 @@ def make_programs(
         call = first_call(module, sample)
     communicator = GroupCommunicator(axes.unit)
     costs = CostModel(master_bytes=4 if options.fp32_masters else 0)
-    if not isinstance(options.policy, str) or options.policy == "autodist":
+    if axes.unit_size > 1:  # else there is nothing to choose
         hardware = calibrated(communicator, context.device, group=control_group())
         costs = replace(costs, hardware=hardware)
     programs = Programs(
@@ -109,7 +109,6 @@ def _compiler(
         "use_zero": axes.part_size > 1,
         "memory_limit": options.memory_limit,
         "constraints": dict(options.constraints or {}),
-        "recompute": list(options.recompute or ()),
         "compute_config": {key: repr(value) for key, value in options.config.as_dict().items()},
     }
     return Compiler(

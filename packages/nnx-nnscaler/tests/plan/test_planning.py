@@ -19,6 +19,7 @@ from nnx_nnscaler.placement import R, S
 from nnx_nnscaler.plan.conversion import Use, conversion, uses_of
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.plan.program_plan import ProgramPlan, Strategy
+from nnx_nnscaler.rules.rule import replicate
 
 BIG = mlp(4096, 64, 256)
 """Its fastest plan splits the batch and keeps the parameters whole."""
@@ -127,6 +128,28 @@ def test_results_of_an_operator_with_several_come_as_it_makes_them() -> None:
     assert plan.choices["part0"] == Strategy("getitem", (S(1),), (S(1),))
     assert plan.choices["part2"] == Strategy("getitem", (R,), (R,))
     assert list(plan.choices) == [op.name for op in make.graph.ops]
+
+
+def test_a_submodule_kept_whole_may_return_anything_nested() -> None:
+    """A dict, a tuple with a tuple inside, one tensor: all of it is replicated, whatever follows."""
+    make = GraphMaker(8)
+    hidden = make.linear("lin", make.input("x", 64), 96)
+    rows, number = TensorMeta((make.batch, 96), "float32", True), TensorMeta((), "float32", True)
+    ops = make.graph.ops
+    ops.append(Op("whole", "module", (hidden,), {}, (rows, None), "expert"))
+    ops.append(Op("out", "getitem", (Ref("whole"), "out"), {}, rows))
+    ops.append(Op("more", "getitem", (Ref("whole"), 1), {}, (None, number)))
+    ops.append(Op("more_1", "getitem", (Ref("more"), 1), {}, number))
+
+    def rules(op: Op, graph: Graph, size: int) -> list[Strategy]:
+        return [replicate(op)] if op.target == "module" else strategies_of(op, graph, size)
+
+    graph = make.finish(make.mean("loss", make.relu("act", Ref("out"))), Ref("more_1"))
+    for limit in (None, 1 << 30):
+        plan = plan_program(graph, size=2, policy="tp", strategies_of=rules, memory_limit=limit)
+        assert list(plan.choices) == [op.name for op in ops]
+        assert plan.choices["out"] == plan.choices["more_1"] == Strategy("getitem", (R,), (R,))
+        assert plan.choices["lin"].name == "column"
 
 
 @st.composite

@@ -1,7 +1,8 @@
 """How values flow through a graph: who makes a value, who uses it, and which operators repeat.
 
 Operators that only pick a result of another one (``getitem``) vanish here: what they name is a result of that
-operator.
+operator. Results of submodules that are kept whole are values of their own, replicated like inputs: what such a
+submodule returns may be nested in any way.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Flow:
 
     Attributes:
         ops: The operators that choose a strategy, in order.
-        picks: For every getitem, the result that it names.
+        picks: For every getitem of an operator, the result that it names.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -51,10 +52,10 @@ class Flow:
         self.ops: dict[str, Op] = {}
         self.picks: dict[str, Source] = {}
         for op in graph.ops:
-            if op.target == "getitem":
-                self.picks[op.name] = _picked(op, self.ops)
-            else:
+            if op.target != "getitem":
                 self.ops[op.name] = op
+            elif (producer := self.ops.get(op.args[0].name)) and producer.target != "module":
+                self.picks[op.name] = _picked(op, producer)
         self.parameters = set(graph.parameters)
         self._values: dict[str, list[Consumer]] = {}
 
@@ -105,12 +106,11 @@ class Flow:
         }
 
 
-def _picked(op: Op, ops: dict[str, Op]) -> Source:
-    source, index = op.args
-    results = ops[source.name].output
+def _picked(op: Op, producer: Op) -> Source:
+    results, index = producer.output, op.args[1]
     if not isinstance(results, tuple):
-        return Source(source.name)
-    return Source(source.name, sum(meta is not None for meta in results[:index]))
+        return Source(producer.name)
+    return Source(producer.name, sum(meta is not None for meta in results[:index]))
 
 
 def signature(op: Op, graph: Graph) -> str:

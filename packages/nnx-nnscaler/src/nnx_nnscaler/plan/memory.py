@@ -72,7 +72,7 @@ class _Step:
                 made.append(tensor)
             if position in saved.operands:
                 kept.add(tensor)
-        if base_name(op) not in ALIASES:
+        if base_name(op) not in ALIASES and not (op.target == "module" and isinstance(op.output, tuple)):
             for name, local, placement in zip(
                 self._results(op.name), outputs, strategy.outputs, strict=False
             ):
