@@ -84,6 +84,19 @@ def test_running_statistics_stay_operators_on_their_buffers():
     assert "aten.add_.Tensor" not in targets(trace_forward(Cnn().eval(), (torch.randn(4, 3, 8, 8),)))
 
 
+def test_statistics_are_updated_also_where_the_normalized_value_is_not_used():
+    class Watching(Cnn):
+        def forward(self, image):
+            x = self.conv(image)
+            self.norm(x)
+            return x
+
+    module, image = Watching(), torch.randn(4, 3, 8, 8)
+    graph = trace_forward(module, (image,))
+    assert "aten.batch_norm.default" in targets(graph)
+    check_graph(graph, module, (image,))
+
+
 def test_an_activation_in_place_becomes_a_value_of_its_own():
     graph = trace_forward(Cnn(), (torch.randn(4, 3, 8, 8),))
     assert "aten.relu.default" in targets(graph)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,8 +127,6 @@ def _fields(value: Any) -> dict[str, Any]:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return dict(zip(value._fields, value, strict=True))
     if dataclasses.is_dataclass(type(value)):
-        if isinstance(value, Mapping):  # transformers.ModelOutput: what is None is no key
-            return dict(value)
         fields = dataclasses.fields(value)
         if all(field.init for field in fields):
             return {field.name: getattr(value, field.name) for field in fields}
