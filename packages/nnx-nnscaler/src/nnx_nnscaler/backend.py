@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from nnx import random_state
 from nnx.backend import Backend, ParallelContext, Sample
-from nnx.errors import UnsupportedError
+from nnx.errors import OptionError, UnsupportedError
 from nnx.gradients import Gradient
 from nnx.layout import Shard, shard_of
 from nnx.state import ModelState, OptimizerState
@@ -57,6 +57,11 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         unit_size = self.options.unit_size(
             world_size=context.world_size, local_world_size=context.local_world_size
         )
+        if unit_size == 1 and self.options.recompute and context.world_size > 1:
+            raise OptionError(
+                "recompute has no effect with units of one rank, which run the module's own forward.",
+                remedy="Set plan_ngpus to 2 or more, or use torch.utils.checkpoint in the model.",
+            )
         part_size = self.options.zero_size(units=context.world_size // unit_size)
         self.axes = make_axes(
             rank=context.rank, world_size=context.world_size, unit_size=unit_size, part_size=part_size

@@ -89,9 +89,9 @@ class ComputeConfig:
     use_end2end: bool = option(
         False, help="Refused: it is for pipelines; forward may return anything here.", types=(bool,)
     )
-    use_async_reducer: bool | None = option(
-        None,
-        help="Reduce gradients while backward runs, which is the default; False reduces them after it.",
+    use_async_reducer: bool = option(
+        False,
+        help="Accepted: gradients are always reduced while backward runs, with the same numbers.",
         types=(bool,),
     )
     reducer_bucket_cap_mb: float | None = option(

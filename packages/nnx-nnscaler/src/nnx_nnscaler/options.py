@@ -87,10 +87,10 @@ class NnScalerOptions:
     )
     load_plan: str | None = option(None, help="Run the plan in this file; nothing is planned.", types=(str,))
     save_plan: str | None = option(None, help="Write the plan to this file as well.", types=(str,))
-    verify: bool | None = option(
-        None,
-        help="Compare every program with the module's own forward on the traced inputs before it is used; by "
-        "default for small models.",
+    verify: bool = option(
+        False,
+        help="Compare every program with the module's own forward and backward on the traced inputs before "
+        "it is used; takes time, and memory for a copy of the model for each rank of a unit.",
         types=(bool,),
     )
 

@@ -141,6 +141,29 @@ def test_an_optimizer_that_is_not_elementwise_is_refused_in_parts_and_trains_who
         assert outcome.losses == pytest.approx(expected.losses, abs=1e-5)
 
 
+def test_recomputing_is_refused_where_no_program_could_do_it(pool: WorkerPool):
+    run = Run(strategy="nnscaler_dp", options={"recompute": "blocks.*"}, steps=1)
+    with pytest.raises(JobError, match=r"recompute has no effect with units of one rank"):
+        pool.run(train, run, world_size=2)
+
+
+@pytest.mark.parametrize("policy", ["tp", "data", "autodist"])
+def test_planned_recomputed_verified_and_saved_plans_train_like_one_process(
+    pool: WorkerPool, tmp_path: Path, policy: str
+):
+    plan = str(tmp_path / "plan.json")
+    options = {"gen_savedir": str(tmp_path), "policy": policy, "verify": True, "save_plan": plan}
+    run = Run(strategy="nnscaler", options=options, steps=4, groups=2, clip=0.05)
+    expected = pool.run(train, replace(run, strategy="auto", options={}, devices=1), world_size=1)[0]
+    options = {**options, "recompute": "blocks.*"}
+    loaded = {"gen_savedir": str(tmp_path / "other"), "load_plan": plan}
+    for chosen in (options, loaded):
+        for outcome in pool.run(train, replace(run, options=chosen), world_size=2):
+            assert outcome.losses == pytest.approx(expected.losses, abs=1e-5)
+    with pytest.raises(JobError, match=r"is for 2 ranks .* and 4 are running"):
+        pool.run(train, replace(run, options=loaded, devices=4), world_size=4)
+
+
 def test_a_world_that_the_plan_is_not_for_is_refused(pool: WorkerPool):
     options = {"compute_config": {"plan_ngpus": 2, "runtime_ngpus": 8}}
     with pytest.raises(JobError, match=r"runtime_ngpus=8, but 2 ranks are running"):
