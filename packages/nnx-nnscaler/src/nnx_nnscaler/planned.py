@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,10 +63,8 @@ def make_programs(
     with together(control_group(), doing="looking for example inputs"):
         call = first_call(module, sample)
     communicator = GroupCommunicator(axes.unit)
-    costs = CostModel(master_bytes=4 if options.fp32_masters else 0)
-    if axes.unit_size > 1:  # else there is nothing to choose
-        hardware = calibrated(communicator, context.device, group=control_group())
-        costs = replace(costs, hardware=hardware)
+    hardware = calibrated(communicator, context.device, group=control_group())
+    costs = CostModel(hardware=hardware, master_bytes=4 if options.fp32_masters else 0)
     programs = Programs(
         call.module,
         compiler=_compiler(call.module, options, axes, context.device, costs),

@@ -1,8 +1,8 @@
 """How values flow through a graph: who makes a value, who uses it, and which operators repeat.
 
 Operators that only pick a result of another one (``getitem``) vanish here: what they name is a result of that
-operator. Results of submodules that are kept whole are values of their own, replicated like inputs: what such a
-submodule returns may be nested in any way.
+operator. Results of submodules that are kept whole are values of their own, replicated like inputs: what such
+a submodule returns may be nested in any way.
 """
 
 from __future__ import annotations
