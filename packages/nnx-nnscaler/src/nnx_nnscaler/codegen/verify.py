@@ -28,7 +28,7 @@ from nnx_nnscaler.rules.rule import replicate
 from nnx_nnscaler.runtime.communicator import Communicator, run_as_ranks
 from nnx_nnscaler.runtime.conversions import Conversions
 
-__all__ = ["Parity", "Run", "check_parity", "compare", "replicated_plan", "run_ranks"]
+__all__ = ["Parity", "Run", "check_parity", "compare", "precise", "replicated_plan", "run_ranks"]
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -97,7 +97,7 @@ def check_parity(
 
     module = copy.deepcopy(module).to(dtype)
     sample = _converted((tuple(args), dict(kwargs or {})), dtype)
-    with _precision(dtype):
+    with precise(dtype):
         graph = trace_forward(module, *sample)
     if policy is not None:
         from nnx_nnscaler.plan.planning import plan_program
@@ -128,7 +128,7 @@ def compare(
 ) -> Parity:
     """Run one program and the module itself on the same call, and compare."""
     source = emit(graph, plan, recompute=recompute)
-    with _precision(next((p.dtype for p in module.parameters()), torch.float32)):
+    with precise(next((p.dtype for p in module.parameters()), torch.float32)):
         expected = _run_module(copy.deepcopy(module), call, seed)
     found = run_ranks(source, graph, plan, module, call, seed=seed)
     errors = {
@@ -220,7 +220,8 @@ def _part(runtime: Conversions, parameter: Tensor, stored: Placement) -> nn.Para
     return nn.Parameter(data.clone(), requires_grad=parameter.requires_grad)
 
 
-def _precision(dtype: torch.dtype) -> AbstractContextManager[Any]:
+def precise(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """With float64, a context in which code that asks for float32 computes in float64 as well."""
     return _Precise() if dtype == torch.float64 else nullcontext()
 
 
