@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,8 +28,10 @@ from nnx_nnscaler.codegen.store import Entry, Store, key_of
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.placement import Placement
 from nnx_nnscaler.plan.program_plan import ProgramPlan
+from nnx_nnscaler.rules.unsupported import unsupported_message
 from nnx_nnscaler.trace import trace_forward
 from nnx_nnscaler.trace.fingerprint import fingerprint
+from nnx_nnscaler.trace.guard import hooks_of_the_user
 from nnx_nnscaler.trace.serialize import graph_from_json, graph_to_json
 
 __all__ = ["Compiled", "Compiler", "FixedLayout", "ModelCall", "Planner", "code_digest", "compile_together"]
@@ -121,6 +122,7 @@ class Compiler:
     fixed_batch: bool = False
     recompute: tuple[str, ...] = ()
     check: Callable[[nn.Module, Graph, ProgramPlan, ModelCall], None] | None = None
+    _told: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def compile(
         self,
@@ -142,24 +144,24 @@ class Compiler:
             UnsupportedError: The forward cannot be traced.
             PlanError: No plan fits, or what the store holds is broken.
         """
-        with whole_shapes(root):
-            fixed_batch = fixed_batch or self.fixed_batch
-            traced_from = {
-                "fingerprint": fingerprint(root, *call),
-                "hooked": _hooked(root),
-                "fixed_batch": fixed_batch,
-                "versions": _versions(),
-            }
-            made_from = {**traced_from, **self.identity, "size": self.size}
-            made_from |= {"layout": _layout_digest(layout), "recompute": list(self.recompute)}
-            key = key_of(made_from)
-            kept = self._kept(key)
-            if kept is not None and self.store is not None:
-                log.info("the program in %s is used again", self.store.path(key))
-                return kept, self.store.path(key)
-            entry = self._make(root, call, layout, traced_from, fixed_batch)
-            path = None if self.store is None else self.store.write(key, entry, made_from)
-            return entry, path
+        fixed_batch = fixed_batch or self.fixed_batch
+        traced_from = {
+            "fingerprint": fingerprint(root, *call),
+            "gradients": torch.is_grad_enabled(),
+            "hooked": _hooked(root),
+            "fixed_batch": fixed_batch,
+            "versions": _versions(),
+        }
+        made_from = {**traced_from, **self.identity, "size": self.size}
+        made_from |= {"layout": _layout_digest(layout), "recompute": list(self.recompute)}
+        key = key_of(made_from)
+        kept = self._kept(key)
+        if kept is not None and self.store is not None:
+            log.info("the program in %s is used again", self.store.path(key))
+            return kept, self.store.path(key)
+        entry = self._make(root, call, layout, traced_from, fixed_batch)
+        path = None if self.store is None else self.store.write(key, entry, made_from)
+        return entry, path
 
     def _kept(self, key: str) -> Entry | None:
         """What the store holds under a key, as far as it may be used."""
@@ -188,10 +190,18 @@ class Compiler:
         else:
             graph = graph_from_json(text)
         plan = self.planner(graph, layout)
+        self._tell_unsupported(graph)
         if self.check is not None and layout is None:
             self.check(root, graph, plan, call)
         source = emit(graph, plan, title=_title(root), recompute=self.recompute)
         return Entry(source=source, plan=plan_to_text(plan), graph=text)
+
+    def _tell_unsupported(self, graph: Graph) -> None:
+        """Say once which operators nobody knows how to split."""
+        message = unsupported_message(graph, self.size) if self.size > 1 else ""
+        if message and message not in self._told:
+            log.warning(message)
+        self._told.add(message)
 
 
 def compile_together(
@@ -224,23 +234,24 @@ def compile_together(
     with together(group, doing="compiling the forward"):
         if group is None or dist.get_rank(group) == 0:
             made = compiler.compile(root, call, layout=layout, fixed_batch=fixed_batch)
-    entry, path = _from_first(made, group)
-    assert entry is not None
+    found = _from_first(made, group)
+    assert found is not None  # or its error had been raised
+    entry, path = found
     return Compiled.load(entry, path, device)
 
 
 def _check_agreement(root: nn.Module, group: dist.ProcessGroup | None) -> None:
     """All ranks must have the same module, or their collectives would not match."""
     mine = ""
-    with together(group, doing="reading the module"), whole_shapes(root):
-        mine = fingerprint(root, (), {})
+    with together(group, doing="reading the module"):
+        mine = f"{fingerprint(root, (), {})} {torch.is_grad_enabled()}"
     prints = all_gather_object(mine, group)
     others = [rank for rank, other in enumerate(prints) if other != prints[0]]
     if others:
         raise PlanError(
             f"{type(root).__name__} is not the same on all ranks: rank 0 has another one than "
             f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))} (code, shapes, "
-            "requires_grad or training flags differ).",
+            "requires_grad, training flags or grad mode differ).",
             remedy="Build the same module on every rank.",
         )
 
@@ -251,33 +262,6 @@ def _from_first(value: T, group: dist.ProcessGroup | None) -> T:
     values = [value]
     dist.broadcast_object_list(values, group_src=0, group=group)
     return values[0]
-
-
-@contextmanager
-def whole_shapes(root: nn.Module) -> Iterator[None]:
-    """Let every parameter that lies in parts look like the whole one, for code that follows shapes only.
-
-    The stand-ins hold no meaningful values, and on CPU no memory that is touched.
-    """
-    swapped: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-    stand_ins: dict[int, nn.Parameter] = {}
-    for module in root.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and type(parameter) is not nn.Parameter:
-                swapped.append((module._parameters, name, parameter))
-                stand_ins.setdefault(id(parameter), _stand_in(parameter))
-    try:
-        for owner, name, parameter in swapped:
-            owner[name] = stand_ins[id(parameter)]
-        yield
-    finally:
-        for owner, name, parameter in swapped:
-            owner[name] = parameter
-
-
-def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
 def code_digest(function: Callable[..., Any]) -> str:
@@ -300,8 +284,7 @@ def _constant(item: object) -> object:
 
 def _hooked(root: nn.Module) -> list[str]:
     """Submodules with hooks, which a program has to call as they are."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [name for name, module in root.named_modules() if name and any(vars(module)[k] for k in kinds)]
+    return [name for name, module in root.named_modules() if name and hooks_of_the_user(module)]
 
 
 def _layout_digest(layout: FixedLayout | None) -> str:

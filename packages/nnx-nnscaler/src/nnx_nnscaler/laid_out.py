@@ -67,7 +67,7 @@ class LaidOut:
             self.programs = make_programs(
                 module, sample, axes=axes, context=context, options=options, local=self._local_mode
             )
-        if self.programs is not None and self.programs.layout is not None:
+        if self.programs is not None:
             prefix = _prefix(module, self.programs.root)
             stored = {prefix + name: place for name, place in self.programs.layout.stored.items()}
             synchronized = frozenset(prefix + name for name in self.programs.layout.synchronized)

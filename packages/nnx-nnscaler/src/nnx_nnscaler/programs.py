@@ -28,12 +28,14 @@ from nnx_nnscaler.attributes import read_by_forward
 from nnx_nnscaler.codegen.variant import Variant
 from nnx_nnscaler.compiling import Compiled, Compiler, FixedLayout, ModelCall, compile_together
 from nnx_nnscaler.runtime.runtime import Runtime
+from nnx_nnscaler.trace.inputs import is_constant
 
 __all__ = ["Programs"]
 
 log = logging.getLogger("nnx.nnscaler")
 
 _UNSET = ("an attribute that has its class's value",)
+_NO_KEY = "an argument of the forward is neither a tensor nor a plain value"
 MOST_VARIANTS = 8
 """Programs of one module; a call that looks like none of them runs whole from then on."""
 
@@ -65,8 +67,9 @@ class Programs:
         local: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.root = root
-        self.layout: FixedLayout | None = None
+        self.layout = FixedLayout({}, frozenset())
         self.causes: list[str] = []
+        self._said: set[str] = set()
         self._compiler = compiler
         self._runtime = runtime
         self._device = device
@@ -93,12 +96,16 @@ class Programs:
 
         Returns:
             The program, whose plan says how parameters have to lie; None where the forward cannot be traced,
-            so that every call will run whole.
+            so that such calls will run whole, and parameters stay so.
         """
         call = self._bound(call)
-        key, tensors = self._key(call)
         try:
-            compiled = self._compile(call, self._world, fixed_batch=_is_single(tensors))
+            key, tensors = self._key(call)
+        except TypeError:
+            self._warn(_NO_KEY)
+            return None
+        try:
+            compiled = self._compile(call, self._world, fixed_batch=_is_single(tensors), layout=None)
         except UnsupportedError as error:
             self._refused[key] = str(error)
             self._warn(str(error))
@@ -149,15 +156,14 @@ class Programs:
             key, tensors = self._key(call)
             variants = self._variants.get(key, ())
         except TypeError:
-            self._warn("an argument of the forward is neither a tensor nor a plain value")
+            self._warn(_NO_KEY)
             return None, []
-        for variant in variants:
-            if variant.shapes_fit(tensors):
-                hindrance = variant.hindrance(tensors)
-                if hindrance:
-                    self._warn(hindrance)
-                return None if hindrance else variant, tensors
-        return self._compiled_for(key, call), tensors
+        fitting = (variant for variant in variants if variant.shapes_fit(tensors))
+        found = next(fitting, None) or self._compiled_for(key, call)
+        hindrance = "" if found is None else found.hindrance(tensors)
+        if hindrance:
+            self._warn(hindrance)
+        return None if hindrance else found, tensors
 
     def _compiled_for(self, key: Any, call: ModelCall) -> Variant | None:
         """A program for a call that none fits, compiled now; None where there can be none."""
@@ -166,13 +172,21 @@ class Programs:
             cause = f"{MOST_VARIANTS} programs exist already, and none fits"
         if cause is None:
             try:
-                return self._keep(key, self._compile(call, self._unit, fixed_batch=False))
+                compiled = self._compile(call, self._unit, fixed_batch=False, layout=self.layout)
+                return self._keep(key, compiled)
             except UnsupportedError as error:
                 cause = self._refused[key] = str(error)
         self._warn(cause)
         return None
 
-    def _compile(self, call: ModelCall, group: dist.ProcessGroup | None, *, fixed_batch: bool) -> Compiled:
+    def _compile(
+        self,
+        call: ModelCall,
+        group: dist.ProcessGroup | None,
+        *,
+        fixed_batch: bool,
+        layout: FixedLayout | None,
+    ) -> Compiled:
         with self._own_forward():
             return compile_together(
                 self._compiler,
@@ -180,11 +194,16 @@ class Programs:
                 call,
                 group=group,
                 device=self._device,
-                layout=self.layout,
+                layout=layout,
                 fixed_batch=fixed_batch,
             )
 
     def _keep(self, key: Any, compiled: Compiled) -> Variant:
+        name = type(self.root).__name__
+        for fqn, reason in compiled.graph.kept.items():
+            self._say(f"{fqn} of {name} runs whole on every rank of its unit: {reason}")
+        for note in compiled.graph.notes:
+            self._say(f"{name}: {note}")
         variant = Variant(compiled, number=len(self.variants))
         self._variants.setdefault(key, []).append(variant)
         return variant
@@ -213,7 +232,11 @@ class Programs:
         return ModelCall(bound.args, bound.kwargs)
 
     def _key(self, call: ModelCall) -> tuple[Any, list[Tensor]]:
-        """What a call looks like but for its sizes, and its tensors."""
+        """What a call looks like but for its sizes, and its tensors.
+
+        Raises:
+            TypeError: An argument is something else than a tensor, a plain value or a container of them.
+        """
         leaves, spec = tree_flatten((call.args, call.kwargs))
         tensors: list[Tensor] = []
         looks: list[Any] = []
@@ -221,9 +244,11 @@ class Programs:
             if isinstance(leaf, Tensor):
                 tensors.append(leaf)
                 looks.append((leaf.dtype, leaf.ndim, leaf.requires_grad))
-            else:
+            elif is_constant(leaf):
                 looks.append((type(leaf), leaf))
-        key = (spec, tuple(looks), self._tree.state())
+            else:
+                raise TypeError(f"a program cannot be told from another by a {type(leaf).__name__}")
+        key = (spec, tuple(looks), torch.is_grad_enabled(), self._tree.state())
         hash(key)
         return key, tensors
 
@@ -231,12 +256,14 @@ class Programs:
         if cause in self.causes:
             return
         self.causes.append(cause)
-        if self._runtime.rank == 0:
-            log.warning(
-                "%s runs whole on every rank of its unit, which is right but slower: %s",
-                type(self.root).__name__,
-                cause,
-            )
+        name = type(self.root).__name__
+        self._say(f"{name} runs whole on every rank of its unit, which is right but slower: {cause}")
+
+    def _say(self, text: str) -> None:
+        """Tell the user once."""
+        if text not in self._said and self._runtime.rank == 0:
+            log.warning(text)
+        self._said.add(text)
 
 
 class _Forward:

@@ -112,11 +112,11 @@ def test_a_checkpoint_in_the_root_is_refused():
         trace_forward(WithRecomputing().block, (torch.randn(4, 8),))
 
 
-def test_a_submodule_with_hooks_is_kept_and_its_hooks_run():
+def test_a_submodule_with_hooks_is_kept_and_its_hooks_do_not_run_in_a_trace():
     module, seen = Mlp(), []
     module.second.register_forward_hook(lambda _, args, result: seen.append(type(result)))
     graph = trace_forward(module, (torch.randn(4, 8),))
-    assert set(seen) == {torch.Tensor}
+    assert not seen  # a trace is no call
     assert graph.kept == {"second": "it has forward or backward hooks"}
     seen.clear()
     check_graph(graph, module, (torch.randn(3, 8),))

@@ -33,7 +33,8 @@ class Variant:
 
     def __post_init__(self) -> None:
         graph = self.compiled.graph
-        self._fits = _function(graph, " and ".join(_shape_conditions(graph)) or "True")
+        fitting = [*_shape_conditions(graph), *(f"({guard})" for guard in graph.guards)]
+        self._fits = _function(graph, " and ".join(fitting) or "True")
         conditions = [
             (f"{symbol} >= 2", f"its {symbol} is {{{symbol}}}, a size of 1") for symbol in graph.symbols
         ]
@@ -41,12 +42,11 @@ class Variant:
             (f"({size}) % {number} == 0", f"{size} = {{{size}}} is not a multiple of {number}")
             for size, number in self.compiled.plan.divisible
         ]
-        conditions += [(guard, f"it was traced for {guard}") for guard in graph.guards]
         reasons = "".join(f"f{text!r} if not ({condition}) else " for condition, text in conditions)
         self._hindrance = _function(graph, f"{reasons}''")
 
     def shapes_fit(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether tensors have the program's sizes, whatever the value of its symbols."""
+        """Whether tensors have the program's sizes, and its symbols values that it was traced for."""
         return self._fits(*[tensor.shape for tensor in tensors])
 
     def hindrance(self, tensors: Sequence[Tensor]) -> str:

@@ -97,6 +97,8 @@ def _may_try(op: Op, metas: Sequence[TensorMeta]) -> bool:
     if operator is None or op.context or not 0 < len(metas) <= _MOST_OPERANDS or not outputs_of(op):
         return False
     schema = operator._schema
+    if _is_internal(op.target):
+        return False
     if schema.is_mutable or _RANDOM & set(operator.tags) or op.target.startswith("prim"):
         return False
     # Indexing is told to have results of any shape, but that is only so with masks.
@@ -108,6 +110,15 @@ def _may_try(op: Op, metas: Sequence[TensorMeta]) -> bool:
     # The kernel of somebody's own operator need not check that indices are within range.
     indices = any(_is_integer(meta) for meta in metas)
     return op.target.startswith("aten.") or not indices
+
+
+def _is_internal(target: str) -> bool:
+    """Whether only torch itself calls an operator: its kernel may trust the shapes that it is given.
+
+    `aten._weight_norm` writes past the end of its result where they do not belong together.
+    """
+    name = target.partition(".")[2]
+    return target.startswith("aten.") and name.startswith("_") and not name.startswith("__")
 
 
 def _known(key: dict[str, object], op: Op, metas: Sequence[TensorMeta], run: Run) -> list[Strategy]:

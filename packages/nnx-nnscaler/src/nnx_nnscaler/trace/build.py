@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from nnx_nnscaler.ir import Argument, Code, Graph, Input, Op, Ref, TensorMeta, refs_in
 from nnx_nnscaler.trace.blame import Blame, source_of
 from nnx_nnscaler.trace.export import PREFIX, Exported
+from nnx_nnscaler.trace.guard import is_collective
 from nnx_nnscaler.trace.inputs import Names
 from nnx_nnscaler.trace.module_calls import add_module_call
 from nnx_nnscaler.trace.operators import (
@@ -78,7 +79,8 @@ class Builder:
         self.inputs = exported.inputs
         program = exported.program
         self.placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
-        self.steps, self.returned = _flat(program.graph_module)
+        self.gradients = exported.gradients
+        self.steps, self.returned = _flat(program.graph_module, frozen=not self.gradients)
         self.names = Names(self.inputs.names)
         leaves = [
             node.meta["val"]
@@ -166,7 +168,7 @@ class Builder:
     def _declare(self, value: Ref, node: fx.Node, *, differentiable: bool) -> None:
         tensor = tensor_of(node)
         if tensor is not None:
-            follows = differentiable and is_float(tensor)
+            follows = differentiable and self.gradients and is_float(tensor)
             self.graph.metas[value.name] = self.sizes.meta(tensor, differentiable=follows)
             self.differentiable |= {value.name} if follows else set()
 
@@ -194,6 +196,10 @@ class Builder:
     def _step(self, step: Step) -> None:
         if is_check(step):
             return
+        if not (step.frozen or self.gradients):
+            raise UntraceableError([_blame(step, "it records gradients where its caller does not")])
+        if is_collective(step.target):
+            raise UntraceableError([_blame(step, "it communicates with other ranks")])
         if step.target is operator.getitem:
             self._getitem(step)
         elif not isinstance(step.target, torch._ops.OpOverload) or not _has_tensor(step.value):
@@ -358,9 +364,9 @@ def _code(value: Any) -> Argument:
     return Code(str(value)) if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)) else value
 
 
-def _flat(graph_module: fx.GraphModule) -> tuple[list[Step], list[Any]]:
+def _flat(graph_module: fx.GraphModule, *, frozen: bool) -> tuple[list[Step], list[Any]]:
     try:
-        return flatten(graph_module)
+        return flatten(graph_module, frozen=frozen)
     except UnknownCallError as error:
         blame = Blame(module_of(error.node), source_of(error.node.meta.get("stack_trace")), str(error))
         raise UntraceableError([blame]) from error

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from nnx_nnscaler.trace.guard import attributes_restored, noticing, random_states_forked
+from nnx_nnscaler.trace.guard import (
+    attributes_restored,
+    collectives_refused,
+    hooks_removed,
+    noticing,
+    random_states_forked,
+)
 from nnx_nnscaler.trace.inputs import Inputs
 from nnx_nnscaler.trace.structure import take_apart
 from nnx_nnscaler.trace.whole import Call, Recorded, calls_replaced, stand_in
@@ -50,6 +56,7 @@ class Exported:
         structure: The forward's result with Slots for the first tensors among the program's outputs.
         calls: Calls of submodules that stay whole, by the key that the operator carries.
         dropped: Classes of caches that were left out of the outputs.
+        gradients: Whether gradients are recorded.
     """
 
     program: ExportedProgram
@@ -57,6 +64,7 @@ class Exported:
     structure: Any = None
     calls: dict[str, Call] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
+    gradients: bool = True
 
 
 class _Root(nn.Module):
@@ -89,7 +97,8 @@ def export_forward(
         SideEffectError: The forward changed attributes of modules.
         Exception: Whatever torch or the user's code raised.
     """
-    exported = Exported(None, inputs)  # type: ignore[arg-type] # filled below
+    gradients = torch.is_grad_enabled()
+    exported = Exported(None, inputs, gradients=gradients)  # type: ignore[arg-type] # filled below
     modules = {name: found for name, found in module.named_modules() if name in recorded}
     changed: dict[str, str] = {}
     batch: list[Any] = [0]
@@ -117,10 +126,16 @@ def export_forward(
     root = _Root(module, run)
     root.training = module.training
     with ExitStack() as stack:
-        for context in (attributes_restored(module), random_states_forked(), _quiet(), noticing(module)):
+        for context in (
+            attributes_restored(module),
+            random_states_forked(),
+            _quiet(),
+            noticing(module),
+            hooks_removed(module),
+            collectives_refused(),
+            _autocast_hidden(),
+        ):
             stack.enter_context(context)
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(_autocast_hidden())
         exported.program = torch.export.export(root, leaves, strict=False, dynamic_shapes=(dims,))
     if changed:
         raise SideEffectError(changed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from nnx_nnscaler.trace.blame import Blame, blame
 from nnx_nnscaler.trace.build import UntraceableError, build_graph
 from nnx_nnscaler.trace.errors import TraceError
 from nnx_nnscaler.trace.export import SideEffectError, export_forward
-from nnx_nnscaler.trace.guard import running
+from nnx_nnscaler.trace.guard import CommunicationError, hooks_of_the_user, running
 from nnx_nnscaler.trace.inputs import BatchDims, Inputs, flatten_inputs
 from nnx_nnscaler.trace.stand_ins import can_run, plain_parameters
 from nnx_nnscaler.trace.structure import Refusal
@@ -38,11 +39,11 @@ def trace_forward(
     batch_dims: BatchDims = "auto",
     forward: Callable[..., Any] | None = None,
 ) -> Graph:
-    """Trace a module's forward, in the mode (train or eval) that it is in.
+    """Trace a module's forward, in the mode (train or eval, with gradients or without) that it is in.
 
-    Nothing of it is left: parameters, buffers, attributes and random states are as before, and a forward that
-    cannot be traced raises. Under autocast the trace is that of the code which autocast runs, without its
-    casts. Hooks of submodules that stay whole see the sample, for their results have to be known.
+    Nothing of it is left: parameters, buffers, attributes and random states are as before, no hook is called,
+    and a forward that cannot be traced raises. Under autocast the trace is that of the code which autocast
+    runs, without its casts. No collective is started: what other ranks would have to answer is refused.
 
     Args:
         module: The root; it may be on any device, also on meta, and its parameters in parts.
@@ -62,7 +63,12 @@ def trace_forward(
         (['aten.linear.default'], {'B': ('input_1', 0)})
     """
     call = forward or module.forward
-    with _lock, torch.inference_mode(mode=False), plain_parameters(module) as device:
+    gradients = torch.is_grad_enabled()  # leaving inference mode switches them on
+    modes = _lock, torch.inference_mode(mode=False), torch.set_grad_enabled(gradients)
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        device = stack.enter_context(plain_parameters(module))
         inputs = flatten_inputs(call, args, dict(kwargs or {}), batch_dims)
         inputs = inputs if device is None else inputs.moved(device)
         first: TraceError | None = None
@@ -94,7 +100,7 @@ class _Tracer:
         self.kept: dict[str, str] = {}
         self.recorded: dict[str, list[Recorded]] = {}
         for name, submodule in self.modules.items():
-            if name and _hooks(submodule):
+            if name and hooks_of_the_user(submodule):
                 self._keep(Blame(name, "", "it has forward or backward hooks"), spread=False)
 
     def run(self) -> Graph:
@@ -205,6 +211,8 @@ class _Tracer:
         try:
             with running(self.module), calls_replaced(modules, recorder(results)):
                 self.forward(*args, **kwargs)
+        except CommunicationError as error:
+            raise self._error(blame(error, self.module)) from error
         except Refusal:
             raise
         except Exception as error:
@@ -219,14 +227,6 @@ class _Tracer:
 def _covers(kept: Iterable[str], fqn: str) -> str:
     """Which of some submodules has another within it; nothing when none has."""
     return next((name for name in kept if fqn == name or fqn.startswith(f"{name}.")), "")
-
-
-def _hooks(module: nn.Module) -> bool:
-    """Whether a submodule has hooks of the user's, which programs would not call."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    hooks = [hook for kind in kinds for hook in getattr(module, kind, {}).values()]
-    # Those of transformers collect hidden states within one call, and are traced with it.
-    return any(not getattr(hook, "__module__", "").startswith("transformers.utils.") for hook in hooks)
 
 
 def _spec(inputs: Inputs) -> str:

@@ -1,25 +1,40 @@
 """Tracing leaves no trace: what a forward changes is put back, and what a graph could not repeat is noticed.
 
-Owns random states, attributes and buffers of modules while they are traced or run on a sample, and the
-detection of side effects, `torch.utils.checkpoint` and custom autograd functions.
+Owns random states, attributes, buffers and hooks of modules while they are traced or run on a sample, and
+the detection of side effects, collectives, `torch.utils.checkpoint` and custom autograd functions.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nnx_nnscaler.trace.inputs import is_constant
 from nnx_nnscaler.trace.structure import Refusal
 
-__all__ = ["attributes_restored", "noticing", "random_states_forked", "running"]
+__all__ = [
+    "CommunicationError",
+    "attributes_restored",
+    "collectives_refused",
+    "hooks_of_the_user",
+    "hooks_removed",
+    "is_collective",
+    "noticing",
+    "random_states_forked",
+    "running",
+]
 
 # Bookkeeping of nn.Module, and a flag of transformers that goes with hooks which are not put back either.
 _SKIPPED = {
@@ -32,6 +47,17 @@ _SKIPPED = {
 # Recurrent layers of torch keep their parameters in lists too, which follow every exchange of parameters.
 _SILENT = {"_flat_weights", "_flat_weight_refs"}
 _SKIPPED |= {name for name in vars(nn.Module()) if "hook" in name}
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_COLLECTIVES = (
+    *("all", "_allgather", "barrier", "broadcast", "gather", "monitored_barrier"),
+    *("recv", "reduce", "_reduce_scatter", "scatter", "send"),
+)
+"""How the methods of a process group that communicate begin; the others ask for its name, size and so on."""
+
+
+class CommunicationError(Refusal):
+    """The forward communicates, and the other ranks, which do not trace, would not answer."""
 
 
 @contextmanager
@@ -127,14 +153,92 @@ def _refilled(value: Any, copy: Any) -> bool:
 
 @contextmanager
 def running(root: nn.Module) -> Iterator[None]:
-    """Run the real forward on a sample and leave nothing of it: buffers get their contents back."""
+    """Run the real forward on a sample and leave nothing of it: buffers get their contents back.
+
+    Gradients are recorded or not as the caller has it, for the code may ask. Hooks do not run.
+    """
     saved = [(buffer, buffer.detach().clone()) for buffer in root.buffers()]
-    with random_states_forked(), torch.no_grad(), attributes_restored(root):
+    contexts = (random_states_forked(), attributes_restored(root), hooks_removed(root), collectives_refused())
+    with ExitStack() as stack:
+        for context in (*contexts, _Watch()):  # type: ignore[no-untyped-call]
+            stack.enter_context(context)
         try:
             yield
         finally:
-            for buffer, content in saved:
-                buffer.copy_(content)
+            with torch.no_grad():
+                for buffer, content in saved:
+                    buffer.copy_(content)
+
+
+# --- hooks ----------------------------------------------------------------------------------------------
+
+
+def hooks_of_the_user(module: nn.Module) -> bool:
+    """Whether a submodule has hooks that a program would not call by itself."""
+    return any(not _is_traced(hook) for kind in _HOOKS for hook in getattr(module, kind, {}).values())
+
+
+def _is_traced(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is one of transformers', which collect hidden states within one call."""
+    return getattr(hook, "__module__", "").startswith("transformers.utils.")
+
+
+@contextmanager
+def hooks_removed(root: nn.Module) -> Iterator[None]:
+    """Call nothing that the user hooked to calls of submodules: a trace is no call."""
+    saved = [(vars(module), kind, vars(module)[kind]) for module in root.modules() for kind in _HOOKS]
+    none: dict[str, Any] = {f"_global{kind}": OrderedDict() for kind in _HOOKS}
+    try:
+        for space, kind, hooks in saved:
+            space[kind] = OrderedDict((key, hook) for key, hook in hooks.items() if _is_traced(hook))
+        with _replaced(torch_module, none):
+            yield
+    finally:
+        for space, kind, hooks in saved:
+            space[kind] = hooks
+
+
+# --- collectives ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def collectives_refused() -> Iterator[None]:
+    """Raise a `CommunicationError` where this thread starts a collective, instead of waiting forever."""
+    if not dist.is_available():
+        yield
+        return
+    tracing = threading.get_ident()
+
+    def refusing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != tracing:  # a save in the background, say
+                return real(*args, **kwargs)
+            raise _communicates(name)
+
+        return method
+
+    group = dist.ProcessGroup
+    names = [name for name in dir(group) if name.startswith(_COLLECTIVES)]
+    with _replaced(group, {name: refusing(name, getattr(group, name)) for name in names}):
+        yield
+
+
+def is_collective(operator: Any) -> bool:
+    """Whether a torch operator communicates."""
+    return "c10d" in getattr(operator, "namespace", "")
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses collectives that are torch operators, which reach their group without Python."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_collective(func):
+            raise _communicates(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _communicates(name: str) -> CommunicationError:
+    return CommunicationError(f"it communicates with other ranks ({name.strip('_')})")
 
 
 @contextmanager

@@ -28,7 +28,9 @@ def add_module_call(builder: Builder, step: Step) -> None:
     found: list[Argument] = [None] * len(step.value)
     builder.several[step.node] = found
     structure = call.result.structure
-    context = ", ".join(filter(None, ("torch.no_grad()" if step.frozen else "", step.context)))
+    context = ", ".join(
+        filter(None, ("torch.no_grad()" if step.frozen and builder.gradients else "", step.context))
+    )
     name = builder.names.new(call.fqn.rpartition(".")[2])
     output = _meta_of(builder, structure, values, step)
     source = source_of(notes_of(step))

@@ -76,11 +76,11 @@ class _Region:
     context: str
 
 
-def flatten(graph_module: fx.GraphModule) -> tuple[list[Step], list[Any]]:
-    """Every call in order, and what the program returns."""
+def flatten(graph_module: fx.GraphModule, *, frozen: bool = False) -> tuple[list[Step], list[Any]]:
+    """Every call in order, and what the program returns; `frozen` says that gradients were not recorded."""
     meanings: dict[fx.Node, Any] = {}
     steps: list[Step] = []
-    outputs = _walk(graph_module, meanings, steps, _Region(frozen=False, context=""))
+    outputs = _walk(graph_module, meanings, steps, _Region(frozen=frozen, context=""))
     return steps, outputs
 
 
