@@ -138,6 +138,8 @@ class NnScalerBackend(Backend[NnScalerOptions]):
 
     def gradients(self, optimizer: Optimizer) -> list[Gradient]:
         """Handles on the local gradients, each with the number of ranks that hold the same elements."""
+        for laid_out in self._laid_out.values():
+            laid_out.parameters.flush()
         with local_mode():
             return [
                 Gradient(parameter.grad, self._replicas(parameter))

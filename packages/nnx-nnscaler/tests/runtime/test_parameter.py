@@ -26,6 +26,11 @@ def source(shape=(8, 6)):
     return nn.Linear(shape[1], shape[0], dtype=torch.float64)
 
 
+def local_gradient(parameter):
+    with local_mode():
+        return parameter.grad
+
+
 PLACEMENTS = [S(0), S(1), S(0, groups=2)]
 
 
@@ -111,7 +116,8 @@ def test_gradients_of_the_whole_arrive_at_the_parts(placement, size):
             y.backward()
             (m.weight * 3).sum().backward()  # a second backward adds up
         expected = parameters.layout(module.weight).local_part(plain.weight.grad)
-        torch.testing.assert_close(module.weight.grad, expected, rtol=1e-14, atol=0)
+        torch.testing.assert_close(local_gradient(module.weight), expected, rtol=1e-14, atol=0)
+        torch.testing.assert_close(module.weight.grad + 0, plain.weight.grad, rtol=1e-14, atol=0)
         torch.testing.assert_close(module.bias.grad, plain.bias.grad, rtol=1e-14, atol=0)
         (gradient,) = torch.autograd.grad((module.weight * 2).sum(), [module.weight])
         assert torch.equal(gradient, torch.full_like(plain.weight, 2))
@@ -126,7 +132,8 @@ def test_a_synchronized_parameter_hands_out_its_share_of_the_gradient():
     def job(module, parameters, plain):
         (module.weight * 3).sum().backward()
         assert torch.equal(module.weight, plain.weight)
-        return module.weight.grad
+        assert torch.equal(module.weight.grad, torch.full((8, 6), 3.0, dtype=torch.float64))
+        return local_gradient(module.weight)
 
     gradients = on_ranks(job, R, synchronized=frozenset({"weight"}))
     assert torch.equal(sum(gradients), torch.full((8, 6), 3.0, dtype=torch.float64))
@@ -266,7 +273,7 @@ def test_in_local_mode_a_parameter_is_its_part():
         part = parameters.unit_local(module.weight)
         assert part.shape == (4, 6) and type(part) is torch.Tensor
         part.sum().backward()
-        assert torch.equal(module.weight.grad, torch.ones(4, 6, dtype=torch.float64))
+        assert torch.equal(local_gradient(module.weight), torch.ones(4, 6, dtype=torch.float64))
         assert parameters.unit_local(module.bias) is module.bias  # it is whole, and not guarded
 
     on_ranks(job)
@@ -298,7 +305,7 @@ def test_a_parameter_keeps_identity_hooks_and_attributes():
         weight.register_hook(lambda gradient: seen.append(tuple(gradient.shape)))
         weight.register_post_accumulate_grad_hook(lambda p: seen.append(p is weight))
         (weight * 2).sum().backward()
-        assert seen == [(4, 6), True]
+        assert seen == [(8, 6), True]
         weight.grad = None
         assert weight.grad is None
         parameters.give_back()

@@ -21,10 +21,16 @@ class Sees(Enum):
     """The gathered value, without gradient."""
     ASSIGNS = auto()
     """It replaces the data."""
+    GRADIENT = auto()
+    """The gradient, whole."""
+    ASSIGNS_GRADIENT = auto()
+    """It replaces the gradient."""
+    HOOK = auto()
+    """It listens to the gradient."""
     SHAPE = auto()
     """Logical shape and strides; nothing is gathered."""
     LOCAL = auto()
-    """The object itself: what does not depend on the values, and gradients, which are local."""
+    """The object itself: what does not depend on the values."""
 
 
 _OF_SHAPE = frozenset({"shape", "ndim", "nbytes"})
@@ -34,7 +40,7 @@ _SHAPE_METHODS = frozenset(
 )
 _LOCAL_METHODS = frozenset(
     {
-        *("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook"),
+        *("requires_grad_", "retain_grad", "register_post_accumulate_grad_hook"),
         *("data_ptr", "untyped_storage", "storage", "_typed_storage", "is_shared", "is_pinned", "is_set_to"),
         *("is_floating_point", "is_complex", "is_signed", "is_inference", "_is_view", "get_device"),
         *(
@@ -69,6 +75,13 @@ _IN_PLACE_OPERATORS = frozenset(
     }
 )
 
+_METHODS = {
+    **dict.fromkeys(_SHAPE_METHODS, Sees.SHAPE),
+    **dict.fromkeys(_LOCAL_METHODS, Sees.LOCAL),
+    "detach": Sees.DATA,
+    "register_hook": Sees.HOOK,
+}
+
 _known: dict[Callable[..., Any], Sees] = {}
 
 
@@ -92,12 +105,8 @@ def _find(func: Callable[..., Any]) -> Sees:
         return _of_attribute(
             getattr(getattr(func, "__self__", None), "__name__", ""), reads=name == "__get__"
         )
-    if name == "detach":
-        return Sees.DATA
-    if name in _SHAPE_METHODS:
-        return Sees.SHAPE
-    if name in _LOCAL_METHODS:
-        return Sees.LOCAL
+    if name in _METHODS:
+        return _METHODS[name]
     if name in _IN_PLACE_OPERATORS or (_is_native(func) and name.endswith("_") and not name.endswith("__")):
         return Sees.IN_PLACE
     return Sees.WHOLE
@@ -106,6 +115,8 @@ def _find(func: Callable[..., Any]) -> Sees:
 def _of_attribute(name: str, *, reads: bool) -> Sees:
     if name == "data":
         return Sees.DATA if reads else Sees.ASSIGNS
+    if name == "grad":
+        return Sees.GRADIENT if reads else Sees.ASSIGNS_GRADIENT
     if name in _OF_SHAPE:
         return Sees.SHAPE
     return Sees.WHOLE if name in _OF_VALUES else Sees.LOCAL

@@ -6,28 +6,29 @@ local part. Anywhere else every torch function sees the whole, gathered from the
 differentiable; what is changed in place is written back in part. So a weight penalty, a callback or a
 submodule called on its own gets a right number, never a local one. All ranks must do the same.
 
-This module owns the guard and what it hands out. Where parts are stored is `storage`'s, ZeRO's rows `zero`'s.
+Its gradient is shown the same way: `parameter.grad` is a stand-in that answers as the whole gradient would,
+and gathers it only when a value is asked for; in local mode it is the gradient of the local part.
+
+This module owns the guard. What is known of a part, and its whole, is `part`'s.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import Any, Protocol, cast
+from functools import cache, cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from nnx.errors import UnsupportedError
-from nnx_nnscaler.runtime.conversions import Conversions
 from nnx_nnscaler.runtime.functions_of_tensors import Sees, what_it_sees
-from nnx_nnscaler.runtime.layout import ParameterLayout
+from nnx_nnscaler.runtime.part import LocalPart, Part, guarded_mode, local_mode
 
 __all__ = [
     "LocalPart",
     "Part",
-    "UnitPart",
     "can_be_guarded",
     "guard",
     "guarded_mode",
@@ -37,188 +38,6 @@ __all__ = [
     "show_whole",
     "unguard",
 ]
-
-local_mode = torch._C.DisableTorchFunctionSubclass
-"""Context in which parameters in parts are plain local tensors, on this thread."""
-guarded_mode = torch._C._EnableTorchFunction
-"""Context, within local mode, in which the user's code sees whole parameters again."""
-
-
-class UnitPart(Protocol):
-    """Where a rank finds its part, within the unit, of one parameter. Used in local mode only."""
-
-    def value(self) -> Tensor:
-        """It, without gradient."""
-
-    def differentiable(self) -> Tensor:
-        """It, so that gradients reach the parameter."""
-
-    def write(self, value: Tensor) -> None:
-        """Take over other values, which every rank of the axis passes alike."""
-
-    def replace(self, value: Tensor) -> None:
-        """Take over values that may be of another dtype or on another device."""
-
-
-class LocalPart:
-    """A part that this rank stores completely."""
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = parameter
-
-    def value(self) -> Tensor:  # noqa: D102 # as the protocol says
-        return self._parameter.detach()
-
-    def differentiable(self) -> Tensor:  # noqa: D102
-        return self._parameter
-
-    def write(self, value: Tensor) -> None:  # noqa: D102
-        if value.data_ptr() != self._parameter.data_ptr():
-            with torch.no_grad():
-                self._parameter.copy_(value)
-
-    def replace(self, value: Tensor) -> None:  # noqa: D102
-        self._parameter.data = value.contiguous()
-
-
-class Part:
-    """What is known of one guarded parameter, and its whole while someone uses it.
-
-    Args:
-        parameter: Of which this rank stores a part.
-        layout: Which part.
-        unit: Collectives of the plan unit.
-        source: Where its part within the unit comes from.
-        synchronized: Whether the reducer sums its gradients over the unit.
-        in_use: Where it puts itself while it keeps the whole.
-    """
-
-    def __init__(
-        self,
-        parameter: nn.Parameter,
-        layout: ParameterLayout,
-        *,
-        unit: Conversions,
-        source: UnitPart,
-        synchronized: bool = False,
-        in_use: set[Part] | None = None,
-    ) -> None:
-        self._in_use = set() if in_use is None else in_use
-        self.parameter = parameter
-        self.layout = layout
-        self.source = source
-        self.synchronized = synchronized
-        self.in_programs = False  # whether one has used it, so that the whole is not all that a loss hangs on
-        self._unit = unit
-        self._value: Tensor | None = None
-        self._node: Tensor | None = None
-        self._made_of: tuple[int, int] = (0, 0)  # version and address of the local tensor
-        self._version = 0  # of the whole when it was last equal to the parts
-
-    @property
-    def description(self) -> Tensor:
-        """A tensor of the logical shape and no storage."""
-        return torch.empty(self.layout.shape, dtype=self.parameter.dtype, device="meta")
-
-    def whole(self) -> Tensor:
-        """The whole, differentiable where gradients are recorded and wanted. Collective."""
-        with local_mode():
-            value = self._gathered()
-            if not (torch.is_grad_enabled() and self.parameter.requires_grad):
-                return value
-            if self._node is None:
-                self._node = self._differentiable(value)
-            return self._node
-
-    def value(self) -> Tensor:
-        """The whole, without gradient; changing it in place changes the parameter. Collective."""
-        with local_mode():
-            return self._gathered()
-
-    def flush(self) -> None:
-        """Write back what was changed in place since."""
-        with local_mode():
-            if self._value is not None and self._value._version != self._version:
-                self._write(self._value)
-
-    def assign(self, whole: Tensor) -> None:
-        """Take over a tensor of the logical shape, as ``parameter.data = whole`` does."""
-        if tuple(whole.shape) != self.layout.shape:
-            raise ValueError(
-                f"a tensor of shape {tuple(whole.shape)} cannot become the data of a parameter of shape "
-                f"{self.layout.shape} that is stored in parts."
-            )
-        with local_mode(), torch.no_grad():
-            local = self.parameter
-            if (whole.dtype, whole.device) == (local.dtype, local.device):
-                self._write(whole.detach())
-            else:
-                self.source.replace(self.layout.unit_part(whole.detach()))
-                self._forget()
-
-    def release(self) -> None:
-        """Free the whole; who still needs it for a backward keeps it."""
-        self.flush()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._value = self._node = None
-        self._in_use.discard(self)
-
-    def _gathered(self) -> Tensor:
-        self.flush()
-        if self._value is None or self._made_of != self._local_state():
-            self._forget()
-            with torch.inference_mode(False), torch.no_grad():
-                value = self.source.value()
-                if self.layout.placement.is_shard:
-                    value = self._unit.whole(value, self.layout.placement.dim, self.layout.placement.groups)
-                self._value = value
-            self._in_use.add(self)
-            self._made_of, self._version = self._local_state(), value._version
-        return self._value
-
-    def _local_state(self) -> tuple[int, int]:
-        return self.parameter._version, self.parameter.data_ptr()
-
-    def _differentiable(self, value: Tensor) -> Tensor:
-        """The same values, with the way of gradients back to the parameter."""
-        inside = self.source.differentiable()
-        if self.layout.placement.is_shard:
-            placement = self.layout.placement
-            return _whole(inside, value, lambda g: self._unit.part(g, placement.dim, placement.groups))
-        if self.synchronized:
-            size = self._unit.size
-            return _whole(inside, value, lambda g: g / size)
-        return inside
-
-    def _write(self, whole: Tensor) -> None:
-        self.source.write(self.layout.unit_part(whole))
-        if whole is not self._value:
-            self._forget()
-            return
-        self._made_of, self._version = self._local_state(), whole._version
-
-
-class _Whole(torch.autograd.Function):
-    """The gathered value in place of the part; the gradient's way back is given."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, value: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.change = backward
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.change(gradient), None, None
-
-
-def _whole(part: Tensor, value: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
-    result: Tensor = _Whole.apply(part, value, backward)  # type: ignore[no-untyped-call]
-    return result
-
-
-# --- the guard ----------------------------------------------------------------------------------
 
 
 class _Guard:
@@ -243,30 +62,57 @@ class _Guard:
             return _seen(sees, func, first, args[1:], kwargs)
         return _on_wholes(func, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain parameter, whole."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A plain tensor, whole."""
         if id(self) in memo:
-            return cast(nn.Parameter, memo[id(self)])
+            return cast(Tensor, memo[id(self)])
         made = _plain_copy(self)
         memo[id(self)] = made
-        attributes = {k: v for k, v in vars(self).items() if k != "_part"}
-        vars(made).update(copy.deepcopy(attributes, memo))
+        vars(made).update(copy.deepcopy(_attributes(self), memo))
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a plain parameter, whole."""
+        """Pickled as a plain tensor, whole."""
         made = _plain_copy(self)
-        vars(made).update({k: v for k, v in vars(self).items() if k != "_part"})
+        vars(made).update(_attributes(self))
         return made.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:
         return repr(_plain_copy(self))
 
 
-def _plain_copy(guarded: _Guard) -> nn.Parameter:
+class _Shown(_Guard, Tensor):
+    """Stands for the gradient of a guarded parameter, whole; it shares memory with the local one.
+
+    Attributes:
+        _of: The parameter's part.
+        _local: The gradient of the local part.
+    """
+
+    _of: Part
+    _local: Tensor
+
+    @cached_property
+    def _part(self) -> Part:  # type: ignore[override]
+        with local_mode():
+            return self._of.gradient(self._local)
+
+
+_OWN_ATTRIBUTES = frozenset({"_part", "_of", "_local"})
+
+
+def _attributes(guarded: _Guard) -> dict[str, Any]:
+    """What the user has attached."""
+    return {name: value for name, value in vars(guarded).items() if name not in _OWN_ATTRIBUTES}
+
+
+def _plain_copy(guarded: _Guard) -> Tensor:
     part = guarded._part
     with local_mode(), torch.no_grad():
-        made = nn.Parameter(part.value().clone(), requires_grad=part.parameter.requires_grad)
+        value = part.value().clone()
+        if isinstance(guarded, _Shown):
+            return value
+        made = nn.Parameter(value, requires_grad=part.tensor.requires_grad)
     made.__class__ = guarded._plain
     return made
 
@@ -285,7 +131,9 @@ def _seen(
         return part.value().detach()
     if sees is Sees.ASSIGNS:
         return part.assign(_unguarded(args[0], {}))
-    if torch.is_grad_enabled() and part.parameter.requires_grad:
+    if sees in _OF_GRADIENTS:
+        return _OF_GRADIENTS[sees](func, guarded, *args, **kwargs)
+    if torch.is_grad_enabled() and part.tensor.requires_grad:
         raise RuntimeError(
             "a parameter that requires gradients is changed in place while gradients are recorded. Do it "
             "under `torch.no_grad()`."
@@ -325,6 +173,88 @@ def _unguarded(argument: Any, wholes: dict[int, tuple[_Guard, Tensor]]) -> Any:
     return argument
 
 
+# --- gradients ----------------------------------------------------------------------------------
+
+
+def _shown_gradient(_: Callable[..., Any], guarded: _Guard, *owner: Any) -> Tensor | None:
+    """What whoever reads the gradient of a parameter gets; nothing is gathered yet."""
+    part = guarded._part
+    with local_mode():
+        gradient = part.tensor.grad
+        if gradient is None or part.gradients is None or part.gradients.are_whole():
+            part.shown = None
+            return gradient
+        if not isinstance(part.shown, _Shown) or part.shown._local is not gradient:
+            part.shown = _show(part, gradient)
+        return part.shown
+
+
+def _show(part: Part, gradient: Tensor) -> _Shown:
+    shown: Any = gradient.view_as(gradient) if gradient.requires_grad else gradient.detach()
+    shown.__class__ = _Shown
+    shown._of, shown._local = part, gradient
+    return cast(_Shown, shown)
+
+
+def _assign_gradient(_: Callable[..., Any], guarded: _Guard, value: Any = None) -> None:
+    """Let a parameter have another gradient, of which it gets its part; None for none."""
+    part = guarded._part
+    with local_mode():
+        if isinstance(value, _Shown):
+            value._part.flush()
+            if value._of is part:
+                part.tensor.grad = value._local
+                return
+            value = value._part.value().clone()
+        part.shown = None
+        if not isinstance(value, Tensor):
+            part.tensor.grad = value
+            return
+        if tuple(value.shape) != part.layout.shape:
+            raise RuntimeError(
+                f"a gradient of shape {tuple(value.shape)} is given to a parameter of shape "
+                f"{part.layout.shape}."
+            )
+        if not part.layout.is_whole:
+            value = part.layout.local_part(value.to_dense() if value.is_sparse else value).clone()
+        part.tensor.grad = value
+        if part.gradients is not None:
+            part.gradients.assigned()
+
+
+def _hook(register: Callable[..., Any], guarded: _Guard, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """Register a hook that sees the whole gradient, and whose answer counts in part."""
+    part = guarded._part
+
+    def heard(gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:
+            return None
+        with local_mode():
+            shown = _show(part, gradient)
+            shown._part = share = part.share(gradient)
+            with guarded_mode():
+                answer = hook(shown)
+            share.flush()
+            if answer is None or answer is shown:
+                return None
+            whole = answer._part.value() if isinstance(answer, _Guard) else answer
+            changed = share.layout.unit_part(whole)
+            return changed / part.unit_size if part.synchronized else changed
+
+    with local_mode():
+        return register(guarded, heard)
+
+
+_OF_GRADIENTS: dict[Sees, Callable[..., Any]] = {
+    Sees.GRADIENT: _shown_gradient,
+    Sees.ASSIGNS_GRADIENT: _assign_gradient,
+    Sees.HOOK: _hook,
+}
+
+
+# --- classes ------------------------------------------------------------------------------------
+
+
 @cache
 def _guarded_class(plain: type[nn.Parameter]) -> type[nn.Parameter]:
     """The subclass that parameters of a class get."""
@@ -346,7 +276,7 @@ def can_be_guarded(parameter: nn.Parameter) -> bool:
 
 def guard(part: Part) -> None:
     """Make a parameter, whose data is its local part by now, look whole."""
-    parameter = part.parameter
+    parameter = cast(nn.Parameter, part.tensor)
     parameter._part = part  # type: ignore[attr-defined]
     parameter.__class__ = _guarded_class(type(parameter))
 

@@ -23,7 +23,7 @@ from torch.autograd import Variable
 
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.runtime.buckets import UNUSED, Bucket, GradientBucket, assign_buckets
-from nnx_nnscaler.runtime.parameter import local_mode
+from nnx_nnscaler.runtime.part import local_mode
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -81,6 +81,7 @@ class Reducer:
         self.on_end: Callable[[], None] | None = None
         self._parameters = list(parameters)
         self._axes = axes
+        self._number_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._synchronized = {id(parameter) for parameter in synchronized}
         self._rows = list(rows)
         self._sparse = sparse
@@ -167,8 +168,9 @@ class Reducer:
     def _hear(self, index: int, _: nn.Parameter) -> None:
         """Autograd has completed a gradient."""
         if self.synchronize:
-            self.expect(index)
-            self.mark(index)
+            with local_mode():
+                self.expect(index)
+                self.mark(index)
 
     def expect(self, index: int) -> None:
         """Make sure that a pass is open in which the bucket of a parameter has not left."""
@@ -249,6 +251,14 @@ class Reducer:
             self._arrange_as_they_came(came)
         if self.on_end is not None:
             self.on_end()
+
+    def is_complete(self, parameter: nn.Parameter) -> bool:
+        """Whether the gradient of a synchronized parameter is the sum over the unit by now."""
+        return self._number_of[id(parameter)] in self._complete
+
+    def note_complete(self, parameter: nn.Parameter) -> None:
+        """A synchronized parameter was given a gradient that is the same on all ranks of the unit."""
+        self._complete.add(self._number_of[id(parameter)])
 
     def _note_complete(self, index: int) -> None:
         if index < len(self._parameters) and id(self._parameters[index]) in self._synchronized:

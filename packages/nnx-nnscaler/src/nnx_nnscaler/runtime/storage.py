@@ -19,18 +19,10 @@ from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.placement import Placement, R
 from nnx_nnscaler.runtime.communicator import Communicator, GroupCommunicator
 from nnx_nnscaler.runtime.conversions import Conversions
+from nnx_nnscaler.runtime.gradient import OfParts, OfRows, OfSynchronized
 from nnx_nnscaler.runtime.layout import ParameterLayout, rows_of
-from nnx_nnscaler.runtime.parameter import (
-    LocalPart,
-    Part,
-    can_be_guarded,
-    guard,
-    guarded_mode,
-    local_mode,
-    show_plain,
-    show_whole,
-    unguard,
-)
+from nnx_nnscaler.runtime.parameter import can_be_guarded, guard, show_plain, show_whole, unguard
+from nnx_nnscaler.runtime.part import GradientParts, LocalPart, Part, guarded_mode, local_mode
 from nnx_nnscaler.runtime.reducer import BUCKET_BYTES, Reducer
 from nnx_nnscaler.runtime.zero import RowBucket, RowPart, make_row_buckets
 
@@ -94,6 +86,8 @@ class Parameters:
         )
         for bucket in self._rows:
             bucket.reducer = self.reducer
+        for part in self._parts.values():
+            part.gradients = self._gradients_of(part)
         self.reducer.on_end = self.end_step
         self.reducer.attach()
 
@@ -151,6 +145,13 @@ class Parameters:
             in_use=self._in_use,
         )
         guard(part)
+
+    def _gradients_of(self, part: Part) -> GradientParts:
+        if isinstance(part.source, RowPart):
+            return OfRows(part.source)
+        if part.layout.placement.is_shard:
+            return OfParts()
+        return OfSynchronized(cast(nn.Parameter, part.tensor), self.reducer, self._unit)
 
     @torch.no_grad()
     def give_back(self) -> None:

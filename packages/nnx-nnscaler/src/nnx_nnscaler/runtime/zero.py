@@ -21,7 +21,7 @@ from nnx_nnscaler._torch_compat import all_gather_into, reduce_scatter_into
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.runtime.buckets import DENSE, Bucket, assign_buckets
 from nnx_nnscaler.runtime.layout import ParameterLayout
-from nnx_nnscaler.runtime.parameter import local_mode
+from nnx_nnscaler.runtime.part import guarded_mode, local_mode
 
 if TYPE_CHECKING:
     from nnx_nnscaler.runtime.reducer import Reducer
@@ -64,7 +64,9 @@ class RowPart:
         if not (torch.is_grad_enabled() and self.parameter.requires_grad):
             return value
         if self._node is None:
-            self._node = _Rows.apply(self.parameter, value, self)  # type: ignore[no-untyped-call]
+            # Not the parameter: its hooks are called where its gradient is.
+            anchor = value.new_empty(0).requires_grad_()
+            self._node = _Rows.apply(anchor, value, self)  # type: ignore[no-untyped-call]
         return self._node
 
     def write(self, value: Tensor) -> None:
@@ -93,9 +95,21 @@ class RowPart:
         """Free all rows but this rank's."""
         self._value = self._node = None
 
+    def gathered(self, rows: Tensor) -> Tensor:
+        """All rows of a tensor that is stored as the parameter is. Collective."""
+        shape, parts = self.layout.unit_shape, self.bucket.axes
+        sent = rows.new_zeros(self.room)
+        sent[: rows.numel()] = rows.reshape(-1)
+        received = rows.new_empty(parts.part_size * self.room)
+        all_gather_into(received, sent, group=parts.parts)
+        return received[: math.prod(shape)].view(shape)
+
     def collect(self, gradient: Tensor) -> None:
-        """Take the gradient of all rows."""
+        """Take the gradient of all rows, as the parameter's hooks leave it."""
         with local_mode(), torch.no_grad():
+            for hook in tuple((self.parameter._backward_hooks or {}).values()):
+                answer = hook(gradient)
+                gradient = gradient if answer is None else answer
             self.bucket.reducer.expect(self.index)
             self.bucket.put(self.index, gradient)
             self.bucket.reducer.mark(self.index)
@@ -105,10 +119,10 @@ class RowPart:
 
 
 class _Rows(torch.autograd.Function):
-    """All rows in place of this rank's; the gradient does not flow on but to the bucket."""
+    """All rows; their gradient does not flow on but to the bucket."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, value: Tensor, part: RowPart) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, part: RowPart) -> Tensor:
         ctx.part = part
         return value
 
@@ -135,7 +149,7 @@ class RowBucket(Bucket):
         self.parts = list(parts)
         self.next: RowBucket | None = None
         self._by_index = {part.index: part for part in parts}
-        self._axes = axes
+        self.axes = axes
         self._synchronized = synchronized
         first = parts[0].parameter
         self.device = first.device
@@ -182,10 +196,10 @@ class RowBucket(Bucket):
             place = self._place(part)
             if place.data_ptr() != part.parameter.data_ptr():
                 place.copy_(part.parameter)  # somebody gave the parameter other data
-        size = self._axes.part_size
+        size = self.axes.part_size
         self._gathered = self._rows.new_empty((size, self._rows.numel()))
         self._gathering = all_gather_into(
-            self._gathered.view(-1), self._rows, group=self._axes.parts, async_op=True
+            self._gathered.view(-1), self._rows, group=self.axes.parts, async_op=True
         )
 
     def release(self) -> None:
@@ -199,7 +213,7 @@ class RowBucket(Bucket):
     # --- gradients ----------------------------------------------------------------------------
 
     def start(self) -> None:  # noqa: D102 # as the base class says
-        self._sent = self._rows.new_empty((self._axes.part_size, self._rows.numel()))
+        self._sent = self._rows.new_empty((self.axes.part_size, self._rows.numel()))
         self._came = set()
 
     def put(self, index: int, gradient: Tensor) -> None:
@@ -208,7 +222,7 @@ class RowBucket(Bucket):
         flat = (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
         if flat.numel() < slot.numel():
             flat = torch.cat([flat, flat.new_zeros(slot.numel() - flat.numel())])
-        scale = 1 / self._axes.outer_size
+        scale = 1 / self.axes.outer_size
         if index in self._came:
             slot.add_(flat.view(slot.shape), alpha=scale)
         else:
@@ -231,17 +245,17 @@ class RowBucket(Bucket):
             return
         self._received = torch.empty_like(self._rows)
         self._work = reduce_scatter_into(
-            self._received, self._sent.view(-1), group=self._axes.parts, async_op=True
+            self._received, self._sent.view(-1), group=self.axes.parts, async_op=True
         )
 
     def wait(self) -> None:  # noqa: D102
         if self._work is None or self._received is None:
             return
         self._work.wait()
-        if self._synchronized and self._axes.unit is not None:
-            dist.all_reduce(self._received, group=self._axes.unit)
-        if self._axes.copies is not None:
-            dist.all_reduce(self._received, group=self._axes.copies)
+        if self._synchronized and self.axes.unit is not None:
+            dist.all_reduce(self._received, group=self.axes.unit)
+        if self.axes.copies is not None:
+            dist.all_reduce(self._received, group=self.axes.copies)
 
     def hand_out(self, index: int, kind: int) -> None:  # noqa: D102
         part = self._by_index[index]
@@ -253,6 +267,9 @@ class RowBucket(Bucket):
             part.parameter.grad = rows
         else:
             part.parameter.grad.add_(rows)
+        for hook in tuple((part.parameter._post_accumulate_grad_hooks or {}).values()):
+            with guarded_mode():
+                hook(part.parameter)
 
     def end(self) -> None:  # noqa: D102
         self._sent = self._received = self._work = None
