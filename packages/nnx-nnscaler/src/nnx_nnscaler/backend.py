@@ -25,8 +25,9 @@ from nnx_nnscaler.axes import Axes, make_axes
 from nnx_nnscaler.laid_out import LaidOut
 from nnx_nnscaler.optimizers import Masters, refuse_unless_elementwise
 from nnx_nnscaler.options import NnScalerOptions
-from nnx_nnscaler.runtime.parameter import local_mode
+from nnx_nnscaler.runtime.part import local_mode
 from nnx_nnscaler.runtime.storage import Parameters
+from nnx_nnscaler.statistics import StatisticsOverUnits
 
 __all__ = ["NnScalerBackend"]
 
@@ -45,6 +46,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
     def __init__(self, options: NnScalerOptions) -> None:
         super().__init__(options)
         self._laid_out: dict[nn.Module, LaidOut] = {}
+        self._statistics: dict[nn.Module, StatisticsOverUnits] = {}
         self._masters = Masters(())
         self._random_state_may_differ = False
         self.axes: Axes
@@ -79,6 +81,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
             self._laid_out[module] = LaidOut(
                 module, sample, axes=self.axes, context=self.context, options=self.options
             )
+            self._statistics[module] = StatisticsOverUnits(module, self.axes)
             self._random_state_may_differ = True
         return {}
 
@@ -105,6 +108,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         """Gather what is stored in parts, and give the module its own forward back."""
         laid_out = self._laid_out.pop(module, None)
         if laid_out is not None:
+            self._statistics.pop(module).undo()
             laid_out.undo()
         self._masters = Masters(())
         return {}
@@ -130,11 +134,23 @@ class NnScalerBackend(Backend[NnScalerOptions]):
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
         """Keep gradients on this rank until the first backward outside of it."""
-        modules = [module] if module in self._laid_out else list(module.children())  # of several in Fabric
         with ExitStack() as stack:
-            for laid_out in [self._laid_out[m] for m in modules if m in self._laid_out]:
+            for laid_out in self._of(module):
                 stack.enter_context(laid_out.no_sync())
             yield
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients. A rank whose loss uses no parameter takes part in reducing them, too."""
+        with ExitStack() as stack:
+            for laid_out in self._of(module):
+                laid_out.parameters.flush()
+                stack.enter_context(laid_out.parameters.reducer.backward_pass())
+            super().backward(module, loss, *args, **kwargs)
+
+    def _of(self, module: nn.Module) -> list[LaidOut]:
+        """What was laid out of what the core passes: a module, or several in one, as for Fabric."""
+        modules = [module] if module in self._laid_out else list(module.children())
+        return [self._laid_out[m] for m in modules if m in self._laid_out]
 
     def gradients(self, optimizer: Optimizer) -> list[Gradient]:
         """Handles on the local gradients, each with the number of ranks that hold the same elements."""

@@ -398,3 +398,66 @@ def leave_no_hooks():
 
 def test_parameters_given_back_are_no_longer_reduced(run):
     run(leave_no_hooks)
+
+
+def add_to_gradients_that_are_sums_over_the_unit():
+    """Each rank of a unit has a share of the gradient; what is reduced already must not be summed again."""
+    rank = dist.get_rank()
+    axes = make_axes(rank=rank, world_size=dist.get_world_size(), unit_size=2, part_size=1)
+    module = nn.Linear(3, 2, bias=False, dtype=torch.float64)
+    parameters = Parameters(module, axes, synchronized=frozenset({"weight"}))
+    share = float(axes.unit_rank + 1)  # 1 + 2 in each unit, whose data differ by a factor
+
+    def backward(factor):
+        with parameters.local_mode():
+            weight = parameters.unit_local(module.weight)
+            loss = weight.sum() * share * factor * (axes.outer_rank + 1)
+        loss.backward()
+
+    mean = 3.0 * (1.0 if axes.outer_size == 1 else 1.5)
+
+    def check(expected):
+        whole = torch.full((2, 3), expected, dtype=torch.float64)
+        torch.testing.assert_close(module.weight.grad + 0, whole, rtol=1e-14, atol=0)
+
+    backward(1)
+    check(mean)
+    backward(2)  # a second loss, without zeroing
+    check(3 * mean)
+    parameters.reducer.synchronize = False
+    backward(4)  # accumulated on top of what was reduced
+    parameters.reducer.synchronize = True
+    backward(8)
+    check(15 * mean)
+    module.weight.grad = torch.full((2, 3), 1.0, dtype=torch.float64)
+    backward(1)
+    check(1 + mean)
+    module.zero_grad(set_to_none=False)
+    backward(1)
+    check(mean)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_gradient_that_is_a_sum_over_the_unit_is_added_to(run, world_size):
+    run(add_to_gradients_that_are_sums_over_the_unit, world_size=world_size)
+
+
+class Quantized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Parameter(torch.arange(6).view(2, 3), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(2, 1, dtype=torch.float64))
+
+
+def train_beside_integers():
+    module = Quantized()
+    axes = axes_of_world()
+    parameters = Parameters(module, axes)
+    (module.scale * module.codes * (dist.get_rank() + 1)).sum().backward()
+    assert module.codes.grad is None and not module.codes.requires_grad
+    torch.testing.assert_close(module.scale.grad, torch.tensor([[4.5], [18.0]], dtype=torch.float64))
+    parameters.give_back()
+
+
+def test_integer_parameters_are_left_alone(run):
+    run(train_beside_integers)

@@ -124,6 +124,9 @@ class Reducer:
         Only with it a rank takes part that uses no parameter at all, and parts that are recomputed with
         ``torch.utils.checkpoint(..., use_reentrant=True)`` share one pass.
         """
+        if self._axes.world is None:
+            yield
+            return
         self._held += 1
         try:
             yield
