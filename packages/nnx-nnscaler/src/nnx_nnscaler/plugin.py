@@ -18,11 +18,10 @@ _PLANNED = Capabilities(
     needs_sample=True,
     leaves_no_files=False,  # the generated code is for the user to read
 )
+# A cost model stores in parts only what pays: of a model that fits easily, nothing.
+_CHOSEN = replace(_PLANNED, shards_parameters=False, shards_gradients=False, shards_optimizer=False)
 _REPLICATED = replace(
-    _PLANNED,
-    shards_parameters=False,
-    shards_gradients=False,
-    shards_optimizer=False,
+    _CHOSEN,
     tensor_parallel=False,
     activation_checkpointing=False,
     needs_sample=False,
@@ -65,12 +64,14 @@ def nnx_strategies() -> list[StrategySpec]:
             "nnscaler",
             "Planned parallelism: a cost model chooses how every operator is split; sharded checkpoints",
             "you want the split of every operator chosen for you, and the fastest resume",
+            capabilities=_CHOSEN,
             state_dict_type="sharded",
         ),
         _spec(
             "nnscaler_deduped",
             "Planned parallelism: a cost model chooses how every operator is split; smallest checkpoints",
             "as nnscaler, with each element stored once in a checkpoint",
+            capabilities=_CHOSEN,
         ),
         _spec(
             "nnscaler_dp",

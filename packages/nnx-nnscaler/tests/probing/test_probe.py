@@ -69,6 +69,10 @@ class Plain(Rule):
         return writer.call(op)
 
 
+def test_operators_of_python_are_no_internal_ones() -> None:
+    assert names("aten.__lshift__.Tensor", ints(4, 8), ints(4, 8))
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -80,10 +84,11 @@ class Plain(Rule):
         ("aten.split.Tensor", f(4, 8), 4),
         ("aten.nonzero.default", f(4, 8)),
         ("aten.index.Tensor", f(4, 8), [bools(4, 8)]),
+        ("aten._weight_norm.default", f(64, 16), f(64, 1)),  # its kernel would write past the end
     ],
     ids=lambda call: call[0],
 )
-def test_what_is_random_in_place_or_takes_sizes_is_never_tried(call, monkeypatch) -> None:
+def test_what_is_random_in_place_internal_or_takes_sizes_is_never_tried(call, monkeypatch) -> None:
     monkeypatch.setattr(probe, "_searched", lambda *args: pytest.fail("it was tried"))
     target = call[0]
     unknown = target in (

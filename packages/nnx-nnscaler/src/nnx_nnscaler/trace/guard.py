@@ -160,8 +160,10 @@ def running(root: nn.Module) -> Iterator[None]:
     saved = [(buffer, buffer.detach().clone()) for buffer in root.buffers()]
     contexts = (random_states_forked(), attributes_restored(root), hooks_removed(root), collectives_refused())
     with ExitStack() as stack:
-        for context in (*contexts, _Watch()):  # type: ignore[no-untyped-call]
+        for context in contexts:
             stack.enter_context(context)
+        if dist.is_available() and dist.is_initialized():
+            stack.enter_context(_Watch())  # type: ignore[no-untyped-call]
         try:
             yield
         finally:

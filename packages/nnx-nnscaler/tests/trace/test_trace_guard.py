@@ -1,0 +1,192 @@
+"""What a trace must not do: wait for other ranks, call hooks, or see another grad mode than its caller."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.nn
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from jobs.nnscaler_interpreter import check_graph
+from nnx_nnscaler.trace import TraceError, trace_forward
+from nnx_nnscaler.trace.guard import CommunicationError, collectives_refused
+
+X = torch.ones(4, 8)
+
+
+class Around(nn.Module):
+    """A function of tensors in a submodule between two layers."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(8, 8), Calls(function), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last(self.inner(self.first(x)))
+
+
+class Calls(nn.Module):
+    """Calls a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+# --- collectives --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def world():
+    """A group, although of one rank: whether others would answer is not what is asked."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def reduced(x):
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+def gathered(x):
+    out = [torch.empty_like(x)]
+    dist.all_gather(out, x)
+    return out[0]
+
+
+def waited(x):
+    dist.barrier()
+    return x
+
+
+def seen_in_python(x):
+    if float(x.sum()) > 1e6:
+        return x
+    return reduced(x)
+
+
+def functionally(x):
+    if float(x.sum()) > 1e6:
+        return x
+    return functional.all_reduce(x, "sum", dist.group.WORLD)
+
+
+@pytest.mark.parametrize(
+    "function", [reduced, gathered, waited, torch.distributed.nn.all_reduce, seen_in_python, functionally]
+)
+def test_a_forward_that_communicates_is_refused_with_its_line(world, function):
+    with pytest.raises(TraceError, match="communicates with other ranks") as error:
+        trace_forward(Around(function), (X,))
+    assert ".py:" in str(error.value)
+
+
+def test_a_collective_that_could_be_traced_is_refused_too(world):
+    module = Around(lambda x: functional.all_reduce(x, "sum", dist.group.WORLD))
+    with pytest.raises(TraceError, match="communicates with other ranks"):
+        trace_forward(module, (X,))
+
+
+def test_collectives_work_again_afterwards(world):
+    with pytest.raises(TraceError):
+        trace_forward(Around(reduced), (X,))
+    assert torch.equal(reduced(X), X)
+
+
+def test_other_threads_may_communicate_meanwhile(world):
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(reduced(X)))
+    with collectives_refused():
+        thread.start()
+        thread.join()
+        with pytest.raises(CommunicationError):
+            reduced(X)
+    assert torch.equal(seen[0], X)
+
+
+# --- hooks --------------------------------------------------------------------------------------
+
+
+def branching(x):
+    return x * 2 if float(x.sum()) > 0 else x
+
+
+def test_no_hook_is_called_and_all_are_there_afterwards():
+    module, seen = Around(branching), []
+
+    def hook(*_):
+        seen.append(1)
+
+    for submodule in (module.first, module.inner):
+        submodule.register_forward_pre_hook(hook)
+        submodule.register_forward_hook(hook)
+        submodule.register_full_backward_hook(hook)
+    handle = torch_module.register_module_forward_hook(hook)
+    try:
+        graph = trace_forward(module, (X,))
+    finally:
+        handle.remove()
+    assert not seen
+    assert sorted(graph.kept) == ["first", "inner"]
+    module(X).sum().backward()
+    assert len(seen) == 6
+
+
+def test_a_hook_that_the_forward_cannot_do_without_is_a_reason_to_run_whole():
+    module = Around(lambda x: (x, x))
+    module.inner.register_forward_hook(lambda _, args, result: result[0])
+    with pytest.raises(TraceError, match="fails on the sample"):
+        trace_forward(module, (X,))
+
+
+# --- grad mode ----------------------------------------------------------------------------------
+
+
+def asking(x):
+    return x * 2 if torch.is_grad_enabled() else x * 3
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_code_sees_the_grad_mode_of_its_caller(around):
+    module = Around(asking)
+    with around():
+        gradients = torch.is_grad_enabled()
+        graph = trace_forward(module, (X.clone(),))
+    (factor,) = [op.args[1] for op in graph.ops if op.target == "aten.mul.Tensor"]
+    assert factor == (2 if gradients else 3)
+    assert {graph.meta(op.name).differentiable for op in graph.ops} == {gradients}
+    assert not any("detach" in op.target for op in graph.ops)
+    with around():
+        check_graph(graph, module, (torch.randn(6, 8),))
+
+
+def test_submodules_that_stay_whole_see_it_too():
+    seen = []
+
+    def noting(x):
+        seen.append(torch.is_grad_enabled())
+        return branching(x)
+
+    with torch.no_grad():
+        graph = trace_forward(Around(noting), (X,))
+    assert list(graph.kept) == ["inner"]
+    assert set(seen) == {False}
+    assert [op.context for op in graph.ops if op.target == "module"] == [""]
+
+
+def test_gradients_that_only_the_forward_records_are_not_lost():
+    def recording(x):
+        with torch.enable_grad():
+            return x * 2
+
+    with torch.no_grad():
+        graph = trace_forward(Around(recording), (X,))
+    assert "records gradients where its caller does not" in graph.kept["inner"]
+    assert trace_forward(Around(recording), (X,)).kept == {}
