@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ __all__ = ["make_programs"]
 
 log = logging.getLogger("nnx.nnscaler")
 
+_MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 _SHARE_OF_DEVICE = 0.8
 """Of a CUDA device's memory, what a plan may take unless told; the rest is for what is not planned."""
 
@@ -60,11 +61,15 @@ def make_programs(
         PlanError: No plan fits, or the ranks' modules differ.
         UnsupportedError: There are no example inputs.
     """
-    with together(control_group(), doing="looking for example inputs"):
+    with together(control_group(), doing="looking for example inputs"), _autocast(context):
         call = first_call(module, sample)
     communicator = GroupCommunicator(axes.unit)
     hardware = calibrated(communicator, context.device, group=control_group())
-    costs = CostModel(hardware=hardware, master_bytes=4 if options.fp32_masters else 0)
+    costs = CostModel(
+        hardware=hardware,
+        master_bytes=4 if options.fp32_masters else 0,
+        recompute=tuple(options.recompute or ()),
+    )
     programs = Programs(
         call.module,
         compiler=_compiler(call.module, options, axes, context.device, costs),
@@ -74,7 +79,8 @@ def make_programs(
         world=control_group(),
         local=local,
     )
-    compiled = programs.prepare(ModelCall(call.args, call.kwargs))
+    with _autocast(context):
+        compiled = programs.prepare(ModelCall(call.args, call.kwargs))
     if compiled is not None and context.rank == 0:
         log.info(_summary(compiled, axes))
         if options.save_plan is not None:
@@ -82,6 +88,12 @@ def make_programs(
             document = Plan.of(compiled.graph, compiled.plan, costs=costs, units=axes.outer_size, zero=zero)
             document.save(options.save_plan)
     return programs
+
+
+def _autocast(context: ParallelContext) -> AbstractContextManager[Any]:
+    """The autocast that steps will run in, because code may ask for it."""
+    dtype = _MIXED.get(context.precision)
+    return nullcontext() if dtype is None else torch.autocast(context.device.type, dtype=dtype)
 
 
 def _summary(compiled: Compiled, axes: Axes) -> str:

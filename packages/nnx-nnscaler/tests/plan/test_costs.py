@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.nnscaler_plan_graphs import GraphMaker, mlp, strategies_of
+from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, strategies_of
 from nnx.errors import OptionError
 from nnx_nnscaler.cost import CostModel, Hardware, Link, MeasuredLink
 from nnx_nnscaler.cost.calibration import _load as load
@@ -16,12 +16,14 @@ from nnx_nnscaler.cost.calibration import calibrated
 from nnx_nnscaler.cost.model import Prices, Stored
 from nnx_nnscaler.cost.operators import Local, saved_by, work_of
 from nnx_nnscaler.cost.profiles import PROFILES, profile
+from nnx_nnscaler.cost.rewritten import NOTHING, extra_work
 from nnx_nnscaler.ir import Graph, Op, Ref, TensorMeta
 from nnx_nnscaler.placement import P, R, S
 from nnx_nnscaler.plan.context import PolicyContext
 from nnx_nnscaler.plan.conversion import Use
 from nnx_nnscaler.plan.memory import peak_memory
 from nnx_nnscaler.plan.planning import assignment_of, plan_program
+from nnx_nnscaler.plan.program_plan import Strategy
 from nnx_nnscaler.runtime.communicator import run_as_ranks
 
 
@@ -109,13 +111,117 @@ def test_conversions_cost_their_collectives_there_and_back() -> None:
     assert bound.conversion(still, R, Use(R, True)).seconds == 0
 
 
+def loss_graph() -> tuple[Graph, Op]:
+    """A cross entropy of 512 classes."""
+    make = GraphMaker(64)
+    scores = make.linear("head", make.input("x", 32), 512)
+    target = make.input("target")
+    args = (scores, target, None, 1)
+    loss = make.op("loss", "aten.cross_entropy_loss.default", args, ())
+    return make.finish(loss), make.graph.ops[-1]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "moved"),
+    [
+        (Strategy("replicate", (R, R), (R,)), 0),
+        (Strategy("batch", (S(0), S(0)), (P,)), 8),  # how many samples count
+        (Strategy("vocabulary", (S(1), R), (R,), "vocabulary_cross_entropy"), 64 * 4 * (2 + 2)),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_collectives_inside_of_the_runtimes_functions_are_priced(strategy: Strategy, moved: int) -> None:
+    graph, op = loss_graph()
+    price = prices(graph).operator(op, strategy)
+    assert price.moved == moved
+    assert (price.communication > 0) == (moved > 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "there", "back"),
+    [("batch_norm_over_unit", 2 * 2 * 4 * 8, 2 * 4 * 8), ("batch_norm_of_channels", 2 * 4 * 16, 0)],
+)
+def test_statistics_of_a_whole_unit_are_exchanged_there_and_back(call: str, there: int, back: int) -> None:
+    """Of 8 channels on each rank: mean and variance, and two sums for the gradient."""
+    x = Local((4, 8, 6, 6), "float32", True)
+    op = one("aten.batch_norm.default", (4, 8, 6, 6), output=(4, 8, 6, 6))
+    found = extra_work(op, Strategy("batch", (S(0),), (S(0),), call), [x], [x], size=2)
+    assert [sum(whole for _, whole in extra.collectives) for extra in found] == [there, back]
+
+
+def test_a_table_in_rows_masks_what_other_ranks_have() -> None:
+    op = one("aten.embedding.default", (100, 16), (8,), output=(8, 16))
+    inputs = [Local((50, 16), "float32", True), Local((8,), "int64", False)]
+    rows = Strategy("vocabulary", (S(0), R), (P,))
+    forward, backward = extra_work(op, rows, inputs, locals_of((8, 16)), size=2)
+    assert forward.nbytes == backward.nbytes == 2 * 8 * 16 * 4
+    columns = Strategy("column", (S(1), R), (S(1),))
+    assert extra_work(op, columns, inputs, locals_of((8, 8)), size=2) == (NOTHING, NOTHING)
+
+
+def test_what_is_recomputed_takes_time_again_and_less_memory() -> None:
+    graph = stack(4, batch=256)
+    plain, again = (
+        plan_program(graph, size=1, costs=CostModel(recompute=patterns), strategies_of=strategies_of)
+        for patterns in ((), ("blocks.*",))
+    )
+    assert again.prediction.compute > 1.2 * plain.prediction.compute
+    assert again.prediction.memory < 0.7 * plain.prediction.memory
+    # What comes into a block is kept; while one is recomputed, all that it keeps is there as well.
+    x = 256 * 16 * 64 * 4
+    assert again.prediction.memory > 4 * x + 4 * x
+    graph.training = False
+    for patterns in ((), ("blocks.*",)):
+        costs = CostModel(recompute=patterns)
+        plan = plan_program(graph, size=1, costs=costs, strategies_of=strategies_of)
+        assert plan.prediction.compute < plain.prediction.compute
+
+
+def test_conversions_in_what_is_recomputed_are_made_again() -> None:
+    make = GraphMaker(8)
+    bound, meta = prices(make.finish(make.input("x", 1024))), TensorMeta((8, 1024), "float32", True)
+    once, twice = (bound.conversion(meta, P, Use(R), again=again) for again in (False, True))
+    assert twice.moved == 2 * once.moved > 0
+
+
+def test_an_exchange_of_grouped_parts_is_a_gathering() -> None:
+    make = GraphMaker(8)
+    graph = make.finish(make.input("x", 96))
+    bound, meta = prices(graph), graph.metas["x"]
+    gathered = bound.conversion(meta, S(0), Use(R))
+    assert bound.conversion(meta, S(0), Use(S(1, groups=3))).communication == gathered.communication
+    assert bound.conversion(meta, S(0), Use(S(1))).communication < gathered.communication
+
+
+def test_gradients_that_are_reduced_take_room_twice_until_they_are() -> None:
+    """A buffer that stays, and what autograd makes; the optimizer steps on the buffer."""
+    graph = mlp(2, 64, 4096)  # next to no activations
+    nbytes = 2 * 64 * 4096 * 4
+    alone, shared = (
+        plan_program(graph, size=1, units=units, strategies_of=strategies_of).prediction.memory
+        for units in (1, 2)
+    )
+    assert alone == pytest.approx(4 * nbytes + nbytes / 2, rel=0.05)  # and one result while stepping
+    assert shared == pytest.approx(5 * nbytes, rel=0.05)
+
+
+def test_units_pay_the_start_of_their_reduction_whatever_is_chosen() -> None:
+    bound = [
+        prices(mlp(), units=units, zero=zero).standing.seconds
+        for units, zero in ((1, False), (2, False), (2, True))
+    ]
+    assert 0 == bound[0] < bound[1] < bound[2]
+
+
 def test_parameters_in_parts_take_less_memory_and_time_to_update() -> None:
     graph = mlp(8, 64, 256)
     meta = graph.metas["p_up_weight"]
     whole, part = Stored(R), Stored(S(0))
     assert prices(graph).kept(meta, whole) == 64 * 256 * (4 + 4 + 8)
     assert prices(graph).kept(meta, part) == prices(graph).kept(meta, whole) // 2
-    assert prices(graph, units=4, zero=True).kept(meta, whole) == 64 * 256 * (4 + 4 + 8) // 4 + 64 * 256 * 4
+    # In parts of four, gathered for a step, and a buffer in which gradients are reduced.
+    assert prices(graph, units=4, zero=True).kept(meta, whole) == 64 * 256 * (16 // 4 + 4 + 4)
+    assert prices(graph, units=4).kept(meta, whole) == 64 * 256 * (16 + 4)
     assert prices(graph).parameter(meta, part).compute < prices(graph).parameter(meta, whole).compute
     reduced = prices(graph).parameter(meta, Stored(R, synchronized=True))
     assert reduced.communication > 0 == prices(graph).parameter(meta, whole).communication

@@ -2,8 +2,9 @@
 
 What is measured is what programs call: operators through autograd, collectives through the unit's
 communicator, copies included. On CPUs that share one host the clock is CPU time, since there waiting costs
-nothing that another rank could not use; everywhere else it is wall time. Results are kept on disk, and all
-ranks use rank 0's.
+nothing that another rank could not use; everywhere else it is wall time. Small things are called in turns
+with computation, as programs call them: a collective that finds caches and threads cold takes several times
+what it takes in a loop of its own. Results are kept on disk, and all ranks use rank 0's.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from nnx_nnscaler.runtime.communicator import Communicator
 
 __all__ = ["calibrated", "measure_compute", "measure_link"]
 
-_FORMAT = 2
+_FORMAT = 3
+_LAPS = 20
 _SIZES = (4 * 1024, 64 * 1024, 1024 * 1024, 4 * 1024 * 1024)
 """Whole bytes at which collectives are measured."""
 
@@ -122,18 +124,39 @@ def _collective_seconds(
 ) -> float:
     """One collective on activations: whole bytes of three dims, split or gathered along the middle one."""
     size = communicator.size
-    width = -(-64 // size) * size  # which any number of ranks can exchange
-    rows = max(whole // 4 // width // (2 * size), 1) * size
-    full = torch.ones(2, rows, width, device=device)
-    part = torch.ones(2, rows // size, width, device=device)
+    rows = max(whole // 4 // 64 // (2 * size), 1) * size
+    full = torch.ones(2, rows, 64, device=device)
+    part = torch.ones(2, rows // size, 64, device=device)
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: communicator.all_reduce(full),
         "all_gather": lambda: communicator.all_gather(part, 1),
         "reduce_scatter": lambda: communicator.reduce_scatter(full, 1),
-        "all_to_all": lambda: communicator.all_to_all(part, 2, 1),
+        "all_to_all": lambda: communicator.all_to_all(part, 2 if 64 % size == 0 else 1, 1),
     }
-    small = whole < 1024 * 1024
-    return _seconds(calls[kind], clock, times=4 if small else 1, rounds=5 if small else 4)
+    return _seconds_amid(calls[kind], _some_work(device), clock)
+
+
+def _some_work(device: torch.device) -> Callable[[], object]:
+    """Computation that takes a CPU about a millisecond."""
+    matrix = torch.ones(256, 256, device=device)
+    return lambda: torch.tanh(matrix @ matrix)
+
+
+def _seconds_amid(call: Callable[[], object], work: Callable[[], object], clock: Clock) -> float:
+    """Seconds that a call adds to work that it stands between; lower quartiles of both."""
+
+    def laps(*calls: Callable[[], object]) -> float:
+        taken = []
+        for _ in range(_LAPS):
+            start = clock()
+            for one in calls:
+                one()
+            taken.append(clock() - start)
+        return sorted(taken)[_LAPS // 4]
+
+    call()
+    work()
+    return max(laps(call, work) - laps(work), 1e-9)
 
 
 def measure_compute(device: torch.device, clock: Clock) -> dict[str, Any]:
@@ -173,7 +196,7 @@ def _overhead(device: torch.device, clock: Clock) -> float:
         torch.autograd.backward(value.sum())
 
     with torch.enable_grad():
-        return _seconds(chain, clock, times=2, rounds=5) / (8 * layers + 2)
+        return _seconds_amid(chain, _some_work(device), clock) / (8 * layers + 2)
 
 
 def _update(device: torch.device, clock: Clock) -> dict[str, float]:
@@ -184,9 +207,9 @@ def _update(device: torch.device, clock: Clock) -> dict[str, float]:
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         optimizer = torch.optim.AdamW(parameters)
-        return _seconds(optimizer.step, clock, times=2) / count
+        return _seconds_amid(optimizer.step, _some_work(device), clock) / count
 
-    small, large = seconds(16, 8), seconds(1, 1024, 1024)
+    small, large = seconds(32, 8), seconds(1, 1024, 1024)
     return {"update_overhead": small, "update": max(large - small, 1e-9) / 1024**2}
 
 

@@ -6,13 +6,16 @@ and answers for single operators, conversions and parameters; `plan.evaluation` 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from nnx_nnscaler.codegen.recompute import recomputed_owner
 from nnx_nnscaler.cost.hardware import Collective, Hardware
 from nnx_nnscaler.cost.operators import ALIASES, Local, Saved, Work, base_name, saved_by, work_of
 from nnx_nnscaler.cost.profiles import profile
+from nnx_nnscaler.cost.rewritten import Extra, extra_work
 from nnx_nnscaler.ir import Graph, Op, TensorMeta
 from nnx_nnscaler.placement import Placement, R
 from nnx_nnscaler.plan.conversion import Use, conversion
@@ -21,8 +24,15 @@ from nnx_nnscaler.rules.rule import outputs_of
 
 __all__ = ["CostModel", "Price", "Prices", "Stored"]
 
-BUCKET = 25 * 1024 * 1024
-"""Bytes of a bucket of gradients, which are reduced together."""
+_VIEW = 0.4
+"""What a view costs, in operators of next to nothing; and what a function of autograd adds to its work."""
+_FUNCTION = 1.5
+_REDUCED = 1.5
+"""What the reducer does for one gradient, likewise: two hooks, a copy, handing it out."""
+_SMALL = 4096
+"""Bytes of a collective that only costs its start."""
+_IN_ROWS = 6.0
+"""The same where ZeRO stores rows, and a parameter is looked up in what was gathered."""
 
 
 class Stored(NamedTuple):
@@ -69,12 +79,14 @@ class CostModel:
         optimizer_states: Tensors that the optimizer keeps for each parameter: 2 for Adam, 0 for plain SGD.
         state_bytes: Bytes of each of their elements.
         master_bytes: Bytes for each element of a master copy of the parameters; 0 without.
+        recompute: Patterns of names of submodules whose activations are recomputed in the backward pass.
     """
 
     hardware: Hardware = profile("cpu")
     optimizer_states: int = 2
     state_bytes: int = 4
     master_bytes: int = 0
+    recompute: tuple[str, ...] = ()
 
     def prices(self, graph: Graph, *, size: int, units: int = 1, zero: bool = False) -> Prices:
         """Prices for a graph on units of some ranks.
@@ -100,6 +112,9 @@ class Prices:
         self.zero = zero and units > 1
         self.backward = graph.training
         self._link = self.hardware.link(size)
+        patterns = model.recompute if self.backward else ()
+        owners = ((op.name, recomputed_owner(op.module, patterns)) for op in graph.ops if patterns)
+        self.recomputed: Mapping[str, str] = {name: owner for name, owner in owners if owner is not None}
 
     # --- operators ------------------------------------------------------------------------------
 
@@ -120,26 +135,56 @@ class Prices:
         inputs, outputs = self.locals_of(op, strategy)
         whole = sum(self.local(meta, R).numel for meta in outputs_of(op))
         forward, backward = work_of(op, inputs, outputs, whole=whole)
+        more, more_back = extra_work(op, strategy, inputs, outputs, size=self.size)
         dtype = outputs[0].dtype if outputs else "float32"
-        calls = 0.4 if base_name(op) in ALIASES else 1.0
-        seconds = calls * self.hardware.overhead + self._seconds(forward, dtype)
+        calls = _VIEW if base_name(op) in ALIASES else 1.0
+        price = self._work(forward, more, dtype, calls)
+        if op.name in self.recomputed:
+            price = price.plus(price)
         if self.backward and any(local.differentiable for local in inputs):
-            seconds += calls * self.hardware.overhead + self._seconds(backward, dtype)
-        return Price(compute=seconds)
+            price = price.plus(self._work(backward, more_back, dtype, calls))
+        return price
 
-    def _seconds(self, work: Work, dtype: str) -> float:
+    def _work(self, work: Work, more: Extra, dtype: str, calls: float) -> Price:
+        """An operator in one direction, with what the runtime's function adds."""
         rates = self.hardware
         arithmetic = work.flops / rates.flops(dtype) + work.special / rates.special
-        return max(work.nbytes / rates.bandwidth, arithmetic) + work.random / rates.random
+        seconds = max(work.nbytes / rates.bandwidth, arithmetic) + work.random / rates.random
+        seconds += more.nbytes / rates.bandwidth + more.special / rates.special
+        price = Price(compute=seconds + (calls + more.calls) * rates.overhead)
+        for kind, whole in more.collectives:
+            price = price.plus(self._collective(kind, whole))
+        return price
+
+    def _collective(self, kind: Collective, whole: float) -> Price:
+        return Price(0.0, self._link.seconds(kind, whole, self.size), whole)
 
     def saved(self, op: Op, strategy: Strategy) -> Saved:
-        """What autograd keeps of an operator; nothing where no backward pass follows."""
+        """What autograd keeps of an operator; nothing where no backward pass follows.
+
+        Of a submodule that is recomputed, what comes into it.
+        """
+        saved = self.saved_in_backward(op, strategy)
+        owner = self.recomputed.get(op.name)
+        if owner is None:
+            return saved
+        names = op.operands()
+        return Saved(tuple(at for at in saved.operands if self.recomputed.get(names[at]) != owner))
+
+    def saved_in_backward(self, op: Op, strategy: Strategy) -> Saved:
+        """As `saved`; of a submodule that is recomputed, what is kept once it has been."""
         return saved_by(op, *self.locals_of(op, strategy)) if self.backward else Saved()
 
     # --- conversions ----------------------------------------------------------------------------
 
-    def conversion(self, meta: TensorMeta, source: Placement, use: Use) -> Price:
+    def conversion(self, meta: TensorMeta, source: Placement, use: Use, *, again: bool = False) -> Price:
         """What it costs to turn a value into what a consumer wants, there and back.
+
+        Args:
+            meta: The value.
+            source: The placement that it comes in.
+            use: What the consumer wants.
+            again: Whether it is made once more in the backward pass.
 
         Raises:
             ValueError: There is no such conversion.
@@ -147,11 +192,17 @@ class Prices:
         change = conversion(source, use)
         if change is None:
             return Price()
+        groups = use.placement.groups > 1 or source.groups > 1
         followed = self.backward and meta.differentiable
-        if change.forward == "keep":
-            return self._change(change.backward, meta) if followed else Price()
-        price = self._change(change.forward, meta)
-        return price.plus(self._change(change.backward, meta)) if followed else price
+        if change.forward == "keep" and not followed:
+            return Price()
+        price = self._change(change.forward, meta, groups=groups)
+        if again:
+            price = price.plus(price)
+        if not followed:
+            return price
+        function = Price(compute=_FUNCTION * self.hardware.overhead)
+        return price.plus(function).plus(self._change(change.backward, meta, groups=groups))
 
     def synchronized(self, meta: TensorMeta, target: Placement) -> Price:
         """What it costs to use a synchronized parameter where the gradient handed back is not partial.
@@ -162,14 +213,17 @@ class Prices:
         local = self.local(meta, target).nbytes
         return Price(compute=2 * self.hardware.overhead + (whole + 2 * local) / self.hardware.bandwidth)
 
-    def _change(self, change: str, meta: TensorMeta) -> Price:
+    def _change(self, change: str, meta: TensorMeta, *, groups: bool) -> Price:
         whole = self.local(meta, R).nbytes
+        split = self.hardware.overhead + 2 * whole / self.size / self.hardware.bandwidth
         if change == "keep":
-            return Price(compute=0.4 * self.hardware.overhead)
+            return Price(compute=_VIEW * self.hardware.overhead)
         if change == "split":
-            return Price(compute=self.hardware.overhead + 2 * whole / self.size / self.hardware.bandwidth)
+            return Price(compute=split)
+        if change == "all_to_all" and groups:  # is gathered and split
+            return self._collective("all_gather", whole).plus(Price(compute=split))
         kind: Collective = change  # type: ignore[assignment]
-        return Price(0.0, self._link.seconds(kind, whole, self.size), whole)
+        return self._collective(kind, whole)
 
     # --- parameters -----------------------------------------------------------------------------
 
@@ -183,34 +237,70 @@ class Prices:
         update = self.hardware.update_overhead + share * updated * self.hardware.update
         return Price(compute=update).plus(self._reduction(local, stored))
 
+    def is_reduced(self, stored: Stored) -> bool:
+        """Whether a parameter's gradient goes through the reducer."""
+        return self.units > 1 or (stored.synchronized and self.size > 1)
+
     def _reduction(self, local: Local, stored: Stored) -> Price:
-        ranks = self.units * (self.size if stored.synchronized else 1)
-        if ranks == 1:
+        if not self.is_reduced(stored):
             return Price()
+        ranks = self.units * (self.size if stored.synchronized else 1)
         link = self.hardware.link(ranks, stride=1 if stored.synchronized else self.size)
-        rate = link.throughput("all_reduce", ranks)
+        rate, calls, passes = link.throughput("all_reduce", ranks), _REDUCED, 3
         if self.zero:
             outer = self.hardware.link(self.units, stride=self.size)
             rate = sum(outer.throughput(kind, self.units) for kind in ("all_gather", "reduce_scatter"))
+            calls, passes = _IN_ROWS, 6
             if stored.synchronized:
                 rate += self._link.throughput("all_reduce", self.size) / self.units
-        return Price(0.0, (1 - self.hardware.overlap) * local.nbytes * rate, local.nbytes)
+        shown = 1 - self.hardware.overlap
+        copying = passes * local.nbytes / self.hardware.bandwidth
+        return Price(
+            calls * self.hardware.overhead + shown * copying, shown * local.nbytes * rate, local.nbytes
+        )
 
     @cached_property
     def synchronization(self) -> Price:
         """What the first synchronized parameter costs: the start of a reduction that nothing else needs."""
         if self.units > 1 or not self.backward:
             return Price()
-        return Price(0.0, (1 - self.hardware.overlap) * self._link.seconds("all_reduce", 4096, self.size))
+        return self._start(("all_reduce",), self.size)
+
+    @cached_property
+    def standing(self) -> Price:
+        """What a step costs whatever is chosen: the start of the reduction over units."""
+        if self.units == 1 or not self.backward:
+            return Price()
+        kinds: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+        return self._start(kinds if self.zero else ("all_reduce",), self.units, stride=self.size)
+
+    def _start(self, kinds: Sequence[Collective], ranks: int, *, stride: int = 1) -> Price:
+        link = self.hardware.link(ranks, stride=stride)
+        shown = 1 - self.hardware.overlap
+        return Price(0.0, shown * sum(link.seconds(kind, _SMALL, ranks) for kind in kinds))
+
+    # --- memory ---------------------------------------------------------------------------------
+
+    def lasting(self, meta: TensorMeta, stored: Stored) -> int:
+        """Bytes that a parameter takes all the time: itself, its state, room for its reduction."""
+        local = self.local(meta, stored.placement)
+        parts = self.units if self.zero else 1
+        # With ZeRO the gathered parameter stays until the backward pass is over.
+        gathered = local.nbytes if parts > 1 else 0
+        if not (self.backward and meta.differentiable):
+            return -(-local.nbytes // parts) + gathered
+        model = self.model
+        state = model.optimizer_states * model.state_bytes + model.master_bytes
+        room = local.nbytes if self.is_reduced(stored) else 0
+        return -(-(local.nbytes + local.numel * state) // parts) + gathered + room
+
+    def gradient(self, meta: TensorMeta, stored: Stored) -> int:
+        """Bytes of a parameter's gradient, from when autograd has made it until the step."""
+        if not (self.backward and meta.differentiable):
+            return 0
+        local = self.local(meta, stored.placement)
+        return -(-local.nbytes // (self.units if self.zero else 1))
 
     def kept(self, meta: TensorMeta, stored: Stored) -> int:
-        """Bytes that a parameter takes all the time: itself, its gradient, the optimizer's state."""
-        local = self.local(meta, stored.placement)
-        model = self.model
-        parts = self.units if self.zero else 1
-        if not (self.backward and meta.differentiable):
-            return -(-local.nbytes // parts) + (local.nbytes if parts > 1 else 0)
-        state = model.optimizer_states * model.state_bytes + model.master_bytes
-        in_parts = local.nbytes * 2 + local.numel * state
-        # With ZeRO the gathered parameter stays until the backward pass is over.
-        return -(-in_parts // parts) + (local.nbytes if parts > 1 else 0)
+        """Bytes that a parameter takes when its gradient is there."""
+        return self.lasting(meta, stored) + self.gradient(meta, stored)

@@ -100,7 +100,7 @@ def price_of_change(
     if stored is not None and stored.synchronized and prices.backward and meta.differentiable:
         return Price() if use.partial_gradient else prices.synchronized(meta, use.placement)
     try:
-        return prices.conversion(meta, source, use)
+        return prices.conversion(meta, source, use, again=name in prices.recomputed)
     except ValueError:
         return None
 
@@ -152,7 +152,7 @@ def evaluate(flow: Flow, assignment: Assignment, prices: Prices) -> Evaluation:
     parameters = {
         name: prices.parameter(flow.graph.metas[name], stored) for name, stored in assignment.stored.items()
     }
-    total = Price()
+    total = prices.standing
     for price in (*operators.values(), *(changed.price for changed in conversions), *parameters.values()):
         total = total.plus(price)
     if any(stored.synchronized for stored in assignment.stored.values()):

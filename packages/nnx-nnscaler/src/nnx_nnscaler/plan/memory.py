@@ -7,11 +7,13 @@ step, there and back, is what a limit is finally held against.
 from __future__ import annotations
 
 from nnx_nnscaler.cost.model import Prices
-from nnx_nnscaler.cost.operators import ALIASES, base_name
+from nnx_nnscaler.cost.operators import ALIASES, Saved, base_name
+from nnx_nnscaler.ir import Op
 from nnx_nnscaler.placement import Placement, R
 from nnx_nnscaler.plan.conversion import uses_of
 from nnx_nnscaler.plan.evaluation import Assignment
 from nnx_nnscaler.plan.flow import Flow
+from nnx_nnscaler.plan.program_plan import Strategy
 from nnx_nnscaler.rules.rule import outputs_of
 
 __all__ = ["peak_memory"]
@@ -23,11 +25,24 @@ _Tensor = tuple[str, Placement]
 def peak_memory(flow: Flow, assignment: Assignment, prices: Prices) -> int:
     """Most bytes that are alive at once on one rank."""
     graph = flow.graph
-    lasting = sum(prices.kept(graph.metas[name], stored) for name, stored in assignment.stored.items())
+    lasting = sum(prices.lasting(graph.metas[name], stored) for name, stored in assignment.stored.items())
     others = [name for name in graph.metas if name not in assignment.stored]
     lasting += sum(prices.local(graph.metas[name], R).nbytes for name in others)
     step = _Step(flow, assignment, prices)
-    return lasting + max(step.forward(), step.backward() if prices.backward else 0)
+    if not prices.backward:
+        return lasting + step.forward()
+    return lasting + max(step.forward(), step.backward(), _update(flow, assignment, prices))
+
+
+def _update(flow: Flow, assignment: Assignment, prices: Prices) -> int:
+    """While the optimizer steps: gradients (the reduced ones lie where they were reduced), and one result."""
+    metas = flow.graph.metas
+    gradients = [
+        (prices.gradient(metas[name], stored), prices.is_reduced(stored))
+        for name, stored in assignment.stored.items()
+    ]
+    own = sum(nbytes for nbytes, reduced in gradients if prices.zero or not reduced)
+    return own + max((nbytes for nbytes, _ in gradients), default=0)
 
 
 class _Step:
@@ -41,6 +56,7 @@ class _Step:
         self._made: list[list[_Tensor]] = []
         self._kept: list[set[_Tensor]] = []
         self._more: list[int] = []
+        self._again: dict[str, dict[_Tensor, int]] = {}
         self._bytes: dict[_Tensor, int] = {}
         last: dict[_Tensor, int] = {}
         for index in range(len(self._ops)):
@@ -60,6 +76,7 @@ class _Step:
         op, flow = self._ops[index], self._flow
         strategy = self._assignment.choices[op.name]
         saved = self._prices.saved(op, strategy)
+        self._count_recomputed(op, strategy, saved)
         inputs, outputs = self._prices.locals_of(op, strategy)
         used, made, kept = [], [], set()
         for position, (name, use) in enumerate(zip(op.operands(), uses_of(strategy), strict=True)):
@@ -82,6 +99,24 @@ class _Step:
                 if saved.output:
                     kept.add(tensor)
         return used, made, kept, saved.more
+
+    def _count_recomputed(self, op: Op, strategy: Strategy, saved: Saved) -> None:
+        """What is alive besides while the backward pass of a recomputed submodule runs."""
+        owner = self._prices.recomputed.get(op.name)
+        if owner is None:
+            return
+        inside = self._prices.saved_in_backward(op, strategy)
+        inputs, outputs = self._prices.locals_of(op, strategy)
+        names, uses = op.operands(), uses_of(strategy)
+        again = self._again.setdefault(owner, {})
+        again[f"{op.name}: more", R] = inside.more  # masks and statistics
+        for at in set(inside.operands) - set(saved.operands):
+            again[self._flow.storage(names[at]), uses[at].placement] = inputs[at].nbytes
+        if inside.output:
+            for name, local, placement in zip(
+                self._results(op.name), outputs, strategy.outputs, strict=False
+            ):
+                again[name, placement] = local.nbytes
 
     def _results(self, name: str) -> list[str]:
         """Names of an operator's results."""
@@ -114,21 +149,38 @@ class _Step:
                 keepers.setdefault(tensor, index)  # freed when its first keeper is done
         alive = sum(self._bytes[tensor] for tensor in keepers) + sum(self._more)
         gradients: dict[str, int] = {}
+        made: dict[str, int] = {}
         peak = alive
         for index in reversed(range(len(self._ops))):
-            self._add_gradients(index, gradients)
-            peak = max(peak, alive + sum(gradients.values()))
+            passing = self._add_gradients(index, gradients, made)
+            owner = self._prices.recomputed.get(self._ops[index].name, "")
+            again = sum(self._again.get(owner, {}).values())
+            peak = max(peak, alive + again + passing + sum(gradients.values()) + sum(made.values()))
             for tensor in self._made[index]:
                 gradients.pop(tensor[0], None)
             alive -= self._more[index]
             alive -= sum(self._bytes[tensor] for tensor in self._kept[index] if keepers[tensor] == index)
         return peak
 
-    def _add_gradients(self, index: int, gradients: dict[str, int]) -> None:
-        op = self._ops[index]
+    def _add_gradients(self, index: int, gradients: dict[str, int], made: dict[str, int]) -> int:
+        """Gradients that an operator's backward makes; the bytes of those that are gone after it.
+
+        Args:
+            index: The operator.
+            gradients: Those of activations that are alive.
+            made: Those of parameters, which stay.
+        """
+        op, passing = self._ops[index], 0
         strategy = self._assignment.choices[op.name]
         inputs, _ = self._prices.locals_of(op, strategy)
         for name, local in zip(op.operands(), inputs, strict=True):
-            if local.differentiable and name not in self._flow.parameters:
+            if not local.differentiable:
+                continue
+            stored = self._assignment.stored.get(name)
+            if stored is None:
                 storage = self._flow.storage(name)
                 gradients[storage] = max(gradients.get(storage, 0), local.nbytes)
+                continue
+            made[name] = self._prices.gradient(self._flow.graph.metas[name], stored)
+            passing += 0 if made[name] == local.nbytes else local.nbytes
+        return passing

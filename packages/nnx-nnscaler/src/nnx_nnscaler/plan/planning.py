@@ -136,31 +136,43 @@ def _text(nbytes: float) -> str:
 def _solve(context: PolicyContext, prices: Prices, limit: int | None, *, limits: _Limits) -> Assignment:
     problem = fold(context.flow, context.choices())
     program = Program(problem, prices, memory=limit is not None)
-    best = _assignment(problem, program)
-    if best is None:
+    solution = program.solve()
+    if solution is None:
         raise PlanError(
             f"policy {limits.policy!r} and its constraints contradict each other: no choice is left for "
             "which every operator gets its operands as it needs them.",
             remedy="Leave out a constraint, or pin fewer operators.",
         )
-    if limit is None or peak_memory(context.flow, best, prices) <= limit:
+    best = problem.assignment(solution.chosen)
+    if limit is None:
         return best
-    return _within(context.flow, problem, program, prices, limit, limits)
+    peak = peak_memory(context.flow, best, prices)
+    if peak <= limit:
+        return best
+    return _within(context.flow, problem, program, prices, limit, limits, uncounted=peak - solution.memory)
 
 
 def _within(
-    flow: Flow, problem: Problem, program: Program, prices: Prices, limit: int, limits: _Limits
+    flow: Flow,
+    problem: Problem,
+    program: Program,
+    prices: Prices,
+    limit: int,
+    limits: _Limits,
+    *,
+    uncounted: float,
 ) -> Assignment:
     """The fastest plan whose walk through a step stays within the limit.
 
-    The program counts less than the walk (no gradients of activations, nothing short-lived), so its own limit
-    is lowered by what the walk found over it.
+    The program counts otherwise than the walk (gradients of parameters from the start, none of activations,
+    nothing short-lived), so its own limit is moved by what they differ, and lowered while the walk exceeds
+    it.
     """
     solution = program.solve(least_memory=True)
     least = problem.assignment(solution.chosen) if solution else None
     if solution is None or least is None:
         raise limits.error(limit, limit + 1, prices.size)
-    smallest, allowed = peak_memory(flow, least, prices), float(limit)
+    smallest, allowed = peak_memory(flow, least, prices), limit - uncounted
     fitting = least if smallest <= limit else None
     for _ in range(_ROUNDS):
         found = _assignment(problem, program, limit=max(allowed, solution.objective * (1 + 1e-9)))
@@ -178,7 +190,7 @@ def _within(
     return fitting
 
 
-def _assignment(problem: Problem, program: Program, limit: float | None = None) -> Assignment | None:
+def _assignment(problem: Problem, program: Program, limit: float) -> Assignment | None:
     solution = program.solve(limit=limit)
     return None if solution is None else problem.assignment(solution.chosen)
 

@@ -32,10 +32,12 @@ class Solution:
     Attributes:
         chosen: Index of the option of each node.
         objective: What was minimised, in seconds or bytes.
+        memory: Bytes that it takes, as the program counts them.
     """
 
     chosen: tuple[int, ...]
     objective: float
+    memory: float
 
 
 @dataclass(slots=True)
@@ -264,7 +266,10 @@ class Program:
         if outcome.x is None:
             return None
         chosen = tuple(int(np.argmax(outcome.x[variables])) for variables in self._options)
-        return Solution(chosen, float(outcome.fun) / scale)
+        objective = float(outcome.fun) / scale
+        if not least_memory:
+            objective += self._prices.standing.seconds
+        return Solution(chosen, objective, float(outcome.x @ np.asarray(self._memory)))
 
     def _constraints(self, limit: float | None) -> list[LinearConstraint]:
         rows = self._rows
