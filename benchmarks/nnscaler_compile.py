@@ -2,7 +2,7 @@
 
     python benchmarks/nnscaler_compile.py            GPTs of 4 and 16 layers, for every policy, 2 ranks
     python benchmarks/nnscaler_compile.py llama      Llama-3-8B shapes on the meta device, 8 ranks
-    python benchmarks/nnscaler_compile.py mesh       the same for 1,024 devices: any unit size, ZeRO on and off
+    python benchmarks/nnscaler_compile.py mesh       the same for 1,024 devices: any unit, ZeRO on and off
 
 Printed are medians over rounds, in seconds of processor time (one thread, so that a busy machine counts
 less) with those on the clock beside them; exit code 1 if a processor time is above its bar. For comparison,
@@ -142,7 +142,6 @@ def llama_8b() -> nn.Module:
         num_attention_heads=32,
         num_key_value_heads=8,
         max_position_embeddings=8192,
-        rope_theta=500000.0,
         use_cache=False,
     )
     with torch.device("meta"):

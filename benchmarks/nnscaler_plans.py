@@ -209,7 +209,7 @@ def side(model: Model, written: Written) -> Side:
         prediction = backend._laid_out[module].programs.variants[0].plan.prediction  # type: ignore[union-attr]
 
     def step() -> Tensor:
-        loss = backend.run_step(module, module, *batch)
+        loss: Tensor = backend.run_step(module, module, *batch)
         backend.backward(module, loss)
         backend.optimizer_step(optimizer, optimizer.step)
         optimizer.zero_grad()
@@ -292,7 +292,7 @@ def side_with_peak(model: Model, written: Written) -> Side:
     lasting = alive() - before
     with torch.profiler.profile(profile_memory=True) as profiler:
         one.step()
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profiler.profiler.kineto_results.events()
     changes = sorted(
         ((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"),
         key=lambda change: change[0],
@@ -332,7 +332,7 @@ def report(name: str, sides: dict[str, Side], arguments: argparse.Namespace) -> 
             f" {peak:8.2f} {memory:9.2f} {memory / peak - 1:+6.0%}{note}"
         )
     like = {plan: one for plan, one in sides.items() if one.is_like(sides["replicate"])}
-    hand = {plan: min(one.laps) for plan, one in like.items() if plan != "autodist"}
+    hand: dict[str, float] = {plan: min(one.laps) for plan, one in like.items() if plan != "autodist"}
     best = min(hand, key=hand.__getitem__)
     ratio = min(sides["autodist"].laps) / hand[best]
     medians = [statistics.median(sides[plan].laps) for plan in ("autodist", best)]
@@ -341,7 +341,7 @@ def report(name: str, sides: dict[str, Side], arguments: argparse.Namespace) -> 
         f"({medians[0] / medians[1]:.3f}x by medians); bar {arguments.bar}",
         flush=True,
     )
-    return ratio > arguments.bar
+    return ratio > float(arguments.bar)
 
 
 def main() -> int:
