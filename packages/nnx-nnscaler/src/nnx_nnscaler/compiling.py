@@ -31,7 +31,7 @@ from nnx_nnscaler.plan.program_plan import ProgramPlan
 from nnx_nnscaler.rules.unsupported import unsupported_message
 from nnx_nnscaler.trace import trace_forward
 from nnx_nnscaler.trace.fingerprint import fingerprint
-from nnx_nnscaler.trace.guard import hooks_of_the_user
+from nnx_nnscaler.trace.guard import caller_modes, hooks_of_the_user
 from nnx_nnscaler.trace.serialize import graph_from_json, graph_to_json
 
 __all__ = ["Compiled", "Compiler", "FixedLayout", "ModelCall", "Planner", "code_digest", "compile_together"]
@@ -147,7 +147,7 @@ class Compiler:
         fixed_batch = fixed_batch or self.fixed_batch
         traced_from = {
             "fingerprint": fingerprint(root, *call),
-            "gradients": torch.is_grad_enabled(),
+            "modes": str(caller_modes()),
             "hooked": _hooked(root),
             "fixed_batch": fixed_batch,
             "versions": _versions(),
@@ -229,7 +229,8 @@ def compile_together(
         PlanError: The ranks' modules differ, or no plan fits.
         UnsupportedError: The forward cannot be traced.
     """
-    _check_agreement(root, group)
+    if layout is None:  # later, a trace may have left its marks on the rank that traced
+        _check_agreement(root, group)
     made: tuple[Entry, Path | None] | None = None
     with together(group, doing="compiling the forward"):
         if group is None or dist.get_rank(group) == 0:
@@ -244,14 +245,14 @@ def _check_agreement(root: nn.Module, group: dist.ProcessGroup | None) -> None:
     """All ranks must have the same module, or their collectives would not match."""
     mine = ""
     with together(group, doing="reading the module"):
-        mine = f"{fingerprint(root, (), {})} {torch.is_grad_enabled()}"
+        mine = f"{fingerprint(root, (), {})} {caller_modes()}"
     prints = all_gather_object(mine, group)
     others = [rank for rank, other in enumerate(prints) if other != prints[0]]
     if others:
         raise PlanError(
             f"{type(root).__name__} is not the same on all ranks: rank 0 has another one than "
             f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))} (code, shapes, "
-            "requires_grad, training flags or grad mode differ).",
+            "requires_grad, training flags, grad mode or autocast differ).",
             remedy="Build the same module on every rank.",
         )
 

@@ -28,6 +28,7 @@ from nnx_nnscaler.attributes import read_by_forward
 from nnx_nnscaler.codegen.variant import Variant
 from nnx_nnscaler.compiling import Compiled, Compiler, FixedLayout, ModelCall, compile_together
 from nnx_nnscaler.runtime.runtime import Runtime
+from nnx_nnscaler.trace.guard import caller_modes
 from nnx_nnscaler.trace.inputs import is_constant
 
 __all__ = ["Programs"]
@@ -248,7 +249,7 @@ class Programs:
                 looks.append((type(leaf), leaf))
             else:
                 raise TypeError(f"a program cannot be told from another by a {type(leaf).__name__}")
-        key = (spec, tuple(looks), torch.is_grad_enabled(), self._tree.state())
+        key = (spec, tuple(looks), caller_modes(), self._tree.state())
         hash(key)
         return key, tensors
 

@@ -69,6 +69,18 @@ def test_calls_with_and_without_gradients_have_programs_of_their_own():
     assert module(x).requires_grad
 
 
+def test_calls_under_autocast_and_outside_have_programs_of_their_own():
+    module = Model(lambda x: x.float() * 2 if torch.is_autocast_enabled("cpu") else x * 3)
+    made = attached(module, torch.randn(4, 4))
+    x = torch.randn(6, 4)
+    for _ in range(2):
+        assert torch.equal(module(x), expected(module, x))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(module(x), expected(module, x))
+    assert len(made.variants) == 2
+    assert made.causes == []
+
+
 def test_what_the_code_asks_of_a_batch_brings_about_another_program():
     module = Model()
     module.function = lambda x: x * 2 if x.shape[0] < 10 else x * 3
@@ -161,3 +173,57 @@ def test_the_user_is_told_once_what_stays_whole_and_what_nobody_can_split(caplog
     assert "inner of Odd runs whole on every rank of its unit: it has forward or backward hooks" in told
     assert any("constant is a tensor but no buffer" in text for text in told)
     assert any("aten.linalg_matrix_exp.default" in text for text in told)
+
+
+class Region(nn.Module):
+    """A part that computes in float32 under autocast, and one that keeps gradients out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        y = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            y = self.second(y.float() + 1e-3)
+        with torch.no_grad():
+            z = self.third(y)
+        return y.float() * z.float()
+
+
+class Regions(nn.Module):
+    """Blocks that are written once in a program."""
+
+    def __init__(self, hooked):
+        super().__init__()
+        self.blocks = nn.ModuleList(Region() for _ in range(3))
+        for block in self.blocks if hooked else ():
+            block.third.register_forward_hook(lambda *_: None)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_regions_of_autocast_and_without_gradients_are_those_of_the_forward(hooked):
+    module, own = Regions(hooked), Regions(hooked)
+    own.load_state_dict(module.state_dict())
+    made = attached(module, torch.randn(4, 4))
+    x = torch.randn(6, 4)
+    results = []
+    for model in (module, own):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            result = model(x)
+        result.sum().backward()
+        results.append((result.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    (found, gradients), (wanted, expected_gradients) = results
+    assert torch.equal(found, wanted)
+    for name, gradient in expected_gradients.items():
+        assert (gradient is None) == (".third." in name)
+        assert gradient is None or torch.allclose(gradients[name], gradient, rtol=1e-6, atol=1e-7), name
+        assert (gradients[name] is None) == (gradient is None)
+    compiled = made.variants[-1]
+    assert 'with torch.autocast("cpu", enabled=False):' in compiled.source
+    assert ("with torch.no_grad():" in compiled.source) == hooked

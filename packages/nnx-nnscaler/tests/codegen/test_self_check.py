@@ -83,3 +83,12 @@ def test_submodules_that_run_whole_are_not_judged():
     module, call = Mixture(), ((torch.randn(4, 8),), {})
     graph, plan = planned(module, call, "data")
     self_check(module, graph, plan, call)
+
+
+def test_a_program_for_calls_without_gradients_is_compared_without_them():
+    module = GPT(layers=1)
+    with torch.no_grad():
+        graph, plan = planned(module, CALL)
+        self_check(module, graph, plan, CALL)
+        with pytest.raises(PlanError, match="layer_norm"):
+            self_check(module, graph, wrong(graph), CALL)

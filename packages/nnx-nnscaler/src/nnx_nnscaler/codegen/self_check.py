@@ -65,6 +65,8 @@ def checked_up_to(parameters: int | None) -> Callable[[nn.Module, Graph, Program
 def _can_be_checked(root: nn.Module) -> bool:
     tensors: list[Tensor] = [*root.parameters(), *root.buffers()]
     kinds = (torch.float16, torch.bfloat16)
+    if torch.is_autocast_enabled("cpu"):
+        return False
     return all(tensor.device.type == "cpu" and tensor.dtype not in kinds for tensor in tensors)
 
 
@@ -115,7 +117,7 @@ def _first_difference(module: nn.Module, graph: Graph, plan: ProgramPlan, call: 
         run_ranks(emit(shown, made), shown, made, module, call)[0].outputs for made in (whole, plan)
     )
     for op, one, other in zip(ops, expected, found, strict=True):
-        scale = float(one.abs().max()) if one.numel() else 0.0
-        if one.numel() and float((one - other).abs().max()) > _TOLERANCE * max(scale, 1e-6):
+        scale = float(one.detach().abs().max()) if one.numel() else 0.0
+        if one.numel() and float((one - other).detach().abs().max()) > _TOLERANCE * max(scale, 1e-6):
             return op
     return None

@@ -144,12 +144,14 @@ def compare(
 def run_ranks(
     source: str, graph: Graph, plan: ProgramPlan, module: nn.Module, call: Arguments, *, seed: int = 0
 ) -> list[Run]:
-    """Run a program forward and backward on every rank of a unit, each with a copy of the module."""
-    program, alone = load_program(source), threading.Lock()
-    return run_as_ranks(
-        plan.size,
-        lambda unit: _run_program(program, graph, plan, copy.deepcopy(module), call, seed, unit, alone),
-    )
+    """Run a program on every rank of a unit, each with a copy of the module; backward too with gradients."""
+    program, alone, gradients = load_program(source), threading.Lock(), torch.is_grad_enabled()
+
+    def run(unit: Communicator) -> Run:
+        with torch.set_grad_enabled(gradients):  # a new thread records them in any case
+            return _run_program(program, graph, plan, copy.deepcopy(module), call, seed, unit, alone)
+
+    return run_as_ranks(plan.size, run)
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from nnx_nnscaler.trace.structure import Refusal
 __all__ = [
     "CommunicationError",
     "attributes_restored",
+    "caller_modes",
     "collectives_refused",
     "hooks_of_the_user",
     "hooks_removed",
@@ -58,6 +59,21 @@ _COLLECTIVES = (
 
 class CommunicationError(Refusal):
     """The forward communicates, and the other ranks, which do not trace, would not answer."""
+
+
+def caller_modes() -> tuple[Any, ...]:
+    """The modes that code may ask for, so that a trace holds for them only: of gradients and of autocast.
+
+    Example:
+        >>> caller_modes()
+        (True,)
+        >>> with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        ...     caller_modes()
+        (False, ('cpu', torch.bfloat16))
+    """
+    kind = next((kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
+    gradients = torch.is_grad_enabled()
+    return (gradients,) if kind is None else (gradients, (kind, torch.get_autocast_dtype(kind)))
 
 
 @contextmanager

@@ -55,14 +55,18 @@ def logs_left_alone(bench: Bench) -> None:
 
 @check()
 def torchmetrics_reduced(bench: Bench) -> None:
-    """A torchmetrics metric on the module counts what all ranks saw, wherever it is logged."""
-    values = [step * rank for step in range(1, _STEPS + 1) for rank in (1, 2)]
-    expected = {
-        "metric_mean": sum(values) / len(values),
-        "metric_sum": sum(values),
-        "metric_max": max(values),
-    }
+    """A torchmetrics metric on the module counts what all ranks saw, wherever it is logged.
+
+    What several ranks of one share of the data saw counts once.
+    """
     for rank, outcome in enumerate(bench.run(_measured)):
+        shares = range(1, int(outcome["shares"]) + 1)
+        values = [step * share for step in range(1, _STEPS + 1) for share in shares]
+        expected = {
+            "metric_mean": sum(values) / len(values),
+            "metric_sum": sum(values),
+            "metric_max": max(values),
+        }
         _expect_values(outcome, expected, where=f"rank {rank}, torchmetrics")
 
 
@@ -107,9 +111,11 @@ class _Measuring(Plain):
         self.metrics = torch.nn.ModuleDict({"mean": MeanMetric(), "sum": SumMetric(), "max": MaxMetric()})
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        share = share_of(self.trainer)
+        self.log("shares", float(share["num_replicas"]), sync_dist=False, on_step=False, on_epoch=True)
         for name, metric in self.metrics.items():
             assert isinstance(metric, Metric)
-            metric.update(torch.tensor(float((self.global_rank + 1) * (index + 1)), device=self.device))
+            metric.update(torch.tensor(float((share["rank"] + 1) * (index + 1)), device=self.device))
             self.log(f"metric_{name}", metric, on_step=False, on_epoch=True)
         return super().training_step(batch, index)
 
