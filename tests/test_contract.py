@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import nnx
+from jobs import engines
 from jobs.contract_jobs import reduced_over_shares, sampled, save_afterwards, train_with_engines
 from jobs.training import Run
 from nnx.testing.pool import WorkerPool
@@ -75,3 +77,10 @@ def test_a_sum_counts_each_share_of_the_data_once_however_many_ranks_read_it(poo
             "logged sum": 3.0,
             "logged mean": 0.5,
         }
+
+
+def test_the_share_of_the_data_is_refused_before_the_groups_exist_that_decide_it() -> None:
+    engines.register()
+    strategy = nnx.strategy("column_parallel")
+    with pytest.raises(nnx.UnsupportedError, match=r"share of the data .* is not known before its groups"):
+        strategy.distributed_sampler_kwargs  # noqa: B018

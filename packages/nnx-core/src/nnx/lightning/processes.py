@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nnx.backend import Backend, ParallelContext
 from nnx.collective import all_gather_object, control_group
+from nnx.errors import UnsupportedError
 from nnx.lightning.checkpoint_io import CheckpointIO
 from nnx.lightning.compat import make_launcher, reset_seed, seed_data_workers
 from nnx.lightning.messages import show_messages
@@ -98,11 +99,21 @@ class ParallelProcesses(ABC):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which share of the data this process reads: the backend's data-parallel rank and size."""
+        """Which share of the data this process reads: the backend's data-parallel rank and size.
+
+        Raises:
+            UnsupportedError: It depends on the backend's groups, which do not exist yet.
+        """
         if self._backend_is_set_up:
             rank, size = self.backend.data_parallel_rank_and_size
-        else:
+        elif type(self.backend).data_parallel_rank_and_size is Backend.data_parallel_rank_and_size:
             rank, size = self.global_rank, self.num_nodes * self.num_processes
+        else:
+            raise UnsupportedError(
+                f"the share of the data that a rank reads under {self.name!r} is not known before its groups "
+                "exist.",
+                remedy="Build the loader in `train_dataloader` or after `fabric.launch()`, not before.",
+            )
         return {"num_replicas": size, "rank": rank}
 
     def process_dataloader(self, dataloader: Any) -> Any:

@@ -55,7 +55,7 @@ class Rule(ABC):
         return writer.call(op)
 
     def index_bound(self, op: Op, graph: Graph) -> int | None:
-        """What the values of integer operands stay below, where they are indices; for checks on made-up data."""
+        """What the values of integer operands stay below where they are indices, for made-up data."""
         return None
 
 
