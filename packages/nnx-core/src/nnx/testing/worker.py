@@ -92,12 +92,12 @@ class _Store:
     def __init__(self, env: dict[str, str]) -> None:
         import torch.distributed as dist
 
-        self._server: dist.TCPStore | None = None
+        self._server: Any = None
         address = env["MASTER_ADDR"], int(env["MASTER_PORT"])
         with contextlib.suppress(OSError):  # the job will find the port taken, and say so
             # A socket of torch's own listens on IPv6 as well, and asks a name server who each rank is.
             listening = socket.create_server(address)
-            self._server = dist.TCPStore(
+            self._server = dist.TCPStore(  # type: ignore[attr-defined] # which it exports all the same
                 *address,
                 is_master=True,
                 wait_for_workers=False,

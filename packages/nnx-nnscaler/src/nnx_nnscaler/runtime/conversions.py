@@ -28,7 +28,7 @@ class _Converted(torch.autograd.Function):
         return forward(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.change(gradient), None, None
 
 
@@ -50,20 +50,20 @@ class Conversions:
         """This rank's part of a whole tensor."""
         if groups == 1:
             return tensor.chunk(self.size, dim)[self.rank].contiguous()
-        return tensor.unflatten(dim, (groups, -1)).chunk(self.size, dim + 1)[self.rank].flatten(dim, dim + 1)
+        return _grouped(tensor, dim, groups).chunk(self.size, dim + 1)[self.rank].flatten(dim, dim + 1)
 
     def whole(self, tensor: Tensor, dim: int, groups: int = 1) -> Tensor:
         """The whole tensor, from every rank's part."""
         if groups == 1:
             return self.communicator.all_gather(tensor, dim)
-        grouped = tensor.unflatten(dim, (groups, -1))
+        grouped = _grouped(tensor, dim, groups)
         return self.communicator.all_gather(grouped, dim + 1).flatten(dim, dim + 1)
 
     def sum_part(self, tensor: Tensor, dim: int, groups: int = 1) -> Tensor:
         """This rank's part of the sum over the ranks."""
         if groups == 1:
             return self.communicator.reduce_scatter(tensor, dim)
-        grouped = tensor.unflatten(dim, (groups, -1))
+        grouped = _grouped(tensor, dim, groups)
         return self.communicator.reduce_scatter(grouped, dim + 1).flatten(dim, dim + 1)
 
     # --- with gradient ------------------------------------------------------------------------
@@ -125,10 +125,16 @@ class Conversions:
 
     def _converted(self, tensor: Tensor, forward: _Change, backward: _Change) -> Tensor:
         if torch.is_grad_enabled() and tensor.requires_grad:
-            result: Tensor = _Converted.apply(tensor, forward, backward)
+            result: Tensor = _Converted.apply(tensor, forward, backward)  # type: ignore[no-untyped-call]
             return result
         return forward(tensor)
 
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor)
+
+
+def _grouped(tensor: Tensor, dim: int, groups: int) -> Tensor:
+    """The same tensor with a dim cut in two: groups, and what is in each."""
+    shape = tensor.shape
+    return tensor.view(*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
