@@ -89,8 +89,9 @@ class NnScalerOptions:
     save_plan: str | None = option(None, help="Write the plan to this file as well.", types=(str,))
     verify: bool = option(
         False,
-        help="Compare every program with the module's own forward and backward on the traced inputs before "
-        "it is used; takes time, and memory for a copy of the model for each rank of a unit.",
+        help="Compare the first program, when it is compiled, with the module's own forward and backward on "
+        "the traced inputs; on CPU, without autocast or half precision, where nothing runs whole. It takes a "
+        "step's time and a copy of the model for each rank of a unit.",
         types=(bool,),
     )
 
