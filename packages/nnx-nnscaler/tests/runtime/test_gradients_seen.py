@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nnx.errors import UnsupportedError
 from nnx_nnscaler.axes import Axes, make_axes
 from nnx_nnscaler.placement import R, S
 from nnx_nnscaler.runtime.communicator import run_as_ranks
+from nnx_nnscaler.runtime.conversions import Conversions
 from nnx_nnscaler.runtime.part import local_mode
 from nnx_nnscaler.runtime.storage import Parameters
 
@@ -262,6 +264,19 @@ def test_hooks_after_accumulation_see_the_whole_gradient():
         torch.testing.assert_close(seen[:2], seen[2:], **CLOSE)
 
     in_unit(job, S(0))
+
+
+def test_second_derivatives_through_programs_are_refused():
+    def job(unit):
+        rt = Conversions(unit)
+        x = torch.ones(4, dtype=torch.float64, requires_grad=True)
+        y = rt.all_reduce__keep(rt.part(rt.keep__all_reduce(x) ** 3, dim=0).sum())
+        (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+        torch.testing.assert_close(gradient, torch.full((4,), 3.0, dtype=torch.float64))
+        with pytest.raises(UnsupportedError, match="second derivative .* in parts.*'nnscaler_dp'"):
+            gradient.sum().backward()
+
+    run_as_ranks(2, job)
 
 
 # --- rows, in real processes ----------------------------------------------------------------------

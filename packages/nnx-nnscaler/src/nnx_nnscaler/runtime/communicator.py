@@ -70,7 +70,7 @@ class GroupCommunicator(Communicator):
         self.size = 1 if group is None else dist.get_world_size(group)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:  # noqa: D102 # as the base class says
-        result = tensor.contiguous().clone()
+        result = tensor.clone(memory_format=torch.contiguous_format)
         if self.group is not None:
             dist.all_reduce(result, group=self.group)
         return result

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nnx.errors import UnsupportedError
 from nnx_nnscaler.runtime.communicator import Communicator
 
 __all__ = ["Conversions"]
@@ -29,7 +30,24 @@ class _Converted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if gradient.requires_grad:  # with `create_graph`
+            return _Once.apply(gradient, ctx.change), None, None
         return ctx.change(gradient), None, None
+
+
+class _Once(torch.autograd.Function):
+    """A gradient whose own gradient would be wrong: what the ranks' summands of it are, nobody knows."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, change: _Change) -> Tensor:
+        return change(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        raise UnsupportedError(
+            "a second derivative is taken through a forward that several ranks compute in parts.",
+            remedy="Use strategy 'nnscaler_dp', under which every rank computes the whole forward.",
+        )
 
 
 class Conversions:

@@ -55,12 +55,15 @@ class _Guard:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
         sees = what_it_sees(func)
+        if sees is Sees.GRADIENT:  # first, because optimizers do this to every parameter in every step
+            return _shown_gradient(args[0]._part)
+        if sees is Sees.ASSIGNS_GRADIENT:
+            return _assign_gradient(args[0]._part, *args[1:])
         first = args[0] if args else None
         if sees is not Sees.WHOLE and isinstance(first, _Guard):
-            return _seen(sees, func, first, args[1:], kwargs)
-        return _on_wholes(func, args, kwargs)
+            return _seen(sees, func, first, args[1:], kwargs or {})
+        return _on_wholes(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A plain tensor, whole."""
@@ -131,8 +134,8 @@ def _seen(
         return part.value().detach()
     if sees is Sees.ASSIGNS:
         return part.assign(_unguarded(args[0], {}))
-    if sees in _OF_GRADIENTS:
-        return _OF_GRADIENTS[sees](func, guarded, *args, **kwargs)
+    if sees is Sees.HOOK:
+        return _hook(func, guarded, *args, **kwargs)
     if torch.is_grad_enabled() and part.tensor.requires_grad:
         raise RuntimeError(
             "a parameter that requires gradients is changed in place while gradients are recorded. Do it "
@@ -176,17 +179,16 @@ def _unguarded(argument: Any, wholes: dict[int, tuple[_Guard, Tensor]]) -> Any:
 # --- gradients ----------------------------------------------------------------------------------
 
 
-def _shown_gradient(_: Callable[..., Any], guarded: _Guard, *owner: Any) -> Tensor | None:
+def _shown_gradient(part: Part) -> Tensor | None:
     """What whoever reads the gradient of a parameter gets; nothing is gathered yet."""
-    part = guarded._part
     with local_mode():
         gradient = part.tensor.grad
         if gradient is None or part.gradients is None or part.gradients.are_whole():
             part.shown = None
             return gradient
-        if not isinstance(part.shown, _Shown) or part.shown._local is not gradient:
+        if part.shown is None or part.shown._local is not gradient:
             part.shown = _show(part, gradient)
-        return part.shown
+        return cast(Tensor, part.shown)
 
 
 def _show(part: Part, gradient: Tensor) -> _Shown:
@@ -196,10 +198,12 @@ def _show(part: Part, gradient: Tensor) -> _Shown:
     return cast(_Shown, shown)
 
 
-def _assign_gradient(_: Callable[..., Any], guarded: _Guard, value: Any = None) -> None:
+def _assign_gradient(part: Part, value: Any = None) -> None:
     """Let a parameter have another gradient, of which it gets its part; None for none."""
-    part = guarded._part
     with local_mode():
+        if value is None:
+            part.tensor.grad = part.shown = None
+            return
         if isinstance(value, _Shown):
             value._part.flush()
             if value._of is part:
@@ -243,13 +247,6 @@ def _hook(register: Callable[..., Any], guarded: _Guard, hook: Callable[[Tensor]
 
     with local_mode():
         return register(guarded, heard)
-
-
-_OF_GRADIENTS: dict[Sees, Callable[..., Any]] = {
-    Sees.GRADIENT: _shown_gradient,
-    Sees.ASSIGNS_GRADIENT: _assign_gradient,
-    Sees.HOOK: _hook,
-}
 
 
 # --- classes ------------------------------------------------------------------------------------

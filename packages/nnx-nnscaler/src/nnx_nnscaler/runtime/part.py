@@ -112,7 +112,7 @@ class Part:
     """
 
     gradients: GradientParts | None = None
-    shown: Tensor | None = None
+    shown: Any = None
 
     def __init__(
         self,
@@ -145,6 +145,11 @@ class Part:
     def description(self) -> Tensor:
         """A tensor of the logical shape and no storage."""
         return torch.empty(self.layout.shape, dtype=self.tensor.dtype, device="meta")
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the whole is there, so that it may have been changed."""
+        return self._value is not None
 
     def whole(self) -> Tensor:
         """The whole, differentiable where gradients are recorded and wanted. Collective."""

@@ -158,8 +158,9 @@ class Reducer:
 
     def _foresee(self, index: int, _: Tensor) -> None:
         """Autograd is about to add to a gradient: what was summed over the unit before must not be again."""
-        with local_mode(), torch.no_grad():
-            self._share_out(index)
+        if index in self._complete:
+            with local_mode(), torch.no_grad():
+                self._share_out(index)
 
     def _share_out(self, index: int) -> None:
         """Let the ranks of the unit hold equal summands of a gradient that was complete on all of them."""

@@ -205,11 +205,12 @@ class Parameters:
 
         It stays plain outside of local mode, so that what is recomputed in backward finds it so.
         """
-        part = self._parts.get(parameter)
+        part: Part | None = getattr(parameter, "_part", None)  # quicker than a look into a dict of tensors
         if part is None:
             return parameter
-        with local_mode():
+        if part.is_kept:
             part.flush()
+        with local_mode():
             part.in_programs = True
             source = part.source.differentiable()
             return source.view_as(source) if source is parameter else source
