@@ -30,7 +30,7 @@ from nnx_nnscaler.runtime.communicator import Communicator
 __all__ = ["calibrated", "measure_compute", "measure_link"]
 
 _FORMAT = 3
-_LAPS = 20
+_LAPS = 12
 _SIZES = (4 * 1024, 64 * 1024, 1024 * 1024, 4 * 1024 * 1024)
 """Whole bytes at which collectives are measured."""
 
@@ -202,14 +202,14 @@ def _overhead(device: torch.device, clock: Clock) -> float:
 def _update(device: torch.device, clock: Clock) -> dict[str, float]:
     """What AdamW takes for a parameter, and for each element of it."""
 
-    def seconds(count: int, *shape: int) -> float:
+    def step_of(count: int, *shape: int) -> Callable[[], object]:
         parameters = [torch.nn.Parameter(torch.ones(shape, device=device)) for _ in range(count)]
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
-        optimizer = torch.optim.AdamW(parameters)
-        return _seconds_amid(optimizer.step, _some_work(device), clock) / count
+        return torch.optim.AdamW(parameters).step
 
-    small, large = seconds(32, 8), seconds(1, 1024, 1024)
+    small = _seconds_amid(step_of(32, 8), _some_work(device), clock) / 32
+    large = _seconds(step_of(1, 1024, 1024), clock, times=2, rounds=6)
     return {"update_overhead": small, "update": max(large - small, 1e-9) / 1024**2}
 
 
