@@ -87,11 +87,12 @@ class NnScalerOptions:
     )
     load_plan: str | None = option(None, help="Run the plan in this file; nothing is planned.", types=(str,))
     save_plan: str | None = option(None, help="Write the plan to this file as well.", types=(str,))
-    verify: bool = option(
-        False,
+    verify: bool | None = option(
+        None,
         help="Compare the first program, when it is compiled, with the module's own forward and backward on "
         "the traced inputs; on CPU, without autocast or half precision, where nothing runs whole. It takes a "
-        "step's time and a copy of the model for each rank of a unit.",
+        "step's time and a copy of the model for each rank of a unit. By default small models are compared, "
+        "and run whole if they differ; with True any model is, and a difference is an error.",
         types=(bool,),
     )
 

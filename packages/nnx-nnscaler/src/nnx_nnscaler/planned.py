@@ -13,7 +13,7 @@ from torch import nn
 from nnx.backend import ParallelContext, Sample, first_call
 from nnx.collective import control_group, together
 from nnx_nnscaler.axes import Axes
-from nnx_nnscaler.codegen.self_check import checked_up_to
+from nnx_nnscaler.codegen.self_check import checked_if_small, checked_up_to
 from nnx_nnscaler.codegen.store import Store
 from nnx_nnscaler.compiling import Compiled, Compiler, FixedLayout, ModelCall, Planner, code_digest
 from nnx_nnscaler.cost.calibration import calibrated
@@ -130,7 +130,7 @@ def _compiler(
         reuse=options.reuse,
         fixed_batch=options.config.constant_folding,
         recompute=tuple(options.recompute or ()),
-        check=checked_up_to(None) if options.verify else None,
+        check={None: checked_if_small, True: checked_up_to(None), False: None}[options.verify],
     )
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from jobs.nnscaler_codegen_models import GPT, ConvNet, Mixture, images, tokens
-from nnx.errors import PlanError
-from nnx_nnscaler.codegen.self_check import checked_up_to, self_check
+from nnx.errors import PlanError, UnsupportedError
+from nnx_nnscaler.codegen import self_check as checks
+from nnx_nnscaler.codegen.self_check import checked_if_small, checked_up_to, self_check
 from nnx_nnscaler.codegen.verify import replicated_plan
 from nnx_nnscaler.placement import P
 from nnx_nnscaler.plan.planning import plan_program
@@ -92,3 +93,13 @@ def test_a_program_for_calls_without_gradients_is_compared_without_them():
         self_check(module, graph, plan, CALL)
         with pytest.raises(PlanError, match="layer_norm"):
             self_check(module, graph, wrong(graph), CALL)
+
+
+def test_unless_told_a_small_model_with_a_wrong_program_is_refused_one(monkeypatch):
+    module = GPT(layers=1)
+    graph = trace_forward(module, *CALL)
+    with pytest.raises(UnsupportedError, match="computes something else than its forward"):
+        checked_if_small(module, graph, wrong(graph), CALL)
+    monkeypatch.setattr(checks, "SMALL", 10_000)  # parameters alone are fewer
+    assert sum(parameter.numel() for parameter in module.parameters()) * 2 < 10_000
+    checked_if_small(module, graph, wrong(graph), CALL)

@@ -6,6 +6,7 @@ is for small models on CPU. It never changes the module.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -14,16 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from nnx.errors import PlanError
+from nnx.errors import PlanError, UnsupportedError
 from nnx_nnscaler.codegen.emit import emit
 from nnx_nnscaler.codegen.verify import compare, replicated_plan, run_ranks
 from nnx_nnscaler.ir import Graph, Op, Ref, TensorMeta
 from nnx_nnscaler.plan.program_plan import ProgramPlan
 
-__all__ = ["SMALL", "checked_up_to", "self_check"]
+__all__ = ["SMALL", "checked_if_small", "checked_up_to", "self_check"]
 
 SMALL = 1_000_000
-"""Parameters over all ranks of a unit up to which a model is checked unless told."""
+"""Elements of parameters and results, over all ranks of a unit, up to which a model is checked unless told.
+
+That takes a tenth of a second.
+"""
 _TOLERANCE = 1e-3
 
 
@@ -51,15 +55,35 @@ def self_check(root: nn.Module, graph: Graph, plan: ProgramPlan, call: tuple[Any
     )
 
 
-def checked_up_to(parameters: int | None) -> Callable[[nn.Module, Graph, ProgramPlan, Any], None]:
-    """The check for models of at most that many parameters over all ranks; None is any number."""
+def checked_up_to(elements: int | None) -> Callable[[nn.Module, Graph, ProgramPlan, Any], None]:
+    """The check for models of at most that many elements over all ranks; None is any number.
+
+    Args:
+        elements: Of parameters, and of the results of all operators for the traced sample.
+    """
 
     def check(root: nn.Module, graph: Graph, plan: ProgramPlan, call: Any) -> None:
-        count = sum(parameter.numel() for parameter in root.parameters()) * plan.size
-        if parameters is None or count <= parameters:
+        if elements is None or _elements(root, graph) * plan.size <= elements:
             self_check(root, graph, plan, call)
 
     return check
+
+
+def checked_if_small(root: nn.Module, graph: Graph, plan: ProgramPlan, call: Any) -> None:
+    """What is done unless told: a small model whose program is wrong runs whole instead.
+
+    Raises:
+        UnsupportedError: The program is wrong.
+    """
+    try:
+        checked_up_to(SMALL)(root, graph, plan, call)
+    except PlanError as error:
+        raise UnsupportedError(error.message, remedy=error.remedy) from error
+
+
+def _elements(root: nn.Module, graph: Graph) -> int:
+    metas = [op.output for op in graph.ops if isinstance(op.output, TensorMeta)]
+    return sum(p.numel() for p in root.parameters()) + sum(math.prod(meta.hints) for meta in metas)
 
 
 def _can_be_checked(root: nn.Module) -> bool:
