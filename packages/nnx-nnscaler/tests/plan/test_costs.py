@@ -10,7 +10,7 @@ import torch
 
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, strategies_of
 from nnx.errors import OptionError
-from nnx_nnscaler.cost import CostModel, Hardware, Link, MeasuredLink
+from nnx_nnscaler.cost import CostModel, Hardware, Link, MeasuredLink, calibration
 from nnx_nnscaler.cost.calibration import _load as load
 from nnx_nnscaler.cost.calibration import calibrated
 from nnx_nnscaler.cost.model import Prices, Stored
@@ -275,7 +275,13 @@ def test_groups_within_a_node_use_its_link_and_others_the_network() -> None:
 
 
 @pytest.fixture
-def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Hardware, Path]:
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure as little as can be: what is tried is what becomes of it."""
+    monkeypatch.setattr(calibration, "_LAPS", 4)
+
+
+@pytest.fixture
+def measured(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Hardware, Path]:
     monkeypatch.setenv("NNX_CACHE_DIR", str(tmp_path))
     return measure()[0], next((tmp_path / "nnscaler" / "measured").iterdir())
 
@@ -309,7 +315,7 @@ def test_a_damaged_measurement_is_made_again(measured: tuple[Hardware, Path]) ->
 
 
 def test_a_directory_that_cannot_be_written_is_done_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
