@@ -429,7 +429,10 @@ def add_to_gradients_that_are_sums_over_the_unit():
     parameters.reducer.synchronize = True
     backward(8)
     check(15 * mean)
-    module.weight.grad = torch.full((2, 3), 1.0, dtype=torch.float64)
+    parameters.reducer.synchronize = False
+    backward(4)
+    parameters.reducer.synchronize = True
+    module.weight.grad = torch.full((2, 3), 1.0, dtype=torch.float64)  # in place of summands: the whole
     backward(1)
     check(1 + mean)
     module.zero_grad(set_to_none=False)

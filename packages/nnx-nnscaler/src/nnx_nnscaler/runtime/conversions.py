@@ -31,7 +31,7 @@ class _Converted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         if gradient.requires_grad:  # with `create_graph`
-            return _Once.apply(gradient, ctx.change), None, None
+            return _Once.apply(gradient, ctx.change), None, None  # type: ignore[no-untyped-call]
         return ctx.change(gradient), None, None
 
 

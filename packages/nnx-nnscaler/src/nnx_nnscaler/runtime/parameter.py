@@ -84,7 +84,7 @@ class _Guard:
         return repr(_plain_copy(self))
 
 
-class _Shown(_Guard, Tensor):
+class _Shown(_Guard, Tensor):  # type: ignore[misc] # their __repr__ differ
     """Stands for the gradient of a guarded parameter, whole; it shares memory with the local one.
 
     Attributes:
