@@ -88,6 +88,7 @@ class Subject:
             spec.capabilities,
             StrategyRegistry.owner(self.name),
             spec.reference,
+            dict(spec.init_params),
         )
 
 
@@ -100,12 +101,14 @@ class Identity:
         capabilities: What it declares.
         owner: The distribution that it comes from.
         target: Its class.
+        init_params: What the class always gets under this name, unless the subject's options say otherwise.
     """
 
     kind: Kind
     capabilities: Capabilities
     owner: str
     target: str
+    init_params: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 REFERENCE = Subject("auto")

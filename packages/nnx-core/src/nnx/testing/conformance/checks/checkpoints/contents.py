@@ -55,8 +55,9 @@ def names_in_the_checkpoint(bench: Bench) -> None:
 @check()
 def stored_once(bench: Bench) -> None:
     """Every element is stored once over all ranks."""
-    if bench.subject.options.get("state_dict_type", "deduped") != "deduped":
-        bench.not_applicable("the option state_dict_type asks for every rank's own copy")
+    options = {**bench.identity.init_params, **bench.subject.options}
+    if options.get("state_dict_type", "deduped") != "deduped":
+        bench.not_applicable("its state_dict_type asks for every rank's own copy")
     stored, _ = saved_checkpoint(bench)
     for name, entry in stored.tensors.items():
         elements = sum(piece.box.numel for piece in entry.pieces)
