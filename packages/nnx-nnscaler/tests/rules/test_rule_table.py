@@ -63,6 +63,7 @@ def test_an_embedding_is_cut_by_samples_columns_and_vocabulary():
 def test_cross_entropy_is_cut_by_samples_and_vocabulary():
     assert _placements(*one_op("aten.cross_entropy_loss.default", f(8, 16), ints(8))) == {
         "batch": (S(0), S(0), "->", P),
+        "targets": (S(0), R, "->", P),
         "vocabulary": (S(1), R, "->", R),
     }
 

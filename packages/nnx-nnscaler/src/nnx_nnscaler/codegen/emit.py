@@ -57,7 +57,8 @@ class _Value:
         code: How to read it.
         placement: How it lies.
         flows: Whether a gradient may flow back into it.
-        synchronized: It is a parameter whose partial gradients the reducer sums.
+        synchronized: The reducer sums its partial gradients: it is such a parameter, or computed from such
+            parameters alone by every rank.
         place: Submodule and source line that it comes from.
     """
 
@@ -156,7 +157,11 @@ class _Emitter:
         self._go_to(op)
         strategy = self.plan.choices[op.name]
         operands = op.operands()
-        codes = [self._read(name, use) for name, use in zip(operands, uses_of(strategy), strict=True)]
+        passes = self._passes(op, strategy)
+        codes = [
+            self.values[name].code if passes else self._read(name, use)
+            for name, use in zip(operands, uses_of(strategy), strict=True)
+        ]
         writer = OpWriter(self.plan.size, _first(operands, codes), self.classes)
         args, kwargs = _bound(op, codes)
         here = replace(op, args=args, kwargs=kwargs)
@@ -166,7 +171,7 @@ class _Emitter:
         text = _written(here, strategy, writer)
         self.context = op.context
         if isinstance(op.output, TensorMeta):
-            self._one_result(op, strategy, text, flows)
+            self._one_result(op, strategy, text, flows, passes)
         elif op.target == "module" and op.output is not None:
             name = self.names.new(op.name)
             self.values[op.name] = _Value(name, R, flows=True, place=self.place)
@@ -177,11 +182,20 @@ class _Emitter:
             self._line(text)
         self.context = ""
 
-    def _one_result(self, op: Op, strategy: Strategy, text: str, flows: bool) -> None:
+    def _passes(self, op: Op, strategy: Strategy) -> bool:
+        """Whether the gradient may stay partial here: all that it reaches are synchronized parameters."""
+        values = [self.values[name] for name in op.operands()]
+        flowing = [value for value in values if value.flows]
+        one = isinstance(op.output, TensorMeta) and op.target != "module" and not strategy.call
+        same = strategy.is_replicated and all(value.placement == R for value in values)
+        return one and same and bool(flowing) and all(value.synchronized for value in flowing)
+
+    def _one_result(self, op: Op, strategy: Strategy, text: str, flows: bool, passes: bool) -> None:
         assert isinstance(op.output, TensorMeta)
         placement = strategy.outputs[0]
         name = self.names.new(op.name) if op.name in self.wanted else ""
-        self.values[op.name] = _Value(name, placement, flows and _is_floating(op.output), place=self.place)
+        flows = flows and _is_floating(op.output)
+        self.values[op.name] = _Value(name, placement, flows, passes and flows, place=self.place)
         self._line(f"{name} = {text}" if name else text, _describe(op.output, placement))
 
     def _many_results(

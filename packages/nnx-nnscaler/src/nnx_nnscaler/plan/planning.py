@@ -13,6 +13,7 @@ from nnx_nnscaler.plan.context import Policy, PolicyContext, StrategiesOf
 from nnx_nnscaler.plan.evaluation import Assignment, evaluate
 from nnx_nnscaler.plan.flow import Flow
 from nnx_nnscaler.plan.memory import peak_memory
+from nnx_nnscaler.plan.passing import synchronize_what_passes_on
 from nnx_nnscaler.plan.policies import policy_of
 from nnx_nnscaler.plan.program_plan import Prediction, ProgramPlan, Strategy
 from nnx_nnscaler.plan.solver import Program
@@ -72,6 +73,8 @@ def plan_program(
         context.stored = kept
     prices = costs.prices(graph, size=size, units=units, zero=zero)
     assignment = _solve(context, prices, memory_limit, limits=_Limits(name, units=units, zero=zero))
+    if stored is None and graph.training:
+        assignment = synchronize_what_passes_on(graph, assignment)
     return _plan(graph, assignment, prices, context.flow, policy=name)
 
 

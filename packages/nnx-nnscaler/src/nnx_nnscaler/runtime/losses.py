@@ -40,6 +40,26 @@ class Losses(Conversions):
             count = self._count(target, weight, ignore_index, scores)
         return (losses.sum(dtype=_exact(scores)) / count).to(losses.dtype)
 
+    def cross_entropy_of_part(
+        self,
+        scores: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """This rank's summand of the mean cross entropy, from its scores and the targets of all ranks."""
+        losses = F.cross_entropy(
+            scores,
+            self.part(target, 0),
+            weight,
+            ignore_index=ignore_index,
+            reduction="none",
+            label_smoothing=label_smoothing,
+        )
+        count = _weights(target, weight, ignore_index).to(_exact(scores))
+        return (losses.sum(dtype=_exact(scores)) / count).to(losses.dtype)
+
     def nll_loss_mean(
         self, scores: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100
     ) -> Tensor:
@@ -79,12 +99,7 @@ class Losses(Conversions):
 
     def _count(self, target: Tensor, weight: Tensor | None, ignore_index: int, like: Tensor) -> Tensor:
         """By what the sum over all ranks' samples is divided."""
-        counts = target != ignore_index
-        if weight is None:
-            own = counts.sum()
-        else:
-            own = (weight.detach()[torch.where(counts, target, 0)] * counts).sum()
-        return self.communicator.all_reduce(own.to(_exact(like)))
+        return self.communicator.all_reduce(_weights(target, weight, ignore_index).to(_exact(like)))
 
 
 class _ClassParts(torch.autograd.Function):
@@ -123,6 +138,14 @@ class _ClassParts(torch.autograd.Function):
         if ctx.smoothing:
             difference -= ctx.smoothing / ctx.classes
         return difference * (gradient * counts).unsqueeze(-1), None, None, None, None
+
+
+def _weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """How many samples count, or how much."""
+    counts = target != ignore_index
+    if weight is None:
+        return counts.sum()
+    return (weight.detach()[torch.where(counts, target, 0)] * counts).sum()
 
 
 def _exact(like: Tensor) -> torch.dtype:

@@ -59,12 +59,23 @@ class _ClassLoss(Rule):
 class _CrossEntropy(_ClassLoss):
     """Classes can be cut: ranks exchange maxima, sums and the targets' scores, never all scores."""
 
+    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
+        found = super().strategies(op, graph, size)
+        call = Call.of(op, graph, size)
+        target = call.meta("target")
+        if not found or target is None or is_floating(target) or call["reduction"] != _MEAN:
+            return found
+        # With all targets a rank knows without asking how many samples count.
+        return [*found, call.strategy("targets", {"self": S(0)}, [P], call="cross_entropy_of_part")]
+
     def by_class(self, call: Call, probabilities: bool) -> list[Strategy]:
         if probabilities or call["weight"] is not None or not is_floating(call.output):
             return []
         return [call.strategy("vocabulary", {"self": S(1)}, [R], call="vocabulary_cross_entropy")]
 
     def write(self, op: Op, strategy: Strategy, writer: Writer) -> str:
+        if strategy.call == "cross_entropy_of_part":
+            return _written(strategy.call, op, writer, ("weight", "ignore_index", "label_smoothing"))
         if strategy.call:
             return _written(strategy.call, op, writer, ("reduction", "ignore_index", "label_smoothing"))
         return super().write(op, strategy, writer)
