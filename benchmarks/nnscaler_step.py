@@ -19,6 +19,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from itertools import chain
@@ -100,7 +101,9 @@ def ours(
 
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
-    options = NnScalerOptions(policy="tp" if arguments.against == "tensor" else "dp")
+    options = NnScalerOptions(policy="dp")
+    if arguments.against == "tensor":
+        options = NnScalerOptions(policy=same_shards, gen_savedir=tempfile.gettempdir())
     backend = NnScalerBackend(options)
     backend.setup(
         ParallelContext(
@@ -123,6 +126,16 @@ def ours(
         backend.teardown()
 
     return step, finish
+
+
+def same_shards(context: Any) -> None:
+    """The shards of `tensor_parallel`, as a policy."""
+    for name in ("q", "k", "v", "up"):
+        context.pin(f"blocks.*.{name}", "column")
+    for name in ("o", "down"):
+        context.pin(f"blocks.*.{name}", "row")
+    for name in ("tokens", "positions", "norm", "blocks.*.norm1", "blocks.*.norm2", "head"):
+        context.pin(name, "replicate")
 
 
 def theirs(
