@@ -36,10 +36,9 @@ def register_op(
 ) -> Callable[[_Registered], _Registered]:
     """Tell how a function of yours, or an operator that exists, can be split over ranks.
 
-    On a function it is a decorator. The function becomes one operator of traced models, so its body may hold
-    what cannot be traced. Its gradient is that of its body; its attribute `operator` is the torch operator.
-    Arguments that are no tensors need a type annotation or a default. It must return new tensors and leave
-    its operands alone. ::
+    A decorated function becomes one operator of traced models, so its body may hold what cannot be traced;
+    its gradient is its body's, its attribute `operator` the torch operator. Arguments that are no tensors need
+    a type annotation or a default. It must return new tensors and leave its operands alone. ::
 
         @register_op("n c h^ w^, c, c -> n c h^ w^")
         def scaled(x, scale, shift, eps: float = 1e-5): ...
@@ -69,8 +68,7 @@ def register_op(
 
     Args:
         annotation: How it can be split.
-        fake: A function with the same arguments that makes results of the right shape from tensors that
-            have no data, for a body that reads values, such as one that calls numpy.
+        fake: Makes results of the right shape from tensors without data, for a body that reads values.
 
     Raises:
         AnnotationError: The annotation cannot be read, or does not fit the function's arguments.

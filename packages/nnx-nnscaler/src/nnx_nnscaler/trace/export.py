@@ -126,20 +126,25 @@ def export_forward(
     root = _Root(module, run)
     root.training = module.training
     with ExitStack() as stack:
-        for context in (
-            attributes_restored(module),
-            random_states_forked(),
-            _quiet(),
-            noticing(module),
-            hooks_removed(module),
-            collectives_refused(),
-            _autocast_hidden(),
-        ):
-            stack.enter_context(context)
+        _enter_guards(stack, module)
         exported.program = torch.export.export(root, leaves, strict=False, dynamic_shapes=(dims,))
     if changed:
         raise SideEffectError(changed)
     return exported
+
+
+def _enter_guards(stack: ExitStack, module: nn.Module) -> None:
+    """What keeps a trace from leaving marks on the module and the process, and from hiding what it loses."""
+    for context in (
+        attributes_restored(module),
+        random_states_forked(),
+        _quiet(),
+        noticing(module),
+        hooks_removed(module),
+        collectives_refused(),
+        _autocast_hidden(),
+    ):
+        stack.enter_context(context)
 
 
 def _within(name: str, kept: dict[str, list[Recorded]]) -> bool:
