@@ -37,8 +37,8 @@ def register_op(
     """Tell how a function of yours, or an operator that exists, can be split over ranks.
 
     A decorated function becomes one operator of traced models, so its body may hold what cannot be traced;
-    its gradient is its body's, its attribute `operator` the torch operator. Arguments that are no tensors need
-    a type annotation or a default. It must return new tensors and leave its operands alone. ::
+    its gradient is its body's, its attribute `operator` the torch operator. Arguments that are no tensors
+    need a type annotation or a default. It must return new tensors and leave its operands alone. ::
 
         @register_op("n c h^ w^, c, c -> n c h^ w^")
         def scaled(x, scale, shift, eps: float = 1e-5): ...
