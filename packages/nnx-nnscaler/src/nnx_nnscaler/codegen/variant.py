@@ -36,7 +36,8 @@ class Variant:
         fitting = [*_shape_conditions(graph), *(f"({guard})" for guard in graph.guards)]
         self._fits = _function(graph, " and ".join(fitting) or "True")
         conditions = [
-            (f"{symbol} >= 2", f"its {symbol} is {{{symbol}}}, a size of 1") for symbol in graph.symbols
+            (f"{symbol} >= 2", f"its batch has a size of {{{symbol}}}, and programs are for two or more")
+            for symbol in graph.symbols
         ]
         conditions += [
             (f"({size}) % {number} == 0", f"{size} = {{{size}}} is not a multiple of {number}")
