@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -36,39 +35,6 @@ def sum_of_ranks() -> tuple[int, float]:
     value = torch.tensor(float(dist.get_rank() + 1))
     dist.all_reduce(value)
     return dist.get_world_size(), value.item()
-
-
-def connect_early() -> bool:
-    """Rank 1 comes before rank 0 has begun to make a group."""
-    if os.environ["RANK"] == "0":
-        time.sleep(0.5)
-        return True
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    with socket.create_connection(address, timeout=0.3):
-        return True
-
-
-def sum_in_three_groups(directory: str) -> list[float]:
-    """Rank 1 comes to the next group only when rank 0 has closed the store of the last one."""
-    sums = []
-    for number in range(3):
-        dist.init_process_group("gloo")
-        sums.append(sum_of_ranks()[1])
-        time.sleep(0.1)  # a rank that leaves at once cuts off others that still read
-        dist.destroy_process_group()
-        closed = Path(directory, str(number))
-        if os.environ["RANK"] == "0":
-            with socket.socket() as probe:
-                assert probe.connect_ex(("127.0.0.1", int(os.environ["MASTER_PORT"]))), "it is still there"
-            closed.touch()
-        while not closed.exists():
-            time.sleep(0.01)
-    return sums
-
-
-def make_a_group_on_rank_0() -> None:
-    if os.environ["RANK"] == "0":
-        dist.init_process_group("gloo")
 
 
 def raise_on(rank: int) -> None:

@@ -43,23 +43,6 @@ def test_collectives_work_in_a_group_that_the_pool_made(pool: WorkerPool) -> Non
     assert pool.run(pool_jobs.sum_of_ranks, world_size=2, init="gloo") == [(2, 3.0), (2, 3.0)]
 
 
-def test_a_rank_that_begins_before_rank_0_finds_the_store(pool: WorkerPool) -> None:
-    assert pool.run(pool_jobs.connect_early) == [True, True]
-
-
-def test_groups_made_one_after_the_other_in_a_job_know_nothing_of_each_other(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    assert pool.run(pool_jobs.sum_in_three_groups, str(tmp_path)) == [[3.0] * 3] * 2
-
-
-def test_a_port_that_somebody_has_taken_since_is_an_error_of_the_job(pool: WorkerPool) -> None:
-    with socket.create_server(("", free_port())) as taken:
-        port = str(taken.getsockname()[1])
-        with pytest.raises(JobError, match="EADDRINUSE"):
-            pool.run(pool_jobs.make_a_group_on_rank_0, env={"MASTER_PORT": port})
-
-
 def test_a_job_leaves_no_trace(pool: WorkerPool, tmp_path: Path) -> None:
     import torch
 

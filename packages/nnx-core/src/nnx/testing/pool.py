@@ -118,10 +118,7 @@ class WorkerPool:
         port = free_port()
         for rank, worker in enumerate(workers):
             environment = _environment(rank, world_size, port) | dict(env or {})
-            serves = rank == 0 and world_size > 1
-            worker.submit(_job(fn, args, environment, init, serves, timeout))
-            if serves:
-                worker.wait_for(b"serving")
+            worker.submit(_job(fn, args, environment, init, timeout))
         replies, failures = _collect(workers, timeout)
         self.output = [worker.output() for worker in workers]
         if any(not worker.healthy for worker in workers):
@@ -189,17 +186,12 @@ class _Worker:
         theirs.close()
 
     def wait_until_ready(self) -> None:
-        if self.wait_for(b"ready"):
-            return
+        with contextlib.suppress(EOFError, OSError):
+            if self.connection.poll(START_TIMEOUT) and self.connection.recv_bytes() == b"ready":
+                return
         text = self.output()
         self.kill()
         raise RuntimeError(f"a worker process did not start:\n{text}")
-
-    def wait_for(self, word: bytes) -> bool:
-        """Whether the worker says this in time; one that died says nothing."""
-        with contextlib.suppress(EOFError, OSError):
-            return self.connection.poll(START_TIMEOUT) and self.connection.recv_bytes() == word
-        return False
 
     def submit(self, job: Job) -> None:
         self._log_start = os.fstat(self._log.fileno()).st_size
@@ -277,7 +269,6 @@ def _job(
     args: tuple[Any, ...],
     env: dict[str, str],
     init: Literal["gloo"] | None,
-    serves: bool,
     timeout: float,
 ) -> Job:
     file = ""
@@ -285,7 +276,7 @@ def _job(
         file = inspect.getsourcefile(fn) or ""
     # A script's functions have to be found by its file: the worker's main module is another one.
     module = f"nnx_script_{Path(file).stem}" if fn.__module__ == "__main__" else fn.__module__
-    return Job(module, fn.__qualname__, file, pickle.dumps(args), env, list(sys.path), init, serves, timeout)
+    return Job(module, fn.__qualname__, file, pickle.dumps(args), env, list(sys.path), init, timeout)
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:

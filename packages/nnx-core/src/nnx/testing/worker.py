@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import importlib
@@ -11,7 +10,6 @@ import os
 import pickle
 import random
 import signal
-import socket
 import sys
 import threading
 import time
@@ -37,7 +35,6 @@ class Job:
         env: Environment variables for the job.
         path: Places to import from.
         init: The default process group to make beforehand.
-        serves: Whether it makes the store of the default process group before the other ranks begin.
         timeout: Seconds after which the job counts as hung.
     """
 
@@ -48,7 +45,6 @@ class Job:
     env: dict[str, str]
     path: list[str]
     init: Literal["gloo"] | None
-    serves: bool
     timeout: float
 
 
@@ -69,11 +65,7 @@ def serve(fd: int) -> None:
             message = connection.recv_bytes()
         except EOFError:
             return
-        job: Job = pickle.loads(message)
-        store = _Store(job.env) if job.serves else None
-        if store:
-            connection.send_bytes(b"serving")
-        connection.send_bytes(_answer(job, store))
+        connection.send_bytes(_answer(message))
 
 
 def _die_with_parent(parent: int) -> None:
@@ -82,45 +74,9 @@ def _die_with_parent(parent: int) -> None:
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
-class _Store:
-    """The default process group's store, up before the ranks that connect to it begin.
-
-    A rank that comes too early is refused, and tries again only after half a second, which is more than most
-    jobs take. As soon as the group exists the store is its alone, so that one made later starts empty.
-    """
-
-    def __init__(self, env: dict[str, str]) -> None:
-        import torch.distributed as dist
-
-        self._server: Any = None
-        address = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-        with contextlib.suppress(OSError):  # the job will find the port taken, and say so
-            # A socket of torch's own listens on IPv6 as well, and asks a name server who each rank is.
-            listening = socket.create_server(address)
-            self._server = dist.TCPStore(  # type: ignore[attr-defined] # which it exports all the same
-                *address,
-                is_master=True,
-                wait_for_workers=False,
-                multi_tenant=True,
-                master_listen_fd=listening.detach(),
-            )
-        self._watch = threading.Thread(target=self._hand_over, daemon=True)
-        self._watch.start()
-
-    def close(self) -> None:
-        self._server = None
-        self._watch.join()
-
-    def _hand_over(self) -> None:
-        import torch.distributed as dist
-
-        while self._server is not None and not dist.is_initialized():
-            time.sleep(0.005)
-        self._server = None
-
-
-def _answer(job: Job, store: _Store | None) -> bytes:
+def _answer(message: bytes) -> bytes:
     environment, directory = dict(os.environ), Path.cwd()
+    job: Job = pickle.loads(message)
     # A Trainer's end puts handlers of signals back that it does not know of, so the signal alone may be lost.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     faulthandler.dump_traceback_later(0.9 * job.timeout)
@@ -130,8 +86,6 @@ def _answer(job: Job, store: _Store | None) -> bytes:
         reply = pickle.dumps((False, traceback.format_exc()))
     faulthandler.cancel_dump_traceback_later()
     try:
-        if store:
-            store.close()
         _clean_up(environment, directory)
     except Exception:
         reply = pickle.dumps((False, "while cleaning up after the job:\n" + traceback.format_exc()))
