@@ -185,8 +185,11 @@ class Inf(Callback):
 
     def on_after_backward(self, trainer: Trainer, module: LightningModule) -> None:
         if trainer.global_rank == self.rank and len(self.scales) == self.step:
+            from nnx_nnscaler.runtime.parameter import local_mode
+
             parameter = next(module.parameters())
-            parameter.grad.view(-1)[0] = float("inf")
+            with local_mode():  # as its own arithmetic would: a look at the whole is for all ranks together
+                parameter.grad.view(-1)[0] = float("inf")
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self.scales.append(trainer.precision_plugin.scaler.get_scale())
