@@ -26,19 +26,12 @@ class Losses(Conversions):
         label_smoothing: float = 0.0,
     ) -> Tensor:
         """This rank's summand of the mean cross entropy over the samples of all ranks."""
-        losses = F.cross_entropy(
-            scores,
-            target,
-            weight,
-            ignore_index=ignore_index,
-            reduction="none",
-            label_smoothing=label_smoothing,
-        )
+        losses = _cross_entropy(scores, target, weight, ignore_index, label_smoothing)
         if target.is_floating_point():
             count = torch.full((), losses.numel() * self.size, dtype=_exact(scores), device=scores.device)
         else:
             count = self._count(target, weight, ignore_index, scores)
-        return (losses.sum(dtype=_exact(scores)) / count).to(losses.dtype)
+        return _summand(losses, count)
 
     def cross_entropy_of_part(
         self,
@@ -49,24 +42,15 @@ class Losses(Conversions):
         label_smoothing: float = 0.0,
     ) -> Tensor:
         """This rank's summand of the mean cross entropy, from its scores and the targets of all ranks."""
-        losses = F.cross_entropy(
-            scores,
-            self.part(target, 0),
-            weight,
-            ignore_index=ignore_index,
-            reduction="none",
-            label_smoothing=label_smoothing,
-        )
-        count = _weights(target, weight, ignore_index).to(_exact(scores))
-        return (losses.sum(dtype=_exact(scores)) / count).to(losses.dtype)
+        losses = _cross_entropy(scores, self.part(target, 0), weight, ignore_index, label_smoothing)
+        return _summand(losses, _weights(target, weight, ignore_index).to(_exact(scores)))
 
     def nll_loss_mean(
         self, scores: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100
     ) -> Tensor:
         """This rank's summand of the mean negative log likelihood over the samples of all ranks."""
         losses = F.nll_loss(scores, target, weight, ignore_index=ignore_index, reduction="none")
-        count = self._count(target, weight, ignore_index, scores)
-        return (losses.sum(dtype=_exact(scores)) / count).to(losses.dtype)
+        return _summand(losses, self._count(target, weight, ignore_index, scores))
 
     def vocabulary_cross_entropy(
         self,
@@ -138,6 +122,25 @@ class _ClassParts(torch.autograd.Function):
         if ctx.smoothing:
             difference -= ctx.smoothing / ctx.classes
         return difference * (gradient * counts).unsqueeze(-1), None, None, None, None
+
+
+def _cross_entropy(
+    scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    """The loss of every sample."""
+    return F.cross_entropy(
+        scores,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
+
+
+def _summand(losses: Tensor, count: Tensor) -> Tensor:
+    """What these samples contribute to the mean over as many as `count` says, in its dtype to add up in."""
+    return (losses.sum(dtype=count.dtype) / count).to(losses.dtype)
 
 
 def _weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:

@@ -40,10 +40,10 @@ class _ClassLoss(Rule):
         whole = call["reduction"] == _NONE
         names = [label for label in labels if label is not None]
         found = label_strategies(call, inputs, [labels if whole else ()], summed=() if whole else names)
-        return [*found, *self.by_class(call, probabilities)]
+        return found if probabilities else [*found, *self.with_all_targets(call)]
 
-    def by_class(self, call: Call, probabilities: bool) -> list[Strategy]:
-        """Strategies that cut the classes."""
+    def with_all_targets(self, call: Call) -> list[Strategy]:
+        """Strategies that cut the scores and leave targets, which are classes, whole."""
         return []
 
     def write(self, op: Op, strategy: Strategy, writer: Writer) -> str:
@@ -59,25 +59,18 @@ class _ClassLoss(Rule):
 class _CrossEntropy(_ClassLoss):
     """Classes can be cut: ranks exchange maxima, sums and the targets' scores, never all scores."""
 
-    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
-        found = super().strategies(op, graph, size)
-        call = Call.of(op, graph, size)
-        target = call.meta("target")
-        if not found or target is None or is_floating(target) or call["reduction"] != _MEAN:
-            return found
-        # With all targets a rank knows without asking how many samples count.
-        return [*found, call.strategy("targets", {"self": S(0)}, [P], call="cross_entropy_of_part")]
-
-    def by_class(self, call: Call, probabilities: bool) -> list[Strategy]:
-        if probabilities or call["weight"] is not None or not is_floating(call.output):
-            return []
-        return [call.strategy("vocabulary", {"self": S(1)}, [R], call="vocabulary_cross_entropy")]
+    def with_all_targets(self, call: Call) -> list[Strategy]:
+        found = []
+        if call["weight"] is None and is_floating(call.output):
+            found.append(call.strategy("vocabulary", {"self": S(1)}, [R], call="vocabulary_cross_entropy"))
+        if call["reduction"] == _MEAN:  # a rank knows without asking how many samples count
+            found.append(call.strategy("targets", {"self": S(0)}, [P], call="cross_entropy_of_part"))
+        return found
 
     def write(self, op: Op, strategy: Strategy, writer: Writer) -> str:
-        if strategy.call == "cross_entropy_of_part":
-            return _written(strategy.call, op, writer, ("weight", "ignore_index", "label_smoothing"))
         if strategy.call:
-            return _written(strategy.call, op, writer, ("reduction", "ignore_index", "label_smoothing"))
+            first = "reduction" if strategy.call == "vocabulary_cross_entropy" else "weight"
+            return _written(strategy.call, op, writer, (first, "ignore_index", "label_smoothing"))
         return super().write(op, strategy, writer)
 
 
