@@ -80,12 +80,29 @@ def _expect_values(seen: Mapping[str, float], expected: Mapping[str, float], *, 
 # ---- what follows runs in the workers ----------------------------------------------------------------
 
 
-class _Logging(Plain):
+class _Sharing(Plain):
+    """Keeps which share of the data it was trained on, apart from what it logs."""
+
+    share: Mapping[str, int]
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.share = share_of(self.trainer)
+
+
+def _metrics_and_share(subject: Subject, model: type[_Sharing]) -> dict[str, float]:
+    """What a rank sees as logged, and its ``share`` of so many ``shares`` of the data."""
+    task = Task(model=model, steps=_STEPS, batches=_STEPS)
+    module = model(task)
+    metrics = fit(subject, task, module=module).metrics
+    return {**metrics, "share": module.share["rank"], "shares": module.share["num_replicas"]}
+
+
+class _Logging(_Sharing):
     """Logs a value of its own for each share of the data, from batches of a size of their own."""
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        share = share_of(self.trainer)
-        size = share["rank"] + 1
+        size = self.share["rank"] + 1
         value = float(size * (index + 1))
         epoch: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": size}
         self.log("mean", value, sync_dist=True, **epoch)
@@ -93,17 +110,15 @@ class _Logging(Plain):
         self.log("max", value, sync_dist=True, reduce_fx="max", **epoch)
         self.log("min", value, sync_dist=True, reduce_fx="min", **epoch)
         self.log("own", value, sync_dist=False, reduce_fx="sum", **epoch)
-        self.log("share", float(share["rank"]), sync_dist=False, **epoch)
-        self.log("shares", float(share["num_replicas"]), sync_dist=False, **epoch)
         self.log("in_step", value, sync_dist=True, on_step=True, on_epoch=False)
         return super().training_step(batch, index)
 
 
 def _logged(subject: Subject) -> dict[str, float]:
-    return fit(subject, Task(model=_Logging, steps=_STEPS, batches=_STEPS)).metrics
+    return _metrics_and_share(subject, _Logging)
 
 
-class _Measuring(Plain):
+class _Measuring(_Sharing):
     """Has metrics as submodules."""
 
     def build(self) -> None:
@@ -111,14 +126,12 @@ class _Measuring(Plain):
         self.metrics = torch.nn.ModuleDict({"mean": MeanMetric(), "sum": SumMetric(), "max": MaxMetric()})
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        share = share_of(self.trainer)
-        self.log("shares", float(share["num_replicas"]), sync_dist=False, on_step=False, on_epoch=True)
         for name, metric in self.metrics.items():
             assert isinstance(metric, Metric)
-            metric.update(torch.tensor(float((share["rank"] + 1) * (index + 1)), device=self.device))
+            metric.update(torch.tensor(float((self.share["rank"] + 1) * (index + 1)), device=self.device))
             self.log(f"metric_{name}", metric, on_step=False, on_epoch=True)
         return super().training_step(batch, index)
 
 
 def _measured(subject: Subject) -> dict[str, float]:
-    return fit(subject, Task(model=_Measuring, steps=_STEPS, batches=_STEPS)).metrics
+    return _metrics_and_share(subject, _Measuring)
