@@ -52,7 +52,7 @@ FOUND = [
 ]
 
 
-@pytest.mark.parametrize(("call", "expected"), FOUND, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(("call", "expected"), FOUND, ids=[call[0] for call, _ in FOUND])
 def test_splits_of_operators_without_a_rule_are_found(call, expected) -> None:
     assert set(names(*call)) == expected
     graph, op = one_op(*call)
