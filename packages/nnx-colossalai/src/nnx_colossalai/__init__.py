@@ -1,0 +1,1 @@
+"""Heterogeneous, chunked memory for PyTorch Lightning strategies."""

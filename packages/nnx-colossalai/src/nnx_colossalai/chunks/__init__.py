@@ -1,0 +1,1 @@
+"""Working weights, masters and gradients of a layer, held together."""

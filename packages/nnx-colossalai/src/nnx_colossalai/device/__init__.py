@@ -1,0 +1,1 @@
+"""Memory and copies of the device that a rank computes on."""

@@ -1,0 +1,1 @@
+"""Where every chunk lies: sizes, budgets, speeds, and the plan made of them."""

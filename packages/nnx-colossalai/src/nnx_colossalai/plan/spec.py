@@ -1,0 +1,111 @@
+"""What the planner knows: groups of parameters, the memory and speed of the hardware, and where things lie.
+
+Plain data without torch, so that plans are made, saved, edited and compared anywhere. All sizes are bytes,
+times are seconds, rates are per second; sizes are those of one rank unless their name says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Group", "Hardware", "ModelSpec", "Placement", "Tier"]
+
+
+class Tier(str, Enum):
+    """Where the weights of a chunk and what trains them lie, from most device memory to least.
+
+    Each rank holds its part of masters, gradients and optimizer state in every tier.
+    """
+
+    GATHERED = "gathered"
+    """All on the device; the complete working weights stay from a forward to its backward."""
+    SHARDED = "sharded"
+    """All on the device; each rank keeps its part of the weights, complete only while they are used."""
+    OFFLOADED = "offloaded"
+    """Working weights on the device; masters, gradients and optimizer state in host memory."""
+    STREAMED = "streamed"
+    """Working weights in host memory too, on the device only while they are used."""
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether the optimizer updates the masters in host memory."""
+        return self in (Tier.OFFLOADED, Tier.STREAMED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The parameters of one chunk, in the order in which a forward uses the chunks.
+
+    Attributes:
+        name: Of the module (``""`` for the root), or of the first of several small ones merged into one
+            chunk.
+        numel: Elements of all ranks together.
+        trainable: How many of them are trained.
+        activation_bytes: What its forward keeps for its backward.
+        compute_seconds: Forward and backward on the device.
+    """
+
+    name: str
+    numel: int
+    trainable: int
+    activation_bytes: int = 0
+    compute_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A model as the planner sees it.
+
+    Attributes:
+        groups: In the order of the forward.
+        world_size: Ranks over which masters, gradients and optimizer state are divided.
+        working_bytes: Per element of the weights that forward and backward compute with: 2 or 4.
+        master_bytes: Per element of the masters; 4, or `working_bytes` where the weights are their own
+            masters.
+        gradient_bytes: Per element of the gradients that the optimizer reads.
+        optimizer_bytes: Per trained element of the optimizer's state, such as 8 for Adam.
+        other_device_bytes: What else the device holds: buffers, the largest temporary, the allocator's slack.
+    """
+
+    groups: tuple[Group, ...]
+    world_size: int = 1
+    working_bytes: int = 2
+    master_bytes: int = 4
+    gradient_bytes: int = 4
+    optimizer_bytes: int = 8
+    other_device_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What a rank may use, and how fast it is.
+
+    Attributes:
+        device_bytes: Of the device, for this rank.
+        host_bytes: Of the host, for this rank.
+        to_device: Bytes per second from host to device.
+        to_host: Bytes per second from device to host.
+        host_step: Elements per second that the optimizer updates in host memory.
+        device_step: The same on the device.
+        collective: Bytes per second that a rank sends in an all-gather or reduce-scatter.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    to_device: float = 20e9
+    to_host: float = 20e9
+    host_step: float = 1e9
+    device_step: float = 50e9
+    collective: float = 20e9
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A tier for every group: the outcome of planning, before it is explained.
+
+    Attributes:
+        tiers: By the name of the group, in the order of the forward.
+    """
+
+    tiers: dict[str, Tier]
