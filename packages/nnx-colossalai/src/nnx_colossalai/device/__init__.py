@@ -1,1 +1,35 @@
 """Memory and copies of the device that a rank computes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nnx.backend import ParallelContext
+from nnx.errors import UnsupportedError
+from nnx_colossalai.device.device import Device, Traffic
+from nnx_colossalai.device.host import HostDevice
+
+__all__ = ["Device", "HostDevice", "Traffic", "make_device"]
+
+
+def make_device(context: ParallelContext, *, capacity: int | None = None) -> Device[Any]:
+    """The device of a rank.
+
+    Args:
+        context: Where the rank stands.
+        capacity: Bytes that it may use there; None: what there is.
+
+    Raises:
+        UnsupportedError: There is no engine for that kind of device.
+    """
+    kind = context.device.type
+    if kind == "cpu":
+        return HostDevice(capacity, local_world_size=context.local_world_size)
+    if kind == "cuda":
+        from nnx_colossalai.device.cuda import CudaDevice
+
+        return CudaDevice(context.device, capacity)
+    raise UnsupportedError(
+        f"colossalai cannot hold chunks on device {str(context.device)!r}.",
+        remedy="Train with accelerator='cpu' or accelerator='cuda'.",
+    )

@@ -66,7 +66,17 @@ class Device(ABC, Generic[EventT]):
     def release(self, tensor: Tensor) -> None:
         """Free the storage of a tensor of `empty`: its memory may be reused at once, by computing as well.
 
-        Copies that still read or write it are waited for on the lane that reuses it, not by the caller.
+        Copies that still read or write it are waited for on the lane that reuses it, not by the caller. The
+        tensor object and views of it keep their shapes and may be held on to, for `restore`; nobody may read
+        or write them meanwhile. A tensor of `empty` that is merely forgotten is freed too.
+        """
+
+    @abstractmethod
+    def restore(self, tensor: Tensor) -> None:
+        """Give a released tensor, and all views of it, memory again, not initialised.
+
+        Raises:
+            DeviceMemoryError: It does not fit.
         """
 
     @abstractmethod
@@ -76,6 +86,10 @@ class Device(ABC, Generic[EventT]):
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> EventT:
         """Copy between host and device on the copy lane, after what computing has been given so far.
+
+        There is a lane in each direction, and copies of one lane happen in the order of the calls. At least
+        one of the two is memory of `empty` or `host_empty` (or lies on an accelerator), which tells the
+        direction. Autograd does not see the write: version counters stay. Any thread may call.
 
         Dtypes may differ: the conversion happens on the side of the source's memory, so that the bytes on
         the bus are those of `target`.
@@ -95,3 +109,6 @@ class Device(ABC, Generic[EventT]):
     @abstractmethod
     def host_waits(self, event: EventT) -> None:
         """Wait until the event is over, and what it wrote can be read by this thread."""
+
+    def close(self) -> None:
+        """Finish the copies under way and end threads, if any; the device is not used afterwards."""

@@ -1,0 +1,189 @@
+"""A CUDA card: two copy streams beside the computing one, and the caching allocator's accounts.
+
+It is the only file here that calls ``torch.cuda``. It was written without a card at hand: no line of it has
+been run on one yet.
+
+No tensor is given to ``record_stream``, which would free memory at moments that depend on timing. What a copy
+uses is referred to until the copy is over, and who releases memory makes the computing stream wait for the
+copies that still use it; so the allocator, which hands memory out again in the computing stream's order, is
+right whenever it reuses it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import RLock
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from nnx_colossalai.device.device import Device, Traffic
+from nnx_colossalai.device.ledger import StorageKey, check_shapes, is_gone, storage_key
+from nnx_colossalai.errors import DeviceMemoryError
+
+__all__ = ["CudaDevice"]
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Running:
+    """A copy that may be under way, and what must live until it is over."""
+
+    event: torch.cuda.Event
+    tensors: tuple[Tensor, ...]
+
+
+class CudaDevice(Device[torch.cuda.Event]):
+    """A CUDA device, or a share of it.
+
+    Args:
+        torch_device: Which one.
+        capacity: Bytes that this process may reserve on it, for everything that torch allocates; None: all.
+    """
+
+    def __init__(self, torch_device: torch.device, capacity: int | None = None) -> None:
+        index = torch.cuda.current_device() if torch_device.index is None else torch_device.index
+        self.torch_device = torch.device("cuda", index)
+        self.traffic = Traffic()
+        total = torch.cuda.get_device_properties(index).total_memory
+        self._capacity = total if capacity is None else min(capacity, total)
+        self._limited = self._capacity < total
+        if self._limited:
+            torch.cuda.set_per_process_memory_fraction(self._capacity / total, index)
+        self._to_device = _new_stream(self.torch_device)
+        self._to_host = _new_stream(self.torch_device)
+        self._running: deque[_Running] = deque()
+        self._sizes: dict[StorageKey, int] = {}
+        self._lock = RLock()
+
+    @property
+    @override
+    def capacity(self) -> int:
+        return self._capacity
+
+    @property
+    @override
+    def used(self) -> int:
+        """What the caching allocator holds, in use or not: that is what other processes cannot have."""
+        return torch.cuda.memory_reserved(self.torch_device)
+
+    @override
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        def allocate() -> Tensor:
+            with torch.inference_mode(False):
+                return torch.empty(numel, dtype=dtype, device=self.torch_device)
+
+        return self._with_room(numel * dtype.itemsize, allocate)
+
+    @override
+    def release(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        with self._lock:
+            for running in self._running:
+                if any(_shares(used, tensor) for used in running.tensors):
+                    self._stream().wait_event(running.event)
+            self._sizes = {key: size for key, size in self._sizes.items() if not is_gone(key)}
+            self._sizes[storage_key(tensor)] = storage.nbytes()
+        storage.resize_(0)
+
+    @override
+    def restore(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        with self._lock:
+            nbytes = self._sizes.pop(storage_key(tensor))
+        self._with_room(nbytes, lambda: storage.resize_(nbytes))
+
+    @override
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+
+    @override
+    def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
+        check_shapes(target, source)
+        nbytes = target.numel() * target.element_size()
+        with self._lock, torch.cuda.device(self.torch_device), torch.no_grad():
+            self._forget_finished()
+            if target.is_cuda:
+                lane = self._to_device
+                self.traffic.to_device += nbytes
+            else:
+                lane = self._to_host
+                self.traffic.to_host += nbytes
+            lane.wait_stream(self._stream())
+            with torch.cuda.stream(lane):
+                # Where the source lies; on the host that is pinned memory, which torch keeps until the
+                # copy is over.
+                converted = source if source.dtype == target.dtype else self._converted(source, target.dtype)
+                # ``data`` has a version counter of its own.
+                target.data.copy_(converted, non_blocking=True)
+                event = _new_event()
+                event.record(lane)
+            self._running.append(_Running(event, (target, source, converted)))
+        return event
+
+    @override
+    def compute_waits(self, event: torch.cuda.Event) -> None:
+        self._stream().wait_event(event)
+
+    @override
+    def host_waits(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    @override
+    def close(self) -> None:
+        self._to_device.synchronize()
+        self._to_host.synchronize()
+        self._running.clear()
+        if self._limited:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
+
+    def _stream(self) -> torch.cuda.Stream:
+        """The one that computing is given to, in whichever thread asks."""
+        return torch.cuda.current_stream(self.torch_device)
+
+    def _converted(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        if source.is_cuda:
+            # Of the lane's own memory, which the lane alone reuses.
+            return source.to(dtype)
+        return torch.empty(source.shape, dtype=dtype, device="cpu", pin_memory=True).copy_(source)
+
+    def _forget_finished(self) -> None:
+        self._running = deque(running for running in self._running if not _is_over(running.event))
+
+    def _with_room(self, nbytes: int, allocate: Callable[[], T]) -> T:
+        """Allocate; where there is no room, once more when memory that copies hold is free."""
+        try:
+            return allocate()
+        except torch.OutOfMemoryError:
+            with self._lock:
+                for running in self._running:
+                    running.event.synchronize()
+                self._forget_finished()
+        try:
+            return allocate()
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError.no_room(
+                str(self.torch_device), asked=nbytes, used=self.used, allowed=self.capacity
+            ) from error
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _new_event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def _is_over(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+def _shares(one: Tensor, other: Tensor) -> bool:
+    return one.is_cuda and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

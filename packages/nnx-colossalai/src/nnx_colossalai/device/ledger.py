@@ -1,0 +1,169 @@
+"""Which memory belongs to the device and which to the host, and how much of the device's is in use.
+
+On a host that stands for a device no tensor tells where it lies, so what was handed out is remembered by its
+storage, weakly: memory that is forgotten without being released is noticed. It never holds a tensor alive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from threading import RLock
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nnx_colossalai.errors import DeviceMemoryError
+
+__all__ = ["Direction", "Ledger", "StorageKey", "check_shapes", "is_gone", "storage_key"]
+
+StorageKey = StorageWeakRef
+"""Names a storage without keeping it; the name is not given to another while anyone has it."""
+
+
+class Direction(str, Enum):
+    """Which way a copy goes."""
+
+    TO_DEVICE = "to_device"
+    TO_HOST = "to_host"
+
+
+@dataclass(slots=True)
+class _Entry:
+    nbytes: int
+    on_device: bool
+    resident: bool = True
+
+
+class Ledger:
+    """Accounts of one device that lies in host memory.
+
+    Args:
+        name: How errors call the device.
+        capacity: Bytes that may be in use at a time.
+    """
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self.name, self.capacity = name, capacity
+        self._entries: dict[StorageWeakRef, _Entry] = {}
+        self._used = 0
+        self._lock = RLock()
+
+    @property
+    def used(self) -> int:
+        """Bytes of device memory in use."""
+        with self._lock:
+            self._forget_expired()
+            return self._used
+
+    def reserve(self, nbytes: int) -> None:
+        """Count bytes as in use, which are about to be handed out.
+
+        Raises:
+            DeviceMemoryError: They do not fit.
+        """
+        with self._lock:
+            if self._used + nbytes > self.capacity:
+                # Asking all storages takes time, so only when it matters.
+                self._forget_expired()
+            if self._used + nbytes > self.capacity:
+                raise DeviceMemoryError.no_room(
+                    self.name, asked=nbytes, used=self._used, allowed=self.capacity
+                )
+            self._used += nbytes
+
+    def add_device(self, tensor: Tensor) -> None:
+        """Remember device memory whose bytes were reserved."""
+        with self._lock:
+            self._entries[storage_key(tensor)] = _Entry(_nbytes(tensor), on_device=True)
+
+    def add_host(self, tensor: Tensor) -> None:
+        """Remember host memory."""
+        with self._lock:
+            self._forget_expired()
+            self._entries[storage_key(tensor)] = _Entry(_nbytes(tensor), on_device=False)
+
+    def release(self, tensor: Tensor) -> None:
+        """Count a tensor's memory as free."""
+        with self._lock:
+            entry = self._own(tensor)
+            if not entry.resident:
+                raise ValueError("memory is released twice")
+            entry.resident = False
+            self._used -= entry.nbytes
+
+    def restore(self, tensor: Tensor) -> int:
+        """Reserve a released tensor's bytes again, and return their number.
+
+        Raises:
+            DeviceMemoryError: They do not fit.
+        """
+        with self._lock:
+            entry = self._own(tensor)
+            if entry.resident:
+                raise ValueError("memory is restored that was not released")
+            self.reserve(entry.nbytes)
+            entry.resident = True
+            return entry.nbytes
+
+    def cancel(self, nbytes: int) -> None:
+        """Take back a reservation that came to nothing."""
+        with self._lock:
+            self._used -= nbytes
+
+    def direction(self, target: Tensor, source: Tensor) -> Direction:
+        """Which way a copy goes: what is not remembered lies opposite to what is."""
+        with self._lock:
+            sides = [self._side(target), self._side(source)]
+        if sides[0] == sides[1]:
+            what = "memory of this device" if sides[0] is None else "on one side"
+            number = "neither" if sides[0] is None else "both"
+            raise ValueError(
+                f"a copy goes between host and device, but {number} of the two tensors is {what}"
+            )
+        to_device = sides[0] is True or sides[1] is False
+        return Direction.TO_DEVICE if to_device else Direction.TO_HOST
+
+    def check_resident(self, *tensors: Tensor) -> None:
+        """Refuse tensors whose memory is released."""
+        with self._lock:
+            for tensor in tensors:
+                entry = self._entries.get(storage_key(tensor))
+                if entry is not None and not entry.resident:
+                    raise ValueError("a copy reads or writes memory that is released")
+
+    def _own(self, tensor: Tensor) -> _Entry:
+        entry = self._entries.get(storage_key(tensor))
+        if entry is None or not entry.on_device:
+            raise ValueError("the tensor is no device memory of this device")
+        return entry
+
+    def _side(self, tensor: Tensor) -> bool | None:
+        entry = self._entries.get(storage_key(tensor))
+        return None if entry is None else entry.on_device
+
+    def _forget_expired(self) -> None:
+        for key in [key for key in self._entries if is_gone(key)]:
+            entry = self._entries.pop(key)
+            if entry.on_device and entry.resident:
+                self._used -= entry.nbytes
+
+
+def check_shapes(target: Tensor, source: Tensor) -> None:
+    """Refuse a copy that would broadcast."""
+    if target.shape != source.shape:
+        raise ValueError(f"cannot copy shape {tuple(source.shape)} into shape {tuple(target.shape)}")
+
+
+def storage_key(tensor: Tensor) -> StorageKey:
+    """The name of the memory that a tensor is a view of."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def is_gone(key: StorageKey) -> bool:
+    """Whether nothing refers to the storage any more."""
+    return bool(key.expired())  # type: ignore[no-untyped-call]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
