@@ -65,7 +65,11 @@ class ModelSpec:
             masters.
         gradient_bytes: Per element of the gradients that the optimizer reads.
         optimizer_bytes: Per trained element of the optimizer's state, such as 8 for Adam.
-        other_device_bytes: What else the device holds: buffers, the largest temporary, the allocator's slack.
+        other_device_bytes: What else the device holds: buffers, the largest temporary, the allocator's
+            slack.
+        gradients_in_forward: Whether gradients of the batch before are still there in a forward: they are
+            when gradients are accumulated, when a step overlaps the forward, and in Lightning's Trainer,
+            which clears them after it.
     """
 
     groups: tuple[Group, ...]
@@ -75,6 +79,7 @@ class ModelSpec:
     gradient_bytes: int = 4
     optimizer_bytes: int = 8
     other_device_bytes: int = 0
+    gradients_in_forward: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

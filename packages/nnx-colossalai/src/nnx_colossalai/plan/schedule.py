@@ -1,0 +1,275 @@
+"""How long a step takes under a placement: computing, copies, collectives and the host's step as lanes.
+
+Owns the formulas of time and of bytes moved; never those of memory (`nnx_colossalai.plan.cost`).
+
+A lane does one thing after the other: ``compute`` (forward, backward, the step on the device), ``to_device``
+and ``to_host`` (copies), ``host`` (the step in host memory) and ``collective``. A step is timed from the
+moment at which all gradients of one batch are complete to the same moment of the next batch, because no step
+of an optimizer may begin earlier: clipping and the check for overflow need all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from nnx_colossalai.plan.cost import MemoryModel
+from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Placement, Tier
+
+__all__ = ["StepTime", "TimeModel", "Work", "step_time", "work"]
+
+_FORWARD = 1 / 3  # of the time of forward and backward together, which differentiates for weights and inputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Bytes that one group moves on one rank in one step, and elements that are stepped.
+
+    Attributes:
+        fetched: From host to device before a forward, and again before the backward.
+        refreshed: From host to device after the step.
+        gradients: From device to host in the backward.
+        gathered: Sent in the all-gather before a forward.
+        gathered_again: Sent in the all-gather before a backward.
+        reduced: Sent in the reduce-scatter of the gradients.
+        host_step: Elements that the optimizer updates in host memory.
+        device_step: Elements that it updates on the device.
+    """
+
+    fetched: int = 0
+    refreshed: int = 0
+    gradients: int = 0
+    gathered: int = 0
+    gathered_again: int = 0
+    reduced: int = 0
+    host_step: int = 0
+    device_step: int = 0
+
+    @property
+    def to_device(self) -> int:
+        """Bytes from host to device in one step."""
+        return 2 * self.fetched + self.refreshed
+
+    @property
+    def to_host(self) -> int:
+        """Bytes from device to host in one step."""
+        return self.gradients
+
+
+def work(spec: ModelSpec, group: Group, tier: Tier) -> Work:
+    """What one group moves on one rank in one step of one batch.
+
+    With ``N``, ``T`` the elements and trained elements of one rank, and ``w``, ``g`` bytes per element of
+    working weights and of the gradients that the optimizer reads:
+
+    ========= ==================================== =======================
+    tier      to the device                        to the host
+    ========= ==================================== =======================
+    gathered  0                                    0
+    sharded   0                                    0
+    offloaded ``N*w`` after the step, if any is    ``T*w`` at one rank,
+              trained                              ``T*g`` above
+    streamed  ``N*w`` before forward and backward  as offloaded
+    ========= ==================================== =======================
+
+    Gradients are as wide as working weights at one rank, where nothing is lost by it, and as wide as the
+    optimizer reads them above, because they are sums there. A rank of ``W`` sends ``(W - 1)/W`` of the
+    complete ``n*w`` bytes in an all-gather (one where gathered, else two) and of ``t*g`` in a reduce-scatter.
+
+    Example:
+        >>> group = Group(name="layer", numel=1000, trainable=1000)
+        >>> spec = ModelSpec(groups=(group,))
+        >>> one = work(spec, group, Tier.STREAMED)
+        >>> one.to_device, one.to_host
+        (4000, 2000)
+    """
+    ranks = spec.world_size
+    part, trained_part = -(-group.numel // ranks), -(-group.trainable // ranks)
+    gathered = group.numel * spec.working_bytes * (ranks - 1) // ranks
+    gradient = spec.working_bytes if ranks == 1 else spec.gradient_bytes
+    host = tier.steps_on_host
+    return Work(
+        fetched=part * spec.working_bytes if tier is Tier.STREAMED else 0,
+        refreshed=part * spec.working_bytes if tier is Tier.OFFLOADED and group.trainable else 0,
+        gradients=trained_part * gradient if host else 0,
+        gathered=gathered,
+        gathered_again=0 if tier is Tier.GATHERED else gathered,
+        reduced=group.trainable * spec.gradient_bytes * (ranks - 1) // ranks,
+        host_step=trained_part if host else 0,
+        device_step=0 if host else trained_part,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Predicted time of one step.
+
+    Attributes:
+        seconds: From one batch's complete gradients to those of the next.
+        busy: Seconds of work of each lane; a lane near `seconds` is what limits the step.
+    """
+
+    seconds: float
+    busy: dict[str, float] = field(default_factory=dict)
+
+
+def step_time(
+    spec: ModelSpec, hardware: Hardware, placement: Placement, *, overlapped: bool = True
+) -> StepTime:
+    """Predicted time of one step under a placement.
+
+    Args:
+        spec: The model.
+        hardware: Its rates.
+        placement: A tier for each group.
+        overlapped: Whether a forward waits only for the step of its own group, instead of for all.
+    """
+    model = TimeModel(spec, hardware, overlapped=overlapped)
+    return model.step_time([placement.tiers[group.name] for group in spec.groups])
+
+
+@dataclass(frozen=True, slots=True)
+class _Seconds:
+    """`Work` divided by the rates of the hardware."""
+
+    fetch: float
+    refresh: float
+    down: float
+    gather: float
+    gather_again: float
+    reduce: float
+    host: float
+    device: float
+
+
+class TimeModel:
+    """Time of any placement of one model, quickly.
+
+    Args:
+        spec: The model.
+        hardware: Its rates.
+        overlapped: As in `step_time`.
+        uses: First and last place at which each group is in use; found here where not given.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        hardware: Hardware,
+        *,
+        overlapped: bool,
+        uses: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        self.spec, self.overlapped = spec, overlapped
+        self.works = [{tier: work(spec, group, tier) for tier in Tier} for group in spec.groups]
+        self._seconds = [{tier: _over(hardware, one[tier]) for tier in Tier} for one in self.works]
+        uses = MemoryModel(spec).uses if uses is None else uses
+        count = len(spec.groups)
+        self._first = [[j for j in range(count) if uses[j][0] == at] for at in range(count)]
+        self._last = [[j for j in range(count) if uses[j][1] == at] for at in range(count)]
+        self._order = sorted(range(count), key=lambda j: (uses[j][0], -uses[j][1], j))
+
+    def lanes(self, index: int, tier: Tier) -> dict[str, float]:
+        """Seconds of work that one group is for each lane."""
+        one = self._seconds[index][tier]
+        return {
+            "compute": self.spec.groups[index].compute_seconds + one.device,
+            "to_device": 2 * one.fetch + one.refresh,
+            "to_host": one.down,
+            "host": one.host,
+            "collective": one.gather + one.gather_again + one.reduce,
+        }
+
+    def step_time(self, tiers: Sequence[Tier]) -> StepTime:
+        """Time of a step, and what each lane does in it."""
+        busy: dict[str, float] = {}
+        for index, tier in enumerate(tiers):
+            for lane, seconds in self.lanes(index, tier).items():
+                busy[lane] = busy.get(lane, 0.0) + seconds
+        return StepTime(self.seconds(tiers), busy)
+
+    def seconds(self, tiers: Sequence[Tier]) -> float:
+        """Time of a step: step, forward and backward on lanes that wait for each other."""
+        one = [by_tier[tier] for by_tier, tier in zip(self._seconds, tiers, strict=True)]
+        stepped, refreshing, started = self._step(one)
+        compute, fetching = self._forward(one, stepped, refreshing, started)
+        return self._backward(one, compute, fetching)
+
+    def _step(self, one: list[_Seconds]) -> tuple[list[float], float, float]:
+        """When each group is stepped and refreshed, the lane to the device is free, and computing begins."""
+        if not self.overlapped:
+            everything = max(sum(s.host for s in one), sum(s.device for s in one)) + sum(
+                s.refresh for s in one
+            )
+            return [everything] * len(one), everything, everything
+        host = copying = 0.0
+        stepped = [0.0] * len(one)
+        for j in self._order:
+            host += one[j].host
+            if one[j].refresh:
+                copying = max(copying, host) + one[j].refresh
+            stepped[j] = copying if one[j].refresh else host
+        return stepped, copying, 0.0
+
+    def _forward(
+        self, one: list[_Seconds], stepped: list[float], to_device: float, compute: float
+    ) -> tuple[float, float]:
+        """When the forward has ended, and the lane to the device is free.
+
+        A group's weights are fetched and gathered while the group before it computes.
+        """
+        collective = before = compute
+        if self.overlapped:
+            to_device = 0.0  # refreshing goes on in the order of use, between the fetches
+        for at, group in enumerate(self.spec.groups):
+            ready = compute
+            for j in self._first[at]:
+                arrived = max(before, stepped[j])
+                if one[j].fetch:
+                    to_device = arrived = max(to_device, arrived) + one[j].fetch
+                if one[j].refresh:
+                    to_device = max(to_device, stepped[j])
+                if one[j].gather:
+                    collective = arrived = max(collective, arrived) + one[j].gather
+                ready = max(ready, arrived)
+                if self.overlapped:
+                    ready += one[j].device
+            before, compute = ready, ready + group.compute_seconds * _FORWARD
+        return compute, to_device
+
+    def _backward(self, one: list[_Seconds], compute: float, to_device: float) -> float:
+        """When all gradients are where the optimizer reads them, and computing has ended."""
+        collective = before = end = compute
+        to_host = 0.0
+        for at in reversed(range(len(one))):
+            ready = compute
+            for j in self._last[at]:
+                arrived = before
+                if one[j].fetch:
+                    to_device = arrived = max(to_device, arrived) + one[j].fetch
+                if one[j].gather_again:
+                    collective = arrived = max(collective, arrived) + one[j].gather_again
+                ready = max(ready, arrived)
+            before = ready
+            compute = ready + self.spec.groups[at].compute_seconds * (1 - _FORWARD)
+            for j in self._first[at]:
+                complete = compute
+                if one[j].reduce:
+                    collective = complete = max(collective, complete) + one[j].reduce
+                if one[j].down:
+                    to_host = complete = max(to_host, complete) + one[j].down
+                end = max(end, complete)
+        return max(end, compute)
+
+
+def _over(hardware: Hardware, one: Work) -> _Seconds:
+    return _Seconds(
+        fetch=one.fetched / hardware.to_device,
+        refresh=one.refreshed / hardware.to_device,
+        down=one.gradients / hardware.to_host,
+        gather=one.gathered / hardware.collective,
+        gather_again=one.gathered_again / hardware.collective,
+        reduce=one.reduced / hardware.collective,
+        host=one.host_step / hardware.host_step,
+        device=one.device_step / hardware.device_step,
+    )
