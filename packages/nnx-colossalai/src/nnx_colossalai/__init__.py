@@ -1,1 +1,41 @@
-"""Heterogeneous, chunked memory for PyTorch Lightning strategies."""
+"""Heterogeneous, chunked memory for PyTorch Lightning, as an nnx plugin.
+
+A plan within your budgets puts each layer's weights, masters and optimizer state on the device or in host
+memory. `nnx_colossalai.backend` is the engine. Importing this package imports neither torch nor Lightning; the
+classes that old scripts use do.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from nnx_colossalai.options import ColossalAIOptions
+
+if TYPE_CHECKING:
+    from nnx_colossalai.optimizers.hybrid_adam import CPUAdam, FusedAdam, HybridAdam
+    from nnx_colossalai.precision import ColossalAIPrecision
+    from nnx_colossalai.strategy import ColossalAIStrategy
+
+__all__ = [
+    "CPUAdam",
+    "ColossalAIOptions",
+    "ColossalAIPrecision",
+    "ColossalAIStrategy",
+    "FusedAdam",
+    "HybridAdam",
+]
+
+_HOMES = {
+    "CPUAdam": "nnx_colossalai.optimizers.hybrid_adam",
+    "ColossalAIPrecision": "nnx_colossalai.precision",
+    "ColossalAIStrategy": "nnx_colossalai.strategy",
+    "FusedAdam": "nnx_colossalai.optimizers.hybrid_adam",
+    "HybridAdam": "nnx_colossalai.optimizers.hybrid_adam",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

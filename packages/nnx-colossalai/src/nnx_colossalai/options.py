@@ -1,0 +1,290 @@
+"""Options of the colossalai strategies. Standard library only, so that `nnx show` need not import torch.
+
+The first block are the arguments of the historical ColossalAIStrategy. What did nothing there does what its
+documentation said, or is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nnx.errors import OptionError
+from nnx.options import check_options, option
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from nnx_colossalai.device.device import Device
+
+    LayerClasses = type[nn.Module] | Iterable[type[nn.Module]]
+
+__all__ = ["POLICIES", "ColossalAIOptions", "bytes_of"]
+
+POLICIES = ("auto", "cuda", "cpu")
+_TIERS = ("gathered", "sharded", "offloaded", "streamed")
+_GRIDS = 4096
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_NUMBER = (int, float)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColossalAIOptions:
+    """What changes how a model is divided into chunks, where they lie and how they are stepped."""
+
+    use_chunk: bool = option(
+        True, help="Only True: all parameters are held in chunks, one for each layer.", types=(bool,)
+    )
+    chunk_size: int | None = option(
+        None,
+        help="Elements that a chunk has at most: layers with more are divided among their submodules where "
+        "they have some. By default a chunk is a layer.",
+        types=(int,),
+    )
+    enable_distributed_storage: bool = option(
+        True,
+        help="False keeps the complete weights of every layer on each rank from its forward to its backward: "
+        "faster, more memory.",
+        types=(bool,),
+    )
+    placement_policy: str = option(
+        "auto",
+        help="'auto' places each chunk so that the budgets are kept and a step is fastest; 'cuda' keeps all "
+        "on the device, 'cpu' all in host memory; or one tier for all: 'gathered', 'sharded', 'offloaded', "
+        "'streamed'.",
+        types=(str,),
+    )
+    force_outputs_fp32: bool = option(
+        False, help="Cast floating outputs of every step to float32.", types=(bool,)
+    )
+    gpu_margin_mem_ratio: float | None = option(
+        None,
+        help="With 'auto': share of the device memory left beside weights and activations that masters and "
+        "optimizer state get, 0 to 1. By default as much as makes the step fastest.",
+        types=_NUMBER,
+    )
+    chunk_search_range: int | None = option(
+        None,
+        help="Elements by which a chunk may exceed the larger of min_chunk_size and the largest parameter; "
+        "larger layers are divided. By default without limit.",
+        types=(int,),
+    )
+    chunk_search_n_grids: int | None = option(
+        None, help=f"Only {_GRIDS}: chunks are sized exactly, so no grid is searched.", types=(int,)
+    )
+    min_chunk_size: int | None = option(
+        None,
+        help="Bytes of weights, in the precision that is computed in, below which a layer shares the chunk of "
+        "what is around it. By default 100,000 elements.",
+        types=(int,),
+    )
+    initial_scale: float = option(2.0**16, help="Of the loss, at first, in '16-mixed'.", types=_NUMBER)
+    min_scale: float = option(1.0, help="The loss is never scaled by less.", types=_NUMBER)
+    max_scale: float = option(2.0**32, help="The loss is never scaled by more.", types=_NUMBER)
+    growth_factor: float = option(2.0, help="What the scale grows by.", types=_NUMBER)
+    backoff_factor: float = option(0.5, help="What the scale is multiplied by after overflow.", types=_NUMBER)
+    growth_interval: int = option(
+        1000, help="Steps without overflow after which the scale grows.", types=(int,)
+    )
+    hysteresis: int = option(
+        2, help="Overflows, within a growth interval, from which on the scale backs off.", types=(int,)
+    )
+
+    device_memory: int | float | str | None = option(
+        None,
+        help="Budget of a rank on its device: bytes, or text such as '24GiB'. By default what the device has.",
+        types=(int, float, str),
+    )
+    host_memory: int | float | str | None = option(
+        None,
+        help="Budget of a rank in host memory. By default its share of what the machine has.",
+        types=(int, float, str),
+    )
+    offload_fraction: float | None = option(
+        None,
+        help="Share of the trained elements whose masters and optimizer state are in host memory, 0 to 1; met "
+        "within one chunk. By default what the budgets ask for.",
+        types=_NUMBER,
+    )
+    stream_fraction: float | None = option(
+        None,
+        help="Share of the trained elements whose weights are in host memory as well, at most "
+        "offload_fraction.",
+        types=_NUMBER,
+    )
+    tiers: Mapping[str, str] | None = option(
+        None,
+        help="Chunks whose tier is given: name, or pattern such as 'blocks.*', to a tier.",
+        types=(Mapping,),
+    )
+    overlap: str = option(
+        "exact",
+        help="'exact' steps the optimizer in the background: a layer's next forward waits for its own chunk "
+        "only, and the numbers are the same; 'none' steps before going on.",
+        choices=("exact", "none"),
+    )
+    plan: str | None = option(None, help="Use the plan in this JSON file; nothing is planned.", types=(str,))
+    plan_file: str | None = option(None, help="Write the plan to this JSON file.", types=(str,))
+    timeline_file: str | None = option(
+        None, help="Draw the memory over one step, as planned, to this PNG file.", types=(str,)
+    )
+    auto_wrap_policy: LayerClasses | Callable[[nn.Module], bool] | None = option(
+        None,
+        help="What becomes a chunk: a layer class or several, or a function from module to bool. By default "
+        "repeated layers and large leaves such as embeddings.",
+    )
+    min_num_params: int | None = option(
+        None, help="As min_chunk_size, in elements; give one of them.", types=(int,)
+    )
+    activation_checkpointing: LayerClasses | None = option(
+        None,
+        help="A layer class or several whose activations are recomputed in backward instead of stored: less "
+        "memory for about a third more computation.",
+    )
+    cpu_adam: str = option(
+        "torch",
+        help="What steps Adam in host memory: torch's fused kernel, or 'deepspeed', whose numbers differ in "
+        "the last bits and which must be installed.",
+        choices=("torch", "deepspeed"),
+    )
+    device: Device[Any] | Callable[..., Device[Any]] | None = option(
+        None, help="A device in place of the rank's own, or what makes one of the context; for simulations."
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        self._check_policy()
+        self._check_what_has_no_meaning()
+        self._check_sizes()
+        self._check_shares()
+        self._check_scales()
+        for name in ("device_memory", "host_memory"):
+            _set(self, name, bytes_of(getattr(self, name), name=name))
+        if self.plan is not None:
+            self._check_nothing_is_planned()
+
+    def _check_policy(self) -> None:
+        known = (*POLICIES, *_TIERS)
+        if self.placement_policy not in known:
+            raise OptionError(
+                f"placement_policy={self.placement_policy!r} is unknown.",
+                remedy=f"Use one of {', '.join(map(repr, known))}; for 'static' and 'const' of later "
+                "versions, use 'auto' with offload_fraction and stream_fraction.",
+            )
+        for name, tier in (self.tiers or {}).items():
+            if tier not in _TIERS:
+                raise OptionError(
+                    f"tiers={{{name!r}: {tier!r}}} is not a tier.",
+                    remedy=f"Use one of {', '.join(map(repr, _TIERS))}.",
+                )
+        if not self.enable_distributed_storage and self.placement_policy in ("cpu", *_TIERS[1:]):
+            raise OptionError(
+                f"enable_distributed_storage=False contradicts placement_policy={self.placement_policy!r}: "
+                "complete weights stay on the device.",
+                remedy="Give one of them only.",
+            )
+
+    def _check_what_has_no_meaning(self) -> None:
+        if not self.use_chunk:
+            raise OptionError(
+                "use_chunk=False: the historical strategy refused it as well. Chunks here are exactly as large "
+                "as their layers, so there is nothing to save by doing without.",
+                remedy="Leave it out; auto_wrap_policy chooses what becomes a chunk.",
+            )
+        if self.chunk_search_n_grids not in (None, _GRIDS):
+            raise OptionError(
+                f"chunk_search_n_grids={self.chunk_search_n_grids}: chunks are exactly as large as their "
+                "layers, so no grid of sizes is searched.",
+                remedy="Leave it out.",
+            )
+
+    def _check_sizes(self) -> None:
+        for name in ("chunk_size", "chunk_search_range", "min_chunk_size", "min_num_params"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or value < (name == "chunk_size")):
+                unit = "bytes" if name == "min_chunk_size" else "elements"
+                raise OptionError(
+                    f"{name}={value!r} is not a size.", remedy=f"Pass a positive number of {unit}."
+                )
+        for first, second in (
+            ("chunk_size", "chunk_search_range"),
+            ("min_chunk_size", "min_num_params"),
+        ):
+            if getattr(self, first) is not None and getattr(self, second) is not None:
+                raise OptionError(
+                    f"{first}={getattr(self, first)} and {second}={getattr(self, second)} limit the same.",
+                    remedy="Give one of them only.",
+                )
+
+    def _check_shares(self) -> None:
+        for name in ("gpu_margin_mem_ratio", "offload_fraction", "stream_fraction"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise OptionError(f"{name}={value!r} is not a share.", remedy="Pass a number from 0 to 1.")
+
+    def _check_scales(self) -> None:
+        wrong = {
+            "growth_factor": self.growth_factor <= 1,
+            "backoff_factor": not 0 < self.backoff_factor < 1,
+            "growth_interval": self.growth_interval < 1,
+            "hysteresis": self.hysteresis < 1,
+            "min_scale": not 0 < self.min_scale < math.inf,
+            "max_scale": not self.min_scale <= self.max_scale < math.inf,
+            "initial_scale": not self.min_scale <= self.initial_scale <= self.max_scale,
+        }
+        for name in (name for name, is_wrong in wrong.items() if is_wrong):
+            raise OptionError(
+                f"{name}={getattr(self, name)!r} is out of its range.",
+                remedy="growth_factor > 1 > backoff_factor > 0, 0 < min_scale <= initial_scale <= max_scale, "
+                "growth_interval and hysteresis at least 1.",
+            )
+
+    def _check_nothing_is_planned(self) -> None:
+        wishes = ("offload_fraction", "stream_fraction", "gpu_margin_mem_ratio", "tiers")
+        given = [name for name in wishes if getattr(self, name) is not None]
+        if self.placement_policy != "auto":
+            given.append("placement_policy")
+        if given:
+            raise OptionError(
+                f"plan={self.plan!r} says where everything lies, so {', '.join(given)} would have no effect.",
+                remedy="Give one of them only, or edit the plan.",
+            )
+
+
+def bytes_of(value: int | float | str | None, *, name: str) -> int | None:
+    """A number of bytes, from a number or from text with a unit; None stays None.
+
+    Args:
+        value: Such as ``24 * 2**30``, ``"24GiB"``, ``"24 GB"`` (decimal) or ``"1e9"``.
+        name: Of the option, for the message.
+
+    Raises:
+        OptionError: It is neither, or not positive.
+
+    Example:
+        >>> bytes_of("1.5 KiB", name="device_memory")
+        1536
+    """
+    if value is None:
+        return None
+    number = _number_of(value) if isinstance(value, str) else value
+    if isinstance(value, bool) or number is None or not 1 <= number < math.inf:
+        raise OptionError(
+            f"{name}={value!r} is not a size in bytes.", remedy="Pass a positive number, or text like '24GiB'."
+        )
+    return int(number)
+
+
+def _number_of(text: str) -> float | None:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if found is None or (found[3] and not found[2]):
+        return None
+    return float(found[1]) * (_BINARY if found[3] else _UNITS)[found[2]]
+
+
+def _set(options: ColossalAIOptions, name: str, value: Any) -> None:
+    object.__setattr__(options, name, value)
