@@ -1,0 +1,261 @@
+"""Which modules become chunks, and which parameters each of them holds.
+
+One unit per layer, exactly as large as its parameters; large modules outside of the layers, such as
+embeddings and heads, are units of their own; what is small stays with the unit above it, in the end with
+the root. It chooses and counts, and never changes a module.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from nnx.errors import OptionError
+from nnx_fsdp.units import DEFAULT_MIN_NUM_PARAMS, choose_units
+
+__all__ = ["FoundUnit", "find_units", "padded_numel", "waste"]
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_DIVISIBLE = (*_LISTS, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+"""Classes of torch that call their children; others use the children's weights themselves."""
+
+
+class FoundUnit(NamedTuple):
+    """A module whose parameters become one chunk.
+
+    Attributes:
+        name: Full name of the module; ``""`` for the root.
+        module: The module.
+        parameters: By full name, those that are in no unit inside of it.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return _count(self.parameters.values())
+
+    @property
+    def trainable(self) -> int:
+        """Elements of those that require gradients."""
+        return _count(p for p in self.parameters.values() if p.requires_grad)
+
+
+def find_units(
+    root: nn.Module,
+    *,
+    policy: object = None,
+    min_numel: int | None = None,
+    max_numel: int | None = None,
+    leave: Collection[str] = (),
+) -> tuple[FoundUnit, ...]:
+    """Choose the units of a model, in the order of definition; the root is always the last.
+
+    A tied parameter is in the innermost unit that all modules that hold it are in. So no unit shares a
+    parameter with a module outside of it, as FSDP2 demands.
+
+    Args:
+        root: The whole model; parameters may be on the meta device.
+        policy: Layer class or classes, or a function from module to bool, which then alone decides; None
+            finds layers that repeat, and large modules beside them.
+        min_numel: Smaller modules stay with the unit above them; by default 100,000 elements, less where
+            `max_numel` is less. With a policy, 0.
+        max_numel: Units of more elements are divided among the modules they call, as far as they call any.
+        leave: Names of modules that must not be units, because their weights are used while they do not run.
+
+    Raises:
+        OptionError: The policy is of the wrong type or matches nothing, or the bounds contradict each other.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 400), nn.Linear(400, 2))
+        >>> [(unit.name, unit.numel) for unit in find_units(model)]
+        [('0', 160400), ('2', 160400), ('', 802)]
+    """
+    least = _least(min_numel, max_numel, policy)
+    tree = _Tree(root, left=leave)
+    chosen = dict(choose_units(root, policy=policy, min_num_params=least).units)
+    units = {name: module for name, module in chosen.items() if tree.can_be_unit(module)}
+    if policy is None:
+        units |= _large_parts(tree, root, "", units, least)
+    if max_numel is not None:
+        units = _divided(tree, units, least, max_numel)
+    return _with_parameters(tree, units)
+
+
+def _least(min_numel: int | None, max_numel: int | None, policy: object) -> int:
+    if max_numel is not None and max_numel < 1:
+        raise OptionError(f"max_numel={max_numel} leaves no room for a parameter.", remedy="Pass at least 1.")
+    if min_numel is None:
+        return 0 if policy is not None else min(DEFAULT_MIN_NUM_PARAMS, max_numel or DEFAULT_MIN_NUM_PARAMS)
+    if max_numel is not None and min_numel > max_numel:
+        raise OptionError(
+            f"min_numel={min_numel:,} is more than max_numel={max_numel:,}.",
+            remedy="Let the smallest chunk be no larger than the largest.",
+        )
+    return min_numel
+
+
+class _Tree:
+    """Who holds which parameter, under every name that modules have.
+
+    Args:
+        root: The model.
+        left: Names of modules that are not to be units.
+    """
+
+    def __init__(self, root: nn.Module, *, left: Collection[str]) -> None:
+        self.root = root
+        self.names: dict[int, list[str]] = defaultdict(list)
+        self._users: dict[int, list[str]] = defaultdict(list)
+        for name, module in root.named_modules(remove_duplicate=False):
+            self.names[id(module)].append(name)
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._users[id(parameter)].append(name)
+        self._left = {id(module) for name, module in root.named_modules() if name in left}
+
+    def can_be_unit(self, module: nn.Module) -> bool:
+        """Whether it is called, has parameters, and shares none with modules outside of it."""
+        if module is self.root or id(module) in self._left or not _has_forward(module):
+            return False
+        inside = self.names[id(module)]
+        parameters = list(module.parameters())
+        return bool(parameters) and all(
+            any(_is_below(user, name) for name in inside) for p in parameters for user in self._users[id(p)]
+        )
+
+
+def _large_parts(
+    tree: _Tree, module: nn.Module, name: str, units: Mapping[str, nn.Module], least: int
+) -> dict[str, nn.Module]:
+    """Innermost modules outside of the units that are large enough to be units themselves."""
+    found: dict[str, nn.Module] = {}
+    for child_name, child in module.named_children():
+        full = f"{name}.{child_name}" if name else child_name
+        if full in units:
+            continue
+        if _calls_children(child) or any(_is_below(unit, full) for unit in units):
+            found |= _large_parts(tree, child, full, units, least)
+        elif _count(child.parameters()) >= max(least, 1) and tree.can_be_unit(child):
+            found[full] = child
+    return found
+
+
+def _divided(tree: _Tree, units: Mapping[str, nn.Module], least: int, most: int) -> dict[str, nn.Module]:
+    """The same units, with those that are too large replaced by what they call."""
+    result = dict(units)
+    too_large = [name for name, module in units.items() if _own_numel(name, module, result) > most]
+    while too_large:
+        name = too_large.pop()
+        parts = {
+            part: module
+            for part, module in _called_by(result[name], name)
+            if part not in result
+            and tree.can_be_unit(module)
+            and _count(module.parameters()) >= max(least, 1)
+        }
+        result |= parts
+        too_large += [part for part, module in parts.items() if _own_numel(part, module, result) > most]
+        if parts and _own_numel(name, result[name], result) < max(least, 1):
+            del result[name]  # what is left of it goes to the unit above
+    return result
+
+
+def _called_by(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a forward calls, looking through lists."""
+    if not _calls_children(module):
+        return
+    for child_name, child in module.named_children():
+        full = f"{name}.{child_name}" if name else child_name
+        if isinstance(child, _LISTS):
+            yield from _called_by(child, full)
+        else:
+            yield full, child
+
+
+def _own_numel(name: str, module: nn.Module, units: Mapping[str, nn.Module]) -> int:
+    inside = (
+        other for other_name, other in units.items() if other_name != name and _is_below(other_name, name)
+    )
+    taken = {id(parameter) for other in inside for parameter in other.parameters()}
+    return _count(p for p in module.parameters() if id(p) not in taken)
+
+
+def _with_parameters(tree: _Tree, units: Mapping[str, nn.Module]) -> tuple[FoundUnit, ...]:
+    """Each unit with what no unit inside of it holds, units inside first."""
+    names = {id(parameter): name for name, parameter in tree.root.named_parameters()}
+    taken: set[int] = set()
+    found = []
+    for name, module in [*_inside_first(tree.root, units), ("", tree.root)]:
+        own = {names[id(p)]: p for p in module.parameters() if id(p) not in taken}
+        taken |= {id(parameter) for parameter in own.values()}
+        if own or not name:
+            found.append(FoundUnit(name, module, own))
+    return tuple(found)
+
+
+def _inside_first(root: nn.Module, units: Mapping[str, nn.Module]) -> Sequence[tuple[str, nn.Module]]:
+    """In the order of definition, but after what is inside."""
+    last: dict[str, int] = {}
+    for index, (name, _) in enumerate(root.named_modules()):
+        parts = name.split(".")
+        for length in range(1, len(parts) + 1):
+            last[".".join(parts[:length])] = index
+    return sorted(units.items(), key=lambda unit: (last[unit[0]], -unit[0].count(".")))
+
+
+def _calls_children(module: nn.Module) -> bool:
+    """Whether its forward calls its children, rather than using their weights by itself."""
+    if not any(True for child in module.children() for _ in child.parameters()):
+        return False
+    if isinstance(module, _DIVISIBLE):
+        return True
+    return not type(module).__module__.startswith("torch.nn.") and not hasattr(module, "parametrizations")
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _is_below(name: str, above: str) -> bool:
+    return not above or name == above or name.startswith(f"{above}.")
+
+
+def _count(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+# --- what sharding adds -----------------------------------------------------------------------------
+
+
+def padded_numel(parameter: nn.Parameter, world_size: int) -> int:
+    """Elements that all ranks together hold of it: its first dimension is cut into equal parts.
+
+    Example:
+        >>> padded_numel(nn.Linear(3, 5).weight, 4)
+        24
+    """
+    if parameter.ndim == 0 or parameter.numel() == 0:
+        return parameter.numel()
+    rows = parameter.shape[0]
+    return -(-rows // world_size) * world_size * (parameter.numel() // rows)
+
+
+def waste(units: Iterable[FoundUnit], *, world_size: int) -> float:
+    """Share of elements that chunks hold beyond their parameters.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(30, 401, bias=False))
+        >>> f"{waste(find_units(model), world_size=1):.2%} {waste(find_units(model), world_size=8):.2%}"
+        '0.00% 1.75%'
+    """
+    parameters = [parameter for unit in units for parameter in unit.parameters.values()]
+    needed = _count(parameters)
+    held = sum(padded_numel(parameter, world_size) for parameter in parameters)
+    return (held - needed) / needed if needed else 0.0
