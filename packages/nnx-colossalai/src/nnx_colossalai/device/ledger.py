@@ -116,11 +116,12 @@ class Ledger:
         with self._lock:
             sides = [self._side(target), self._side(source)]
         if sides[0] == sides[1]:
-            what = "memory of this device" if sides[0] is None else "on one side"
-            number = "neither" if sides[0] is None else "both"
-            raise ValueError(
-                f"a copy goes between host and device, but {number} of the two tensors is {what}"
-            )
+            wrong = {
+                None: "neither tensor was made by it",
+                True: "both lie on it",
+                False: "both lie on the host",
+            }
+            raise ValueError(f"copies go between host and {self.name}, but {wrong[sides[0]]}")
         to_device = sides[0] is True or sides[1] is False
         return Direction.TO_DEVICE if to_device else Direction.TO_HOST
 
