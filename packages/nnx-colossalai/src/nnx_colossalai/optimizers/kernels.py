@@ -1,0 +1,130 @@
+"""Which of torch's optimizers step each parameter by itself, and which kernel steps those in host memory.
+
+torch takes a slow loop for host memory unless its fused kernel is asked for. It is, in every tier, so that
+all of them give the same bits; the user's own choice of a kernel stands.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+__all__ = ["groups_for_step", "in_host_memory", "needs_whole_tensors", "steps_each_parameter"]
+
+_EACH_BY_ITSELF: tuple[type[Optimizer], ...] = (
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    AdamW,
+    Adamax,
+    ASGD,
+    Muon,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SGD,
+)
+_WHOLE_TENSORS = (Adafactor, Muon)
+
+
+def _function(step: Callable[..., Any]) -> Any:
+    """What a step runs, below the wrappers of torch, of schedulers and of the core."""
+    inner = inspect.unwrap(step)
+    return getattr(inner, "__func__", inner)
+
+
+_STEPS = frozenset(_function(kind.step) for kind in _EACH_BY_ITSELF)
+
+
+def steps_each_parameter(step: Callable[..., Any]) -> bool:
+    """Whether a step is one of torch's that treats every parameter by itself, after one closure.
+
+    Example:
+        >>> steps_each_parameter(AdamW([torch.zeros(1)]).step)
+        True
+        >>> steps_each_parameter(torch.optim.LBFGS([torch.zeros(1)]).step)
+        False
+    """
+    return _function(step) in _STEPS
+
+
+def needs_whole_tensors(optimizer: Optimizer) -> bool:
+    """Whether it computes with rows, columns or products of a parameter, so that shards must communicate."""
+    return isinstance(optimizer, _WHOLE_TENSORS)
+
+
+def in_host_memory(parameter: Tensor) -> bool:
+    """Whether the CPU steps it."""
+    return parameter.device.type == "cpu"
+
+
+def groups_for_step(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The optimizer's param groups, with the fused kernel asked for where it is used.
+
+    The user's groups stay as they are: what differs is a copy, for the time of the step.
+    """
+    return [part for group in optimizer.param_groups for part in _divided(optimizer, group)]
+
+
+def _divided(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if not _may_be_fused(group):
+        yield group
+        return
+    fused = [parameter for parameter in group["params"] if _can_be_fused(parameter)]
+    others = [parameter for parameter in group["params"] if not _can_be_fused(parameter)]
+    for same in _alike(optimizer, fused):
+        yield {**group, "params": same, "fused": True}
+    if others:
+        yield {**group, "params": others}
+
+
+def _may_be_fused(group: dict[str, Any]) -> bool:
+    """Whether the class has a fused kernel, and the user chose none."""
+    undecided = all(group.get(key) is None for key in ("fused", "foreach"))
+    return "fused" in group and undecided and not (group.get("capturable") or group.get("differentiable"))
+
+
+def _can_be_fused(parameter: Tensor) -> bool:
+    grad = parameter.grad
+    return (
+        in_host_memory(parameter)
+        and parameter.is_floating_point()
+        and not (grad is not None and grad.is_sparse)
+    )
+
+
+def _alike(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The fused SGD of torch takes parameters that all have a momentum buffer or none, so not both at once."""
+    if not isinstance(optimizer, SGD):
+        if parameters:
+            yield parameters
+        return
+    for started in (True, False):
+        same = [
+            p
+            for p in parameters
+            if (optimizer.state.get(p, {}).get("momentum_buffer") is not None) == started
+        ]
+        if same:
+            yield same

@@ -1,0 +1,272 @@
+"""The user's own optimizer over masters that lie in chunks: at once, or chunk by chunk in the background.
+
+`Stepper` is what the backend's ``optimizer_step`` calls. The user's ``step`` always runs, once, with its
+closure, its hooks and whatever schedulers wrapped around it; what differs is which parameters it finds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, Literal, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from nnx.options import check_choice
+from nnx_colossalai.chunks.chunk import Chunk
+from nnx_colossalai.optimizers._torch_compat import has_hooks_that_see_the_result, shadow_of, without_guards
+from nnx_colossalai.optimizers.kernels import (
+    groups_for_step,
+    in_host_memory,
+    needs_whole_tensors,
+    steps_each_parameter,
+)
+from nnx_colossalai.optimizers.overlap import Background, Share, give_back_state, take_share
+
+__all__ = ["CpuAdam", "Overlap", "Stepper"]
+
+T = TypeVar("T")
+Overlap = Literal["none", "exact"]
+CpuAdam = Literal["torch", "deepspeed"]
+log = logging.getLogger("nnx.colossalai")
+
+
+class Stepper:
+    """Steps optimizers over the masters of chunks, and refreshes the chunks' working weights.
+
+    Args:
+        chunks: Of the model. The attribute may be set again when chunks have moved.
+        overlap: "exact" steps chunks in host memory in a background thread, in the order of the next
+            forward; each waits for its own only. The numbers are those of "none".
+        cpu_adam: What steps Adam and AdamW in host memory.
+        device: This rank's.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        overlap: Overlap = "none",
+        cpu_adam: CpuAdam = "torch",
+        device: torch.device | None = None,
+    ) -> None:
+        check_choice("overlap", overlap, ("none", "exact"))
+        check_choice("cpu_adam", cpu_adam, ("torch", "deepspeed"))
+        self.chunks = chunks
+        self._overlaps = overlap == "exact"
+        self._background = Background(device)
+        self._guarded: WeakKeyDictionary[Optimizer, list[Any]] = WeakKeyDictionary()
+        self._said: set[str] = set()
+
+    # --- set up -------------------------------------------------------------------------------
+
+    def setup_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        """Make what reads or overwrites what is being stepped wait; call it before the first step."""
+        if not self._overlaps:
+            return
+        for optimizer in optimizers:
+            if optimizer not in self._guarded:
+                hook = lambda *_: self.finish()  # noqa: E731
+                self._guarded[optimizer] = [
+                    optimizer.register_state_dict_pre_hook(hook),
+                    optimizer.register_load_state_dict_pre_hook(hook),
+                ]
+                self._guard_zero_grad(optimizer)
+
+    def _guard_zero_grad(self, optimizer: Optimizer) -> None:
+        """Gradients that are let go are the thread's until it is done; those that are overwritten are not."""
+        inner = optimizer.zero_grad
+
+        def zero_grad(owner: Optimizer, set_to_none: bool = True) -> None:
+            if not set_to_none:
+                self.finish()
+            with without_guards():
+                inner(set_to_none=set_to_none)
+
+        optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+
+    # --- step ---------------------------------------------------------------------------------
+
+    def step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run one step of an optimizer.
+
+        Args:
+            optimizer: Whose.
+            step: The user's own, bound; runs exactly once.
+            args: For it, such as a closure, which runs forward and backward.
+            kwargs: For it.
+
+        Returns:
+            What `step` returns.
+
+        Raises:
+            OptimizerStepError: An earlier step failed in the background.
+        """
+        if not steps_each_parameter(step):
+            return self._step_unknown(optimizer, step, *args, **kwargs)
+        closure, args, kwargs = _take_closure(args, kwargs)
+        touched: list[Chunk] = []
+
+        def closure_then_take_over() -> Any:
+            loss = None if closure is None else closure()
+            with torch.no_grad(), without_guards():
+                self._take_over(optimizer, touched)
+            return loss
+
+        with _groups_kept(optimizer):
+            result = step(closure_then_take_over, *args, **kwargs)
+        for chunk in touched:
+            chunk.refresh()
+        return result
+
+    def _step_unknown(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """A step that may look at anything, and call its closure as often as it likes: all masters wait."""
+        self._say(optimizer, "its step is not one of torch.optim's that treat each parameter by itself")
+        self.finish()
+        result = step(*args, **kwargs)
+        self.finish()
+        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for chunk in self.chunks:
+            if not own.isdisjoint(chunk.masters.values()):
+                chunk.refresh()
+        return result
+
+    def _take_over(self, optimizer: Optimizer, touched: list[Chunk]) -> None:
+        """Now that gradients are there: leave the optimizer what it steps itself, and see to the rest.
+
+        Args:
+            optimizer: Its `param_groups` are replaced until its step ends.
+            touched: Gets the chunks to refresh after it.
+        """
+        parts = _parts_with_gradients(optimizer, self.chunks)
+        reason = self._why_at_once(optimizer)
+        if reason is None:
+            later = {chunk: part for chunk, part in parts.items() if _lies_in_host_memory(part)}
+        else:
+            self._background.finish()
+            later = {}
+        touched += [chunk for chunk in parts if chunk not in later]
+        shares = [take_share(chunk, optimizer, part) for chunk, part in later.items()]
+        optimizer.param_groups = _without(optimizer, later.values())
+        optimizer.param_groups = groups_for_step(optimizer)
+        if shares:
+            self._background.submit(optimizer, shares, _step_share)
+
+    def _why_at_once(self, optimizer: Optimizer) -> str | None:
+        """Why a step cannot go on in the background; None if it can."""
+        if not self._overlaps:
+            return "overlap is 'none'"
+        reason = _reason_against(optimizer)
+        if reason is not None:
+            self._say(optimizer, reason)
+        return reason
+
+    def _say(self, optimizer: Optimizer, reason: str) -> None:
+        message = f"{type(optimizer).__name__} does not step in the background: {reason}."
+        if self._overlaps and message not in self._said:
+            self._said.add(message)
+            log.info(message)
+
+    # --- end ----------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Wait until every step that was begun is complete.
+
+        Raises:
+            OptimizerStepError: One failed, and nobody has been told yet.
+        """
+        self._background.finish()
+
+    def close(self) -> None:
+        """Wait, end the thread, and leave the optimizers as they came."""
+        self._background.close()
+        for optimizer, handles in self._guarded.items():
+            vars(optimizer).pop("zero_grad", None)
+            for handle in handles:
+                handle.remove()
+        self._guarded.clear()
+        self.finish()
+
+
+Part = list[tuple[dict[str, Any], list[nn.Parameter]]]
+"""Param groups, each with those of its parameters that are in one chunk and have a gradient."""
+
+
+def _take_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[[], Any] | None, tuple[Any, ...], dict[str, Any]]:
+    """Split the closure, the first argument of every step of torch's, from the rest."""
+    if args:
+        return args[0], args[1:], kwargs
+    return kwargs.get("closure"), (), {key: value for key, value in kwargs.items() if key != "closure"}
+
+
+@contextmanager
+def _groups_kept(optimizer: Optimizer) -> Iterator[None]:
+    """Give the optimizer its own list of param groups back at the end."""
+    groups = optimizer.param_groups
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+
+
+def _parts_with_gradients(optimizer: Optimizer, chunks: Iterable[Chunk]) -> dict[Chunk, Part]:
+    """What the optimizer will change, chunk by chunk in the order of the next forward."""
+    ordered = sorted(chunks, key=lambda chunk: chunk.index)
+    chunk_of = {parameter: chunk for chunk in ordered for parameter in chunk.masters.values()}
+    parts: dict[Chunk, Part] = {chunk: [] for chunk in ordered}
+    for group in optimizer.param_groups:
+        inside: dict[Chunk, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter in chunk_of:
+                inside.setdefault(chunk_of[parameter], []).append(parameter)
+        for chunk, parameters in inside.items():
+            parts[chunk].append((group, parameters))
+    return {chunk: part for chunk, part in parts.items() if part}
+
+
+def _lies_in_host_memory(part: Part) -> bool:
+    return all(in_host_memory(parameter) for _, parameters in part for parameter in parameters)
+
+
+def _without(optimizer: Optimizer, taken: Iterable[Part]) -> list[dict[str, Any]]:
+    """The optimizer's groups less the parameters that are stepped in the background."""
+    gone = {parameter for part in taken for _, parameters in part for parameter in parameters}
+    if not gone:
+        return optimizer.param_groups
+    groups = [
+        {**group, "params": [parameter for parameter in group["params"] if parameter not in gone]}
+        for group in optimizer.param_groups
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _reason_against(optimizer: Optimizer) -> str | None:
+    groups = optimizer.param_groups
+    for switch in ("capturable", "differentiable"):
+        if any(group.get(switch) for group in groups):
+            return f"a param group has {switch}=True"
+    if any(getattr(optimizer, name, None) is not None for name in ("found_inf", "grad_scale")):
+        return "it looks for overflow itself"
+    if has_hooks_that_see_the_result(optimizer):
+        return "a step hook may look at the result"
+    sharded = any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
+    if sharded and needs_whole_tensors(optimizer):
+        return "it communicates about sharded parameters"
+    return None
+
+
+def _step_share(optimizer: Optimizer, share: Share) -> None:
+    """Step one chunk as the optimizer would, and make its working weights new."""
+    shadow = shadow_of(optimizer, share.groups, share.state)
+    shadow.param_groups = groups_for_step(shadow)
+    shadow.step()
+    give_back_state(share, optimizer)
+    share.chunk.refresh()
