@@ -116,12 +116,8 @@ class Ledger:
         with self._lock:
             sides = [self._side(target), self._side(source)]
         if sides[0] == sides[1]:
-            wrong = {
-                None: "neither tensor was made by it",
-                True: "both lie on it",
-                False: "both lie on the host",
-            }
-            raise ValueError(f"copies go between host and {self.name}, but {wrong[sides[0]]}")
+            wrong = {None: "neither was made by it", True: "both lie on it", False: "both lie on the host"}
+            raise ValueError(f"copies go between host and {self.name}, but of these two {wrong[sides[0]]}")
         to_device = sides[0] is True or sides[1] is False
         return Direction.TO_DEVICE if to_device else Direction.TO_HOST
 
