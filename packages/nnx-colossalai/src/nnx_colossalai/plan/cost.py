@@ -4,8 +4,8 @@ Owns the formulas of memory, for the tables, the drawing and the planner alike; 
 knows nothing of time (`nnx_colossalai.plan.schedule`).
 
 A step is a row of moments: the forward of every group in order, their backward in reverse, and the step of
-the optimizer. A group is *in use* while its module runs: a group ``""`` or ``"encoder"`` is in use while the groups
-inside it (``"encoder.0"``) run too.
+the optimizer. A group is *in use* while its module runs: a group ``""`` or ``"encoder"`` is in use while the
+groups inside it (``"encoder.0"``) run too.
 """
 
 from __future__ import annotations

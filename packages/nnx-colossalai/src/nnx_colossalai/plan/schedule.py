@@ -193,7 +193,8 @@ class TimeModel:
         one = [by_tier[tier] for by_tier, tier in zip(self._seconds, tiers, strict=True)]
         stepped, refreshing, started = self._step(one)
         compute, fetching = self._forward(one, stepped, refreshing, started)
-        return self._backward(one, compute, fetching)
+        # Refreshing and fetching were laid out apart, so both together may be more than the lane can do.
+        return max(self._backward(one, compute, fetching), sum(2 * s.fetch + s.refresh for s in one))
 
     def _step(self, one: list[_Seconds]) -> tuple[list[float], float, float]:
         """When each group is stepped and refreshed, the lane to the device is free, and computing begins."""

@@ -69,6 +69,18 @@ class Wishes:
         for one, other in self._contradictions():
             raise OptionError(f"{one} contradicts {other}.", remedy="Leave one of them out.")
 
+    @property
+    def given(self) -> str:
+        """What is asked for that narrows the choice, as the user wrote it; empty if nothing."""
+        parts = [f"policy={self.policy!r}"] if self.policy != "auto" else []
+        parts += [
+            f"{name}={value}"
+            for name in ("offload_fraction", "stream_fraction", "gpu_margin_ratio")
+            if (value := getattr(self, name)) is not None
+        ]
+        parts += [f"tier {tier.value!r} of {name!r}" for name, tier in self.tiers.items()][:3]
+        return ", ".join(parts)
+
     def _contradictions(self) -> Iterable[tuple[str, str]]:
         """Pairs of wishes that cannot both be kept, as the user wrote them."""
         policy, allowed = f"policy={self.policy!r}", POLICIES[self.policy]

@@ -1,0 +1,270 @@
+"""Chooses where every group lies: the fastest placement that fits the budgets and the wishes.
+
+Owns the choice and its explanation; never the formulas (`cost`, `schedule`) or the candidates (`policies`).
+Pure and deterministic: the same input gives the same plan on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from nnx.errors import OptionError, PlanError
+from nnx_colossalai.plan.cost import Memory, MemoryModel
+from nnx_colossalai.plan.policies import Choice, candidates, meets_fractions, search
+from nnx_colossalai.plan.refusals import (
+    in_words,
+    no_room_on_device,
+    no_room_on_host,
+    not_lower,
+    not_these_wishes,
+)
+from nnx_colossalai.plan.schedule import TimeModel
+from nnx_colossalai.plan.spec import Hardware, ModelSpec, Placement, Tier
+from nnx_colossalai.plan.wishes import Wishes, allowed_tiers
+
+__all__ = ["Planned", "downgrade", "evaluate", "plan", "why_not_lower"]
+
+_TIERS = tuple(Tier)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A placement and what it costs one rank.
+
+    Attributes:
+        placement: A tier for every group.
+        memory: Over one step.
+        seconds: Predicted time of a step.
+        reasons: Why each group is where it is, by name.
+        busy: Seconds of work of each lane in a step.
+    """
+
+    placement: Placement
+    memory: Memory
+    seconds: float
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    busy: Mapping[str, float] = field(default_factory=dict)
+
+
+def plan(spec: ModelSpec, hardware: Hardware, wishes: Wishes | None = None) -> Planned:
+    """The fastest placement that fits.
+
+    Args:
+        spec: The model.
+        hardware: Budgets and rates.
+        wishes: What it is to keep to; by default nothing.
+
+    Raises:
+        PlanError: None fits; the message names the bytes needed, what dominates, and the knob.
+        OptionError: The wishes cannot be met by these groups, or sizes or rates make no sense.
+
+    Example:
+        >>> from nnx_colossalai.plan.spec import Group
+        >>> groups = tuple(Group(name=f"layer.{at}", numel=1000, trainable=1000) for at in range(4))
+        >>> planned = plan(ModelSpec(groups=groups), Hardware(device_bytes=50_000, host_bytes=100_000))
+        >>> [tier.value for tier in planned.placement.tiers.values()]
+        ['gathered', 'gathered', 'offloaded', 'offloaded']
+    """
+    choices = _Search(spec, hardware, wishes or Wishes())
+    fitting = [choice for choice in choices.candidates if choices.fits(choice)]
+    if not fitting:
+        raise choices.nothing_fits()
+    return choices.planned(min(fitting, key=choices.rank))
+
+
+def evaluate(
+    spec: ModelSpec, hardware: Hardware, placement: Placement, wishes: Wishes | None = None
+) -> Planned:
+    """What a placement costs that was made elsewhere, such as one edited by hand; it need not fit.
+
+    Raises:
+        PlanError: It does not have a tier for every group.
+    """
+    missing = [group.name for group in spec.groups if group.name not in placement.tiers]
+    if missing:
+        raise PlanError(f"the placement has no tier for {missing}.", remedy="Add one for each group.")
+    choices = _Search(spec, hardware, wishes or Wishes())
+    return choices.planned(tuple(placement.tiers[group.name] for group in spec.groups))
+
+
+def downgrade(
+    planned: Planned, spec: ModelSpec, hardware: Hardware, wishes: Wishes | None = None, *, missing: int = 1
+) -> Planned | None:
+    """The cheapest placement with less device memory, after the device ran out of it.
+
+    Groups only move down, and the host's budget and the wishes are still kept.
+
+    Args:
+        planned: The plan that was too large.
+        spec: The model.
+        hardware: Budgets and rates.
+        wishes: Those of the plan.
+        missing: Bytes by which the peak is to be lower, if known.
+
+    Returns:
+        The new plan, or None if there is none: `why_not_lower` says why.
+    """
+    choices = _Search(spec, hardware, wishes or Wishes())
+    lower = [
+        choice
+        for choice in choices.lower(planned, missing)
+        if choices.memory.host_peak(choice) <= hardware.host_bytes
+    ]
+    return choices.planned(min(lower, key=choices.rank)) if lower else None
+
+
+def why_not_lower(
+    planned: Planned, spec: ModelSpec, hardware: Hardware, wishes: Wishes | None = None, *, missing: int = 1
+) -> PlanError:
+    """The error to raise where `downgrade` has found nothing, with the reason and the knob."""
+    choices = _Search(spec, hardware, wishes or Wishes())
+    lower = [choices.memory.host_peak(choice) for choice in choices.lower(planned, missing)]
+    if lower:
+        return not_lower(
+            planned.memory,
+            f"the next needs {in_words(min(lower))} of host memory, "
+            f"{in_words(hardware.host_bytes)} are allowed.",
+            remedy="Raise host_memory, or use more ranks.",
+        )
+    unrestricted = _Search(spec, hardware, Wishes(overlapped=choices.wishes.overlapped))
+    if choices.wishes.given and unrestricted.lower(planned, missing):
+        return not_lower(
+            planned.memory,
+            f"none keeps to {choices.wishes.given}.",
+            remedy="Leave that out, or use activation checkpointing or a smaller batch.",
+        )
+    return no_room_on_device(spec, planned.memory, hardware, after=True)
+
+
+class _Search:
+    """One model, its budgets and wishes, and what placements of it cost."""
+
+    def __init__(self, spec: ModelSpec, hardware: Hardware, wishes: Wishes) -> None:
+        _check(spec, hardware)
+        self.spec, self.hardware, self.wishes = spec, hardware, wishes
+        self.memory = MemoryModel(spec)
+        self.time = TimeModel(spec, hardware, overlapped=wishes.overlapped, uses=self.memory.uses)
+        self._allowed = allowed_tiers(wishes, [group.name for group in spec.groups], spec.world_size)
+        self._candidates: list[Choice] | None = None
+        self._allowance = self._margin()
+
+    @property
+    def candidates(self) -> list[Choice]:
+        """See `nnx_colossalai.plan.policies.candidates`."""
+        if self._candidates is None:
+            self._candidates = candidates(self.spec, self.memory, self.time, self.wishes)
+        return self._candidates
+
+    def fits(self, choice: Choice) -> bool:
+        """Whether a placement is within the budgets and the margin."""
+        return (
+            self.memory.device_peak(choice) <= self.hardware.device_bytes
+            and self.memory.host_peak(choice) <= self.hardware.host_bytes
+            and (self._allowance is None or self._trained_on_device(choice) <= self._allowance)
+        )
+
+    def rank(self, choice: Choice) -> tuple[float, int, tuple[int, ...]]:
+        """Smaller is better: faster, then fewer bytes moved, then higher tiers for the first groups."""
+        works = [by_tier[tier] for by_tier, tier in zip(self.time.works, choice, strict=True)]
+        moved = sum(one.to_device + one.to_host + one.gathered + one.gathered_again for one in works)
+        seconds = float(f"{self.time.seconds(choice):.9g}")  # not the last bits of equal sums
+        return seconds, moved, tuple(map(_TIERS.index, choice))
+
+    def planned(self, choice: Choice) -> Planned:
+        """The plan with its cost and reasons."""
+        names = [group.name for group in self.spec.groups]
+        step = self.time.step_time(choice)
+        return Planned(
+            placement=Placement(dict(zip(names, choice, strict=True))),
+            memory=self.memory.memory(choice),
+            seconds=step.seconds,
+            reasons={name: self._reason(choice, at) for at, name in enumerate(names)},
+            busy=step.busy,
+        )
+
+    def _margin(self) -> int | None:
+        """Bytes that masters, gradients and state may take on the device by ``gpu_margin_ratio``."""
+        if self.wishes.gpu_margin_ratio is None:
+            return None
+        weights = tuple(self.wishes.tiers.get(group.name, Tier.OFFLOADED) for group in self.spec.groups)
+        left = self.hardware.device_bytes - self.memory.device_peak(weights)
+        return int(self.wishes.gpu_margin_ratio * max(0, left))
+
+    def _trained_on_device(self, choice: Choice) -> int:
+        prints = (
+            by_tier[tier]
+            for group, by_tier, tier in zip(self.spec.groups, self.memory.footprints, choice, strict=True)
+            if group.name not in self.wishes.tiers
+        )
+        return sum(one.masters + one.gradients + one.optimizer for one in prints)
+
+    def _reason(self, choice: Choice, at: int) -> str:
+        """Why a group is not one tier higher."""
+        name, tier = self.spec.groups[at].name, choice[at]
+        if name in self.wishes.tiers:
+            return "asked for"
+        higher = [one for one in self._allowed[name] if _TIERS.index(one) < _TIERS.index(tier)]
+        if not higher:
+            return "fits" if self.wishes.policy == "auto" else f"policy {self.wishes.policy!r}"
+        other = (*choice[:at], higher[-1], *choice[at + 1 :])
+        needed = self.memory.device_peak(other)
+        if needed > self.hardware.device_bytes:
+            allowed = in_words(self.hardware.device_bytes)
+            return f"{higher[-1].value} would need {in_words(needed)} of device memory, {allowed} are allowed"
+        if self._allowance is not None and self._trained_on_device(other) > self._allowance:
+            return f"{higher[-1].value} would exceed gpu_margin_ratio={self.wishes.gpu_margin_ratio}"
+        if self.rank(other) > self.rank(choice):
+            return f"{higher[-1].value} would not be faster"
+        return f"keeps to {self.wishes.given}" if self.wishes.given else "as given"
+
+    def lower(self, planned: Planned, missing: int) -> list[Choice]:
+        """Placements that need at least so much less of the device, keep to the wishes and only move down."""
+        names = [group.name for group in self.spec.groups]
+        now = tuple(planned.placement.tiers[name] for name in names)
+        below = [
+            (tier, *(one for one in self._allowed[name] if _TIERS.index(one) > _TIERS.index(tier)))
+            for name, tier in zip(names, now, strict=True)
+        ]
+        most = self.memory.device_peak(now) - max(1, missing)
+        return [
+            choice
+            for choice in search(self.spec, self.memory, self.time, below)
+            if self.memory.device_peak(choice) <= most and meets_fractions(self.spec, self.wishes, choice)
+        ]
+
+    def nothing_fits(self) -> PlanError:
+        """Why no candidate fits."""
+        if self.wishes.given:
+            free = _Search(self.spec, self.hardware, Wishes(overlapped=self.wishes.overlapped))
+            if any(free.fits(choice) for choice in free.candidates):
+                return not_these_wishes(self._least(), self.hardware, self.wishes)
+        fitting = [
+            one for one in self.candidates if self.memory.device_peak(one) <= self.hardware.device_bytes
+        ]
+        if fitting:
+            least = min(fitting, key=self.memory.host_peak)
+            return no_room_on_host(self.spec, self.memory.memory(least), self.hardware)
+        return no_room_on_device(self.spec, self._least(), self.hardware)
+
+    def _least(self) -> Memory:
+        """Of the candidate with the least device memory."""
+        return self.memory.memory(min(self.candidates, key=self.memory.device_peak))
+
+
+def _check(spec: ModelSpec, hardware: Hardware) -> None:
+    names = [group.name for group in spec.groups]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise OptionError(f"several groups are named {twice}.", remedy="Give each group a name of its own.")
+    for group in spec.groups:
+        if not 0 <= group.trainable <= group.numel:
+            raise OptionError(
+                f"group {group.name!r} has {group.numel} elements of which {group.trainable} are trained.",
+                remedy="Count only elements of the group itself.",
+            )
+    for name in ("to_device", "to_host", "host_step", "device_step", "collective"):
+        if not getattr(hardware, name) > 0:
+            raise OptionError(
+                f"the rate {name} is {getattr(hardware, name)!r}.",
+                remedy="Give a number above 0, or measure it.",
+            )
