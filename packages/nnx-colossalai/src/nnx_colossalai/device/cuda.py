@@ -12,7 +12,7 @@ right whenever it reuses it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import RLock
 from typing import TypeVar
@@ -23,11 +23,15 @@ from typing_extensions import override
 
 from nnx_colossalai.device.device import Device, Traffic
 from nnx_colossalai.device.ledger import StorageKey, check_shapes, is_gone, storage_key
+from nnx_colossalai.device.pinned import registered_empty
 from nnx_colossalai.errors import DeviceMemoryError
 
 __all__ = ["CudaDevice"]
 
 T = TypeVar("T")
+
+_WORTH_REGISTERING = 2**20
+"""Bytes from which on host memory is pinned exactly, not rounded up to a power of two."""
 
 
 @dataclass(slots=True)
@@ -50,9 +54,10 @@ class CudaDevice(Device[torch.cuda.Event]):
         index = torch.cuda.current_device() if torch_device.index is None else torch_device.index
         self.torch_device = torch.device("cuda", index)
         self.traffic = Traffic()
-        total = torch.cuda.get_device_properties(index).total_memory
-        self._capacity = total if capacity is None else min(capacity, total)
-        self._limited = self._capacity < total
+        free, total = torch.cuda.mem_get_info(index)
+        available = free + torch.cuda.memory_reserved(index)
+        self._capacity = available if capacity is None else min(capacity, available)
+        self._limited = self._capacity < available
         if self._limited:
             torch.cuda.set_per_process_memory_fraction(self._capacity / total, index)
         self._to_device = _new_stream(self.torch_device)
@@ -101,7 +106,10 @@ class CudaDevice(Device[torch.cuda.Event]):
     @override
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):
-            return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+            exact = None
+            if numel * dtype.itemsize >= _WORTH_REGISTERING:
+                exact = registered_empty(numel, dtype, register=_register, unregister=_unregister)
+            return _pinned((numel,), dtype) if exact is None else exact
 
     @override
     def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
@@ -149,9 +157,10 @@ class CudaDevice(Device[torch.cuda.Event]):
 
     def _converted(self, source: Tensor, dtype: torch.dtype) -> Tensor:
         if source.is_cuda:
-            # Of the lane's own memory, which the lane alone reuses.
-            return source.to(dtype)
-        return torch.empty(source.shape, dtype=dtype, device="cpu", pin_memory=True).copy_(source)
+            # Memory of the lane's own, which the lane alone uses again.
+            nbytes = source.numel() * dtype.itemsize
+            return self._with_room(nbytes, lambda: source.to(dtype))
+        return _pinned(source.shape, dtype).copy_(source)
 
     def _forget_finished(self) -> None:
         self._running = deque(running for running in self._running if not _is_over(running.event))
@@ -171,6 +180,19 @@ class CudaDevice(Device[torch.cuda.Event]):
             raise DeviceMemoryError.no_room(
                 str(self.torch_device), asked=nbytes, used=self.used, allowed=self.capacity
             ) from error
+
+
+def _pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Of torch's own pinned memory, which it keeps for the next one."""
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+
+
+def _register(address: int, nbytes: int) -> bool:
+    return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0  # type: ignore[no-untyped-call]
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
