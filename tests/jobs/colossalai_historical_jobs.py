@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -99,6 +100,7 @@ class Classifier(LightningModule):
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        self.checked_before_training |= self.trainer.sanity_checking
         self._log("val", batch)
 
     def test_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
@@ -112,9 +114,6 @@ class Classifier(LightningModule):
             {f"{stage}_loss": loss, f"{stage}_acc": right}, on_step=False, on_epoch=True, sync_dist=True
         )
         return loss
-
-    def on_sanity_check_end(self) -> None:
-        self.checked_before_training = not self.losses
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self.backwards += 1
@@ -176,18 +175,19 @@ def make_trainer(training: Training, **more: Any) -> Trainer:
     import nnx
 
     options = dict(training.options)
-    if training.precision == "16-mixed" and training.strategy.startswith("colossalai"):
+    precision: dict[str, Any] = {"precision": training.precision}
+    if training.precision == "16-mixed":  # which Trainer turns into bf16-mixed on the CPU
+        precision = {"plugins": [MixedPrecision("16-mixed", "cpu")]}
         options["initial_scale"] = training.initial_scale
     quiet = ("logger", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
     return Trainer(
         strategy=nnx.strategy(training.strategy, **options),
         accelerator="cpu",
         devices=training.devices,
-        precision=training.precision,  # type: ignore[arg-type]
         max_epochs=training.epochs,
         gradient_clip_val=training.clip,
         gradient_clip_algorithm=training.clip_algorithm,
-        **{**dict.fromkeys(quiet, False), "enable_checkpointing": False, **more},
+        **{**dict.fromkeys(quiet, False), "enable_checkpointing": False, **precision, **more},
     )
 
 
@@ -247,7 +247,7 @@ def train_by_hand(training: Training) -> dict[str, Any]:
     """The reference: no strategy, no Trainer, no chunks."""
     masters = layers()
     working = _working_copy(masters, training.precision)
-    optimizer = _optimizer(training.optimizer)(masters.parameters(), **_fused(training.optimizer))
+    optimizer = _plain_optimizer(training.optimizer)(masters.parameters())
     scale = training.initial_scale if training.precision == "16-mixed" else 1.0
     losses = []
     for _ in range(training.epochs):
@@ -270,8 +270,12 @@ def _working_copy(masters: nn.Module, precision: str) -> nn.Module:
     return copy.deepcopy(masters).to(dtypes.get(precision, torch.float32))
 
 
-def _fused(name: str) -> dict[str, bool]:
-    return {} if name == "RMSprop" or name not in OPTIMIZERS else {"fused": True}
+def _plain_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """One of torch's; those of ColossalAI decouple the weight decay, which is zero by default."""
+    if name == "RMSprop":  # of which torch has no fused kernel
+        return OPTIMIZERS[name]
+    own = OPTIMIZERS.get(name, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0))
+    return partial(own, fused=True)
 
 
 def _batches(ranks: int) -> Iterator[list[tuple[Tensor, Tensor]]]:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 import nnx
 from jobs.colossalai_historical_jobs import (
@@ -69,6 +70,7 @@ def test_without_the_package_every_name_says_what_to_install() -> None:
         importlib.metadata.EntryPoints.select = lambda self, **_: ()  # as on a machine without plugins
         import nnx
         from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
         for name in ("colossalai", "colossalai_auto", "colossalai_cuda", "colossalai_cpu"):
             for build in (nnx.strategy, lambda name: Trainer(strategy=name, accelerator="cpu")):
                 try:
@@ -94,10 +96,11 @@ def test_without_the_package_every_name_says_what_to_install() -> None:
 
 @pytest.mark.parametrize("name", ["colossalai", "colossalai_auto", "colossalai_cuda", "colossalai_cpu"])
 def test_the_strategy_is_given_by_its_name(name: str) -> None:
-    trainer = Trainer(strategy=name, accelerator="cpu", devices=2, precision="16-mixed", logger=False)
+    plugin = MixedPrecision("16-mixed", "cpu")
+    trainer = Trainer(strategy=name, accelerator="cpu", devices=2, plugins=[plugin], logger=False)
     assert type(trainer.strategy) is type(nnx.strategy(name))
     assert trainer.strategy.strategy_name == name
-    assert trainer.precision_plugin.precision == "16-mixed"
+    assert trainer.precision_plugin is plugin
 
 
 def test_the_strategy_is_given_as_an_object_with_any_precision() -> None:
@@ -139,7 +142,6 @@ def test_the_optimizers_of_torch_are_accepted(pool: WorkerPool, policy: str, opt
 @pytest.mark.parametrize("policy", ["cuda", "cpu"])
 @pytest.mark.parametrize("optimizer", ["HybridAdam", "CPUAdam", "FusedAdam"])
 def test_the_optimizers_of_colossalai_keep_their_names(pool: WorkerPool, policy: str, optimizer: str) -> None:
-    # Theirs decouple the weight decay, which is zero here, so that AdamW with none is the same.
     for seen in trained(pool, policy, optimizer=optimizer):
         expect_the_same(seen, by_hand(optimizer=optimizer))
 
