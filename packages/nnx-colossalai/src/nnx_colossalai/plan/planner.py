@@ -6,7 +6,7 @@ Pure and deterministic: the same input gives the same plan on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from nnx.errors import OptionError, PlanError
@@ -67,10 +67,10 @@ def plan(spec: ModelSpec, hardware: Hardware, wishes: Wishes | None = None) -> P
         ['gathered', 'gathered', 'offloaded', 'offloaded']
     """
     choices = _Search(spec, hardware, wishes or Wishes())
-    fitting = [choice for choice in choices.candidates if choices.fits(choice)]
-    if not fitting:
+    best = choices.fastest(choices.candidates)
+    if best is None:
         raise choices.nothing_fits()
-    return choices.planned(min(fitting, key=choices.rank))
+    return choices.planned(best)
 
 
 def evaluate(
@@ -164,6 +164,18 @@ class _Search:
             and (self._allowance is None or self._trained_on_device(choice) <= self._allowance)
         )
 
+    def fastest(self, placements: Iterable[Choice]) -> Choice | None:
+        """The best of those that fit, without timing those that cannot be it."""
+        best: tuple[tuple[float, int, tuple[int, ...]], Choice] | None = None
+        for bound, choice in sorted(
+            ((self.time.bound(one), one) for one in placements), key=lambda one: one[0]
+        ):
+            if best is not None and bound > best[0][0] * (1 + 1e-6):
+                break
+            if self.fits(choice) and (best is None or self.rank(choice) < best[0]):
+                best = self.rank(choice), choice
+        return None if best is None else best[1]
+
     def rank(self, choice: Choice) -> tuple[float, int, tuple[int, ...]]:
         """Smaller is better: faster, then fewer bytes moved, then higher tiers for the first groups."""
         works = [by_tier[tier] for by_tier, tier in zip(self.time.works, choice, strict=True)]
@@ -235,21 +247,19 @@ class _Search:
 
     def nothing_fits(self) -> PlanError:
         """Why no candidate fits."""
+        device = self.hardware.device_bytes
+        fitting = [one for one in self.candidates if self.memory.device_peak(one) <= device]
+        least = (
+            min(fitting, key=self.memory.host_peak)
+            if fitting
+            else min(self.candidates, key=self.memory.device_peak)
+        )
+        costs = self.memory.memory(least)
         if self.wishes.given:
             free = _Search(self.spec, self.hardware, Wishes(overlapped=self.wishes.overlapped))
             if any(free.fits(choice) for choice in free.candidates):
-                return not_these_wishes(self._least(), self.hardware, self.wishes)
-        fitting = [
-            one for one in self.candidates if self.memory.device_peak(one) <= self.hardware.device_bytes
-        ]
-        if fitting:
-            least = min(fitting, key=self.memory.host_peak)
-            return no_room_on_host(self.spec, self.memory.memory(least), self.hardware)
-        return no_room_on_device(self.spec, self._least(), self.hardware)
-
-    def _least(self) -> Memory:
-        """Of the candidate with the least device memory."""
-        return self.memory.memory(min(self.candidates, key=self.memory.device_peak))
+                return not_these_wishes(costs, self.hardware, self.wishes)
+        return (no_room_on_host if fitting else no_room_on_device)(self.spec, costs, self.hardware)
 
 
 def _check(spec: ModelSpec, hardware: Hardware) -> None:

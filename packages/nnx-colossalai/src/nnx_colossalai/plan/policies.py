@@ -13,7 +13,7 @@ from math import prod
 
 from nnx.errors import OptionError
 from nnx_colossalai.plan.cost import MemoryModel
-from nnx_colossalai.plan.schedule import TimeModel
+from nnx_colossalai.plan.schedule import LANES, TimeModel
 from nnx_colossalai.plan.spec import ModelSpec, Tier
 from nnx_colossalai.plan.wishes import Wishes, allowed_tiers
 
@@ -24,8 +24,7 @@ Choice = tuple[Tier, ...]
 
 _ENUMERATED = 1024  # placements that are all looked at, instead of being searched
 _NEIGHBOURS = 12  # groups up to which every change of one group is looked at too
-_BLOCKS = 1500  # placements in blocks of one tier that are looked at
-_LANES = ("compute", "to_device", "to_host", "host", "collective")
+_BLOCKS = 500  # placements in blocks of one tier that are looked at
 
 
 def candidates(
@@ -168,7 +167,7 @@ def _searched(
 ) -> Iterator[Choice]:
     """Placements on the ways from most to least device memory."""
     all_orders = orders(spec)
-    for lane in (None, *_LANES):
+    for lane in (None, *range(len(LANES))):
         for order in all_orders[:2]:
             yield from _greedy(memory, time, options, order, lane)
     for order in all_orders:
@@ -181,7 +180,7 @@ def _greedy(
     time: TimeModel,
     options: Sequence[tuple[Tier, ...]],
     order: Sequence[int],
-    lane: str | None,
+    lane: int | None,
 ) -> Iterator[Choice]:
     """Move one group at a time, the one that saves most device memory per second that is lost.
 
@@ -203,7 +202,7 @@ def _greedy(
 
     def seconds(j: int, at: int) -> float:
         lanes = time.lanes(j, options[j][at])
-        return sum(lanes.values()) if lane is None else lanes[lane] + 1e-3 * sum(lanes.values())
+        return sum(lanes) if lane is None else lanes[lane] + 1e-3 * sum(lanes)
 
     current = [0] * len(options)
     rank = {j: place for place, j in enumerate(order)}

@@ -68,20 +68,21 @@ def no_room_on_device(
 
 def no_room_on_host(spec: ModelSpec, least: Memory, hardware: Hardware) -> PlanError:
     """The host cannot hold what the device has no room for."""
+    device, host = in_words(hardware.device_bytes), in_words(hardware.host_bytes)
     return PlanError(
-        f"the model does not fit: with {in_words(hardware.device_bytes)} of device memory a step needs at "
-        f"least {in_words(least.host)} of host memory on each rank, {in_words(hardware.host_bytes)} are allowed. "
-        f"{_largest(spec)}",
+        f"the model does not fit: with {device} of device memory a step needs at least "
+        f"{in_words(least.host)} of host memory on each rank, {host} are allowed. {_largest(spec)}",
         remedy="Raise host_memory or device_memory, or use more ranks.",
     )
 
 
 def not_these_wishes(least: Memory, hardware: Hardware, wishes: Wishes) -> PlanError:
     """A placement would fit, but none that keeps to what is asked for."""
+    device, host = in_words(hardware.device_bytes), in_words(hardware.host_bytes)
     return PlanError(
         f"no placement with {wishes.given} fits: the least that it needs is {in_words(least.device)} of "
-        f"device memory ({in_words(hardware.device_bytes)} allowed) with {in_words(least.host)} of host memory "
-        f"({in_words(hardware.host_bytes)} allowed). Without it there is one that fits.",
+        f"device memory ({device} are allowed) and {in_words(least.host)} of host memory ({host} are "
+        "allowed). Without it there is one that fits.",
         remedy="Leave it out or relax it, or raise device_memory or host_memory.",
     )
 
@@ -89,7 +90,7 @@ def not_these_wishes(least: Memory, hardware: Hardware, wishes: Wishes) -> PlanE
 def not_lower(now: Memory, why: str, *, remedy: str) -> PlanError:
     """The device ran out of memory, and no lower plan can be taken."""
     return PlanError(
-        f"the device ran out of memory under a plan whose predicted peak is {in_words(now.device)}, and there "
+        f"the device ran out of memory under a plan with a peak of {in_words(now.device)}, and there "
         f"is no lower plan to go on with: {why}",
         remedy=remedy,
     )

@@ -16,9 +16,13 @@ from dataclasses import dataclass, field
 from nnx_colossalai.plan.cost import MemoryModel
 from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Placement, Tier
 
-__all__ = ["StepTime", "TimeModel", "Work", "step_time", "work"]
+__all__ = ["LANES", "StepTime", "TimeModel", "Work", "step_time", "work"]
 
 _FORWARD = 1 / 3  # of the time of forward and backward together, which differentiates for weights and inputs
+_NOT_HIDDEN = (
+    0.05  # of the work of host and copies: what computing loses to it in Python and memory bandwidth
+)
+LANES = ("compute", "to_device", "to_host", "host", "collective")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,38 +167,47 @@ class TimeModel:
         self.spec, self.overlapped = spec, overlapped
         self.works = [{tier: work(spec, group, tier) for tier in Tier} for group in spec.groups]
         self._seconds = [{tier: _over(hardware, one[tier]) for tier in Tier} for one in self.works]
+        self._lanes = [
+            {tier: _lanes(group, one[tier]) for tier in Tier}
+            for group, one in zip(spec.groups, self._seconds, strict=True)
+        ]
         uses = MemoryModel(spec).uses if uses is None else uses
         count = len(spec.groups)
         self._first = [[j for j in range(count) if uses[j][0] == at] for at in range(count)]
         self._last = [[j for j in range(count) if uses[j][1] == at] for at in range(count)]
         self._order = sorted(range(count), key=lambda j: (uses[j][0], -uses[j][1], j))
 
-    def lanes(self, index: int, tier: Tier) -> dict[str, float]:
-        """Seconds of work that one group is for each lane."""
-        one = self._seconds[index][tier]
-        return {
-            "compute": self.spec.groups[index].compute_seconds + one.device,
-            "to_device": 2 * one.fetch + one.refresh,
-            "to_host": one.down,
-            "host": one.host,
-            "collective": one.gather + one.gather_again + one.reduce,
-        }
+    def lanes(self, index: int, tier: Tier) -> tuple[float, ...]:
+        """Seconds of work that one group is for each of `LANES`."""
+        return self._lanes[index][tier]
 
     def step_time(self, tiers: Sequence[Tier]) -> StepTime:
         """Time of a step, and what each lane does in it."""
-        busy: dict[str, float] = {}
-        for index, tier in enumerate(tiers):
-            for lane, seconds in self.lanes(index, tier).items():
-                busy[lane] = busy.get(lane, 0.0) + seconds
-        return StepTime(self.seconds(tiers), busy)
+        return StepTime(self.seconds(tiers), dict(zip(LANES, self._busy(tiers), strict=True)))
+
+    def bound(self, tiers: Sequence[Tier]) -> float:
+        """A time that no step is shorter than, found more quickly: that of the busiest lane."""
+        busy = self._busy(tiers)
+        return max(busy) + _NOT_HIDDEN * sum(busy[1:4])
 
     def seconds(self, tiers: Sequence[Tier]) -> float:
-        """Time of a step: step, forward and backward on lanes that wait for each other."""
+        """Time of a step: step, forward and backward on lanes that wait for each other.
+
+        To which a twentieth of what host and copies do is added: an assumption, so that nothing is taken off
+        the device only because it could be hidden.
+        """
         one = [by_tier[tier] for by_tier, tier in zip(self._seconds, tiers, strict=True)]
         stepped, refreshing, started = self._step(one)
         compute, fetching = self._forward(one, stepped, refreshing, started)
         # Refreshing and fetching were laid out apart, so both together may be more than the lane can do.
-        return max(self._backward(one, compute, fetching), sum(2 * s.fetch + s.refresh for s in one))
+        busy = self._busy(tiers)
+        return max(self._backward(one, compute, fetching), *busy) + _NOT_HIDDEN * sum(busy[1:4])
+
+    def _busy(self, tiers: Sequence[Tier]) -> list[float]:
+        """Seconds of work of each of `LANES`."""
+        return list(
+            map(sum, zip(*(one[tier] for one, tier in zip(self._lanes, tiers, strict=True)), strict=True))
+        ) or [0.0] * len(LANES)
 
     def _step(self, one: list[_Seconds]) -> tuple[list[float], float, float]:
         """When each group is stepped and refreshed, the lane to the device is free, and computing begins."""
@@ -261,6 +274,16 @@ class TimeModel:
                     to_host = complete = max(to_host, complete) + one[j].down
                 end = max(end, complete)
         return max(end, compute)
+
+
+def _lanes(group: Group, one: _Seconds) -> tuple[float, ...]:
+    return (
+        group.compute_seconds + one.device,
+        2 * one.fetch + one.refresh,
+        one.down,
+        one.host,
+        one.gather + one.gather_again + one.reduce,
+    )
 
 
 def _over(hardware: Hardware, one: Work) -> _Seconds:
