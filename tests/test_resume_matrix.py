@@ -22,6 +22,7 @@ from nnx.testing.pool import WorkerPool
 
 STEP, STEPS = 2, 3
 FSDP = {"min_num_params": 100}
+TIERS = {"blocks.0": "streamed", "blocks.1": "offloaded", "blocks.2": "gathered", "": "sharded"}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp_auto": {"strategy": "fsdp_auto", "options": FSDP},
     "fsdp_manual": {"strategy": "fsdp_manual", "model": "wrapped"},
@@ -36,6 +37,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "nnscaler_dp": {"strategy": "nnscaler_dp"},
     "nnscaler_tp": {"strategy": "nnscaler_tp"},
     "nnscaler_zero": {"strategy": "nnscaler_zero"},
+    "colossalai": {"strategy": "colossalai", "options": {**FSDP, "tiers": TIERS}},
+    "colossalai_cpu": {"strategy": "colossalai_cpu", "options": FSDP},
 }
 ELEMENTWISE = ("model_parallel", *(name for name in STRATEGIES if name.startswith("nnscaler")))
 """Strategies that cannot step Adafactor, which looks at whole rows and columns."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -118,22 +118,20 @@ class LaidOut:
 class _Weights(Mapping[str, Tensor]):
     """This rank's part of every parameter, and every buffer, by name; looked up at each use."""
 
-    def __init__(self, root: nn.Module, unit_local: Callable[[nn.Parameter], Tensor]) -> None:
+    def __init__(self, root: nn.Module, unit_local: Callable[[Tensor], Tensor]) -> None:
         self._unit_local = unit_local
-        self._places: dict[str, tuple[dict[str, Tensor | None], str]] = {}
+        self._places: dict[str, tuple[dict[str, Any], str, bool]] = {}
         for prefix, module in root.named_modules(remove_duplicate=False):
-            for held in (module._parameters, module._buffers):
+            for held, is_parameter in ((module._parameters, True), (module._buffers, False)):
                 for name in held:
-                    self._places[f"{prefix}.{name}" if prefix else name] = held, name
+                    self._places[f"{prefix}.{name}" if prefix else name] = held, name, is_parameter
 
     def __getitem__(self, name: str) -> Tensor:
-        held, key = self._places[name]
-        tensor = held[key]
-        if isinstance(tensor, nn.Parameter):
-            return self._unit_local(tensor)
+        held, key, is_parameter = self._places[name]
+        tensor: Tensor | None = held[key]
         if tensor is None:
             raise KeyError(name)
-        return tensor
+        return self._unit_local(tensor) if is_parameter else tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

@@ -17,7 +17,7 @@ __all__ = ["has_hooks_that_see_the_result", "shadow_of", "without_guards"]
 
 def has_hooks_that_see_the_result(optimizer: Optimizer) -> bool:
     """Whether something runs after the step, or around every optimizer's step."""
-    after = optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
+    after = optimizer._optimizer_step_post_hooks
     return bool(after or base._global_optimizer_post_hooks or base._global_optimizer_pre_hooks)
 
 

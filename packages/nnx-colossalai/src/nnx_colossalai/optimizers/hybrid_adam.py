@@ -54,7 +54,7 @@ class HybridAdam(torch.optim.Adam):
             raise OptionError(
                 f"{name}(nvme_offload_fraction={nvme_offload_fraction!r}, nvme_offload_dir="
                 f"{nvme_offload_dir!r}): moments lie on the device or in host memory, not on disk.",
-                remedy="Leave both out; the strategy's placement_policy and offload_fraction offload to the host.",
+                remedy="Leave both out; placement_policy and offload_fraction of the strategy offload.",
             )
         super().__init__(
             model_params,

@@ -115,7 +115,7 @@ def _can_be_fused(parameter: Tensor) -> bool:
 
 
 def _alike(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The fused SGD of torch takes parameters that all have a momentum buffer or none, so not both at once."""
+    """The fused SGD of torch takes parameters that all have a momentum buffer, or none of them."""
     if not isinstance(optimizer, SGD):
         if parameters:
             yield parameters

@@ -8,7 +8,7 @@ for whoever reads them), the thread steps what was to be stepped.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,10 +108,11 @@ def _is_another(own: Any, stepped: Any) -> bool:
     return own is not stepped
 
 
-def _like(parameter: nn.Parameter, alias: Tensor, value: Any) -> Any:
+def _like(parameter: Tensor, alias: Tensor, value: Any) -> Any:
     """A state tensor of the parameter's shape is divided as the parameter is."""
-    divided = isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == alias.shape
-    if not divided or not alias.dim():
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
+        return value
+    if value.shape != alias.shape or not alias.dim():
         return value
     return DTensor.from_local(
         value,
@@ -167,6 +168,7 @@ class Background:
         self._device = device
         self._pool: ThreadPoolExecutor | None = None
         self._tickets: list[Ticket] = []
+        self._latest: dict[nn.Parameter, Ticket] = {}
         self._failure: OptimizerStepError | None = None
 
     def submit(
@@ -177,7 +179,9 @@ class Background:
             self._pool = ThreadPoolExecutor(1, "nnx-optimizer-step", initializer=self._enter_thread)
         tickets = [Ticket() for _ in shares]
         self._tickets = [*(old for old in self._tickets if not old.has_succeeded), *tickets]
+        self._latest = {key: old for key, old in self._latest.items() if not old.over.is_set()}
         for share, ticket in zip(shares, tickets, strict=True):
+            self._latest.update(dict.fromkeys(share.owners.values(), ticket))
             share.chunk.set_pending(ticket.wait)
         self._pool.submit(self._run, optimizer, list(zip(shares, tickets, strict=True)), step)
 
@@ -210,6 +214,15 @@ class Background:
             del share
             ticket.finish(self._failure)
 
+    def wait_for(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Wait until whatever was submitted of these parameters is stepped.
+
+        Raises:
+            OptimizerStepError: It could not be.
+        """
+        for ticket in {self._latest[parameter] for parameter in parameters if parameter in self._latest}:
+            ticket.wait()
+
     def finish(self) -> None:
         """Wait for everything that was submitted.
 
@@ -217,6 +230,7 @@ class Background:
             OptimizerStepError: A chunk could not be stepped; raised once.
         """
         tickets, self._tickets = self._tickets, []
+        self._latest.clear()
         for ticket in tickets:
             ticket.over.wait()
         failure, self._failure = self._failure, None
@@ -235,8 +249,8 @@ def _failure(optimizer: Optimizer, chunk: Chunk, error: BaseException) -> Optimi
     failure = OptimizerStepError(
         f"{type(optimizer).__name__} failed to step chunk {chunk.name!r} in the background: "
         f"{type(error).__name__}: {error}",
-        remedy="It and the chunks after it are not stepped: resume from a checkpoint. With overlap='none' the "
-        "error is raised where it happens.",
+        remedy="It and the chunks after it are not stepped: resume from a checkpoint. With "
+        "overlap='none' the error is raised where it happens.",
     )
     failure.__cause__ = error
     return failure

@@ -7,7 +7,7 @@ closure, its hooks and whatever schedulers wrapped around it; what differs is wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Literal, TypeVar
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from nnx.options import check_choice
 from nnx_colossalai.chunks.chunk import Chunk
 from nnx_colossalai.optimizers._torch_compat import has_hooks_that_see_the_result, shadow_of, without_guards
+from nnx_colossalai.optimizers.deepspeed_adam import DeepSpeedAdam
 from nnx_colossalai.optimizers.kernels import (
     groups_for_step,
     in_host_memory,
@@ -60,6 +61,7 @@ class Stepper:
         check_choice("cpu_adam", cpu_adam, ("torch", "deepspeed"))
         self.chunks = chunks
         self._overlaps = overlap == "exact"
+        self._deepspeed = DeepSpeedAdam() if cpu_adam == "deepspeed" else None
         self._background = Background(device)
         self._guarded: WeakKeyDictionary[Optimizer, list[Any]] = WeakKeyDictionary()
         self._said: set[str] = set()
@@ -145,27 +147,49 @@ class Stepper:
             touched: Gets the chunks to refresh after it.
         """
         parts = _parts_with_gradients(optimizer, self.chunks)
-        reason = self._why_at_once(optimizer)
-        if reason is None:
-            later = {chunk: part for chunk, part in parts.items() if _lies_in_host_memory(part)}
-        else:
+        in_background = self._can_go_on_in_background(optimizer)
+        if not in_background:
             self._background.finish()
-            later = {}
-        touched += [chunk for chunk in parts if chunk not in later]
-        shares = [take_share(chunk, optimizer, part) for chunk, part in later.items()]
-        optimizer.param_groups = _without(optimizer, later.values())
+        shared: dict[Chunk, Part] = {}
+        if in_background or self._uses_deepspeed(optimizer):
+            shared = {chunk: part for chunk, part in parts.items() if _lies_in_host_memory(part)}
+        touched += [chunk for chunk in parts if chunk not in shared]
+        shares = self._take_shares(optimizer, shared)
+        optimizer.param_groups = _without(optimizer, shared.values())
         optimizer.param_groups = groups_for_step(optimizer)
-        if shares:
-            self._background.submit(optimizer, shares, _step_share)
+        if in_background and shares:
+            self._background.submit(optimizer, shares, self._step_share)
+        elif shares:
+            for share in shares:
+                self._step_share(optimizer, share)
 
-    def _why_at_once(self, optimizer: Optimizer) -> str | None:
-        """Why a step cannot go on in the background; None if it can."""
+    def _take_shares(self, optimizer: Optimizer, parts: Mapping[Chunk, Part]) -> list[Share]:
+        """Taken when no earlier step of the same parameters is still to come: its state would be missing."""
+        self._background.wait_for(
+            parameter for part in parts.values() for _, parameters in part for parameter in parameters
+        )
+        return [take_share(chunk, optimizer, part) for chunk, part in parts.items()]
+
+    def _step_share(self, optimizer: Optimizer, share: Share) -> None:
+        """Step one chunk as the optimizer would, and make its working weights new."""
+        shadow = shadow_of(optimizer, share.groups, share.state)
+        if self._deepspeed is not None and self._deepspeed.serves(shadow):
+            self._deepspeed.step(shadow)
+        shadow.param_groups = groups_for_step(shadow)
+        shadow.step()
+        give_back_state(share, optimizer)
+        share.chunk.refresh()
+
+    def _uses_deepspeed(self, optimizer: Optimizer) -> bool:
+        return self._deepspeed is not None and self._deepspeed.serves(optimizer)
+
+    def _can_go_on_in_background(self, optimizer: Optimizer) -> bool:
         if not self._overlaps:
-            return "overlap is 'none'"
+            return False
         reason = _reason_against(optimizer)
         if reason is not None:
             self._say(optimizer, reason)
-        return reason
+        return reason is None
 
     def _say(self, optimizer: Optimizer, reason: str) -> None:
         message = f"{type(optimizer).__name__} does not step in the background: {reason}."
@@ -261,12 +285,3 @@ def _reason_against(optimizer: Optimizer) -> str | None:
     if sharded and needs_whole_tensors(optimizer):
         return "it communicates about sharded parameters"
     return None
-
-
-def _step_share(optimizer: Optimizer, share: Share) -> None:
-    """Step one chunk as the optimizer would, and make its working weights new."""
-    shadow = shadow_of(optimizer, share.groups, share.state)
-    shadow.param_groups = groups_for_step(shadow)
-    shadow.step()
-    give_back_state(share, optimizer)
-    share.chunk.refresh()

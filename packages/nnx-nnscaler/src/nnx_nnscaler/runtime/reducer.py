@@ -159,15 +159,16 @@ class Reducer:
     def _foresee(self, index: int, _: Tensor) -> None:
         """Autograd is about to add to a gradient: what was summed over the unit before must not be again."""
         if index in self._complete:
-            with local_mode(), torch.no_grad():
+            with local_mode():
                 self._share_out(index)
 
     def _share_out(self, index: int) -> None:
         """Let the ranks of the unit hold equal summands of a gradient that was complete on all of them."""
-        gradient = self._parameters[index].grad
-        if index in self._complete and gradient is not None:
-            gradient.div_(self._axes.unit_size)
         self._complete.discard(index)
+        gradient = self._parameters[index].grad
+        if gradient is not None:
+            with torch.no_grad():
+                gradient.div_(self._axes.unit_size)
 
     def _hear(self, index: int, _: nn.Parameter) -> None:
         """Autograd has completed a gradient."""

@@ -200,7 +200,7 @@ class Parameters:
             for parameter in self._parts:
                 show_plain(parameter)
 
-    def unit_local(self, parameter: nn.Parameter) -> Tensor:
+    def unit_local(self, parameter: Tensor) -> Tensor:
         """This rank's part within the unit as a plain tensor, for programs; gradients reach the parameter.
 
         It stays plain outside of local mode, so that what is recomputed in backward finds it so.
