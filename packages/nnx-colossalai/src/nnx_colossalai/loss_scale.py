@@ -45,6 +45,8 @@ class DynamicLossScaler(ParallelGradScaler):
     @property
     def rule(self) -> LossScaleRule:
         """When the scale grows and backs off; setters, and loading a state, may have changed it."""
+        if not self.is_enabled():
+            return self._rule
         return replace(
             self._rule,
             growth_factor=self.get_growth_factor(),

@@ -26,15 +26,18 @@ class ParallelGradScaler(torch.amp.GradScaler):
     """
 
     def __init__(self, backend: Backend[Any], replaces: torch.amp.GradScaler) -> None:
+        self._nnx_backend = backend
+        device = backend.context.device.type
+        if not replaces.is_enabled():  # it has no settings then
+            super().__init__(device=device, enabled=False)
+            return
         super().__init__(
-            device=backend.context.device.type,
+            device=device,
             init_scale=replaces.get_scale(),
             growth_factor=replaces.get_growth_factor(),
             backoff_factor=replaces.get_backoff_factor(),
             growth_interval=replaces.get_growth_interval(),
-            enabled=replaces.is_enabled(),
         )
-        self._nnx_backend = backend
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
