@@ -2,7 +2,7 @@
 
 A plan within your budgets puts each layer's weights, masters and optimizer state on the device or in host
 memory. `nnx_colossalai.backend` is the engine. Importing this package imports neither torch nor Lightning; the
-classes that old scripts use do.
+names in it that old scripts use do.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nnx.errors import OptionError
 from nnx.options import check_options, option
@@ -78,8 +78,8 @@ class ColossalAIOptions:
     )
     min_chunk_size: int | None = option(
         None,
-        help="Bytes of weights, in the precision that is computed in, below which a layer shares the chunk of "
-        "what is around it. By default 100,000 elements.",
+        help="Bytes of weights, in the precision that is computed in, below which a layer shares the chunk "
+        "of what is around it. By default 100,000 elements.",
         types=(int,),
     )
     initial_scale: float = option(2.0**16, help="Of the loss, at first, in '16-mixed'.", types=_NUMBER)
@@ -96,7 +96,7 @@ class ColossalAIOptions:
 
     device_memory: int | float | str | None = option(
         None,
-        help="Budget of a rank on its device: bytes, or text such as '24GiB'. By default what the device has.",
+        help="Budget of a rank on its device: bytes, or text such as '24GiB'. By default all it has.",
         types=(int, float, str),
     )
     host_memory: int | float | str | None = option(
@@ -106,8 +106,8 @@ class ColossalAIOptions:
     )
     offload_fraction: float | None = option(
         None,
-        help="Share of the trained elements whose masters and optimizer state are in host memory, 0 to 1; met "
-        "within one chunk. By default what the budgets ask for.",
+        help="Share of the trained elements whose masters and optimizer state are in host memory, 0 to 1; "
+        "met within one chunk. By default what the budgets ask for.",
         types=_NUMBER,
     )
     stream_fraction: float | None = option(
@@ -121,7 +121,7 @@ class ColossalAIOptions:
         help="Chunks whose tier is given: name, or pattern such as 'blocks.*', to a tier.",
         types=(Mapping,),
     )
-    overlap: str = option(
+    overlap: Literal["exact", "none"] = option(
         "exact",
         help="'exact' steps the optimizer in the background: a layer's next forward waits for its own chunk "
         "only, and the numbers are the same; 'none' steps before going on.",
@@ -145,7 +145,7 @@ class ColossalAIOptions:
         help="A layer class or several whose activations are recomputed in backward instead of stored: less "
         "memory for about a third more computation.",
     )
-    cpu_adam: str = option(
+    cpu_adam: Literal["torch", "deepspeed"] = option(
         "torch",
         help="What steps Adam in host memory: torch's fused kernel, or 'deepspeed', whose numbers differ in "
         "the last bits and which must be installed.",
@@ -163,9 +163,19 @@ class ColossalAIOptions:
         self._check_shares()
         self._check_scales()
         for name in ("device_memory", "host_memory"):
-            _set(self, name, bytes_of(getattr(self, name), name=name))
+            bytes_of(getattr(self, name), name=name)
         if self.plan is not None:
             self._check_nothing_is_planned()
+
+    @property
+    def device_bytes(self) -> int | None:
+        """`device_memory` in bytes."""
+        return bytes_of(self.device_memory, name="device_memory")
+
+    @property
+    def host_bytes(self) -> int | None:
+        """`host_memory` in bytes."""
+        return bytes_of(self.host_memory, name="host_memory")
 
     def _check_policy(self) -> None:
         known = (*POLICIES, *_TIERS)
@@ -191,8 +201,8 @@ class ColossalAIOptions:
     def _check_what_has_no_meaning(self) -> None:
         if not self.use_chunk:
             raise OptionError(
-                "use_chunk=False: the historical strategy refused it as well. Chunks here are exactly as large "
-                "as their layers, so there is nothing to save by doing without.",
+                "use_chunk=False: the historical strategy refused it as well. Chunks here are exactly as "
+                "large as their layers, so there is nothing to save by doing without.",
                 remedy="Leave it out; auto_wrap_policy chooses what becomes a chunk.",
             )
         if self.chunk_search_n_grids not in (None, _GRIDS):
@@ -274,7 +284,7 @@ def bytes_of(value: int | float | str | None, *, name: str) -> int | None:
     number = _number_of(value) if isinstance(value, str) else value
     if isinstance(value, bool) or number is None or not 1 <= number < math.inf:
         raise OptionError(
-            f"{name}={value!r} is not a size in bytes.", remedy="Pass a positive number, or text like '24GiB'."
+            f"{name}={value!r} is not a size in bytes.", remedy="Pass a positive number or text like '24GiB'."
         )
     return int(number)
 
@@ -284,7 +294,3 @@ def _number_of(text: str) -> float | None:
     if found is None or (found[3] and not found[2]):
         return None
     return float(found[1]) * (_BINARY if found[3] else _UNITS)[found[2]]
-
-
-def _set(options: ColossalAIOptions, name: str, value: Any) -> None:
-    object.__setattr__(options, name, value)

@@ -36,7 +36,7 @@ def nnx_strategies() -> list[StrategySpec]:
         _spec(
             "colossalai",
             "Chunked memory: a plan within your budgets puts each layer on the device or in host memory",
-            "the model is larger than the devices, host memory is plenty, and it should be no slower than it must",
+            "the model is larger than the devices, and host memory is plenty",
         ),
         _spec(
             "colossalai_auto",

@@ -20,8 +20,8 @@ __all__ = ["ColossalAIStrategy"]
 class ColossalAIStrategy:
     """A strategy for the Trainer of the copy of Lightning that is in use.
 
-    Accelerator, precision and where the model is built are the Trainer's and yours to choose; any optimizer of
-    torch's, and several, will do.
+    Accelerator, precision and where the model is built are the Trainer's and yours to choose; any optimizer
+    of torch's, and several, will do.
 
     Args:
         use_chunk: Only True, as in the original.
@@ -31,8 +31,8 @@ class ColossalAIStrategy:
         force_outputs_fp32: Cast outputs of every step to float32.
         gpu_margin_mem_ratio: Share of the device memory left beside weights and activations that masters and
             optimizer state get; None (the original had 0.0) is as much as makes the step fastest.
-        chunk_search_range: Elements by which a chunk may exceed the larger of `min_chunk_size` and the largest
-            parameter.
+        chunk_search_range: Elements by which a chunk may exceed the larger of `min_chunk_size` and the
+            largest parameter.
         chunk_search_n_grids: Only 4096: chunks are sized exactly, so no grid is searched.
         min_chunk_size: Bytes of weights below which a layer shares the chunk around it.
         initial_scale: Of the loss in ``"16-mixed"``, like the six that follow.

@@ -1,0 +1,215 @@
+"""The engine behind the colossalai strategies: a model in chunks that lie where a plan puts them.
+
+It owns what the core asks of a strategy. How one model is laid out is `chunked`'s, where things lie is
+`placing`'s, what happens when a step runs out of device memory `retrying`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from nnx.backend import Backend, ParallelContext, Sample
+from nnx.layout import Shard
+from nnx.state import ModelState, OptimizerState
+from nnx_colossalai.chunked import ChunkedModel
+from nnx_colossalai.device import HostDevice, make_device
+from nnx_colossalai.device.device import Device
+from nnx_colossalai.loss_scale import DynamicLossScaler
+from nnx_colossalai.loss_scale_rule import LossScaleRule
+from nnx_colossalai.options import ColossalAIOptions
+from nnx_colossalai.retrying import Retrying
+
+__all__ = ["ColossalAIBackend"]
+
+T = TypeVar("T")
+
+
+class ColossalAIBackend(Backend[ColossalAIOptions]):
+    """Holds a model in chunks, each placed on the device or in host memory as the plan says.
+
+    Between steps the user's module has its masters, which optimizers, checkpoints and callbacks see.
+    """
+
+    Options = ColossalAIOptions
+
+    def __init__(self, options: ColossalAIOptions) -> None:
+        super().__init__(options)
+        self._models: dict[nn.Module, ChunkedModel] = {}
+        self._owners: dict[Optimizer, ChunkedModel] = {}
+        self._retrying: Retrying | None = None
+        self._device: Device[Any] | None = None
+
+    # --- set up -------------------------------------------------------------------------------
+
+    def setup(self, context: ParallelContext) -> None:
+        """Take the rank's device."""
+        super().setup(context)
+        self._device = self._make_device(context)
+        if self._is_limited(self._device):
+            self._retrying = Retrying(context.world_size)
+
+    def _is_limited(self, device: Device[Any]) -> bool:
+        """Whether it may run out of memory: not the host with all that it has."""
+        return not isinstance(device, HostDevice) or self.options.device_memory is not None
+
+    def _make_device(self, context: ParallelContext) -> Device[Any]:
+        given = self.options.device
+        if isinstance(given, Device):
+            return given
+        if given is not None:
+            return given(context)
+        return make_device(context, capacity=self.options.device_bytes)
+
+    @property
+    def device(self) -> Device[Any]:
+        """What holds the chunks of this rank, and counts what is copied; there from `setup` on."""
+        assert self._device is not None
+        return self._device
+
+    def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Find the chunks, plan where they lie, and lay them out."""
+        if module in self._models:
+            return {}
+        model = self._models[module] = ChunkedModel(
+            module, sample, context=self.context, device=self.device, options=self.options
+        )
+        return model.replaced
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Take over optimizers, whose state may change the plan."""
+        model = self._models[module]
+        self._owners.update(dict.fromkeys(optimizers, model))
+        model.setup_optimizers(optimizers)
+
+    def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Give the module its masters, whole, and take the chunks down."""
+        model = self._models.pop(module, None)
+        if model is None:
+            return {}
+        self._owners = {optimizer: owner for optimizer, owner in self._owners.items() if owner is not model}
+        return model.undo()
+
+    def teardown(self) -> None:
+        """End the device's threads, unless it was brought by the user."""
+        self._retrying = None
+        if self._device is not None and not isinstance(self.options.device, Device):
+            self._device.close()
+        self._device = None
+
+    # --- step ---------------------------------------------------------------------------------
+
+    def run_step(self, module: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run the step with working weights; out of device memory, with a lower plan again."""
+        model = self._models.get(module)
+        if model is None:
+            return step(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            model.finish()
+        run: Callable[[], T] = lambda: model.engine.run_step(module, step, *args, **kwargs)  # noqa: E731
+        result = run() if self._retrying is None else self._retrying.forward(model, run)
+        return tree_map_only(Tensor, _as_float32, result) if self.options.force_outputs_fp32 else result
+
+    @contextmanager
+    def no_sync(self, module: nn.Module) -> Iterator[None]:
+        """Keep gradients on this rank until the first backward outside of it."""
+        with ExitStack() as stack:
+            for root, model in self._of(module):
+                stack.enter_context(model.engine.no_sync(root))
+            yield
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients; out of device memory, with a lower plan again."""
+        run = partial(_backward_of(module, loss), *args, **kwargs)
+        if self._retrying is None:
+            run()
+        else:
+            self._retrying.backward([model for _, model in self._of(module)], run)
+
+    def _of(self, module: nn.Module) -> list[tuple[nn.Module, ChunkedModel]]:
+        """What was laid out of what the core passes: a module, or several in one, as for Fabric."""
+        modules = [module] if module in self._models else list(module.children())
+        return [(root, self._models[root]) for root in modules if root in self._models]
+
+    def grad_scaler(self, default: torch.amp.GradScaler) -> torch.amp.GradScaler | None:
+        """The dynamic scale of the options, in place of Lightning's; a scaler of the user's own stays."""
+        if isinstance(default, DynamicLossScaler) or not _is_as_made_by_lightning(default):
+            return super().grad_scaler(default)
+        options = self.options
+        rule = LossScaleRule(
+            initial_scale=options.initial_scale,
+            min_scale=options.min_scale,
+            max_scale=options.max_scale,
+            growth_factor=options.growth_factor,
+            backoff_factor=options.backoff_factor,
+            growth_interval=options.growth_interval,
+            hysteresis=options.hysteresis,
+        )
+        return DynamicLossScaler(self, rule, enabled=default.is_enabled())
+
+    def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Step where the masters are, at once or in the background."""
+        owner = self._owners.get(optimizer)
+        if owner is None:
+            return step(*args, **kwargs)
+        return owner.stepper.step(optimizer, step, *args, **kwargs)
+
+    # --- state --------------------------------------------------------------------------------
+
+    def shard(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
+        """Where a tensor of this rank lies, as the engine that holds the parameter knows."""
+        for model in self._models.values():
+            return model.engine.shard(tensor, parameter=parameter)
+        return super().shard(tensor, parameter=parameter)
+
+    def model_state(self, module: nn.Module) -> ModelState:
+        """Handles on the masters, once all that is pending is over."""
+        self._finish()
+        return super().model_state(module)
+
+    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
+        """Handles on the optimizer's state, once all that is pending is over."""
+        self._finish()
+        return super().optimizer_state(module, optimizer)
+
+    def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
+        """Restore an optimizer, once all that is pending is over."""
+        self._finish()
+        super().load_optimizer_state(module, optimizer, saved)
+
+    def finish_load(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Make working weights of the masters that were loaded."""
+        for _, model in self._of(module):
+            model.refresh()
+
+    def _finish(self) -> None:
+        for model in self._models.values():
+            model.finish()
+
+
+def _backward_of(module: nn.Module, loss: Tensor) -> Callable[..., Any]:
+    """The module's own backward, where a Trainer runs it and it has one; it may do more than the tensor's."""
+    own = getattr(module, "backward", None)
+    if own is None or getattr(module, "_trainer", None) is None:
+        return loss.backward
+    return partial(own, loss)
+
+
+def _as_float32(value: Tensor) -> Tensor:
+    return value.float() if value.is_floating_point() else value
+
+
+def _is_as_made_by_lightning(scaler: torch.amp.GradScaler) -> bool:
+    """Whether nobody has chosen its settings."""
+    plain = torch.amp.GradScaler("cpu")
+    settings = ("get_scale", "get_growth_factor", "get_backoff_factor", "get_growth_interval")
+    return type(scaler) is torch.amp.GradScaler and (
+        not scaler.is_enabled() or all(getattr(scaler, name)() == getattr(plain, name)() for name in settings)
+    )

@@ -1,0 +1,143 @@
+"""One model that is laid out in chunks: its units, its plan, its engine and what steps it.
+
+It owns the order in which these are made and taken down, and how the plan changes between two steps. What the
+core asks of a strategy is `backend`'s; where things lie is decided in `placing`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nnx.backend import ParallelContext, Sample
+from nnx.state import repoint_optimizer
+from nnx_colossalai.chunks.engine import ChunkEngine
+from nnx_colossalai.device.device import Device
+from nnx_colossalai.errors import DeviceMemoryError
+from nnx_colossalai.moving import move_states
+from nnx_colossalai.optimizers.stepping import Stepper
+from nnx_colossalai.options import ColossalAIOptions
+from nnx_colossalai.placing import Placing
+from nnx_colossalai.plan.model import widths
+from nnx_colossalai.recomputing import Recomputing
+
+__all__ = ["ChunkedModel"]
+
+log = logging.getLogger("nnx.colossalai")
+
+
+class ChunkedModel:
+    """A module whose parameters lie in chunks.
+
+    Args:
+        module: The user's.
+        sample: Yields example inputs, from which the activations are estimated if the budget is short.
+        context: Where this process stands.
+        device: Memory and copies.
+        options: The strategy's.
+
+    Attributes:
+        module: The user's.
+        replaced: From each parameter object that was replaced to what took its place.
+        engine: Holds the chunks.
+        stepper: Steps optimizers over them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sample: Sample,
+        *,
+        context: ParallelContext,
+        device: Device[Any],
+        options: ColossalAIOptions,
+    ) -> None:
+        self.module = module
+        self._recomputing = Recomputing(module, options.activation_checkpointing)
+        kinds = widths(context.precision)
+        dtype = kinds.working if kinds.mixed else None
+        try:
+            self.placing = Placing(module, sample, context=context, device=device, options=options)
+            self.engine = make_engine(context, device, dtype)
+            self.replaced = self.engine.parallelize(module, self.placing.units())
+        except BaseException:
+            self._recomputing.undo()
+            raise
+        self.stepper = Stepper(
+            self.engine.chunks,
+            overlap=options.overlap,
+            cpu_adam=options.cpu_adam,
+            device=device.torch_device,
+        )
+        self._optimizers: Sequence[Optimizer] = ()
+
+    def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Take over the optimizers, and correct the plan by the size of their state where that matters."""
+        self._optimizers = optimizers
+        if optimizers and self.placing.correct(optimizers):
+            self._move()
+        self.stepper.setup_optimizers(optimizers)
+
+    def move_down(self, error: DeviceMemoryError) -> None:
+        """Place chunks so that the device needs less memory. Collective.
+
+        Args:
+            error: Why: the device ran out of memory.
+
+        Raises:
+            PlanError: There is no such placement.
+        """
+        self.placing.lower(error.used + error.asked - error.allowed)
+        self.finish()
+        self._move()
+
+    def _move(self) -> None:
+        before = dict(self.module.named_parameters())
+        self.engine.move(self.module, self.placing.planned.placement.tiers)
+        after = dict(self.module.named_parameters())
+        replaced = {old: after[name] for name, old in before.items() if after[name] is not old}
+        for optimizer in self._optimizers:
+            repoint_optimizer(optimizer, replaced)
+            move_states(optimizer)
+        self.stepper.chunks = self.engine.chunks
+
+    def finish(self) -> None:
+        """Wait for steps in the background and whatever the engine has under way."""
+        self.stepper.finish()
+        self.engine.finish()
+
+    def refresh(self) -> None:
+        """Make the working weights those of masters that were changed from outside."""
+        self.finish()
+        for chunk in self.engine.chunks:
+            chunk.refresh()
+
+    def undo(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Give the module its plain parameters back."""
+        self.stepper.close()
+        self.finish()
+        replaced = self.engine.unparallelize(self.module)
+        self._recomputing.undo()
+        return replaced
+
+
+def make_engine(context: ParallelContext, device: Device[Any], dtype: torch.dtype | None) -> ChunkEngine:
+    """The engine for this number of ranks.
+
+    Args:
+        context: Where this process stands.
+        device: Memory and copies.
+        dtype: Of working weights; None: the masters' own.
+    """
+    if context.world_size == 1:
+        from nnx_colossalai.chunks.local import LocalEngine
+
+        return LocalEngine(context, device, dtype)
+    from nnx_colossalai.chunks.sharded import ShardedEngine
+
+    return ShardedEngine(context, device, dtype)

@@ -1,0 +1,254 @@
+"""Where the chunks of one model lie: what is counted and measured for it, and the plan that all ranks share.
+
+It owns the way from options to a plan, and to the next one when optimizers or the device turn out otherwise.
+It never moves anything; `chunked` does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from nnx.backend import ParallelContext, Sample, first_call
+from nnx.collective import all_gather_object, control_group, together
+from nnx.errors import NnxError
+from nnx_colossalai.chunks.engine import Unit
+from nnx_colossalai.chunks.units import FoundUnit, find_units
+from nnx_colossalai.device import HostDevice
+from nnx_colossalai.device.device import Device
+from nnx_colossalai.options import ColossalAIOptions
+from nnx_colossalai.plan.document import PlanDocument
+from nnx_colossalai.plan.model import model_spec, widths
+from nnx_colossalai.plan.planner import Planned, downgrade, evaluate, plan, why_not_lower
+from nnx_colossalai.plan.probe import Probe, probe
+from nnx_colossalai.plan.spec import Hardware, ModelSpec, Tier
+from nnx_colossalai.plan.table import plan_table, size_text
+from nnx_colossalai.plan.timeline import draw_timeline
+from nnx_colossalai.plan.wishes import Wishes
+from nnx_fsdp.units import choose_units
+
+__all__ = ["Placing", "wishes_of"]
+
+T = TypeVar("T")
+log = logging.getLogger("nnx.colossalai")
+
+
+class Placing:
+    """The plan of one model, the same on all ranks. Collective.
+
+    Args:
+        module: The model.
+        sample: Yields example inputs; only called where device memory is limited, to count activations, or
+            where it must be seen which weights a module uses while it runs.
+        context: Where this process stands.
+        device: Whose memory is planned.
+        options: The strategy's.
+
+    Attributes:
+        found: The units whose parameters become chunks.
+        planned: Where they lie.
+
+    Raises:
+        PlanError: No plan fits the budgets, or a stored one does not fit the model.
+        OptionError: Options contradict each other or the model.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sample: Sample,
+        *,
+        context: ParallelContext,
+        device: Device[Any],
+        options: ColossalAIOptions,
+    ) -> None:
+        self._context, self._device, self._options = context, device, options
+        self._probe: Probe | None = None
+        with together(control_group(), doing="finding chunks"):
+            self.found = self._find(module, sample)
+            self._wishes = wishes_of(options, [unit.name for unit in self.found])
+        self._hardware = self._measured()
+        self.spec = self._counted(None)
+        self.planned = self._on_first_rank(self._first_plan, doing="planning")
+        self._report("planned")
+
+    def units(self) -> list[Unit]:
+        """The units with their tiers, for an engine."""
+        tiers = self.planned.placement.tiers
+        return [Unit(unit.name, unit.module, unit.parameters, tiers[unit.name]) for unit in self.found]
+
+    def table(self) -> str:
+        """The plan as text."""
+        return plan_table(self.spec, self._hardware, self.planned)
+
+    # --- what is there ------------------------------------------------------------------------
+
+    def _find(self, module: nn.Module, sample: Sample) -> tuple[FoundUnit, ...]:
+        policy = self._options.auto_wrap_policy
+        least, most = self._bounds(module)
+        found = find_units(module, policy=policy, min_numel=least, max_numel=most)
+        if not self._must_look(module, found):
+            return found
+        self._probe = self._look(found, module, sample)
+        if self._probe.used_outside:
+            left = self._probe.used_outside
+            found = find_units(module, policy=policy, min_numel=least, max_numel=most, leave=left)
+            self._probe = self._look(found, module, sample)
+        return found
+
+    def _bounds(self, module: nn.Module) -> tuple[int | None, int | None]:
+        """The smallest and the largest number of elements that a unit may have."""
+        options = self._options
+        least, most = options.min_num_params, options.chunk_size
+        if options.min_chunk_size is not None:
+            least = -(-options.min_chunk_size // widths(self._context.precision).working.itemsize)
+        if options.chunk_search_range is not None:
+            largest = max((parameter.numel() for parameter in module.parameters()), default=0)
+            most = max(least or 0, largest, 1) + options.chunk_search_range
+        return least, most
+
+    def _must_look(self, module: nn.Module, found: Sequence[FoundUnit]) -> bool:
+        if len(found) > 1 and self._options.auto_wrap_policy is None:
+            layers = choose_units(module, min_num_params=self._options.min_num_params).units
+            if {unit.name for unit in found} - {name for name, _ in layers} - {""}:
+                return True
+        return self._is_limited
+
+    @property
+    def _is_limited(self) -> bool:
+        return not isinstance(self._device, HostDevice) or self._options.device_memory is not None
+
+    def _look(self, found: Sequence[FoundUnit], module: nn.Module, sample: Sample) -> Probe:
+        try:
+            call = first_call(module, sample)
+        except NnxError as error:
+            return Probe(note=str(error))
+        kinds = widths(self._context.precision)
+        return probe(
+            found,
+            call.module,
+            call.args,
+            call.kwargs,
+            device=self._device.torch_device,
+            working=kinds.working,
+            mixed=kinds.mixed,
+        )
+
+    def _measured(self) -> Hardware:
+        """Budgets and rates; of all ranks the least."""
+        own = Hardware(device_bytes=self._device.capacity, host_bytes=self._options.host_bytes or 2**40)
+        return own
+
+    def _counted(self, optimizers: Sequence[Optimizer] | None) -> ModelSpec:
+        return model_spec(
+            self.found,
+            world_size=self._context.world_size,
+            precision=self._context.precision,
+            optimizer=optimizers,
+            probe=self._probe,
+        )
+
+    # --- the plan -----------------------------------------------------------------------------
+
+    def _first_plan(self) -> Planned:
+        path = self._options.plan
+        if path is None:
+            return plan(self.spec, self._hardware, self._wishes)
+        placement = PlanDocument.load(path).placement(self.spec, path=path)
+        planned = evaluate(self.spec, self._hardware, placement, self._wishes)
+        if planned.memory.device > self._hardware.device_bytes:
+            log.warning(
+                "The plan %r is used although it needs %s on the device and %s are allowed.",
+                path,
+                size_text(planned.memory.device),
+                size_text(self._hardware.device_bytes),
+            )
+        return planned
+
+    def correct(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Plan anew with the size of the optimizers' state; whether chunks have to move. Collective."""
+        spec = self._counted(optimizers)
+        if spec == self.spec or self._options.plan is not None:
+            return False
+        self.spec, before = spec, self.planned
+        self.planned = self._on_first_rank(lambda: plan(spec, self._hardware, self._wishes), doing="planning")
+        if self.planned.placement == before.placement:
+            return False
+        self._report("planned again for the optimizer's state")
+        return True
+
+    def lower(self, missing: int) -> None:
+        """Choose the next plan with less device memory. Collective.
+
+        Args:
+            missing: Bytes by which the peak is to be lower at least.
+
+        Raises:
+            PlanError: There is none; the message says why.
+        """
+        more = {"missing": max(1, missing)}
+
+        def next_plan() -> Planned:
+            found = downgrade(self.planned, self.spec, self._hardware, self._wishes, **more)
+            if found is None:
+                raise why_not_lower(self.planned, self.spec, self._hardware, self._wishes, **more)
+            return found
+
+        self.planned = self._on_first_rank(next_plan, doing="planning after the device ran out of memory")
+
+    def _on_first_rank(self, make: Callable[[], T], *, doing: str) -> T:
+        """What rank 0 makes, on every rank; so is its error. Collective."""
+        made: T | None = None
+        group = control_group()
+        with together(group, doing=doing):
+            made = make() if self._context.rank == 0 else None
+        first: T | None = all_gather_object(made, group)[0]
+        assert first is not None
+        return first
+
+    def _report(self, what: str) -> None:
+        """Show the plan and write the files that were asked for. Collective."""
+        with together(control_group(), doing="writing the plan"):
+            if self._context.rank == 0:
+                log.info("%s chunks %s:\n%s", len(self.found), what, self.table())
+                self._write()
+
+    def _write(self) -> None:
+        options = self._options
+        if options.plan_file is not None:
+            PlanDocument.of(self.spec, self._hardware, self.planned).save(options.plan_file)
+        if options.timeline_file is not None:
+            draw_timeline(self.planned.memory, self._hardware, options.timeline_file)
+
+
+def wishes_of(options: ColossalAIOptions, names: Iterable[str]) -> Wishes:
+    """What the options ask of a plan, with patterns of names spelled out.
+
+    Raises:
+        OptionError: Two of them contradict each other, or one names no chunk.
+
+    Example:
+        >>> wishes_of(ColossalAIOptions(tiers={"blocks.*": "streamed"}), ["blocks.0", ""]).tiers
+        {'blocks.0': <Tier.STREAMED: 'streamed'>}
+    """
+    names = list(names)
+    tiers: dict[str, Tier] = {}
+    for pattern, tier in (options.tiers or {}).items():
+        matching = [name for name in names if name == pattern or (pattern and fnmatchcase(name, pattern))]
+        tiers.update(dict.fromkeys(matching or [pattern], Tier(tier)))
+    policy = options.placement_policy
+    if not options.enable_distributed_storage:
+        policy = Tier.GATHERED.value
+    return Wishes(
+        policy=policy,
+        offload_fraction=options.offload_fraction,
+        stream_fraction=options.stream_fraction,
+        gpu_margin_ratio=options.gpu_margin_mem_ratio,
+        tiers=tiers,
+        overlapped=options.overlap == "exact",
+    )
