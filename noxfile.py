@@ -40,7 +40,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """All tests, or those that are named: `nox -s tests -- tests/test_main_job.py`."""
-    run(session, "-m", "pytest", *session.posargs)
+    run(session, "-m", "pytest", "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session(venv_backend="venv")

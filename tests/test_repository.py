@@ -67,7 +67,8 @@ def test_the_first_readme_command_makes_an_environment_and_runs_the_main_job():
 def test_ci_ends_with_the_very_command_by_which_the_readme_runs_the_tests():
     _, tests = readme_commands()
     assert tests == (
-        "python3 -m venv .venv && .venv/bin/pip install -r requirements-dev.txt && .venv/bin/python -m pytest"
+        "python3 -m venv .venv && .venv/bin/pip install -r requirements-dev.txt"
+        " && .venv/bin/python -m pytest -n 2 --dist loadfile"
     )
     assert (ROOT / ".ci/run").read_text().rstrip().splitlines()[-1] == tests
 

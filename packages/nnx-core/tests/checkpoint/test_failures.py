@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -428,7 +429,8 @@ def test_a_directory_that_may_not_be_written_to_is_the_same_error_on_both_ranks(
 ) -> None:
     path = tmp_path / "runs" / "a"
     pool.run(checkpoint_jobs.save_all, str(path), "deduped", world_size=2, init="gloo")
-    for directory in (path, path.parent, tmp_path, *tmp_path.parents[:2]):
+    made_by_pytest = [parent for parent in path.parents if Path(tempfile.gettempdir()) in parent.parents]
+    for directory in (path, *made_by_pytest):
         directory.chmod(0o555)
     try:
         first, second = pool.run(
@@ -436,7 +438,7 @@ def test_a_directory_that_may_not_be_written_to_is_the_same_error_on_both_ranks(
         )
         other, _ = pool.run(checkpoint_jobs.save_without_permission, f"{path}-new", world_size=2, init="gloo")
     finally:
-        for directory in (path, path.parent, tmp_path, *tmp_path.parents[:2]):
+        for directory in (path, *made_by_pytest):
             directory.chmod(0o755)
     assert first == second
     assert "/a': Permission denied. Make the directory writable for this user" in first

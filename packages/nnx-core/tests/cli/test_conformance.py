@@ -25,6 +25,7 @@ def nnx_conformance(
     pool: WorkerPool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Command:
     """Run the command in this process, on the workers of the tests; exit code, standard output and error."""
+    monkeypatch.setenv("COLUMNS", "110")  # pytest-xdist sets what it likes
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(runner, "WorkerPool", lambda size: nullcontext(pool))
