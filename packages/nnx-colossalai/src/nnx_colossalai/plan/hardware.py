@@ -1,0 +1,310 @@
+"""What a rank may use and how fast it is: budgets from options or the machine, rates measured once and kept.
+
+Measuring takes about a second; what was measured is kept for the machine, in JSON under the user's cache
+directory. A broken file is measured anew, a directory that cannot be written is done without. All ranks of
+a world use rank 0's rates and the smallest of their budgets, so that they make the same plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nnx.collective import all_gather_object, control_group
+from nnx_colossalai.device.device import Device
+from nnx_colossalai.device.host import HostDevice, host_memory
+from nnx_colossalai.plan.spec import Hardware
+
+__all__ = ["Rates", "available_host_bytes", "hardware", "measure", "measured"]
+
+_FORMAT = 1
+_MIB = 2**20
+_LEAST_BYTES, _MOST_BYTES = _MIB // 4, 64 * _MIB
+_LONG_ENOUGH = 0.01
+"""Seconds from which on a measurement need not be made larger."""
+_STEPPED = 2**21
+_HOST_SHARE = 0.9
+_CGROUP = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How fast a rank is; per second.
+
+    Attributes:
+        to_device: Bytes from host to device.
+        to_host: Bytes from device to host.
+        host_step: Elements that fused AdamW updates in host memory.
+        device_step: The same on the device.
+        collective: Bytes that a rank sends in an all-gather.
+        flops: Floating point operations of matrix products.
+    """
+
+    to_device: float = 20e9
+    to_host: float = 20e9
+    host_step: float = 1e9
+    device_step: float = 50e9
+    collective: float = 20e9
+    flops: float = 100e12
+
+    @classmethod
+    def of_json(cls, values: dict[str, Any]) -> Rates:
+        """Rates from a file.
+
+        Raises:
+            ValueError: One of them is missing or is no rate.
+        """
+        names = {field.name for field in fields(cls)}
+        if set(values) != names:
+            raise ValueError(f"fields {sorted(values)}")
+        rates = {name: float(value) for name, value in values.items()}
+        if not all(0 < rate < math.inf for rate in rates.values()):
+            raise ValueError(f"rates {rates}")
+        return cls(**rates)
+
+
+def hardware(
+    device: Device[Any],
+    *,
+    host_bytes: int | None = None,
+    local_world_size: int = 1,
+    dtype: torch.dtype = torch.float32,
+    group: dist.ProcessGroup | None = None,
+    rates: Rates | None = None,
+) -> tuple[Hardware, Rates]:
+    """Budgets and rates of this world: those of `rates`, else measured once for the machine. Collective.
+
+    A simulated device is not measured: its copies say nothing of a machine, and plans on it must repeat.
+
+    Args:
+        device: Of this rank; its capacity is its budget.
+        host_bytes: Budget of this rank in host memory; None: its share of what is free.
+        local_world_size: Ranks that share the host.
+        dtype: That forward and backward compute in.
+        group: All ranks; None in a single process.
+        rates: To be used instead of measuring.
+
+    Returns:
+        What planning needs, and the rates, of which `Hardware` does not have all.
+    """
+    if rates is None:
+        real = isinstance(device, HostDevice) or device.torch_device.type != "cpu"
+        rates = measured(device, dtype=dtype, group=group) if real else Rates()
+    host = available_host_bytes(local_world_size) if host_bytes is None else host_bytes
+    control = control_group() if group is not None else None
+    budgets = all_gather_object((device.capacity, host), control)
+    known = {field.name for field in fields(Hardware)}
+    return Hardware(
+        device_bytes=min(one for one, _ in budgets),
+        host_bytes=min(other for _, other in budgets),
+        **{name: rate for name, rate in asdict(rates).items() if name in known},
+    ), rates
+
+
+# --- budgets ----------------------------------------------------------------------------------------
+
+
+def available_host_bytes(local_world_size: int = 1) -> int:
+    """A rank's share of the host memory that is free, with some left for everything else.
+
+    Memory that only caches files counts as free, and the limit of a container as the size of the machine.
+
+    Example:
+        >>> 0 < available_host_bytes(2) < available_host_bytes()
+        True
+    """
+    free = min(_free_of_machine(), _free_of_container(), host_memory())
+    return max(int(free * _HOST_SHARE) // local_world_size, 1)
+
+
+def _free_of_machine() -> int:
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return host_memory()
+
+
+def _free_of_container() -> int:
+    for limit, used in _CGROUP:
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            return max(int(Path(limit).read_text()) - int(Path(used).read_text()), 1)
+    return host_memory()
+
+
+# --- measuring --------------------------------------------------------------------------------------
+
+
+def measured(
+    device: Device[Any],
+    *,
+    dtype: torch.dtype = torch.float32,
+    group: dist.ProcessGroup | None = None,
+    fresh: bool = False,
+) -> Rates:
+    """The rates of this machine: those that were kept, else `measure` and keep them. Collective.
+
+    Args:
+        device: Of this rank.
+        dtype: That forward and backward compute in.
+        group: All ranks; None in a single process.
+        fresh: Measure anew, whatever is kept.
+    """
+    control = control_group() if group is not None else None
+    hosts = sorted(set(all_gather_object(platform.node(), control)))
+    key = _key(device, dtype, hosts, group)
+    kept: dict[str, Any] | None = all_gather_object(None if fresh else _load(key), control)[0]
+    if kept is not None:
+        return Rates.of_json(kept)
+    first: dict[str, Any] = all_gather_object(asdict(measure(device, dtype=dtype, group=group)), control)[0]
+    if control is None or dist.get_rank() == 0:
+        _store(key, first)
+    return Rates.of_json(first)
+
+
+def measure(
+    device: Device[Any], *, dtype: torch.dtype = torch.float32, group: dist.ProcessGroup | None = None
+) -> Rates:
+    """Measure copies, AdamW, matrix products and, with a group, an all-gather. Collective over the group.
+
+    Args:
+        device: Of this rank; its traffic counters are as before.
+        dtype: Of the matrix products.
+        group: Ranks that gather; None leaves the default for `Rates.collective`.
+    """
+    wait = _waiting(device.torch_device)
+    before = device.traffic.to_device, device.traffic.to_host
+    copies = _copies(device)
+    device.traffic.to_device, device.traffic.to_host = before
+    host_step = _stepping(torch.device("cpu"), lambda: None)
+    on_card = device.torch_device.type != "cpu"
+    return Rates(
+        **copies,
+        host_step=host_step,
+        device_step=_stepping(device.torch_device, wait) if on_card else host_step,
+        flops=_products(device.torch_device, dtype, wait),
+        collective=Rates.collective if group is None else _gathering(device.torch_device, group, wait),
+    )
+
+
+def _waiting(device: torch.device) -> Callable[[], None]:
+    return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else lambda: None
+
+
+def _seconds(call: Callable[[], object], wait: Callable[[], None], *, rounds: int = 3) -> float:
+    """Seconds of one call: the least of some, which others disturbed least."""
+    call()
+    wait()
+    taken = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        call()
+        wait()
+        taken.append(time.perf_counter() - start)
+    return max(min(taken), 1e-9)
+
+
+def _copies(device: Device[Any]) -> dict[str, float]:
+    """Both directions, at a size that takes long enough and fits into a quarter of what is free."""
+    room = max((device.capacity - device.used) // 4, 4)
+    size = min(_LEAST_BYTES, room)
+    while True:
+        there, here = device.empty(size // 4, torch.float32), device.host_empty(size // 4, torch.float32)
+        here.zero_()
+        seconds = {
+            "to_device": _seconds(lambda: device.host_waits(device.copy(there, here)), lambda: None),  # noqa: B023
+            "to_host": _seconds(lambda: device.host_waits(device.copy(here, there)), lambda: None),  # noqa: B023
+        }
+        device.release(there)
+        if min(seconds.values()) >= _LONG_ENOUGH or 2 * size > min(_MOST_BYTES, room):
+            return {name: (size // 4) * 4 / taken for name, taken in seconds.items()}
+        size *= 2
+
+
+def _stepping(device: torch.device, wait: Callable[[], None]) -> float:
+    """Elements per second of torch's fused AdamW."""
+    weight = torch.nn.Parameter(torch.ones(_STEPPED, device=device))
+    weight.grad = torch.ones_like(weight)
+    return _STEPPED / _seconds(torch.optim.AdamW([weight], fused=True).step, wait)
+
+
+def _products(device: torch.device, dtype: torch.dtype, wait: Callable[[], None]) -> float:
+    side, seconds = 64, 0.0
+    while seconds < _LONG_ENOUGH and side < 8192:
+        side *= 2
+        matrix = torch.ones(side, side, device=device, dtype=dtype)
+        seconds = _seconds(lambda: matrix @ matrix, wait, rounds=2)  # noqa: B023
+    return 2 * side**3 / seconds
+
+
+def _gathering(device: torch.device, group: dist.ProcessGroup, wait: Callable[[], None]) -> float:
+    """Bytes per second that a rank sends."""
+    ranks = dist.get_world_size(group)
+    part = torch.ones(_MIB, device=device)
+    whole = torch.empty(ranks * _MIB, device=device)
+    seconds = _seconds(lambda: dist.all_gather_into_tensor(whole, part, group=group), wait)
+    return max(ranks - 1, 1) * part.nbytes / seconds
+
+
+# --- keeping ----------------------------------------------------------------------------------------
+
+
+def _key(
+    device: Device[Any], dtype: torch.dtype, hosts: list[str], group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    card = device.torch_device
+    return {
+        "format": _FORMAT,
+        "device": torch.cuda.get_device_name(card) if card.type == "cuda" else card.type,
+        "engine": type(device).__name__,
+        "dtype": str(dtype),
+        "hosts": hosts,
+        "backend": "" if group is None else dist.get_backend(group),
+        "world": 1 if group is None else dist.get_world_size(group),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _path(key: dict[str, Any]) -> Path:
+    base = os.environ.get("NNX_CACHE_DIR")
+    root = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nnx"
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return root / "colossalai" / "measured" / f"{digest[:24]}.json"
+
+
+def _load(key: dict[str, Any]) -> dict[str, Any] | None:
+    """What was measured before; None if nothing was kept that can be read."""
+    try:
+        kept = json.loads(_path(key).read_text(encoding="utf-8"))
+        rates: dict[str, Any] = kept["rates"]
+        Rates.of_json(rates)
+        return rates if kept["key"] == key else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _store(key: dict[str, Any], rates: dict[str, Any]) -> None:
+    path = _path(key)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump({"key": key, "rates": rates}, file, indent=1)
+        Path(temporary).replace(path)
