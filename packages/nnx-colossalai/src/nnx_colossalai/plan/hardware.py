@@ -36,6 +36,7 @@ _LEAST_BYTES, _MOST_BYTES = _MIB // 4, 64 * _MIB
 _LONG_ENOUGH = 0.01
 """Seconds from which on a measurement need not be made larger."""
 _STEPPED = 2**21
+_SIDES = (256, 512, 1024, 2048, 4096, 8192)
 _HOST_SHARE = 0.9
 _CGROUP = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -207,7 +208,7 @@ def _waiting(device: torch.device) -> Callable[[], None]:
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else lambda: None
 
 
-def _seconds(call: Callable[[], object], wait: Callable[[], None], *, rounds: int = 3) -> float:
+def _seconds(call: Callable[[], object], wait: Callable[[], None], *, rounds: int = 6) -> float:
     """Seconds of one call: the least of some, which others disturbed least."""
     call()
     wait()
@@ -245,12 +246,15 @@ def _stepping(device: torch.device, wait: Callable[[], None]) -> float:
 
 
 def _products(device: torch.device, dtype: torch.dtype, wait: Callable[[], None]) -> float:
-    side, seconds = 64, 0.0
-    while seconds < _LONG_ENOUGH and side < 8192:
-        side *= 2
+    """Operations per second, at the best of growing sizes: others may disturb one of them."""
+    best = 0.0
+    for side in _SIDES:
         matrix = torch.ones(side, side, device=device, dtype=dtype)
-        seconds = _seconds(lambda: matrix @ matrix, wait, rounds=2)  # noqa: B023
-    return 2 * side**3 / seconds
+        seconds = _seconds(lambda: matrix @ matrix, wait)  # noqa: B023
+        best = max(best, 2 * side**3 / seconds)
+        if seconds >= _LONG_ENOUGH:
+            break
+    return best
 
 
 def _gathering(device: torch.device, group: dist.ProcessGroup, wait: Callable[[], None]) -> float:
