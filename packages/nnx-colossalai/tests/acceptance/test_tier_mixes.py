@@ -1,0 +1,117 @@
+"""Masters come out the same to the bit, wherever chunks lie and whenever they are stepped.
+
+Every mix of tiers, stepped at once and in the background, at world sizes 1, 2 and 4, under 20 seeds of random
+delays of the simulated device; each seed goes with a recipe of training (precision, optimizer, clipping,
+accumulation, overflow). At world sizes 1 and 2 the reference is a loop written by hand, at 4 the first mix
+without delays. By default each cell meets a few of the seeds, which go round; with NNX_MATRIX=full all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import pytest
+
+from jobs.colossalai_mix_jobs import Mix, train_mixes_of_rank
+from jobs.colossalai_mix_model import Recipe
+from jobs.colossalai_plain_loop import train_plainly
+from nnx.testing.pool import WorkerPool
+
+SEEDS = 20
+MIXES = {
+    "gathered": ("gathered",) * 5,
+    "sharded": ("sharded",) * 5,
+    "offloaded": ("offloaded",) * 5,
+    "streamed": ("streamed",) * 5,
+    "all four": ("gathered", "sharded", "offloaded", "streamed", "offloaded"),
+    "halves": ("streamed", "offloaded", "streamed", "gathered", "sharded"),
+    "ends": ("offloaded", "gathered", "sharded", "offloaded", "streamed"),
+}
+OVERLAPS = ("none", "exact")
+SIZES = (1, 2, 4)
+CELLS = list(product(SIZES, MIXES, OVERLAPS))
+
+
+def recipe_of(seed: int) -> Recipe:
+    """Goes round the precisions, optimizers and ways to clip at different paces."""
+    precision = ("bf16-mixed", "16-mixed", "32-true")[seed % 3]
+    return Recipe(
+        precision=precision,
+        optimizer=("adamw", "adam", "momentum")[seed // 3 % 3],
+        clip=(None, "norm", "value")[(seed + seed // 3 + seed // 9) % 3],
+        accumulate=1 + seed // 2 % 2,
+        overflow=precision == "16-mixed" and seed % 2 == 0,
+    )
+
+
+def seeds_of(cell: tuple[int, str, str]) -> list[int]:
+    """The seeds that a cell meets."""
+    if os.environ.get("NNX_MATRIX") == "full":
+        return list(range(SEEDS))
+    first = 3 * CELLS.index(cell)
+    return [(first + number) % SEEDS for number in range(3)]
+
+
+class References:
+    """What every mix has to come out as, by recipe and world size; each is trained once."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self.of = lru_cache(maxsize=None)(self._train)
+
+    def _train(self, recipe: Recipe, world_size: int) -> dict[str, Any]:
+        if world_size <= 2:
+            return self._pool.run(train_plainly, [recipe], world_size, world_size=1)[0][0]
+        ranks = run(self._pool, [(recipe, Mix(MIXES["sharded"]))], world_size)
+        first = ranks[0][0]
+        return {**first, "losses": [left[0]["losses"] for left in ranks]}
+
+
+def run(pool: WorkerPool, cases: list[tuple[Recipe, Mix]], world_size: int) -> list[list[dict[str, Any]]]:
+    """Train all cases on all ranks: what each rank has left of each."""
+    init = None if world_size == 1 else "gloo"
+    return pool.run(train_mixes_of_rank, cases, world_size=world_size, init=init, timeout=300.0)
+
+
+@pytest.fixture(scope="module")
+def references(pool: WorkerPool) -> References:
+    return References(pool)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell[0]}-{cell[1].replace(' ', '_')}-{cell[2]}")
+def test_masters_moments_and_losses_are_the_references_to_the_bit(
+    pool: WorkerPool, references: References, cell: tuple[int, str, str]
+) -> None:
+    world_size, mix, overlap = cell
+    seeds = seeds_of(cell)
+    cases = [(recipe_of(seed), Mix(MIXES[mix], overlap, seed)) for seed in seeds]
+    for rank, lefts in enumerate(run(pool, cases, world_size)):
+        for (recipe, _), seed, left in zip(cases, seeds, lefts, strict=True):
+            wanted = references.of(recipe, world_size)
+            where = f"rank {rank}, seed {seed}, {recipe}"
+            assert left["losses"] == wanted["losses"][rank], where
+            assert left["masters"] == wanted["masters"], where
+            assert left["states"] == wanted["states"], where
+            assert left["plain"] == wanted["masters"], f"{where}: after the strategy's end"
+            assert left["dtypes"] == ["torch.float32"], where
+            assert left["tied"], where
+
+
+def test_every_seed_meets_every_world_size_and_every_kind_of_recipe_occurs() -> None:
+    meetings = {(seed, cell[0]) for cell in CELLS for seed in seeds_of(cell)}
+    assert meetings == set(product(range(SEEDS), SIZES))
+    recipes = [recipe_of(seed) for seed in range(SEEDS)]
+    assert {(one.precision, one.optimizer) for one in recipes} == set(
+        product(("bf16-mixed", "16-mixed", "32-true"), ("adamw", "adam", "momentum"))
+    )
+    assert {(one.precision, one.clip) for one in recipes} == set(
+        product(("bf16-mixed", "16-mixed", "32-true"), (None, "norm", "value"))
+    )
+    assert {(one.clip, one.accumulate) for one in recipes} == set(product((None, "norm", "value"), (1, 2)))
+    assert sum(one.overflow for one in recipes) >= 2
+    by_recipe = Counter(recipe_of(seed) for cell in CELLS for seed in seeds_of(cell))
+    assert min(by_recipe.values()) >= 2, "each is trained in several cells"

@@ -1,0 +1,152 @@
+"""A small model with everything that is awkward, recipes for training it, and fingerprints of what comes out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+WIDTH, VOCABULARY, LENGTH, SAMPLES, STEPS = 8, 11, 5, 3, 4
+DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+SCALE = 2.0**10
+Digest = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained, whatever the tiers.
+
+    Attributes:
+        precision: Lightning's name.
+        optimizer: ``adamw``, ``adam`` or ``momentum``.
+        clip: By ``norm``, by ``value``, or not.
+        accumulate: Micro batches of a step.
+        overflow: Whether the loss of one step overflows, so that it is skipped.
+    """
+
+    precision: str = "bf16-mixed"
+    optimizer: str = "adamw"
+    clip: str | None = None
+    accumulate: int = 1
+    overflow: bool = False
+
+
+class MixBlock(nn.Module):
+    """A residual layer with uneven shapes; some parameters are frozen, some have no use.
+
+    Args:
+        frozen: Whether its second linear layer is not trained.
+        unused: Whether it has a layer that no forward calls.
+    """
+
+    def __init__(self, *, frozen: bool = False, unused: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 3 * WIDTH + 1)
+        self.down = nn.Linear(3 * WIDTH + 1, WIDTH)
+        self.down.requires_grad_(not frozen)
+        if unused:
+            self.spare = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class MixNet(nn.Module):
+    """Blocks between an embedding and a head that share their weight, a frozen layer, a scalar, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.still = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.blocks = nn.ModuleList([MixBlock(), MixBlock(frozen=True), MixBlock(unused=True), MixBlock()])
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("shift", torch.tensor([0.25]))
+
+    def forward(self, tokens: Tensor, scale: Tensor) -> Tensor:
+        x = self.still(self.embed(tokens)) * scale + self.shift
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x * self.gain).float()
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def batch_of(recipe: Recipe, step: int, rank: int, micro: int) -> tuple[Tensor, Tensor]:
+    """The same for whoever asks."""
+    random = torch.Generator().manual_seed(1000 * step + 100 * rank + micro)
+    tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=random)
+    # One rank's overflow is everyone's.
+    overflows = recipe.overflow and step == 1 and rank == 0
+    return tokens, torch.tensor(float("inf") if overflows else 1.0)
+
+
+def make_optimizer(recipe: Recipe, parameters: Sequence[nn.Parameter], **more: Any) -> Optimizer:
+    """Over two groups, of which one decays."""
+    groups = [
+        {"params": [one for one in parameters if one.ndim > 1], "weight_decay": 0.1},
+        {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0},
+    ]
+    if recipe.optimizer == "momentum":
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9, **more)
+    kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+    return kinds[recipe.optimizer](groups, lr=0.01, **more)
+
+
+def lower_rates(optimizer: Optimizer) -> None:
+    """What a scheduler does after a step, while the step may still be under way in the background."""
+    for number, group in enumerate(optimizer.param_groups):
+        group["lr"] *= 0.75 - 0.25 * number
+
+
+def autocast(recipe: Recipe) -> Any:
+    """As Lightning's precision plugin enters it around a step."""
+    dtype = DTYPES[recipe.precision]
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+
+
+def digest(tensors: Mapping[str, Tensor]) -> Digest:
+    """A fingerprint of every tensor's bits."""
+    return {
+        name: hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()[:16]
+        for name, tensor in tensors.items()
+    }
+
+
+def states_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+    """Every tensor of the optimizer's state, by the parameter's name and its own."""
+    return {
+        f"{names[parameter]}/{key}": whole(value)
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Of all ranks."""
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+class EvenNet(nn.Module):
+    """Layers whose elements every world size divides, all of them trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8 * number, bias=False) for number in (1, 2, 1))
+        self.head = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)[:, :8]
+        return self.head(x).square().mean()
