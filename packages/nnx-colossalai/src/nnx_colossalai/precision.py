@@ -46,7 +46,7 @@ class ColossalAIPrecision:
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Compute in 16 bits on whatever device the tensors are; where there is a GPU, not all train on it."""
+        """Compute in 16 bits wherever the tensors are: with a GPU at hand, some train without it."""
         with ExitStack() as stack:
             for device in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]:
                 dtype = _DTYPES[self.precision]  # type: ignore[attr-defined] # of Lightning's

@@ -109,6 +109,10 @@ class FusedAdam(torch.optim.Adam):
         )
         self.set_grad_none = set_grad_none
 
+    def __getstate__(self) -> dict[str, Any]:
+        """As torch's, for copies and pickles, with what it does not know of."""
+        return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
+
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As torch's, with the default that was chosen at construction."""
         super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)

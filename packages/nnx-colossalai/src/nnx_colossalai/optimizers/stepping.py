@@ -22,6 +22,7 @@ from nnx.options import check_choice
 from nnx_colossalai.chunks.chunk import Chunk
 from nnx_colossalai.optimizers._torch_compat import has_hooks_that_see_the_result, shadow_of, without_guards
 from nnx_colossalai.optimizers.deepspeed_adam import DeepSpeedAdam
+from nnx_colossalai.optimizers.hybrid_adam import FusedAdam
 from nnx_colossalai.optimizers.kernels import (
     groups_for_step,
     in_host_memory,
@@ -84,12 +85,15 @@ class Stepper:
     def _guard_zero_grad(self, optimizer: Optimizer) -> None:
         """Gradients that are let go are the thread's until it is done; those that are overwritten are not."""
         inner = optimizer.zero_grad
+        is_known = type(optimizer).zero_grad in (Optimizer.zero_grad, FusedAdam.zero_grad)
 
-        def zero_grad(owner: Optimizer, set_to_none: bool = True) -> None:
-            if not set_to_none:
+        def zero_grad(owner: Optimizer, set_to_none: bool | None = None) -> None:
+            given = () if set_to_none is None else (set_to_none,)
+            lets_go = getattr(owner, "set_grad_none", True) if set_to_none is None else set_to_none
+            if not (is_known and lets_go):
                 self.finish()
             with without_guards():
-                inner(set_to_none=set_to_none)
+                inner(*given)
 
         optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
 

@@ -1,0 +1,120 @@
+"""Which kernel steps a parameter, and that the choice shows nowhere after the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nnx_colossalai.optimizers.kernels import groups_for_step, needs_whole_tensors, steps_each_parameter
+from nnx_colossalai.optimizers.stepping import Stepper
+
+
+def parameters(count: int = 3) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    made = [nn.Parameter(torch.randn(5, 4)) for _ in range(count)]
+    for parameter in made:
+        parameter.grad = torch.randn(5, 4)
+    return made
+
+
+def kernels(optimizer: Optimizer) -> list[tuple[int, Any]]:
+    return [(len(group["params"]), group["fused"]) for group in groups_for_step(optimizer)]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_host_memory_is_stepped_by_the_fused_kernel(kind: Callable[..., Optimizer]) -> None:
+    optimizer, fused = (kind(parameters(), lr=0.1, **extra) for extra in ({}, {"fused": True}))
+    group, before = optimizer.param_groups[0], dict(optimizer.param_groups[0])
+    assert kernels(optimizer) == [(3, True)]
+    for _ in range(3):
+        Stepper([]).step(optimizer, optimizer.step)
+        fused.step()
+    assert optimizer.param_groups[0] is group
+    assert group == before
+    for mine, theirs in zip(group["params"], fused.param_groups[0]["params"], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("choice", [{"fused": False}, {"foreach": True}, {"foreach": False}])
+def test_the_users_own_choice_of_a_kernel_stands(choice: dict[str, bool]) -> None:
+    optimizer = torch.optim.AdamW(parameters(), **choice)
+    assert groups_for_step(optimizer) == optimizer.param_groups
+    assert groups_for_step(optimizer)[0] is optimizer.param_groups[0]
+
+
+def test_an_optimizer_without_a_fused_kernel_keeps_its_groups() -> None:
+    optimizer = torch.optim.NAdam(parameters())
+    assert groups_for_step(optimizer)[0] is optimizer.param_groups[0]
+
+
+def test_sparse_gradients_and_other_dtypes_are_left_to_the_default_kernel() -> None:
+    given = parameters()
+    given[0].grad = torch.eye(5, 4).to_sparse()
+    given.append(nn.Parameter(torch.ones(2, dtype=torch.complex64)))
+    optimizer = torch.optim.SGD(given, lr=0.1)
+    assert kernels(optimizer) == [(2, True), (2, None)]
+    expected = given[0].detach() - 0.1 * torch.eye(5, 4)
+    Stepper([]).step(optimizer, optimizer.step)
+    torch.testing.assert_close(given[0].detach(), expected)
+
+
+def test_parameters_that_join_later_get_momentum_beside_those_that_have_it() -> None:
+    given, alone = parameters(), parameters()
+    for each in (given, alone):
+        each[1].grad = None
+    together = torch.optim.SGD(given, lr=0.1, momentum=0.9)
+    apart = [torch.optim.SGD([parameter], lr=0.1, momentum=0.9, fused=True) for parameter in alone]
+    for step in range(3):
+        for each in (given, alone):
+            each[1].grad = torch.ones(5, 4) if step else None
+        Stepper([]).step(together, together.step)
+        for optimizer in apart:
+            optimizer.step()
+    for mine, theirs in zip(given, alone, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_no_closure_and_no_gradients_change_nothing() -> None:
+    given = parameters()
+    before = [parameter.detach().clone() for parameter in given]
+    optimizer = torch.optim.AdamW(given)
+    optimizer.zero_grad()
+    assert Stepper([]).step(optimizer, optimizer.step) is None
+    assert all(torch.equal(parameter, old) for parameter, old in zip(given, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole"), [(torch.optim.Muon, True), (torch.optim.Adafactor, True), (torch.optim.AdamW, False)]
+)
+def test_optimizers_that_look_across_a_tensor_are_known(kind: Callable[..., Optimizer], whole: bool) -> None:
+    optimizer = kind(parameters())
+    assert needs_whole_tensors(optimizer) == whole
+    assert steps_each_parameter(optimizer.step)
+
+
+def test_a_step_below_wrappers_is_recognised() -> None:
+    optimizer = torch.optim.AdamW(parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps the step
+    assert steps_each_parameter(optimizer.step)
+    assert not steps_each_parameter(lambda: optimizer.step())
+    assert not steps_each_parameter(torch.optim.SparseAdam(parameters()).step)
+
+
+def test_a_fused_step_gives_a_parameter_the_same_bits_whatever_shares_its_kernel() -> None:
+    together = parameters(6)
+    apart = parameters(6)
+
+    def step(groups: list[list[nn.Parameter]]) -> list[Tensor]:
+        for group in groups:
+            optimizer = torch.optim.AdamW(group, lr=0.1)
+            for _ in range(3):
+                Stepper([]).step(optimizer, optimizer.step)
+        return [parameter.detach() for group in groups for parameter in group]
+
+    for mine, theirs in zip(step([together]), step([[p] for p in apart]), strict=True):
+        assert torch.equal(mine, theirs)
