@@ -1,4 +1,4 @@
-"""A small model with everything that is awkward, recipes for training it, and fingerprints of what comes out."""
+"""A small model with everything awkward in it, recipes for training it, and fingerprints of the outcome."""
 
 from __future__ import annotations
 
