@@ -79,10 +79,10 @@ def find_units(
     """
     least = _least(min_numel, max_numel, policy)
     tree = _Tree(root, left=leave)
-    chosen = dict(choose_units(root, policy=policy, min_num_params=least).units)
-    units = {name: module for name, module in chosen.items() if tree.can_be_unit(module)}
+    chosen = [module for _, module in choose_units(root, policy=policy, min_num_params=least).units]
+    units = {tree.name_of(module): module for module in chosen if tree.can_be_unit(module)}
     if policy is None:
-        units |= _large_parts(tree, root, "", units, least)
+        units |= _large_parts(tree, root, units, least)
     if max_numel is not None:
         units = _divided(tree, units, least, max_numel)
     return _with_parameters(tree, units)
@@ -120,6 +120,10 @@ class _Tree:
                     self._users[id(parameter)].append(name)
         self._left = {id(module) for name, module in root.named_modules() if name in left}
 
+    def name_of(self, module: nn.Module) -> str:
+        """The first of its names, which a module that several others hold has too."""
+        return self.names[id(module)][0]
+
     def can_be_unit(self, module: nn.Module) -> bool:
         """Whether it is called, has parameters, and shares none with modules outside of it."""
         if module is self.root or id(module) in self._left or not _has_forward(module):
@@ -132,18 +136,18 @@ class _Tree:
 
 
 def _large_parts(
-    tree: _Tree, module: nn.Module, name: str, units: Mapping[str, nn.Module], least: int
+    tree: _Tree, module: nn.Module, units: Mapping[str, nn.Module], least: int
 ) -> dict[str, nn.Module]:
     """Innermost modules outside of the units that are large enough to be units themselves."""
     found: dict[str, nn.Module] = {}
-    for child_name, child in module.named_children():
-        full = f"{name}.{child_name}" if name else child_name
-        if full in units:
+    for child in module.children():
+        name = tree.name_of(child)
+        if name in units:
             continue
-        if _calls_children(child) or any(_is_below(unit, full) for unit in units):
-            found |= _large_parts(tree, child, full, units, least)
+        if _calls_children(child) or any(_is_below(unit, name) for unit in units):
+            found |= _large_parts(tree, child, units, least)
         elif _count(child.parameters()) >= max(least, 1) and tree.can_be_unit(child):
-            found[full] = child
+            found[name] = child
     return found
 
 
@@ -155,7 +159,7 @@ def _divided(tree: _Tree, units: Mapping[str, nn.Module], least: int, most: int)
         name = too_large.pop()
         parts = {
             part: module
-            for part, module in _called_by(result[name], name)
+            for part, module in _called_by(tree, result[name])
             if part not in result
             and tree.can_be_unit(module)
             and _count(module.parameters()) >= max(least, 1)
@@ -167,16 +171,15 @@ def _divided(tree: _Tree, units: Mapping[str, nn.Module], least: int, most: int)
     return result
 
 
-def _called_by(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+def _called_by(tree: _Tree, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that a forward calls, looking through lists."""
     if not _calls_children(module):
         return
-    for child_name, child in module.named_children():
-        full = f"{name}.{child_name}" if name else child_name
+    for child in module.children():
         if isinstance(child, _LISTS):
-            yield from _called_by(child, full)
+            yield from _called_by(tree, child)
         else:
-            yield full, child
+            yield tree.name_of(child), child
 
 
 def _own_numel(name: str, module: nn.Module, units: Mapping[str, nn.Module]) -> int:
