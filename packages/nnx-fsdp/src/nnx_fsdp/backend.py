@@ -186,12 +186,10 @@ class FSDPBackend(Backend[FSDPOptions]):
     def _fully_shard(self, module: nn.Module, *, ignored: set[nn.Parameter], is_root: bool) -> None:
         before = dict(module.named_parameters())
         self._unfinished.strides |= lay_in_order(before.values())
-        reshard = self.options.reshard_after_forward
         fully_shard(
             module,
             mesh=self._mesh,
-            # FSDP2 keeps the root's parameters from forward to backward unless told otherwise.
-            reshard_after_forward=reshard if reshard is not None or is_root else True,
+            reshard_after_forward=self._reshard_after_forward(module, is_root=is_root),
             mp_policy=self._mixed_precision(),
             offload_policy=self._offload_policy(),
             ignored_params=ignored or None,
@@ -202,6 +200,11 @@ class FSDPBackend(Backend[FSDPOptions]):
                 self._unfinished.plain[sharded] = plain
                 plain.grad = None
                 plain.data = plain.data.new_empty(0)  # the user's object stays alive without its storage
+
+    def _reshard_after_forward(self, module: nn.Module, *, is_root: bool) -> bool | int | None:
+        """What to do with what a unit has gathered; None leaves it to FSDP2, which keeps the root's."""
+        reshard = self.options.reshard_after_forward
+        return reshard if reshard is not None or is_root else True
 
     def _mixed_precision(self) -> MixedPrecisionPolicy:
         wanted = self.options.mixed_precision

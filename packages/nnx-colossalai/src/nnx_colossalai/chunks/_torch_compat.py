@@ -1,0 +1,238 @@
+"""Every private name of torch's FSDP2 and DTensor that chunks above world size 1 use.
+
+Checked against torch 2.11 and 2.13. FSDP2 gathers a parameter from one tensor and steps another view of the
+same memory; chunks need the two apart (16-bit weights here, float32 masters there), which no public option
+allows. It also has no public way to learn that a unit is about to be gathered for its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "Gathered",
+    "ShardedParameter",
+    "WaitingDTensor",
+    "gathered_together",
+    "recover",
+    "was_interrupted",
+    "when_backward_has_ended",
+]
+
+
+class ShardedParameter:
+    """One parameter as FSDP2 holds it.
+
+    Args:
+        inner: FSDP2's own description of it.
+
+    Attributes:
+        numel: Elements of this rank's part, with padding: all ranks' parts are equally long.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.numel = int(inner._sharded_param_data.numel())
+        # It would take the masters for what is to be gathered whenever a state dict is loaded.
+        inner._post_load_hook_handle.remove()
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """What the module and the optimizers hold."""
+        return cast(nn.Parameter, self._inner.sharded_param)
+
+    @property
+    def data(self) -> Tensor:
+        """What is gathered: this rank's part, flat and padded."""
+        return cast(Tensor, self._inner._sharded_param_data)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a backward has left a gradient of the complete parameter."""
+        whole = getattr(self._inner, "_unsharded_param", None)
+        accumulated = self._inner.unsharded_accumulated_grad is not None
+        return accumulated or (whole is not None and whole.grad is not None)
+
+    def hold(self, master: Tensor, *, on_host: bool, pinned: bool) -> tuple[nn.Parameter, nn.Parameter]:
+        """Let the parameter's elements be those of `master`, and gradients go where it lies.
+
+        Args:
+            master: Flat and padded.
+            on_host: Whether it lies in host memory.
+            pinned: Whether copies to host memory may be asynchronous.
+
+        Returns:
+            The parameter as it was, and what took its place: itself, unless it came from another device.
+        """
+        inner, before = self._inner, self.parameter
+        size = inner.sharded_size
+        local = master[: size.numel()].view(size)
+        inner.offload_to_cpu, inner.pin_memory = on_host, on_host and pinned
+        if before.device == master.device:
+            before._local_tensor = local  # type: ignore[attr-defined]
+            return before, before
+        after = nn.Parameter(inner.to_sharded_dtensor(local), requires_grad=before.requires_grad)
+        vars(after).update(vars(before))
+        if before.grad is not None:
+            after.grad = inner.to_sharded_dtensor(cast(DTensor, before.grad).to_local().to(master.device))
+        inner.sharded_param = after
+        inner._setattr_on_modules(after)
+        return before, after
+
+    def gather_from(self, source: Tensor) -> None:
+        """Let what is gathered be `source`: flat, padded, of the working dtype or to be converted to it."""
+        self._inner._sharded_param_data = source
+
+
+class Gathered:
+    """The parameters of one module that FSDP2 gathers together.
+
+    Args:
+        module: The module.
+        inner: FSDP2's own group of them.
+
+    Attributes:
+        parameters: In the order of FSDP2.
+    """
+
+    def __init__(self, module: FSDPModule, inner: Any) -> None:
+        self._module, self._inner = module, inner
+        self.parameters = [ShardedParameter(parameter) for parameter in inner.fsdp_params]
+        inner._reset_sharded_params = True  # as `ShardedParameter` says of state dicts, at the first forward
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the complete weights are there."""
+        return bool(self._inner.is_unsharded)
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward is what wants the weights."""
+        return self._inner._training_state.name in ("PRE_BACKWARD", "POST_BACKWARD")
+
+    def keep(self, complete: bool) -> None:
+        """Whether the complete weights stay from a forward to its backward."""
+        self._module.set_reshard_after_forward(not complete, recurse=False)
+
+    def forget(self) -> None:
+        """Free the complete weights, as they are not those of the masters any more."""
+        self._inner._to_sharded()
+
+    def watch(self, before_gather: Callable[[], None], gathering: Callable[[], None]) -> None:
+        """Call functions whenever the weights are wanted, in a forward, a backward or ahead of one.
+
+        Args:
+            before_gather: Before FSDP2 looks whether they are there, and reads this rank's part.
+            gathering: After it has begun to collect them.
+        """
+        inner, unshard = self._inner, self._inner.unshard
+
+        def watched(async_op: bool = False) -> None:
+            if inner._all_gather_result is not None:
+                return  # begun ahead, and not waited for yet
+            before_gather()
+            unshard(async_op)
+            if inner._all_gather_result is not None:
+                gathering()
+
+        inner.unshard = watched
+
+    def watch_backward(self, ending: Callable[[], None], reduced: Callable[[int], None]) -> None:
+        """Call functions when a backward is done with the weights.
+
+        Args:
+            ending: Within the backward, before its end; see `when_backward_has_ended`.
+            reduced: With the elements of this rank's part of the gradients, when they were reduced.
+        """
+        inner, post_backward = self._inner, self._inner.post_backward
+
+        def watched(*unused: Any) -> None:
+            ending()
+            numel = sum(parameter.numel for parameter in self.parameters if parameter.has_gradient)
+            post_backward(*unused)
+            if numel and inner.reduce_grads:
+                reduced(numel)
+
+        inner.post_backward = watched
+
+
+def gathered_together(module: FSDPModule) -> list[Gathered]:
+    """What FSDP2 gathers for one module; nothing where it has no parameters of its own."""
+    return [Gathered(module, group) for group in _groups(_state(module))]
+
+
+def when_backward_has_ended(then: Callable[[], None]) -> None:
+    """Within a backward: call a function at its end."""
+    Variable._execution_engine.queue_callback(then)
+
+
+def was_interrupted(root: nn.Module) -> bool:
+    """Whether a forward or a backward has begun and an error kept it from ending."""
+    return any(
+        state._state_ctx.post_backward_final_callback_queued or state._state_ctx.iter_forward_root is not None
+        for state in map(_state, _units(root))
+    )
+
+
+def recover(root: nn.Module) -> None:
+    """After an error in a step: let every unit begin anew, with its part of the weights only."""
+    for unit in _units(root):
+        state = _state(unit)
+        if state._is_root and hasattr(state, "_reset_iter_state"):
+            state._reset_iter_state()
+    for unit in _units(root):
+        state = _state(unit)  # the rest is for torch before it had the above
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._comm_ctx.post_forward_order.clear()
+        idle = type(state._training_state).IDLE
+        state._training_state = idle
+        for group in _groups(state):
+            group._training_state = idle
+            group._all_gather_result = None
+            group._post_forward_indices.clear()
+            group._to_sharded()
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+
+
+def _units(root: nn.Module) -> Iterator[FSDPModule]:
+    modules: Iterator[Any] = root.modules()
+    return (module for module in modules if isinstance(module, FSDPModule))
+
+
+def _state(module: Any) -> Any:
+    return fully_shard.state(module)  # type: ignore[attr-defined]
+
+
+def _groups(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # torch before 2.12
+
+
+class WaitingDTensor(DTensor):
+    """A DTensor whose elements must be waited for: whatever wants them asks for its local tensor first.
+
+    Attributes:
+        _nnx_wait: Waits, and gives the tensor its own class back.
+    """
+
+    __slots__ = ()
+
+    @property
+    def _local_tensor(self) -> Tensor:  # type: ignore[override] # a slot in the class above
+        vars(self)["_nnx_wait"]()
+        return cast(Tensor, _SLOT.__get__(self))
+
+
+_SLOT = cast(Any, DTensor._local_tensor)

@@ -1,0 +1,253 @@
+"""Chunks above world size 1: every unit is one of torch's FSDP2, its memory is where the plan puts it.
+
+In all tiers each rank holds its part of the masters as DTensors, and FSDP2 gathers working weights and
+reduces gradients in float32 under a mixed precision: sum over the ranks, divided by their number, added to
+what is there. On the device FSDP2 gathers from the masters; in host memory from a copy in the working dtype, which
+lies on the device (offloaded) or beside the masters (streamed).
+
+This module owns the engine. FSDP2's units are `nnx_fsdp.backend`'s, memory is `sharded_parts`', waiting
+`sharded_chunk`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from typing_extensions import override
+
+from nnx.backend import ParallelContext
+from nnx.collective import all_gather_object, control_group
+from nnx.layout import Shard, shard_of
+from nnx_colossalai.chunks._torch_compat import Gathered, gathered_together, recover, was_interrupted
+from nnx_colossalai.chunks.engine import ChunkEngine, Unit
+from nnx_colossalai.chunks.sharded_casts import CastParameters
+from nnx_colossalai.chunks.sharded_chunk import ShardedChunk
+from nnx_colossalai.device.device import Device
+from nnx_colossalai.plan.spec import Tier
+from nnx_fsdp._torch_compat import can_be_sharded, prepare_root
+from nnx_fsdp.backend import FSDPBackend
+from nnx_fsdp.options import FSDPOptions
+from nnx_fsdp.units import UnitChoice
+
+__all__ = ["ShardedEngine"]
+
+T = TypeVar("T")
+
+
+class ShardedEngine(ChunkEngine):
+    """Chunks of several ranks.
+
+    While gradients are only accumulated (`no_sync`) each rank keeps those of the complete weights on its
+    device, if for the whole model they take at most a sixteenth of it. Else every backward reduces them:
+    they would not fit where the weights do not. The rule does not look at tiers, so that numbers do not
+    depend on them.
+    """
+
+    def __init__(
+        self, context: ParallelContext, device: Device[Any], working_dtype: torch.dtype | None
+    ) -> None:
+        super().__init__(context, device, working_dtype)
+        self.chunks: Sequence[ShardedChunk] = ()
+        self._units = _Units(working_dtype)
+        self._units.setup(context)
+        self._root: nn.Module | None = None
+        self._order: dict[ShardedChunk, None] = {}
+        self._casts = CastParameters((), working_dtype)
+        self._accumulates_complete = False
+
+    # --- set up -------------------------------------------------------------------------------
+
+    @override
+    def parallelize(self, root: nn.Module, units: Sequence[Unit]) -> Mapping[nn.Parameter, nn.Parameter]:
+        if self._root is not None:
+            return {}
+        replaced = self._units.parallelize_units(root, units)
+        self._root = root
+        self._casts = CastParameters(root.modules(), self.working_dtype)
+        self._accumulates_complete = self._has_room_for_complete_gradients(root)
+        for module in _roots(root):
+            prepare_root(module)
+        self.chunks = self._make_chunks(root, units)
+        moved: dict[nn.Parameter, nn.Parameter] = {}
+        for chunk in self.chunks:
+            moved |= self._place(root, chunk, chunk.tier)
+        self._name_masters(root)
+        return {old: moved.get(new, new) for old, new in replaced.items()}
+
+    def _has_room_for_complete_gradients(self, root: nn.Module) -> bool:
+        """Whether those of the whole model are little beside the device of every rank. Collective."""
+        capacity = min(all_gather_object(self.device.capacity, control_group()))
+        needed = sum(p.numel() * p.element_size() for p in root.parameters() if p.requires_grad)
+        return needed * 16 <= capacity
+
+    def _make_chunks(self, root: nn.Module, units: Sequence[Unit]) -> list[ShardedChunk]:
+        unit_of = {unit.module: unit for unit in units}
+        gathered: dict[str, list[Gathered]] = {unit.name: [] for unit in units}
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                unit = unit_of.get(module, units[-1])  # children of a root that cannot be sharded
+                gathered[unit.name] += gathered_together(module)
+        return [
+            ShardedChunk(
+                unit.name,
+                unit.tier,
+                gathered[unit.name],
+                device=self.device,
+                working_dtype=self.working_dtype,
+                used=self._use,
+                ending=self._casts.when_backward_has_ended,
+            )
+            for unit in units
+            if gathered[unit.name]
+        ]
+
+    def _place(self, root: nn.Module, chunk: ShardedChunk, tier: Tier) -> dict[nn.Parameter, nn.Parameter]:
+        replaced = chunk.place(tier)
+        self._units.replace(root, replaced)
+        return replaced
+
+    def _name_masters(self, root: nn.Module) -> None:
+        names = {parameter: name for name, parameter in root.named_parameters()}
+        for index, chunk in enumerate(self.chunks):
+            chunk.index = index
+            own = chunk.parameters
+            chunk.masters = {name: parameter for parameter, name in names.items() if parameter in own}
+
+    @override
+    def unparallelize(self, root: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
+        if self._root is not None:
+            self.finish()
+        replaced = self._units.unparallelize(root)
+        self.chunks, self._root = (), None
+        self._order.clear()
+        return replaced
+
+    # --- step ---------------------------------------------------------------------------------
+
+    @override
+    def run_step(self, root: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        if self._root is None:
+            return step(*args, **kwargs)
+        self._recover()
+        self._order.clear()
+        self._casts.show()
+        try:
+            result = self._units.run_step(root, step, *args, **kwargs)
+        except BaseException:
+            recover(self._root)
+            self._casts.hide()
+            raise
+        finally:
+            self._number_chunks()
+        if not torch.is_grad_enabled():
+            self._casts.hide()
+        return result
+
+    def _use(self, chunk: ShardedChunk) -> None:
+        self._order.setdefault(chunk)
+        self._casts.show()
+
+    def _number_chunks(self) -> None:
+        """In the order of this forward; those that it did not use come after it, as they did before."""
+        rest = sorted((chunk for chunk in self.chunks if chunk not in self._order), key=lambda c: c.index)
+        for index, chunk in enumerate([*self._order, *rest]):
+            chunk.index = index
+
+    def _recover(self) -> None:
+        """What an error in a backward, which happens outside of `run_step`, has left behind."""
+        if self._root is not None and was_interrupted(self._root):
+            recover(self._root)
+
+    @override
+    def no_sync(self, root: nn.Module) -> AbstractContextManager[Any]:
+        return self._units.no_sync(root) if self._accumulates_complete else nullcontext()
+
+    # --- state --------------------------------------------------------------------------------
+
+    @override
+    def shard(self, tensor: torch.Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
+        return shard_of(tensor)
+
+    @override
+    def finish(self) -> None:
+        if self._root is None:
+            return
+        self._recover()
+        self._casts.hide()
+        for chunk in self.chunks:
+            chunk.settle()
+        self._units.free_gathered(self._root)
+
+    @override
+    def move(self, root: nn.Module, tiers: Mapping[str, Tier]) -> None:
+        self.finish()
+        for chunk in self.chunks:
+            tier = tiers.get(chunk.name, chunk.tier)
+            if tier is not chunk.tier:
+                self._place(root, chunk, tier)
+
+
+class _Units(FSDPBackend):
+    """FSDP2 with the units of a plan.
+
+    Args:
+        working_dtype: See `ChunkEngine`.
+    """
+
+    def __init__(self, working_dtype: torch.dtype | None) -> None:
+        super().__init__(FSDPOptions())
+        self._working_dtype = working_dtype
+        self._plan: Sequence[Unit] = ()
+        self._tiers: dict[nn.Module, Tier] = {}
+
+    def parallelize_units(
+        self, root: nn.Module, units: Sequence[Unit]
+    ) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Shard these units, the last of which is the root's."""
+        self._plan = units
+        self._tiers = {unit.module: unit.tier for unit in units}
+        return self.parallelize(root, lambda: ((), {}))
+
+    @override
+    def _choose_units(self, root: nn.Module) -> UnitChoice:
+        chosen = [(unit.name, unit.module) for unit in self._plan if unit.module is not root]
+        return UnitChoice(tuple(unit for unit in chosen if can_be_sharded(unit[1])), "the plan says so")
+
+    @override
+    def _fully_shard(self, module: nn.Module, *, ignored: set[nn.Parameter], is_root: bool) -> None:
+        super()._fully_shard(module, ignored=ignored, is_root=is_root)
+        assert isinstance(module, FSDPModule)
+        # One order of operations, whatever the backend of the process group: sum, then divide.
+        module.set_force_sum_reduction_for_comms(True)
+
+    @override
+    def _reshard_after_forward(self, module: nn.Module, *, is_root: bool) -> bool:
+        return self._tiers.get(module, self._plan[-1].tier) is not Tier.GATHERED
+
+    @override
+    def _mixed_precision(self) -> MixedPrecisionPolicy:
+        if self._working_dtype is None:
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=self._working_dtype, reduce_dtype=torch.float32)
+
+    def replace(self, root: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Take notice of parameters that others have taken the place of."""
+        plain = self._layouts[root].plain
+        for old, new in replaced.items():
+            plain[new] = plain.pop(old)
+
+    def free_gathered(self, root: nn.Module) -> None:
+        """Keep only this rank's part of the weights, in every unit."""
+        self._reshard(root)
+
+
+def _roots(root: nn.Module) -> list[FSDPModule]:
+    """The outermost modules that FSDP2 has: the root, or its children where it cannot be sharded."""
+    if isinstance(root, FSDPModule):
+        return [root]
+    return [inner for child in root.children() for inner in _roots(child)]

@@ -1,0 +1,138 @@
+"""The memory of one FSDP2 unit: its masters, and beside them, where they differ, what is gathered.
+
+A `Segment` is the parameters of one dtype. Its masters are one flat buffer, which the DTensors of the module
+and the optimizers are views of. Gathered are the masters themselves where they lie on the device, and a copy
+in the working dtype where they lie in host memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nnx_colossalai.chunks._torch_compat import Gathered, ShardedParameter
+from nnx_colossalai.device.device import Device
+from nnx_colossalai.plan.spec import Tier
+
+__all__ = ["Segment", "segments_of"]
+
+
+def segments_of(
+    gathered: Iterable[Gathered], device: Device[Any], working_dtype: torch.dtype | None
+) -> list[Segment]:
+    """The parameters of a unit by their dtype, in FSDP2's order."""
+    by_dtype: dict[torch.dtype, list[ShardedParameter]] = defaultdict(list)
+    for group in gathered:
+        for parameter in group.parameters:
+            by_dtype[parameter.parameter.dtype].append(parameter)
+    return [
+        Segment(parameters, device, working_dtype if dtype.is_floating_point and working_dtype else dtype)
+        for dtype, parameters in by_dtype.items()
+    ]
+
+
+class Segment:
+    """Parameters of one dtype.
+
+    Args:
+        parameters: As FSDP2 holds them; none is laid out yet.
+        device: Memory and copies.
+        working_dtype: That forward and backward compute with.
+    """
+
+    def __init__(
+        self, parameters: list[ShardedParameter], device: Device[Any], working_dtype: torch.dtype
+    ) -> None:
+        self._parameters, self._device, self._working_dtype = parameters, device, working_dtype
+        self._masters = torch.empty(0)
+        self._working: Tensor | None = None
+        self._copied_version = -1
+        self._is_laid_out = False
+        self._on_host = False
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What the module and the optimizers hold."""
+        return [parameter.parameter for parameter in self._parameters]
+
+    @property
+    def version(self) -> int:
+        """Changes with every change of the masters."""
+        return self._masters._version
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether what is gathered is what the masters are."""
+        return self._working is None or self._copied_version == self.version
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of this rank's part of what is gathered."""
+        gathered = self._masters if self._working is None else self._working
+        return gathered.numel() * gathered.element_size()
+
+    @torch.no_grad()
+    def place(self, tier: Tier) -> dict[nn.Parameter, nn.Parameter]:
+        """Put masters, and what is gathered, where the tier says.
+
+        Returns:
+            For each parameter that had to be replaced, what took its place.
+        """
+        replaced = {}
+        if not self._is_laid_out or tier.steps_on_host != self._on_host:
+            replaced = self._place_masters(on_host=tier.steps_on_host)
+        self._place_working(tier)
+        return replaced
+
+    def _place_masters(self, *, on_host: bool) -> dict[nn.Parameter, nn.Parameter]:
+        numel = sum(parameter.numel for parameter in self._parameters)
+        make = self._device.host_empty if on_host else self._device.empty
+        masters = make(numel, self._parameters[0].parameter.dtype)
+        pinned = self._device.torch_device.type == "cuda"
+        replaced = {}
+        offset = 0
+        for parameter in self._parameters:
+            end = offset + parameter.numel
+            before = self._masters[offset:end] if self._is_laid_out else parameter.data
+            masters[offset:end].copy_(before)
+            old, new = parameter.hold(masters[offset:end], on_host=on_host, pinned=pinned)
+            if old is not new:
+                replaced[old] = new
+            offset = end
+        self._masters, self._on_host, self._is_laid_out = masters, on_host, True
+        return replaced
+
+    def _place_working(self, tier: Tier) -> None:
+        self._working = self._new_working(tier)
+        self._copied_version = -1
+        gathered = self._masters if self._working is None else self._working
+        offset = 0
+        for parameter in self._parameters:
+            parameter.gather_from(gathered[offset : offset + parameter.numel])
+            offset += parameter.numel
+
+    def _new_working(self, tier: Tier) -> Tensor | None:
+        if tier is Tier.OFFLOADED:
+            return self._device.empty(self._masters.numel(), self._working_dtype)
+        if tier is Tier.STREAMED and self._working_dtype != self._masters.dtype:
+            return self._device.host_empty(self._masters.numel(), self._working_dtype)
+        return None
+
+    @torch.no_grad()
+    def copy(self, tier: Tier) -> Any:
+        """Make what is gathered equal to the masters.
+
+        Returns:
+            What to wait for; None: nothing.
+        """
+        if self._working is None:
+            return None
+        self._copied_version = self.version
+        if tier is Tier.OFFLOADED:
+            return self._device.copy(self._working, self._masters)
+        self._working.copy_(self._masters)
+        return None
