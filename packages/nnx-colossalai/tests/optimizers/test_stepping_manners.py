@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -141,6 +142,41 @@ def test_an_optimizer_with_a_default_of_its_own_for_zero_grad_keeps_it(
     gradients = [parameter.grad for parameter in training.model.parameters()]
     assert all((gradient is not None) == kept for gradient in gradients)
     training.stepper.close()
+
+
+@pytest.mark.parametrize(
+    "overwrite",
+    [
+        lambda training: training.model.layers.zero_grad(set_to_none=False),
+        lambda training: training.model.parameters()[6].grad.mul_(2),
+        lambda training: LightningOptimizer(training.optimizer).zero_grad(set_to_none=False),
+        lambda training: nn.utils.clip_grad_norm_(training.model.parameters(), 1e-3),
+    ],
+)
+def test_whoever_overwrites_a_gradient_waits_for_the_step(training: Training, overwrite: Any) -> None:
+    training.step()
+    training.stepper.finish()
+    training.chunks[3].open.clear()
+    training.step()
+    work = in_thread(lambda: overwrite(training))
+    work.join(0.1)
+    assert work.is_alive()
+    training.chunks[3].open.set()
+    work.join(30)
+    assert not work.is_alive()
+    assert type(training.model.parameters()[6].grad) is Tensor
+
+
+def test_a_gradient_that_somebody_keeps_can_be_read_after_the_step(training: Training) -> None:
+    training.step()
+    kept = training.model.parameters()[0].grad
+    assert kept is not None
+    training.optimizer.zero_grad()
+    training.stepper.finish()
+    expected = Model()
+    expected.loss_and_backward(0)
+    assert torch.equal(kept, expected.parameters()[0].grad)  # type: ignore[arg-type]
+    assert type(kept) is Tensor
 
 
 @pytest.mark.parametrize("read", ["state_dict", "load_state_dict"])
@@ -422,7 +458,7 @@ def test_closing_ends_the_thread_and_leaves_the_optimizer_as_it_came(training: T
     assert len(threads()) == len(before) + 1
     training.stepper.close()
     assert threads() == before
-    assert "zero_grad" not in vars(training.optimizer)
+    assert not training.optimizer._optimizer_load_state_dict_pre_hooks
     assert not training.optimizer._optimizer_state_dict_pre_hooks
     training.step()  # a closed stepper may be used again
     training.stepper.close()

@@ -27,8 +27,7 @@ def shadow_of(
     """An optimizer of the same class and settings over other tensors, without the user's hooks."""
     shadow = object.__new__(type(optimizer))
     vars(shadow).update(vars(optimizer))
-    for replaced in ("step", "zero_grad"):  # on the instance: by schedulers, by the core, by `Stepper`
-        vars(shadow).pop(replaced, None)
+    vars(shadow).pop("step", None)  # which schedulers and the core have replaced on the object
     vars(shadow).update(
         param_groups=groups,
         state=defaultdict(dict, state),

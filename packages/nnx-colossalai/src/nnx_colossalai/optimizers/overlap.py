@@ -8,10 +8,11 @@ for whoever reads them), the thread steps what was to be stepped.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 
 from nnx.errors import NnxError
 from nnx_colossalai.chunks.chunk import Chunk
+from nnx_colossalai.chunks.pending import guard, unguard
 from nnx_colossalai.optimizers._torch_compat import without_guards
 
 __all__ = ["Background", "OptimizerStepError", "Share", "Ticket", "give_back_state", "take_share"]
@@ -157,6 +159,20 @@ class Ticket:
         return self.over.is_set() and self._error is None
 
 
+def _guard_gradient(parameter: nn.Parameter, ticket: Ticket) -> None:
+    """Let whoever uses the gradient wait: it must not be overwritten. Letting go of it needs no wait."""
+    gradient = cast("nn.Parameter", parameter.grad)
+    held = weakref.ref(gradient)  # in its own attribute it would keep itself alive
+
+    def wait() -> None:
+        ticket.over.wait()
+        used = held()
+        if used is not None:
+            unguard([used])
+
+    guard([gradient], wait)
+
+
 class Background:
     """One thread that steps chunks in the order they are given.
 
@@ -182,6 +198,8 @@ class Background:
         self._latest = {key: old for key, old in self._latest.items() if not old.over.is_set()}
         for share, ticket in zip(shares, tickets, strict=True):
             self._latest.update(dict.fromkeys(share.owners.values(), ticket))
+            for parameter in share.owners.values():
+                _guard_gradient(parameter, ticket)
             share.chunk.set_pending(ticket.wait)
         self._pool.submit(self._run, optimizer, list(zip(shares, tickets, strict=True)), step)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -17,12 +16,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from nnx.options import check_choice
 from nnx_colossalai.chunks.chunk import Chunk
 from nnx_colossalai.optimizers._torch_compat import has_hooks_that_see_the_result, shadow_of, without_guards
 from nnx_colossalai.optimizers.deepspeed_adam import DeepSpeedAdam
-from nnx_colossalai.optimizers.hybrid_adam import FusedAdam
 from nnx_colossalai.optimizers.kernels import (
     groups_for_step,
     in_host_memory,
@@ -64,38 +63,21 @@ class Stepper:
         self._overlaps = overlap == "exact"
         self._deepspeed = DeepSpeedAdam() if cpu_adam == "deepspeed" else None
         self._background = Background(device)
-        self._guarded: WeakKeyDictionary[Optimizer, list[Any]] = WeakKeyDictionary()
+        self._guarded: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = WeakKeyDictionary()
         self._said: set[str] = set()
 
     # --- set up -------------------------------------------------------------------------------
 
     def setup_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Make what reads or overwrites what is being stepped wait; call it before the first step."""
+        """Make whoever reads or loads their state wait; call it before the first step."""
         if not self._overlaps:
             return
         for optimizer in optimizers:
             if optimizer not in self._guarded:
-                hook = lambda *_: self.finish()  # noqa: E731
-                self._guarded[optimizer] = [
-                    optimizer.register_state_dict_pre_hook(hook),
-                    optimizer.register_load_state_dict_pre_hook(hook),
-                ]
-                self._guard_zero_grad(optimizer)
-
-    def _guard_zero_grad(self, optimizer: Optimizer) -> None:
-        """Gradients that are let go are the thread's until it is done; those that are overwritten are not."""
-        inner = optimizer.zero_grad
-        is_known = type(optimizer).zero_grad in (Optimizer.zero_grad, FusedAdam.zero_grad)
-
-        def zero_grad(owner: Optimizer, set_to_none: bool | None = None) -> None:
-            given = () if set_to_none is None else (set_to_none,)
-            lets_go = getattr(owner, "set_grad_none", True) if set_to_none is None else set_to_none
-            if not (is_known and lets_go):
-                self.finish()
-            with without_guards():
-                inner(*given)
-
-        optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+                self._guarded[optimizer] = (
+                    optimizer.register_state_dict_pre_hook(lambda _: self.finish()),
+                    optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish()),
+                )
 
     # --- step ---------------------------------------------------------------------------------
 
@@ -155,7 +137,7 @@ class Stepper:
         if not in_background:
             self._background.finish()
         shared: dict[Chunk, Part] = {}
-        if in_background or self._uses_deepspeed(optimizer):
+        if in_background or self._uses_deepspeed(optimizer) or _steps_parts_only(optimizer):
             shared = {chunk: part for chunk, part in parts.items() if _lies_in_host_memory(part)}
         touched += [chunk for chunk in parts if chunk not in shared]
         shares = self._take_shares(optimizer, shared)
@@ -214,8 +196,7 @@ class Stepper:
     def close(self) -> None:
         """Wait, end the thread, and leave the optimizers as they came."""
         self._background.close()
-        for optimizer, handles in self._guarded.items():
-            vars(optimizer).pop("zero_grad", None)
+        for handles in self._guarded.values():
             for handle in handles:
                 handle.remove()
         self._guarded.clear()
@@ -264,6 +245,17 @@ def _lies_in_host_memory(part: Part) -> bool:
     return all(in_host_memory(parameter) for _, parameters in part for parameter in parameters)
 
 
+def _steps_parts_only(optimizer: Optimizer) -> bool:
+    """Whether it must be given this rank's parts: torch's fused kernels, but for Adam's, know no DTensors."""
+    return _is_sharded(optimizer) and (
+        not needs_whole_tensors(optimizer) and _reason_to_run_whole(optimizer) is None
+    )
+
+
+def _is_sharded(optimizer: Optimizer) -> bool:
+    return any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+
+
 def _without(optimizer: Optimizer, taken: Iterable[Part]) -> list[dict[str, Any]]:
     """The optimizer's groups less the parameters that are stepped in the background."""
     gone = {parameter for part in taken for _, parameters in part for parameter in parameters}
@@ -276,16 +268,22 @@ def _without(optimizer: Optimizer, taken: Iterable[Part]) -> list[dict[str, Any]
     return [group for group in groups if group["params"]]
 
 
-def _reason_against(optimizer: Optimizer) -> str | None:
+def _reason_to_run_whole(optimizer: Optimizer) -> str | None:
     groups = optimizer.param_groups
     for switch in ("capturable", "differentiable"):
         if any(group.get(switch) for group in groups):
             return f"a param group has {switch}=True"
     if any(getattr(optimizer, name, None) is not None for name in ("found_inf", "grad_scale")):
         return "it looks for overflow itself"
+    return None
+
+
+def _reason_against(optimizer: Optimizer) -> str | None:
+    reason = _reason_to_run_whole(optimizer)
+    if reason is not None:
+        return reason
     if has_hooks_that_see_the_result(optimizer):
         return "a step hook may look at the result"
-    sharded = any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
-    if sharded and needs_whole_tensors(optimizer):
+    if _is_sharded(optimizer) and needs_whole_tensors(optimizer):
         return "it communicates about sharded parameters"
     return None
