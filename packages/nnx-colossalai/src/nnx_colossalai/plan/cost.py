@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, Tier
+from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Placement, Tier
 
 __all__ = ["Footprint", "Memory", "MemoryModel", "Moment", "Phase", "footprint", "memory"]
 
@@ -282,6 +282,16 @@ class MemoryModel:
         prints = self._prints(tiers)
         stays = sum(one.device for one in prints) + self.spec.other_device_bytes
         return stays + max(sum(parts) for _, _, parts in self._moments(prints))
+
+    def fits(self, tiers: Sequence[Tier], hardware: Hardware) -> bool:
+        """Whether both peaks are within their budgets; what stays is looked at before any moment."""
+        prints = self._prints(tiers)
+        stays = sum(one.weights + one.masters + one.optimizer + one.gradients for one in prints)
+        if stays + self.spec.other_device_bytes > hardware.device_bytes:
+            return False  # gradients are all there in the step
+        return (
+            self.host_peak(tiers) <= hardware.host_bytes and self.device_peak(tiers) <= hardware.device_bytes
+        )
 
     def host_peak(self, tiers: Sequence[Tier]) -> int:
         """The most host memory of any moment: everything that stays, and two chunks' staging."""

@@ -158,11 +158,9 @@ class _Search:
 
     def fits(self, choice: Choice) -> bool:
         """Whether a placement is within the budgets and the margin."""
-        return (
-            self.memory.device_peak(choice) <= self.hardware.device_bytes
-            and self.memory.host_peak(choice) <= self.hardware.host_bytes
-            and (self._allowance is None or self._trained_on_device(choice) <= self._allowance)
-        )
+        if self._allowance is not None and self._trained_on_device(choice) > self._allowance:
+            return False
+        return self.memory.fits(choice, self.hardware)
 
     def fastest(self, placements: Iterable[Choice]) -> Choice | None:
         """The best of those that fit, without timing those that cannot be it."""
@@ -172,6 +170,8 @@ class _Search:
         ):
             if best is not None and bound > best[0][0] * (1 + 1e-6):
                 break
+            if best is not None and self.time.seconds(choice) > best[0][0] * (1 + 1e-6):
+                continue
             if self.fits(choice) and (best is None or self.rank(choice) < best[0]):
                 best = self.rank(choice), choice
         return None if best is None else best[1]

@@ -22,8 +22,9 @@ __all__ = ["Choice", "candidates", "meets_fractions", "orders", "search"]
 Choice = tuple[Tier, ...]
 """A tier for every group, in their order."""
 
-_ENUMERATED = 1024  # placements that are all looked at, instead of being searched
-_NEIGHBOURS = 12  # groups up to which every change of one group is looked at too
+_ENUMERATED = 4096  # placements that are all looked at, instead of being searched
+_FEW = 7  # groups up to which every change of one group is looked at, of all placements found
+_MANY = 64  # the same, of those on one way only
 _BLOCKS = 500  # placements in blocks of one tier that are looked at
 
 
@@ -69,8 +70,13 @@ def search(
     if exact and prod(map(len, options)) <= _ENUMERATED:
         return list(product(*options))
     found = dict.fromkeys(_searched(spec, memory, time, options))
-    if len(spec.groups) <= _NEIGHBOURS:
-        found.update(dict.fromkeys(near for choice in list(found) for near in _neighbours(choice, options)))
+    if len(options) <= _FEW:
+        near = list(found)
+    elif len(options) <= _MANY:
+        near = list(_greedy(memory, time, options, orders(spec)[0], None))
+    else:
+        near = []
+    found.update(dict.fromkeys(one for choice in near for one in _neighbours(choice, options)))
     return list(found)
 
 

@@ -56,7 +56,7 @@ def no_room_on_device(
     if after:
         return not_lower(
             least,
-            f"no group can move further down. {_dominating(spec, peak)}",
+            f"no group has a lower tier that needs less. {_dominating(spec, peak)}",
             remedy=f"{knob[0].upper()}{knob[1:]}.",
         )
     return PlanError(
