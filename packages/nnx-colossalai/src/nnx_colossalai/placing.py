@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from nnx.backend import ParallelContext, Sample, first_call
-from nnx.collective import all_gather_object, control_group, together
+from nnx.collective import all_gather_object, control_group, is_distributed, together
 from nnx.errors import NnxError
 from nnx_colossalai.chunks.engine import Unit
 from nnx_colossalai.chunks.units import FoundUnit, find_units
@@ -23,6 +24,7 @@ from nnx_colossalai.device import HostDevice
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.plan.document import PlanDocument
+from nnx_colossalai.plan.hardware import Rates, hardware
 from nnx_colossalai.plan.model import model_spec, widths
 from nnx_colossalai.plan.planner import Planned, downgrade, evaluate, plan, why_not_lower
 from nnx_colossalai.plan.probe import Probe, probe
@@ -72,7 +74,7 @@ class Placing:
         with together(control_group(), doing="finding chunks"):
             self.found = self._find(module, sample)
             self._wishes = wishes_of(options, [unit.name for unit in self.found])
-        self._hardware = self._measured()
+        self._hardware, self._rates = self._measured()
         self.spec = self._counted(None)
         self.planned = self._on_first_rank(self._first_plan, doing="planning")
         self._report("planned")
@@ -139,10 +141,16 @@ class Placing:
             mixed=kinds.mixed,
         )
 
-    def _measured(self) -> Hardware:
-        """Budgets and rates; of all ranks the least."""
-        own = Hardware(device_bytes=self._device.capacity, host_bytes=self._options.host_bytes or 2**40)
-        return own
+    def _measured(self) -> tuple[Hardware, Rates]:
+        """Budgets of all ranks, and rates, which do not matter where there is room for everything."""
+        return hardware(
+            self._device,
+            host_bytes=self._options.host_bytes,
+            local_world_size=self._context.local_world_size,
+            dtype=widths(self._context.precision).working,
+            group=dist.group.WORLD if is_distributed() else None,
+            rates=None if self._is_limited else Rates(),
+        )
 
     def _counted(self, optimizers: Sequence[Optimizer] | None) -> ModelSpec:
         return model_spec(
@@ -151,6 +159,7 @@ class Placing:
             precision=self._context.precision,
             optimizer=optimizers,
             probe=self._probe,
+            flops=self._rates.flops,
         )
 
     # --- the plan -----------------------------------------------------------------------------
