@@ -2,11 +2,16 @@
 
 Float32 masters, working copies of them in the precision's dtype, gradients that are converted to float32 and
 then accumulated, one optimizer over the masters. It plays all ranks of a world one after the other.
+
+torch's fused kernels round what is left over at the end of a tensor, less than a vector of the processor,
+otherwise than the rest: a tensor that is stepped in slices can differ in the last bit from one that is stepped
+whole. So where ranks hold uneven slices the optimizer here has the ranks' slices of the masters as well; where
+they are even it has the masters themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +30,6 @@ from jobs.colossalai_mix_model import (
     digest,
     lower_rates,
     make_optimizer,
-    states_of,
 )
 
 
@@ -35,11 +39,12 @@ def train_plainly(recipes: Sequence[Recipe], world_size: int) -> list[dict[str, 
 
 
 def _train_plainly(recipe: Recipe, world_size: int) -> dict[str, Any]:
-    model = MixNet()
+    model = MixNet(recipe)
     _cast_inputs(model, DTYPES[recipe.precision])
     masters = {name: nn.Parameter(one.detach().clone()) for name, one in model.named_parameters()}
     trained = {name: one.requires_grad for name, one in model.named_parameters()}
-    optimizer = make_optimizer(recipe, list(masters.values()), fused=True)
+    held = _Held(masters, 1 if recipe.even else world_size)
+    optimizer = make_optimizer(recipe, list(held.parts), fused=True)
     scale = SCALE if recipe.precision == "16-mixed" else 1.0
     losses: list[list[str]] = [[] for _ in range(world_size)]
     for step in range(STEPS):
@@ -56,16 +61,48 @@ def _train_plainly(recipe: Recipe, world_size: int) -> dict[str, Any]:
             of_ranks.append(gradients)
         finite = _reduce(masters, of_ranks, scale)
         if recipe.clip == "norm":
-            _clip_by_norm(optimizer, 0.5, world_size)
+            _clip_by_norm(masters.values(), 0.5, world_size)
         elif recipe.clip == "value":
-            _each_gradient(optimizer, lambda gradient: gradient.clamp_(-0.01, 0.01))
+            for gradient in _gradients(masters.values()):
+                gradient.clamp_(-0.01, 0.01)
         if finite:
+            held.hand_out_gradients()
             optimizer.step()
         else:
             scale /= 2
         lower_rates(optimizer)
-    names = {one: name for name, one in masters.items()}
-    return {"masters": digest(masters), "states": digest(states_of(optimizer, names)), "losses": losses}
+    return {"masters": digest(masters), "states": digest(held.states(optimizer)), "losses": losses}
+
+
+class _Held:
+    """What the optimizer has: the masters themselves, or each rank's slice of them, in the same memory."""
+
+    def __init__(self, masters: Mapping[str, nn.Parameter], slices: int) -> None:
+        self._masters, self._slices = masters, slices
+        self.parts = {
+            nn.Parameter(part): name for name, one in masters.items() for part in self._sliced(one.detach())
+        }
+
+    def _sliced(self, tensor: Tensor) -> Sequence[Tensor]:
+        return tensor.chunk(self._slices) if tensor.ndim else (tensor,)
+
+    def hand_out_gradients(self) -> None:
+        gradients = {
+            name: None if one.grad is None else iter(self._sliced(one.grad))
+            for name, one in self._masters.items()
+        }
+        for part, name in self.parts.items():
+            of_master = gradients[name]
+            part.grad = None if of_master is None else next(of_master)
+
+    def states(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """The optimizer's state as if it had the masters."""
+        values: dict[str, list[Tensor]] = {}
+        for part, name in self.parts.items():
+            for key, value in optimizer.state.get(part, {}).items():
+                if isinstance(value, Tensor):
+                    values.setdefault(f"{name}/{key}", []).append(value)
+        return {key: torch.cat(found) if found[0].ndim else found[0] for key, found in values.items()}
 
 
 def _cast_inputs(model: MixNet, dtype: torch.dtype | None) -> None:
@@ -109,22 +146,19 @@ def _reduce(
     return finite
 
 
-def _each_gradient(optimizer: Optimizer, change: Callable[[Tensor], object]) -> None:
-    for gradient in _gradients(optimizer):
-        change(gradient)
+def _gradients(masters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """In the order in which an optimizer has its parameters: those that decay first."""
+    ordered = sorted(masters, key=lambda one: one.ndim <= 1)
+    return [one.grad for one in ordered if one.grad is not None]
 
 
-def _gradients(optimizer: Optimizer) -> Iterable[Tensor]:
-    for group in optimizer.param_groups:
-        yield from (one.grad for one in group["params"] if one.grad is not None)
-
-
-def _clip_by_norm(optimizer: Optimizer, max_norm: float, world_size: int) -> None:
+def _clip_by_norm(masters: Iterable[nn.Parameter], max_norm: float, world_size: int) -> None:
     """As ranks that hold a slice of each gradient add their squares up: that order decides the last bit."""
+    gradients = _gradients(masters)
     total = torch.zeros((), dtype=torch.float64)
     for rank in range(world_size):
         squares = []
-        for gradient in _gradients(optimizer):
+        for gradient in gradients:
             if gradient.ndim == 0:  # every rank holds it
                 squares.append(torch.linalg.vector_norm(gradient).pow(2) / world_size)
                 continue
@@ -133,4 +167,5 @@ def _clip_by_norm(optimizer: Optimizer, max_norm: float, world_size: int) -> Non
                 squares.append(torch.linalg.vector_norm(slices[rank]).pow(2))
         total += torch.stack(squares).sum().double()
     factor = torch.clamp(max_norm / (total.float().pow(0.5) + 1e-6), max=1.0)
-    _each_gradient(optimizer, lambda gradient: gradient.mul_(factor))
+    for gradient in gradients:
+        gradient.mul_(factor)
