@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -181,7 +182,8 @@ class Placing:
 
     def correct(self, optimizers: Sequence[Optimizer]) -> bool:
         """Plan anew with the size of the optimizers' state; whether chunks have to move. Collective."""
-        spec = self._counted(optimizers)
+        # Only the state's size is news: the plain parameters that were counted may be empty by now.
+        spec = replace(self.spec, optimizer_bytes=self._counted(optimizers).optimizer_bytes)
         if spec == self.spec or self._options.plan is not None:
             return False
         self.spec, before = spec, self.planned
