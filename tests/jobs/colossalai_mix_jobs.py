@@ -60,7 +60,7 @@ def train_mix(recipe: Recipe, mix: Mix, rank: int, world_size: int) -> dict[str,
     """Train by the recipe, with everything where the mix says."""
     device = SimDevice(64 * 2**20, delays=None if mix.seed is None else 10 * mix.seed + rank)
     backend = _backend(recipe, mix, device, rank, world_size)
-    model = MixNet()
+    model = MixNet(recipe)
     backend.parallelize(model, lambda: (batch_of(recipe, 0, rank, 0), {}))
     optimizer = make_optimizer(recipe, list(model.parameters()))
     backend.setup_optimizers(model, [optimizer])

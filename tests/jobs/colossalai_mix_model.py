@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-WIDTH, VOCABULARY, LENGTH, SAMPLES, STEPS = 8, 11, 5, 3, 4
+VOCABULARY, LENGTH, SAMPLES, STEPS = 11, 5, 3, 4
 DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 SCALE = 2.0**10
 Digest = dict[str, str]
@@ -30,6 +30,7 @@ class Recipe:
         clip: By ``norm``, by ``value``, or not.
         accumulate: Micro batches of a step.
         overflow: Whether the loss of one step overflows, so that it is skipped.
+        even: Whether each rank of two holds a multiple of 16 elements of every parameter.
     """
 
     precision: str = "bf16-mixed"
@@ -37,24 +38,27 @@ class Recipe:
     clip: str | None = None
     accumulate: int = 1
     overflow: bool = False
+    even: bool = False
 
 
 class MixBlock(nn.Module):
-    """A residual layer with uneven shapes; some parameters are frozen, some have no use.
+    """A residual layer; some parameters are frozen, some have no use.
 
     Args:
+        width: Of the layer.
+        inner: Width in its middle.
         frozen: Whether its second linear layer is not trained.
         unused: Whether it has a layer that no forward calls.
     """
 
-    def __init__(self, *, frozen: bool = False, unused: bool = False) -> None:
+    def __init__(self, width: int, inner: int, *, frozen: bool = False, unused: bool = False) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 3 * WIDTH + 1)
-        self.down = nn.Linear(3 * WIDTH + 1, WIDTH)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
         self.down.requires_grad_(not frozen)
         if unused:
-            self.spare = nn.Linear(WIDTH, 3)
+            self.spare = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -63,14 +67,17 @@ class MixBlock(nn.Module):
 class MixNet(nn.Module):
     """Blocks between an embedding and a head that share their weight, a frozen layer, a scalar, a buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         torch.manual_seed(11)
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.still = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.blocks = nn.ModuleList([MixBlock(), MixBlock(frozen=True), MixBlock(unused=True), MixBlock()])
+        width, inner, words = (32, 96, 64) if recipe.even else (8, 25, VOCABULARY)
+        self.embed = nn.Embedding(words, width)
+        self.still = nn.Linear(width, width).requires_grad_(False)
+        self.blocks = nn.ModuleList(
+            MixBlock(width, inner, frozen=number == 1, unused=number == 2) for number in range(4)
+        )
         self.gain = nn.Parameter(torch.tensor(1.5))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("shift", torch.tensor([0.25]))
 

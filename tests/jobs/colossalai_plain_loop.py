@@ -4,8 +4,8 @@ Float32 masters, working copies of them in the precision's dtype, gradients that
 then accumulated, one optimizer over the masters. It plays all ranks of a world one after the other.
 
 torch's fused kernels round what is left over at the end of a tensor, less than a vector of the processor,
-otherwise than the rest: a tensor that is stepped in slices can differ in the last bit from one that is stepped
-whole. So where ranks hold uneven slices the optimizer here has the ranks' slices of the masters as well; where
+otherwise than the rest: a tensor that is stepped in slices can differ in the last bit from one that is
+stepped whole. So where ranks hold uneven slices the optimizer here has the same slices of the masters; where
 they are even it has the masters themselves.
 """
 

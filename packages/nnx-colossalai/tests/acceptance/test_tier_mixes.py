@@ -45,6 +45,7 @@ def recipe_of(seed: int) -> Recipe:
         clip=(None, "norm", "value")[(seed + seed // 3 + seed // 9) % 3],
         accumulate=1 + seed // 2 % 2,
         overflow=precision == "16-mixed" and seed % 2 == 0,
+        even=seed // 7 % 2 == 0,
     )
 
 
@@ -113,5 +114,8 @@ def test_every_seed_meets_every_world_size_and_every_kind_of_recipe_occurs() -> 
     )
     assert {(one.clip, one.accumulate) for one in recipes} == set(product((None, "norm", "value"), (1, 2)))
     assert sum(one.overflow for one in recipes) >= 2
+    assert {(one.even, one.optimizer) for one in recipes} == set(
+        product((True, False), ("adamw", "adam", "momentum"))
+    )
     by_recipe = Counter(recipe_of(seed) for cell in CELLS for seed in seeds_of(cell))
     assert min(by_recipe.values()) >= 2, "each is trained in several cells"
