@@ -22,6 +22,7 @@ __all__ = ["guard", "is_guarded", "unguard"]
 _PASSING_ATTRIBUTES = frozenset(
     {"grad", "requires_grad", "shape", "ndim", "is_leaf", "grad_fn", "layout", "names", "_backward_hooks"}
     | {"_post_accumulate_grad_hooks", "grad_dtype", "output_nr", "retains_grad", "is_sparse", "is_meta"}
+    | {"dtype", "device", "_version"}
 )
 _PASSING_METHODS = frozenset(
     {"size", "dim", "numel", "nelement", "ndimension", "stride", "__len__", "__hash__", "requires_grad_"}

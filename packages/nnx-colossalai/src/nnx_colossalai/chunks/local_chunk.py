@@ -1,0 +1,370 @@
+"""One chunk at world size 1: masters, working weights, and which of them the parameters show.
+
+The user's parameter objects stay; their ``data`` is a view of the masters' buffer between steps and of the
+working buffer in a step. Where the masters can compute (on the device, in the same dtype) they are the
+working weights, and nothing here ever runs. What must be waited for before a use (a step in the background,
+new working weights, weights that lie in host memory) is done by the guard of `pending`, or by the chunk's own
+module a moment earlier, whichever comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from nnx_colossalai.chunks.chunk import Chunk
+from nnx_colossalai.chunks.flat import Segment, view_like
+from nnx_colossalai.chunks.local_gradients import Slot
+from nnx_colossalai.chunks.pending import guard, unguard
+from nnx_colossalai.device.device import Device
+from nnx_colossalai.errors import DeviceMemoryError
+from nnx_colossalai.plan.spec import Tier
+
+__all__ = ["LocalChunk"]
+
+
+@dataclass(slots=True, eq=False)
+class _Buffers:
+    """The memory of one segment.
+
+    Attributes:
+        master: What the optimizer steps.
+        working: Device memory that forward and backward compute with; None where that is the master.
+        source: Host memory that `working` is fetched from, where that is streamed.
+        event: Of the last copy that wrote `working`.
+    """
+
+    segment: Segment
+    master: Tensor
+    working: Tensor | None = None
+    source: Tensor | None = None
+    event: Any = None
+
+
+class LocalChunk(Chunk):
+    """Parameters that are placed and fetched together.
+
+    Args:
+        name: As in the plan.
+        tier: As in the plan.
+        segments: The parameters.
+        device: Memory and copies.
+        on_use: Called when a forward uses the chunk first.
+
+    Attributes:
+        slots: The parameters that have working weights of their own.
+        users: Forwards and backwards that run with it now.
+        held: Whether it stays on the device until the step is over, because something used it on its own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tier: Tier,
+        segments: list[Segment],
+        device: Device[Any],
+        on_use: Callable[[LocalChunk], None],
+    ) -> None:
+        self.index = 0
+        self.name, self.tier = name, tier
+        self.masters: Mapping[str, nn.Parameter] = {
+            name: parameter
+            for segment in segments
+            for name, parameter in zip(segment.names, segment.parameters, strict=True)
+        }
+        self.slots: list[Slot] = []
+        self.users, self.held = 0, False
+        self._segments, self._device, self._on_use = segments, device, on_use
+        self._buffers: list[_Buffers] = []
+        self._pending: Callable[[], None] | None = None
+        self._stale = True
+        self._shows_working = False
+        self._resident = False
+        self._ready = False
+        self._lock = Lock()
+        self._refreshed, self._wanted = True, False
+        self._place(tier)
+
+    # --- what it is ---------------------------------------------------------------------------
+
+    @property
+    def has_working(self) -> bool:
+        """Whether a step computes with other tensors than the masters."""
+        return bool(self.slots)
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether its working weights are on the device only while they are used."""
+        return self.tier is Tier.STREAMED
+
+    @property
+    def nbytes(self) -> int:
+        """Of the working weights."""
+        return sum(segment.numel * segment.working_dtype.itemsize for segment in self._segments)
+
+    @property
+    def trained(self) -> list[Slot]:
+        """The slots that get gradients."""
+        return [slot for slot in self.slots if slot.parameter.requires_grad]
+
+    # --- placing ------------------------------------------------------------------------------
+
+    def move(self, tier: Tier) -> None:
+        """Place it otherwise, between two steps.
+
+        Raises:
+            DeviceMemoryError: There is no room; it stays where it was.
+        """
+        before = self.tier
+        for buffers in self._buffers:  # first of all, to make room
+            buffers.working = buffers.source = None
+        for slot in self.slots:
+            slot.working = None
+        try:
+            self._place(tier)
+        except DeviceMemoryError:
+            self._place(before)
+            raise
+        self._move_gradients()
+
+    def _place(self, tier: Tier) -> None:
+        """Allocate everything, and only then let the parameters have it."""
+        on_host = tier.steps_on_host
+        before = {id(old.segment): old for old in self._buffers}
+        made = []
+        for segment in self._segments:
+            old = before.get(id(segment))
+            if old is not None and self.tier.steps_on_host == on_host:
+                buffers = _Buffers(segment, old.master)
+            else:
+                allocate = self._device.host_empty if on_host else self._device.empty
+                buffers = _Buffers(segment, allocate(segment.numel, segment.dtype))
+            if on_host or segment.working_dtype != segment.dtype:
+                buffers.working = self._device.empty(segment.numel, segment.working_dtype)
+                if tier is Tier.STREAMED:
+                    buffers.source = self._device.host_empty(segment.numel, segment.working_dtype)
+                    self._device.release(buffers.working)
+            made.append(buffers)
+        handles = {id(slot.parameter): slot.handles for slot in self.slots}
+        self.tier, self._buffers, self.slots = tier, made, []
+        for buffers in made:
+            self._fill(buffers, handles)
+        self._stale, self._resident = True, False
+
+    @torch.no_grad()
+    def _fill(self, buffers: _Buffers, handles: Mapping[int, tuple[Any, ...]]) -> None:
+        segment, working = buffers.segment, buffers.working
+        views = segment.views(buffers.master)
+        working_views = [None] * len(views) if working is None else segment.views(working)
+        for parameter, template, view, working_view in zip(
+            segment.parameters, segment.templates, views, working_views, strict=True
+        ):
+            if parameter.data.data_ptr() != view.data_ptr() or parameter.device != view.device:
+                view.copy_(parameter.data)
+            parameter.data = view
+            if working_view is not None:
+                slot = Slot(parameter, template, view, working_view, self.tier.steps_on_host)
+                slot.handles = handles.get(id(parameter), ())
+                self.slots.append(slot)
+
+    def _move_gradients(self) -> None:
+        """Gradients lie where the masters are."""
+        for segment in self._segments:
+            for parameter, template in zip(segment.parameters, segment.templates, strict=True):
+                gradient = parameter.grad
+                if gradient is None or gradient.layout is not torch.strided:
+                    continue
+                numel = template.numel()
+                if self.tier.steps_on_host:
+                    flat = torch.empty(numel, dtype=gradient.dtype)
+                else:
+                    flat = self._device.empty(numel, gradient.dtype)
+                parameter.grad = view_like(flat, template).copy_(gradient.detach())
+
+    def take_down(self) -> None:
+        """Give the parameters memory of their own, and free the chunk's."""
+        for segment in self._segments:
+            for parameter in segment.parameters:
+                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+        self._buffers, self.slots = [], []
+
+    # --- what the optimizer says --------------------------------------------------------------
+
+    @override
+    def refresh(self) -> None:
+        if not self.has_working:
+            return
+        if self._pending is None:
+            # At the next use, because the user may change masters until then.
+            self._stale = True
+            return
+        self._make_new()
+        with self._lock:
+            self._refreshed, wanted = True, self._wanted
+            self._wanted = False
+        if wanted:
+            self._fetch_if_it_fits()
+
+    @override
+    def set_pending(self, wait: Callable[[], None] | None) -> None:
+        with self._lock:
+            self._pending = wait
+            self._refreshed = self._wanted = False
+        if wait is None:
+            unguard(self.masters.values())
+        else:
+            guard(self.masters.values(), self._touched)
+
+    def finish(self) -> None:
+        """Wait for the optimizer, without having anything be used."""
+        unguard(self.masters.values())
+        self._wait()
+
+    def _wait(self) -> None:
+        wait, self._pending = self._pending, None
+        if wait is not None:
+            wait()
+
+    def _touched(self) -> None:
+        """The user looks at a master that is being stepped, and may change it without our noticing."""
+        unguard(self.masters.values())
+        self._wait()
+        self._stale = True
+        self._on_use(self)
+
+    # --- a step -------------------------------------------------------------------------------
+
+    def distrust(self) -> None:
+        """Masters may have been changed in ways that leave no trace."""
+        if self._pending is None:
+            self._stale = True
+
+    def begin(self) -> None:
+        """A step begins: the parameters show working weights, which whoever uses them makes ready first."""
+        if self._pending is None and not self._stale:
+            self._stale = any(slot.parameter._version != slot.version for slot in self.slots)
+        unguard(self.masters.values())
+        for slot in self.slots:
+            slot.parameter.data = slot.working  # type: ignore[assignment] # slots have working weights
+        self._shows_working, self._ready = True, False
+        guard(self.masters.values(), self._used_alone)
+
+    def _used_alone(self) -> None:
+        """Something uses a parameter, and its module is not running."""
+        self.held = True
+        self.make_ready()
+
+    def make_ready(self) -> None:
+        """Let computing use the working weights."""
+        if self._ready:
+            return
+        unguard(self.masters.values())
+        self._wait()
+        if self._stale:
+            self._make_new()
+        if self.is_streamed and not self._resident:
+            self._fetch()
+        for buffers in self._buffers:
+            if buffers.event is not None:
+                self._device.compute_waits(buffers.event)
+        self._ready = True
+        self._on_use(self)
+
+    def prepare(self) -> None:
+        """Begin what `make_ready` would wait for, if that can be done without waiting."""
+        with self._lock:
+            if self._pending is not None and not self._refreshed:
+                self._wanted = self.is_streamed
+                return
+        if self._pending is None and self._stale:
+            self._make_new()
+        if self.is_streamed and not self._resident:
+            self._fetch_if_it_fits()
+
+    def _make_new(self) -> None:
+        """Let working weights, or what they are fetched from, have the masters' values."""
+        for buffers in self._buffers:
+            self._make_new_buffers(buffers)
+        self._stale = False
+        for slot in self.slots:
+            slot.version = slot.parameter._version
+
+    @torch.no_grad()
+    def _make_new_buffers(self, buffers: _Buffers) -> None:
+        if buffers.working is None:
+            return
+        if buffers.source is not None:
+            if buffers.event is not None:  # the last fetch still reads it, as far as this thread knows
+                self._device.host_waits(buffers.event)
+            buffers.source.copy_(buffers.master)
+            if self._resident:
+                buffers.event = self._device.copy(buffers.working, buffers.source)
+        elif self.tier.steps_on_host:
+            buffers.event = self._device.copy(buffers.working, buffers.master)
+        else:
+            buffers.working.data.copy_(buffers.master)
+
+    def _fetch(self) -> None:
+        fetched: list[_Buffers] = []
+        try:
+            for buffers in self._buffers:
+                if buffers.working is not None and buffers.source is not None:
+                    self._device.restore(buffers.working)
+                    fetched.append(buffers)
+        except DeviceMemoryError:
+            for buffers in fetched:
+                self._device.release(buffers.working)  # type: ignore[arg-type] # it was restored
+            raise
+        for buffers in fetched:
+            buffers.event = self._device.copy(buffers.working, buffers.source)  # type: ignore[arg-type]
+        self._resident = True
+
+    def _fetch_if_it_fits(self) -> None:
+        with suppress(DeviceMemoryError):  # whoever needs it will ask again, and be told
+            self._fetch()
+
+    def let_go(self) -> bool:
+        """Free the device memory of streamed weights that nobody uses now; whether there was some."""
+        if not self.is_streamed or not self._resident or self.users or self.held:
+            return False
+        for buffers in self._buffers:
+            if buffers.working is not None:
+                self._device.release(buffers.working)
+        self._resident = self._ready = False
+        if self._shows_working:
+            guard(self.masters.values(), self._used_alone)
+        return True
+
+    def end(self) -> None:
+        """A step is over: the parameters show the masters, which nothing reads or writes any more."""
+        self.users, self.held = 0, False
+        unguard(self.masters.values())
+        if self._ready:
+            self._keep_changes()
+        for slot in self.slots:
+            slot.parameter.data = slot.master
+            slot.accumulator = None
+        self._shows_working = self._ready = False
+        if self._pending is not None:  # not used in this step, and the optimizer is still at it
+            guard(self.masters.values(), self._touched)
+            return
+        self.let_go()
+        for buffers in self._buffers:
+            if buffers.event is not None:
+                self._device.host_waits(buffers.event)
+                buffers.event = None
+
+    @torch.no_grad()
+    def _keep_changes(self) -> None:
+        """Working weights that the user has changed in place are the masters' new values."""
+        for slot in self.slots:
+            if slot.parameter._version != slot.version:
+                slot.master.copy_(slot.working)  # type: ignore[arg-type] # slots have working weights
+                self._stale = True

@@ -1,0 +1,196 @@
+"""How gradients get from a backward with working weights to the masters, at world size 1.
+
+Autograd accumulates into ``param.grad`` at the working dtype. Before it does, what is there already is put
+aside, so that nothing is ever added up in 16 bits. After it has, the gradient is taken: on the device it is
+converted at once; for masters in host memory it travels at its own dtype on the copy lane and is converted
+there when it has arrived. At the end of the backward the masters get their gradients.
+
+This file owns staging memory; it never decides when a backward has ended.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nnx_colossalai.chunks.flat import view_like
+from nnx_colossalai.device.device import Device
+
+__all__ = ["Gradients", "Slot"]
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One parameter of a chunk.
+
+    Attributes:
+        parameter: The user's object.
+        template: Its shape and order of elements, on the meta device.
+        master: Its values between steps.
+        working: What it computes with in a step; None where that is the master itself.
+        on_host: Whether the master lies in host memory.
+        total: Its complete gradient while a backward runs, in the master's dtype and memory.
+        version: Of the parameter when the working weights were shown.
+        accumulator: The autograd node of its gradient in this step, where somebody has asked for it.
+        handles: Of our hooks.
+    """
+
+    parameter: nn.Parameter
+    template: Tensor
+    master: Tensor
+    working: Tensor | None
+    on_host: bool
+    total: Tensor | None = None
+    version: int = 0
+    accumulator: Any = None
+    handles: tuple[Any, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class _Arriving:
+    """A gradient on its way to host memory.
+
+    Attributes:
+        staging: Where it arrives; None: it arrives where it stays.
+    """
+
+    slot: Slot
+    target: Tensor
+    staging: Tensor | None
+    event: Any
+    nbytes: int
+
+
+class Gradients:
+    """Takes gradients at the working dtype and keeps totals for the masters.
+
+    Args:
+        device: Memory and copies.
+    """
+
+    def __init__(self, device: Device[Any]) -> None:
+        self._device = device
+        self.limit = 0
+        """Bytes that may be on their way before somebody waits."""
+        self._arriving: deque[_Arriving] = deque()
+        self._bytes_arriving = 0
+        self._staging: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+
+    def put_aside(self, slot: Slot) -> None:
+        """Before autograd accumulates: what is in ``grad`` is a part of the total."""
+        parameter = slot.parameter
+        kept = parameter.grad
+        if kept is not None:
+            parameter.grad = None
+            slot.total = kept if slot.total is None else self._sum(slot, slot.total, kept)
+
+    @torch.no_grad()
+    def take(self, slot: Slot) -> None:
+        """After autograd has accumulated: take the gradient, and free it as soon as it is where it goes."""
+        parameter = slot.parameter
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        parameter.grad = None
+        if gradient.layout is not torch.strided or gradient.requires_grad:
+            self._take_unusual(slot, gradient)
+        elif slot.on_host:
+            self._send(slot, gradient)
+        elif slot.total is None:
+            slot.total = self._new(slot)
+            slot.total.copy_(gradient)
+        else:
+            slot.total = self._sum(slot, slot.total, gradient)
+
+    def _take_unusual(self, slot: Slot, gradient: Tensor) -> None:
+        """One that is sparse, or itself to be differentiated: without staging."""
+        self._drain()
+        with torch.enable_grad():
+            moved = gradient.to(slot.master.device, slot.master.dtype)
+            slot.total = moved if slot.total is None else slot.total + moved
+
+    def _sum(self, slot: Slot, total: Tensor, gradient: Tensor) -> Tensor:
+        if total.layout is not torch.strided or total.requires_grad or gradient.requires_grad:
+            return total + gradient.to(total.device, total.dtype)
+        # Converted first, then added: adding across dtypes in place is several times slower.
+        return total.add_(gradient.to(total.device, total.dtype))
+
+    def _new(self, slot: Slot) -> Tensor:
+        numel, dtype = slot.template.numel(), slot.master.dtype
+        flat = torch.empty(numel, dtype=dtype) if slot.on_host else self._device.empty(numel, dtype)
+        return view_like(flat, slot.template)
+
+    # --- to host memory -----------------------------------------------------------------------
+
+    def _send(self, slot: Slot, gradient: Tensor) -> None:
+        numel, dtype = gradient.numel(), gradient.dtype
+        nbytes = numel * gradient.element_size()
+        while self._arriving and self._bytes_arriving + nbytes > self.limit:
+            self._receive()
+        if dtype == slot.master.dtype and slot.total is None:
+            flat = self._device.host_empty(numel, dtype)
+            slot.total = target = view_like(flat, slot.template)
+            staging = None
+        else:
+            free = self._staging[numel, dtype]
+            staging = free.pop() if free else self._device.host_empty(numel, dtype)
+            target = view_like(staging, slot.template)
+        event = self._device.copy(target, gradient)
+        self._arriving.append(_Arriving(slot, target, staging, event, nbytes))
+        self._bytes_arriving += nbytes
+
+    def _receive(self) -> None:
+        """Wait for the oldest gradient on its way, and add it to its total."""
+        arriving = self._arriving.popleft()
+        self._bytes_arriving -= arriving.nbytes
+        self._device.host_waits(arriving.event)
+        if arriving.staging is None:
+            return
+        slot = arriving.slot
+        with torch.no_grad():
+            if slot.total is None:
+                slot.total = self._new(slot)
+                slot.total.copy_(arriving.target)
+            else:
+                slot.total = self._sum(slot, slot.total, arriving.target)
+        self._staging[arriving.staging.numel(), arriving.staging.dtype].append(arriving.staging)
+
+    def _drain(self) -> None:
+        while self._arriving:
+            self._receive()
+
+    # --- end ----------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Wait for all that is on its way: totals are complete then."""
+        self._drain()
+
+    def forget_staging(self) -> None:
+        """Free what the next backward would use again."""
+        self._drain()
+        self._staging.clear()
+
+    def give(self, slot: Slot) -> None:
+        """Let the parameter, whose data is the master by now, have its total as its gradient."""
+        parameter, master = slot.parameter, slot.master
+        given = parameter.grad  # by the user, to the working weights, unless it was there before the step
+        if given is not None and (given.dtype != master.dtype or given.device != master.device):
+            given = given.to(master.device, master.dtype)
+            parameter.grad = None
+            slot.total = given if slot.total is None else self._sum(slot, slot.total, given)
+        elif given is not None and slot.total is not None:
+            slot.total = self._sum(slot, slot.total, given)
+        if slot.total is not None:
+            parameter.grad, slot.total = slot.total, None
+
+    def put_back(self, slot: Slot) -> None:
+        """Let the parameter have its total beside its working weights, where it may be set to None."""
+        if slot.total is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                slot.parameter.data = slot.master
+                self.give(slot)
+                slot.parameter.data = slot.working  # type: ignore[assignment] # it has taken gradients of them

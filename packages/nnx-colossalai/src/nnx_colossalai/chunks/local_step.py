@@ -1,0 +1,332 @@
+"""A step at world size 1: when working weights are shown, fetched and let go, and when the masters are back.
+
+A step begins with `LocalEngine.run_step` or with the first forward of a module that has working weights, and
+is over when its backward is, or at once where none can follow. Hooks on modules say what a forward uses;
+hooks on their outputs say that a backward begins to use it; the gradients of a chunk's parameters and of its
+module's inputs say that the backward is done with it. Whatever else touches a parameter meets the guard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nnx_colossalai.chunks._torch_autograd import (
+    NO_BACKWARD,
+    accumulator_of,
+    call_at_end,
+    current_backward,
+    make_last,
+    will_run,
+)
+from nnx_colossalai.chunks.local_chunk import LocalChunk
+from nnx_colossalai.chunks.local_gradients import Gradients, Slot
+from nnx_colossalai.chunks.local_order import Order
+from nnx_colossalai.chunks.values import cast_to, needs_no_backward, tensors_with_gradient
+
+__all__ = ["Step"]
+
+
+@dataclass(slots=True, eq=False)
+class _Frame:
+    """A forward that runs."""
+
+    module: nn.Module
+    chunks: list[LocalChunk] = field(default_factory=list)
+    windows: list[_Window] = field(default_factory=list)
+
+
+class _Window:
+    """The backward of one forward of streamed weights, from its outputs' gradients to its inputs'.
+
+    Args:
+        step: Whose.
+        chunk: Whose weights it needs.
+        inputs: Of the forward, those that need gradients.
+    """
+
+    def __init__(self, step: Step, chunk: LocalChunk, inputs: Sequence[Tensor]) -> None:
+        self.chunk = chunk
+        self._step = step
+        self._nodes: dict[Any, Any] = {}
+        self._missing: set[Any] = set()
+        self._is_open = False
+        self._handles = []
+        for number, tensor in enumerate(inputs):
+            self._nodes[number] = accumulator_of(tensor)
+            self._handles.append(tensor.register_hook(lambda _, key=number: self.arrived(key)))  # type: ignore[no-untyped-call]
+        for slot in chunk.trained:
+            if slot.accumulator is None:
+                slot.accumulator = accumulator_of(slot.parameter)
+            self._nodes[slot] = slot.accumulator
+
+    def follow(self, outputs: Sequence[Tensor]) -> None:
+        """The forward is over, and its backward begins with these."""
+        for tensor in outputs:
+            tensor.register_hook(lambda _: self._open())  # type: ignore[no-untyped-call]
+
+    def _open(self) -> None:
+        self._step.backward_runs()
+        if self._is_open:
+            return
+        self._is_open = True
+        self.chunk.users += 1
+        self.chunk.make_ready()
+        if torch.is_grad_enabled():  # of gradients that will be differentiated, which uses the weights again
+            self.chunk.held = True
+        expected = {key: will_run(node) for key, node in self._nodes.items()}
+        if None in expected.values():
+            self._missing = {None}  # nobody can tell: until the backward's end
+        else:
+            self._missing = {key for key, runs in expected.items() if runs} or {None}
+
+    def arrived(self, key: Any) -> None:
+        """One of the gradients that the backward leads to is complete; after the last, it is over."""
+        self._missing.discard(key)
+        if self._is_open and not self._missing:
+            self._is_open = False
+            self.chunk.users -= 1
+            self.chunk.let_go()
+
+    def close(self) -> None:
+        """The step is over."""
+        self._is_open = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class Step:
+    """What the chunks with working weights of their own go through together.
+
+    Args:
+        chunks: All chunks, in their probable order; those without working weights are only counted.
+        gradients: Where gradients go.
+    """
+
+    def __init__(self, chunks: Sequence[LocalChunk], gradients: Gradients) -> None:
+        self.order = Order(chunks)
+        self._all = chunks
+        self._chunks = [chunk for chunk in chunks if chunk.has_working]
+        self._gradients = gradients
+        self._is_active = False
+        self._with_gradients: bool | None = None
+        self._running = 0
+        self._frames: list[_Frame] = []
+        self._windows: list[_Window] = []
+        self._backwards: set[int] = set()
+        self._has_accumulated = self._is_differentiated = False
+
+    # --- begin and end ------------------------------------------------------------------------
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there are working weights at all."""
+        return bool(self._chunks)
+
+    def begin(self) -> None:
+        """Show working weights."""
+        if self._is_active:
+            return
+        self._is_active = True
+        with_gradients = torch.is_grad_enabled()
+        if with_gradients is not self._with_gradients:
+            self._with_gradients = with_gradients
+            for chunk in self._chunks:
+                chunk.distrust()
+        for chunk in self._chunks:
+            self._listen(chunk)
+            chunk.begin()
+        first = self.order.start(with_gradients=with_gradients)
+        if first is not None:
+            first.prepare()
+
+    def end(self) -> None:
+        """Show masters, with their gradients."""
+        if not self._is_active:
+            return
+        self._is_active = self._has_accumulated = self._is_differentiated = False
+        for window in self._windows:
+            window.close()
+        self._windows.clear()
+        self._gradients.finish()
+        for chunk in self._chunks:
+            chunk.end()
+            for slot in chunk.slots:
+                self._gradients.give(slot)
+        self.order.end(self._all)
+
+    def reset(self) -> None:
+        """Show masters, whatever was under way."""
+        self._frames.clear()
+        self._backwards.clear()
+        self._running = 0
+        self.end()
+
+    def finish(self) -> None:
+        """Show masters, unless a forward or a backward is under way."""
+        if not self._running and not self._frames and current_backward() == NO_BACKWARD:
+            self.reset()
+
+    def run(self, step: Callable[..., Any], args: Any, kwargs: Any, *, is_manual: bool) -> Any:
+        """Run a step of the user's.
+
+        Args:
+            step: Forward, or all of it.
+            args: For it.
+            kwargs: For it.
+            is_manual: Whether it calls backward and the optimizers itself.
+        """
+        self._forget_failures()
+        self._running += 1
+        try:
+            self.begin()
+            result = step(*args, **kwargs)
+        except BaseException:
+            self.reset()
+            raise
+        self._running -= 1
+        if not self._running:
+            self._left(result, is_complete=is_manual)
+        return result
+
+    def _forget_failures(self) -> None:
+        """What a backward that failed has left."""
+        if not self._running and not self._frames and current_backward() == NO_BACKWARD:
+            self._backwards.clear()
+
+    def _left(self, result: Any, *, is_complete: bool = False) -> None:
+        """The outermost call has returned; a backward may follow."""
+        if current_backward() != NO_BACKWARD:
+            return
+        if is_complete or not torch.is_grad_enabled() or needs_no_backward(result):
+            self.end()
+            return
+        for tensor in tensors_with_gradient(result):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: self.backward_runs())  # type: ignore[no-untyped-call]
+
+    # --- forward ------------------------------------------------------------------------------
+
+    def enter(
+        self,
+        chunks: Sequence[LocalChunk],
+        dtype: torch.dtype | None,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """A forward begins that uses chunks.
+
+        Args:
+            chunks: Which.
+            dtype: What floating-point inputs are cast to, if anything.
+            module: Whose forward.
+            args: Of the forward.
+            kwargs: Of the forward.
+        """
+        if dtype is not None:
+            args, kwargs = cast_to(dtype, args), cast_to(dtype, kwargs)
+        self._forget_failures()
+        self.begin()
+        frame = _Frame(module)
+        self._frames.append(frame)
+        for chunk in chunks:
+            chunk.users += 1
+            frame.chunks.append(chunk)
+            chunk.make_ready()
+            if chunk.users == 1 and chunk.is_streamed and torch.is_grad_enabled():
+                window = _Window(self, chunk, tensors_with_gradient((args, kwargs)))
+                frame.windows.append(window)
+                self._windows.append(window)
+        return None if dtype is None else (args, kwargs)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """It is over, well or not."""
+        if not self._frames or self._frames[-1].module is not module:
+            return
+        frame = self._frames.pop()
+        outputs = [tensor for tensor in tensors_with_gradient(output) if tensor.grad_fn is not None]
+        for window in frame.windows:
+            window.follow(outputs)
+        for chunk in frame.chunks:
+            chunk.users -= 1
+            chunk.let_go()
+        if not self._frames and not self._running:
+            self._left(output)
+
+    def used(self, chunk: LocalChunk) -> None:
+        """Something uses a chunk: get ready what will probably follow."""
+        following = self.order.used(chunk)
+        if following is not None and self._is_active:
+            following.prepare()
+
+    # --- backward -----------------------------------------------------------------------------
+
+    def backward_runs(self) -> None:
+        """Called in a backward, any number of times."""
+        number = current_backward()
+        if number not in self._backwards:
+            self._backwards.add(number)
+            call_at_end(partial(self._backward_over, number))
+        if torch.is_grad_enabled():
+            self._is_differentiated = True
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """A graph that was kept is used again."""
+        if not self._is_active:
+            with torch.enable_grad():
+                self.begin()
+
+    def _backward_over(self, number: int) -> None:
+        self._backwards.discard(number)
+        if self._backwards:
+            return
+        self._gradients.finish()
+        if self._frames or self._is_differentiated or (self._running and not self._has_accumulated):
+            self._go_on()
+        else:
+            self.end()
+
+    def _go_on(self) -> None:
+        """The step is not over: parameters still show working weights, beside the gradients they have."""
+        self._is_differentiated = False
+        for window in self._windows:
+            window.arrived(None)
+        for chunk in self._chunks:
+            for slot in chunk.slots:
+                self._gradients.put_back(slot)
+
+    def _listen(self, chunk: LocalChunk) -> None:
+        """Take the gradients of parameters that are trained, after whoever else looks at them."""
+        for slot in chunk.slots:
+            parameter = slot.parameter
+            if slot.handles:
+                make_last(slot.handles[1], parameter)
+            elif parameter.requires_grad:
+                slot.handles = (
+                    parameter.register_hook(lambda _, slot=slot: self._before(slot)),  # type: ignore[no-untyped-call]
+                    parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                        lambda _, chunk=chunk, slot=slot: self._after(chunk, slot)
+                    ),
+                )
+
+    def _before(self, slot: Slot) -> None:
+        if self._is_active:
+            self.backward_runs()
+            self._gradients.put_aside(slot)
+
+    def _after(self, chunk: LocalChunk, slot: Slot) -> None:
+        if not self._is_active:
+            return
+        self._has_accumulated = True
+        self._gradients.take(slot)
+        for window in self._windows:
+            if window.chunk is chunk:
+                window.arrived(slot)

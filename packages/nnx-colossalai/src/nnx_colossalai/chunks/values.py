@@ -1,0 +1,62 @@
+"""Tensors inside of what modules and steps are given and return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+__all__ = ["cast_to", "needs_no_backward", "tensors_with_gradient"]
+
+
+def cast_to(dtype: torch.dtype, value: Any) -> Any:
+    """A nested value with its floating-point tensors at another dtype.
+
+    Example:
+        >>> cast_to(torch.bfloat16, (torch.ones(1), torch.tensor([2]), "three"))
+        (tensor([1.], dtype=torch.bfloat16), tensor([2]), 'three')
+    """
+    return tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, value)
+
+
+def tensors_with_gradient(value: Any) -> list[Tensor]:
+    """The tensors in a nested value that require gradients.
+
+    Example:
+        >>> len(tensors_with_gradient({"loss": torch.ones(1, requires_grad=True), "size": (1, "two")}))
+        1
+    """
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def needs_no_backward(value: Any) -> bool:
+    """Whether nothing in a nested value can start a backward; objects of unknown classes may.
+
+    Example:
+        >>> needs_no_backward(None), needs_no_backward([torch.ones(1), 0.5]), needs_no_backward(object())
+        (True, True, False)
+    """
+    return all(
+        not leaf.requires_grad
+        if isinstance(leaf, Tensor)
+        else isinstance(leaf, (int, float, str, type(None)))
+        for leaf in _leaves(value)
+    )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _leaves(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for part in fields(value):
+            yield from _leaves(getattr(value, part.name, None))
+    else:
+        yield value
