@@ -31,7 +31,7 @@ def accumulator_of(tensor: Tensor) -> Any:
     if tensor.grad_fn is not None:
         return tensor.grad_fn
     with torch.enable_grad():
-        return tensor.view_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        return tensor.view_as(tensor).grad_fn.next_functions[0][0]
 
 
 def will_run(node: Any) -> bool | None:
