@@ -6,10 +6,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+from nnx_colossalai.chunks.units import find_units
 from nnx_colossalai.device import HostDevice
 from nnx_colossalai.plan.hardware import hardware
+from nnx_colossalai.plan.probe import probe
 
 
 def hardware_of_ranks(cache: Path) -> dict[str, Any]:
@@ -25,3 +29,18 @@ def hardware_of_ranks(cache: Path) -> dict[str, Any]:
         "kept": same == rates,
         "files": len(list(cache.rglob("*.json"))),
     }
+
+
+def probe_a_forward_that_communicates() -> str:
+    """What is said of a forward with an all-reduce."""
+
+    class Summing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            dist.all_reduce(y)
+            return y
+
+    model = Summing(3, 3)
+    found = probe(find_units(model), model, [torch.ones(2, 3)])
+    dist.barrier()
+    return found.note

@@ -67,7 +67,8 @@ def find_units(
         min_numel: Smaller modules stay with the unit above them; by default 100,000 elements, less where
             `max_numel` is less. With a policy, 0.
         max_numel: Units of more elements are divided among the modules they call, as far as they call any.
-        leave: Names of modules that must not be units, because their weights are used while they do not run.
+        leave: Names of modules that must not be units, nor anything in them, because their weights are used
+            while they do not run.
 
     Raises:
         OptionError: The policy is of the wrong type or matches nothing, or the bounds contradict each other.
@@ -106,7 +107,7 @@ class _Tree:
 
     Args:
         root: The model.
-        left: Names of modules that are not to be units.
+        left: Names of modules that are not to be units, nor anything in them.
     """
 
     def __init__(self, root: nn.Module, *, left: Collection[str]) -> None:
@@ -118,7 +119,7 @@ class _Tree:
             for parameter in module._parameters.values():
                 if parameter is not None:
                     self._users[id(parameter)].append(name)
-        self._left = {id(module) for name, module in root.named_modules() if name in left}
+        self._left = {id(part) for name in left for part in root.get_submodule(name).modules()}
 
     def name_of(self, module: nn.Module) -> str:
         """The first of its names, which a module that several others hold has too."""

@@ -125,6 +125,8 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for parameter in unit.parameters.values()
         }
         self._weights = list(weights.values())
+        self._buffers = [buffer.untyped_storage() for buffer in units[-1].module.buffers()]
+        self._there = {*self._unit_of, *map(id, self._buffers)}
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -188,7 +190,7 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         storage = value.untyped_storage()
         key = id(storage)
-        if key in self._unit_of or key in self._storages:
+        if key in self._there or key in self._storages:
             return
         number, size = len(self._made_in), storage.nbytes()
         self._made_in.append(self._running[-1])

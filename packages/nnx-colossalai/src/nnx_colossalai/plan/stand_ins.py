@@ -110,9 +110,13 @@ def stand_in_weights(
 
 def inputs_of(values: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     """Tensors without memory in place of those in a structure of arguments."""
-    return tree_map(
-        lambda value: _empty_like(value, device, dtype) if isinstance(value, Tensor) else value, values
-    )
+
+    def stand_in(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return _empty_like(value, device, dtype).requires_grad_(value.requires_grad)
+
+    return tree_map(stand_in, values)
 
 
 def _empty_like(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:

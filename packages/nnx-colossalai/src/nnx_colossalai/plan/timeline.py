@@ -60,14 +60,17 @@ def draw_timeline(memory: Memory, hardware: Hardware, path: str | Path, *, title
 
 
 def _stack(axes: Axes, memory: Memory) -> None:
-    """One bar for each moment, kinds upon each other."""
-    places = list(range(len(memory.timeline)))
-    below = [0.0] * len(places)
+    """One step of the line for each moment, kinds upon each other."""
+    count = len(memory.timeline)
+    edges = [at - 0.5 for at in range(count + 1)]
+    below = [0.0] * count
     for kind, color in _COLORS.items():
-        sizes = [moment.by_kind[kind] / _GIB for moment in memory.timeline]
-        if any(sizes):
-            axes.bar(places, sizes, bottom=below, width=1.0, color=color, label=kind, linewidth=0)
-        below = [one + size for one, size in zip(below, sizes, strict=True)]
+        above = [
+            one + moment.by_kind[kind] / _GIB for one, moment in zip(below, memory.timeline, strict=True)
+        ]
+        if above != below:
+            axes.stairs(above, edges, baseline=below, fill=True, color=color, label=kind, linewidth=0)
+        below = above
 
 
 def _budget(axes: Axes, memory: Memory, hardware: Hardware) -> None:
@@ -83,12 +86,15 @@ def _label(axes: Axes, memory: Memory) -> None:
     every = -(-len(moments) // _MOST_LABELS)
     axes.set_xlim(-0.5, len(moments) - 0.5)
     shown = [at for at in range(len(moments)) if at % every == 0]
+    shown = [at for at in shown if at + every <= len(moments)] + [len(moments) - 1]
     names = [moments[at].group or ("step" if moments[at].phase == "step" else "(root)") for at in shown]
     axes.set_xticks(shown, names, rotation=60, ha="right", fontsize=7)
     for at in range(1, len(moments)):
         if moments[at].phase != moments[at - 1].phase:
             axes.axvline(at - 0.5, color="black", linewidth=0.6)
+    top = axes.get_ylim()[1] * 0.99
     for phase in dict.fromkeys(moment.phase for moment in moments):
         own = [at for at, moment in enumerate(moments) if moment.phase == phase]
-        axes.text(sum(own) / len(own), axes.get_ylim()[1] * 0.99, phase, ha="center", va="top", fontsize=8)
+        if phase != "step":  # that is one moment, whose label says so
+            axes.text(sum(own) / len(own), top, phase, ha="center", va="top", fontsize=8)
     axes.set_ylabel("device memory, GiB")
