@@ -10,7 +10,9 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import (
     ASGD,
     SGD,
@@ -106,12 +108,11 @@ def _may_be_fused(group: dict[str, Any]) -> bool:
 
 
 def _can_be_fused(parameter: Tensor) -> bool:
-    grad = parameter.grad
-    return (
-        in_host_memory(parameter)
-        and parameter.is_floating_point()
-        and not (grad is not None and grad.is_sparse)
-    )
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        return False
+    # In 16 bits its rounding is not that of the user's own step.
+    wide = parameter.dtype in (torch.float32, torch.float64)
+    return wide and in_host_memory(parameter) and not isinstance(parameter, DTensor)
 
 
 def _alike(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[list[Tensor]]:

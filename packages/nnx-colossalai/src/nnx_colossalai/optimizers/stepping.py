@@ -117,12 +117,15 @@ class Stepper:
         """A step that may look at anything, and call its closure as often as it likes: all masters wait."""
         self._say(optimizer, "its step is not one of torch.optim's that treat each parameter by itself")
         self.finish()
+        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        chunks = [chunk for chunk in self.chunks if not own.isdisjoint(chunk.masters.values())]
+        closure, args, kwargs = _take_closure(args, kwargs)
+        if closure is not None:
+            args = (_at_new_weights(closure, chunks), *args)
         result = step(*args, **kwargs)
         self.finish()
-        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        for chunk in self.chunks:
-            if not own.isdisjoint(chunk.masters.values()):
-                chunk.refresh()
+        for chunk in chunks:
+            chunk.refresh()
         return result
 
     def _take_over(self, optimizer: Optimizer, touched: list[Chunk]) -> None:
@@ -133,21 +136,35 @@ class Stepper:
             touched: Gets the chunks to refresh after it.
         """
         parts = _parts_with_gradients(optimizer, self.chunks)
-        in_background = self._can_go_on_in_background(optimizer)
-        if not in_background:
+        goes_on = self._can_go_on_in_background(optimizer)
+        if not goes_on:
             self._background.finish()
-        shared: dict[Chunk, Part] = {}
-        if in_background or self._uses_deepspeed(optimizer) or _steps_parts_only(optimizer):
-            shared = {chunk: part for chunk, part in parts.items() if _lies_in_host_memory(part)}
-        touched += [chunk for chunk in parts if chunk not in shared]
-        shares = self._take_shares(optimizer, shared)
-        optimizer.param_groups = _without(optimizer, shared.values())
+        now: dict[Chunk, Part] = {}
+        later: dict[Chunk, Part] = {}
+        for chunk, part in parts.items():
+            if goes_on and _lies_in_host_memory(part):
+                later[chunk] = part
+                continue
+            touched.append(chunk)
+            if self._goes_by_shares(optimizer, part):
+                now[chunk] = part
+        shares = self._take_shares(optimizer, {**now, **later})
+        optimizer.param_groups = _without(optimizer, (*now.values(), *later.values()))
         optimizer.param_groups = groups_for_step(optimizer)
-        if in_background and shares:
-            self._background.submit(optimizer, shares, self._step_share)
-        elif shares:
-            for share in shares:
-                self._step_share(optimizer, share)
+        if later:
+            self._background.submit(optimizer, shares[len(now) :], self._step_and_refresh)
+        for share in shares[: len(now)]:
+            self._step_share(optimizer, share)
+
+    def _goes_by_shares(self, optimizer: Optimizer, part: Part) -> bool:
+        """Whether something else than the optimizer's own step must step a chunk at once."""
+        if not _lies_in_host_memory(part):
+            return False
+        if self._deepspeed is not None and self._deepspeed.serves(optimizer):
+            return True
+        # Most fused kernels do not know sharded parameters, but all can step one rank's part.
+        whole = needs_whole_tensors(optimizer) or _reason_to_step_whole(optimizer) is not None
+        return not whole and _is_sharded(parameter for _, parameters in part for parameter in parameters)
 
     def _take_shares(self, optimizer: Optimizer, parts: Mapping[Chunk, Part]) -> list[Share]:
         """Taken when no earlier step of the same parameters is still to come: its state would be missing."""
@@ -156,18 +173,18 @@ class Stepper:
         )
         return [take_share(chunk, optimizer, part) for chunk, part in parts.items()]
 
+    def _step_and_refresh(self, optimizer: Optimizer, share: Share) -> None:
+        self._step_share(optimizer, share)
+        share.chunk.refresh()
+
     def _step_share(self, optimizer: Optimizer, share: Share) -> None:
-        """Step one chunk as the optimizer would, and make its working weights new."""
+        """Step one chunk as the optimizer would."""
         shadow = shadow_of(optimizer, share.groups, share.state)
         if self._deepspeed is not None and self._deepspeed.serves(shadow):
             self._deepspeed.step(shadow)
         shadow.param_groups = groups_for_step(shadow)
         shadow.step()
         give_back_state(share, optimizer)
-        share.chunk.refresh()
-
-    def _uses_deepspeed(self, optimizer: Optimizer) -> bool:
-        return self._deepspeed is not None and self._deepspeed.serves(optimizer)
 
     def _can_go_on_in_background(self, optimizer: Optimizer) -> bool:
         if not self._overlaps:
@@ -216,6 +233,21 @@ def _take_closure(
     return kwargs.get("closure"), (), {key: value for key, value in kwargs.items() if key != "closure"}
 
 
+def _at_new_weights(closure: Callable[[], Any], chunks: Sequence[Chunk]) -> Callable[[], Any]:
+    """A closure whose second and later calls compute with the masters as the step has changed them."""
+    first = True
+
+    def evaluate() -> Any:
+        nonlocal first
+        if not first:
+            for chunk in chunks:
+                chunk.refresh()
+        first = False
+        return closure()
+
+    return evaluate
+
+
 @contextmanager
 def _groups_kept(optimizer: Optimizer) -> Iterator[None]:
     """Give the optimizer its own list of param groups back at the end."""
@@ -245,17 +277,6 @@ def _lies_in_host_memory(part: Part) -> bool:
     return all(in_host_memory(parameter) for _, parameters in part for parameter in parameters)
 
 
-def _steps_parts_only(optimizer: Optimizer) -> bool:
-    """Whether it must be given this rank's parts: torch's fused kernels, but for Adam's, know no DTensors."""
-    return _is_sharded(optimizer) and (
-        not needs_whole_tensors(optimizer) and _reason_to_run_whole(optimizer) is None
-    )
-
-
-def _is_sharded(optimizer: Optimizer) -> bool:
-    return any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
-
-
 def _without(optimizer: Optimizer, taken: Iterable[Part]) -> list[dict[str, Any]]:
     """The optimizer's groups less the parameters that are stepped in the background."""
     gone = {parameter for part in taken for _, parameters in part for parameter in parameters}
@@ -268,10 +289,13 @@ def _without(optimizer: Optimizer, taken: Iterable[Part]) -> list[dict[str, Any]
     return [group for group in groups if group["params"]]
 
 
-def _reason_to_run_whole(optimizer: Optimizer) -> str | None:
-    groups = optimizer.param_groups
+def _is_sharded(parameters: Iterable[nn.Parameter]) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in parameters)
+
+
+def _reason_to_step_whole(optimizer: Optimizer) -> str | None:
     for switch in ("capturable", "differentiable"):
-        if any(group.get(switch) for group in groups):
+        if any(group.get(switch) for group in optimizer.param_groups):
             return f"a param group has {switch}=True"
     if any(getattr(optimizer, name, None) is not None for name in ("found_inf", "grad_scale")):
         return "it looks for overflow itself"
@@ -279,11 +303,13 @@ def _reason_to_run_whole(optimizer: Optimizer) -> str | None:
 
 
 def _reason_against(optimizer: Optimizer) -> str | None:
-    reason = _reason_to_run_whole(optimizer)
+    """Why a step cannot go on in the background; None if it can."""
+    reason = _reason_to_step_whole(optimizer)
     if reason is not None:
         return reason
     if has_hooks_that_see_the_result(optimizer):
         return "a step hook may look at the result"
-    if _is_sharded(optimizer) and needs_whole_tensors(optimizer):
+    sharded = _is_sharded(parameter for group in optimizer.param_groups for parameter in group["params"])
+    if sharded and needs_whole_tensors(optimizer):
         return "it communicates about sharded parameters"
     return None
