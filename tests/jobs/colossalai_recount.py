@@ -92,7 +92,7 @@ def recount(spec, tiers):
             staging.append(max(part * w, trained * g))
             if tier is Tier.OFFLOADED:
                 alive.append((part * w, *whole_step))
-            else:
+            elif ranks == 1 or not own:
                 host += part * w
         using = [(first, last), (backward(last), backward(first))]
         if ranks == 1:

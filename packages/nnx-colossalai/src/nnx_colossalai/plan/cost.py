@@ -91,7 +91,8 @@ def footprint(spec: ModelSpec, group: Group, tier: Tier) -> Footprint:
     streamed  nothing                             ``N*w + N*m + T*(g + o)``
     ========= =================================== ====================================
 
-    At one rank the first two hold ``n*w`` working weights more where they are not the masters themselves.
+    At one rank the first two hold ``n*w`` working weights more where they are not the masters themselves;
+    above one rank streamed weights that would be equal to the masters are read from them, without ``N*w``.
     What comes and goes at one rank: a streamed group's ``n*w`` while it arrives and is in use; in its
     backward ``t*w`` gradients where they are not the optimizer's own, and as many that leave for the host.
     Above one rank: ``n*w`` complete weights in use and ``n*w`` in the flat buffer that they are gathered
@@ -107,17 +108,18 @@ def footprint(spec: ModelSpec, group: Group, tier: Tier) -> Footprint:
         16000
     """
     part, trained_part = _share(group.numel, spec.world_size), _share(group.trainable, spec.world_size)
+    own = spec.master_bytes == spec.working_bytes
     if tier.steps_on_host:
+        from_masters = own and spec.world_size > 1
         stays = Footprint(
             weights=part * spec.working_bytes if tier is Tier.OFFLOADED else 0,
-            host_weights=part * spec.working_bytes if tier is Tier.STREAMED else 0,
+            host_weights=part * spec.working_bytes if tier is Tier.STREAMED and not from_masters else 0,
             host_masters=part * spec.master_bytes,
             host_gradients=trained_part * spec.gradient_bytes,
             host_optimizer=trained_part * spec.optimizer_bytes,
             host_staging=max(part * spec.working_bytes, trained_part * spec.gradient_bytes),
         )
     else:
-        own = spec.master_bytes == spec.working_bytes
         copy = part * spec.working_bytes if spec.world_size == 1 else 0
         stays = Footprint(
             weights=part * spec.master_bytes if own else copy,

@@ -6,7 +6,7 @@ Pure and deterministic: the same input gives the same plan on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from nnx.errors import OptionError, PlanError
@@ -67,7 +67,7 @@ def plan(spec: ModelSpec, hardware: Hardware, wishes: Wishes | None = None) -> P
         ['gathered', 'gathered', 'offloaded', 'offloaded']
     """
     choices = _Search(spec, hardware, wishes or Wishes())
-    best = choices.fastest(choices.candidates)
+    best = choices.fastest(choices.candidates, choices.fits)
     if best is None:
         raise choices.nothing_fits()
     return choices.planned(best)
@@ -106,12 +106,12 @@ def downgrade(
         The new plan, or None if there is none: `why_not_lower` says why.
     """
     choices = _Search(spec, hardware, wishes or Wishes())
-    lower = [
-        choice
-        for choice in choices.lower(planned, missing)
-        if choices.memory.host_peak(choice) <= hardware.host_bytes
-    ]
-    return choices.planned(min(lower, key=choices.rank)) if lower else None
+    most = choices.device_peak(planned) - max(1, missing)
+    best = choices.fastest(
+        choices.lower(planned),
+        lambda one: choices.keeps(one, most) and choices.memory.host_peak(one) <= hardware.host_bytes,
+    )
+    return None if best is None else choices.planned(best)
 
 
 def why_not_lower(
@@ -119,16 +119,17 @@ def why_not_lower(
 ) -> PlanError:
     """The error to raise where `downgrade` has found nothing, with the reason and the knob."""
     choices = _Search(spec, hardware, wishes or Wishes())
-    lower = [choices.memory.host_peak(choice) for choice in choices.lower(planned, missing)]
+    most = choices.device_peak(planned) - max(1, missing)
+    lower = [one for one in choices.lower(planned) if choices.keeps(one, most)]
     if lower:
+        least = in_words(min(map(choices.memory.host_peak, lower)))
         return not_lower(
             planned.memory,
-            f"the next needs {in_words(min(lower))} of host memory, "
-            f"{in_words(hardware.host_bytes)} are allowed.",
+            f"the next needs {least} of host memory, {in_words(hardware.host_bytes)} are allowed.",
             remedy="Raise host_memory, or use more ranks.",
         )
-    unrestricted = _Search(spec, hardware, Wishes(overlapped=choices.wishes.overlapped))
-    if choices.wishes.given and unrestricted.lower(planned, missing):
+    free = _Search(spec, hardware, Wishes(overlapped=choices.wishes.overlapped))
+    if choices.wishes.given and any(free.keeps(one, most) for one in free.lower(planned)):
         return not_lower(
             planned.memory,
             f"none keeps to {choices.wishes.given}.",
@@ -145,7 +146,8 @@ class _Search:
         self.spec, self.hardware, self.wishes = spec, hardware, wishes
         self.memory = MemoryModel(spec)
         self.time = TimeModel(spec, hardware, overlapped=wishes.overlapped, uses=self.memory.uses)
-        self._allowed = allowed_tiers(wishes, [group.name for group in spec.groups], spec.world_size)
+        self._names = [group.name for group in spec.groups]
+        self._allowed = allowed_tiers(wishes, self._names, spec.world_size)
         self._candidates: list[Choice] | None = None
         self._allowance = self._margin()
 
@@ -162,8 +164,8 @@ class _Search:
             return False
         return self.memory.fits(choice, self.hardware)
 
-    def fastest(self, placements: Iterable[Choice]) -> Choice | None:
-        """The best of those that fit, without timing those that cannot be it."""
+    def fastest(self, placements: Iterable[Choice], fits: Callable[[Choice], bool]) -> Choice | None:
+        """The best of those that fit; what costs much is not counted of those that cannot be it."""
         best: tuple[tuple[float, int, tuple[int, ...]], Choice] | None = None
         for bound, choice in sorted(
             ((self.time.bound(one), one) for one in placements), key=lambda one: one[0]
@@ -172,7 +174,7 @@ class _Search:
                 break
             if best is not None and self.time.seconds(choice) > best[0][0] * (1 + 1e-6):
                 continue
-            if self.fits(choice) and (best is None or self.rank(choice) < best[0]):
+            if fits(choice) and (best is None or self.rank(choice) < best[0]):
                 best = self.rank(choice), choice
         return None if best is None else best[1]
 
@@ -185,13 +187,12 @@ class _Search:
 
     def planned(self, choice: Choice) -> Planned:
         """The plan with its cost and reasons."""
-        names = [group.name for group in self.spec.groups]
         step = self.time.step_time(choice)
         return Planned(
-            placement=Placement(dict(zip(names, choice, strict=True))),
+            placement=Placement(dict(zip(self._names, choice, strict=True))),
             memory=self.memory.memory(choice),
             seconds=step.seconds,
-            reasons={name: self._reason(choice, at) for at, name in enumerate(names)},
+            reasons={name: self._reason(choice, at) for at, name in enumerate(self._names)},
             busy=step.busy,
         )
 
@@ -230,20 +231,24 @@ class _Search:
             return f"{higher[-1].value} would not be faster"
         return f"keeps to {self.wishes.given}" if self.wishes.given else "as given"
 
-    def lower(self, planned: Planned, missing: int) -> list[Choice]:
-        """Placements that need at least so much less of the device, keep to the wishes and only move down."""
-        names = [group.name for group in self.spec.groups]
-        now = tuple(planned.placement.tiers[name] for name in names)
+    def lower(self, planned: Planned) -> list[Choice]:
+        """Placements worth comparing in which groups have only moved down, to tiers that they may have."""
         below = [
             (tier, *(one for one in self._allowed[name] if _TIERS.index(one) > _TIERS.index(tier)))
-            for name, tier in zip(names, now, strict=True)
+            for name, tier in zip(self._names, self._tiers_of(planned), strict=True)
         ]
-        most = self.memory.device_peak(now) - max(1, missing)
-        return [
-            choice
-            for choice in search(self.spec, self.memory, self.time, below)
-            if self.memory.device_peak(choice) <= most and meets_fractions(self.spec, self.wishes, choice)
-        ]
+        return search(self.spec, self.memory, self.time, below)
+
+    def keeps(self, choice: Choice, most: int) -> bool:
+        """Whether a placement needs at most so much of the device, and has the fractions."""
+        return meets_fractions(self.spec, self.wishes, choice) and self.memory.device_peak(choice) <= most
+
+    def device_peak(self, planned: Planned) -> int:
+        """Of a plan, by the sizes that are known now."""
+        return self.memory.device_peak(self._tiers_of(planned))
+
+    def _tiers_of(self, planned: Planned) -> Choice:
+        return tuple(planned.placement.tiers[name] for name in self._names)
 
     def nothing_fits(self) -> PlanError:
         """Why no candidate fits."""
