@@ -53,8 +53,9 @@ def seeds_of(cell: tuple[int, str, str]) -> list[int]:
     """The seeds that a cell meets."""
     if os.environ.get("NNX_MATRIX") == "full":
         return list(range(SEEDS))
-    first = 3 * CELLS.index(cell)
-    return [(first + number) % SEEDS for number in range(3)]
+    count = 1 if cell[0] == 4 else 2
+    first = count * CELLS.index(cell)
+    return [(first + number) % SEEDS for number in range(count)]
 
 
 class References:
@@ -100,11 +101,13 @@ def test_masters_moments_and_losses_are_the_references_to_the_bit(
             assert left["plain"] == wanted["masters"], f"{where}: after the strategy's end"
             assert left["dtypes"] == ["torch.float32"], where
             assert left["tied"], where
+            assert tuple(left["tiers"].values()) == MIXES[mix], where
 
 
-def test_every_seed_meets_every_world_size_and_every_kind_of_recipe_occurs() -> None:
+def test_every_seed_is_met_alone_and_by_two_and_every_kind_of_recipe_occurs() -> None:
     meetings = {(seed, cell[0]) for cell in CELLS for seed in seeds_of(cell)}
-    assert meetings == set(product(range(SEEDS), SIZES))
+    assert meetings >= set(product(range(SEEDS), (1, 2)))
+    assert sum(size == 4 for _, size in meetings) >= len(MIXES) * len(OVERLAPS)
     recipes = [recipe_of(seed) for seed in range(SEEDS)]
     assert {(one.precision, one.optimizer) for one in recipes} == set(
         product(("bf16-mixed", "16-mixed", "32-true"), ("adamw", "adam", "momentum"))
