@@ -78,7 +78,8 @@ def test_what_the_loss_keeps_counts() -> None:
     )
     logits = 12 * 50
     # The logarithms in float32 are kept in place of the logits in bfloat16.
-    assert with_loss.activation_bytes[""] - plain.activation_bytes[""] == logits * (4 - 2) + TOKENS.nbytes + 4 + 4
+    more = with_loss.activation_bytes[""] - plain.activation_bytes[""]
+    assert more == logits * (4 - 2) + TOKENS.nbytes + 4 + 4
 
 
 def test_keyword_inputs_wishes_and_rates_are_kept_to() -> None:

@@ -90,6 +90,13 @@ def test_operations_are_counted_forward_and_backward() -> None:
     assert found.flops == {"0": 3 * one, "1": 3 * one, "": 0}
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_is_looked_at_as_in_training_wherever_it_is_asked_for(mode: type) -> None:
+    expected = look(small_llama(), TOKENS)
+    with mode():
+        assert look(small_llama(), TOKENS) == expected
+
+
 def test_frozen_layers_keep_and_compute_less() -> None:
     model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(3)))
     trained = look(model, torch.ones(5, 20))

@@ -75,7 +75,7 @@ def probe(
     root, place = units[-1].module, torch.device(device)
     other = None if mixed else working
     try:
-        with restored(root), FakeTensorMode(allow_non_fake_inputs=True):
+        with torch.inference_mode(False), restored(root), FakeTensorMode(allow_non_fake_inputs=True):
             weights = stand_in_weights(root, place, parameters=working, buffers=other)
             tracker = _Tracker(units, weights)
             arguments, keywords = inputs_of((list(args), dict(kwargs or {})), place, other)
