@@ -90,9 +90,15 @@ def train_mix(recipe: Recipe, mix: Mix, rank: int, world_size: int) -> dict[str,
 
 
 def _backend(
-    recipe: Recipe, mix: Mix, device: SimDevice, rank: int, world_size: int, layer: type[nn.Module] = MixBlock
+    recipe: Recipe,
+    mix: Mix,
+    device: SimDevice,
+    rank: int,
+    world_size: int,
+    layer: type[nn.Module] = MixBlock,
+    last: str = "",
 ) -> ColossalAIBackend:
-    names = [f"blocks.{number}" for number in range(len(mix.tiers) - 1)] + [""]
+    names = [f"blocks.{number}" for number in range(len(mix.tiers) - 1)] + [last]
     backend = ColossalAIBackend(
         ColossalAIOptions(
             device=device,
@@ -155,7 +161,7 @@ def bytes_moved(recipe: Recipe, mix: Mix) -> list[tuple[int, int]]:
     """Bytes that go to the device and to the host in each step, once the first is over."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = SimDevice(64 * 2**20)
-    backend = _backend(recipe, mix, device, rank, world_size, layer=nn.Linear)
+    backend = _backend(recipe, mix, device, rank, world_size, layer=nn.Linear, last="head")
     model = EvenNet()
     backend.parallelize(model, no_sample)
     optimizer = torch.optim.AdamW(model.parameters())
