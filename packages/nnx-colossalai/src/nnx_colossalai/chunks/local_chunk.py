@@ -9,9 +9,9 @@ module a moment earlier, whichever comes first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
@@ -38,6 +38,7 @@ class _Buffers:
         master: What the optimizer steps.
         working: Device memory that forward and backward compute with; None where that is the master.
         source: Host memory that `working` is fetched from, where that is streamed.
+        views: Of `working`, made while it had memory.
         event: Of the last copy that wrote `working`.
     """
 
@@ -45,6 +46,7 @@ class _Buffers:
     master: Tensor
     working: Tensor | None = None
     source: Tensor | None = None
+    views: list[Tensor] = field(default_factory=list)
     event: Any = None
 
 
@@ -124,7 +126,7 @@ class LocalChunk(Chunk):
         """
         before = self.tier
         for buffers in self._buffers:  # first of all, to make room
-            buffers.working = buffers.source = None
+            buffers.working, buffers.source, buffers.views = None, None, []
         for slot in self.slots:
             slot.working = None
         try:
@@ -148,6 +150,7 @@ class LocalChunk(Chunk):
                 buffers = _Buffers(segment, allocate(segment.numel, segment.dtype))
             if on_host or segment.working_dtype != segment.dtype:
                 buffers.working = self._device.empty(segment.numel, segment.working_dtype)
+                buffers.views = segment.views(buffers.working)
                 if tier is Tier.STREAMED:
                     buffers.source = self._device.host_empty(segment.numel, segment.working_dtype)
                     self._device.release(buffers.working)
@@ -160,9 +163,9 @@ class LocalChunk(Chunk):
 
     @torch.no_grad()
     def _fill(self, buffers: _Buffers, handles: Mapping[int, tuple[Any, ...]]) -> None:
-        segment, working = buffers.segment, buffers.working
+        segment = buffers.segment
         views = segment.views(buffers.master)
-        working_views = [None] * len(views) if working is None else segment.views(working)
+        working_views: Sequence[Tensor | None] = buffers.views or [None] * len(views)
         for parameter, template, view, working_view in zip(
             segment.parameters, segment.templates, views, working_views, strict=True
         ):
