@@ -40,6 +40,13 @@ def test_host_memory_is_stepped_by_the_fused_kernel(kind: Callable[..., Optimize
         assert torch.equal(mine, theirs)
 
 
+def test_a_group_that_is_fused_by_choice_is_divided_only_where_its_kernel_needs_it() -> None:
+    optimizer = torch.optim.SGD(parameters(), lr=0.1, momentum=0.9, fused=True)
+    assert kernels(optimizer) == [(3, True)]
+    optimizer.state[optimizer.param_groups[0]["params"][1]]["momentum_buffer"] = torch.zeros(5, 4)
+    assert kernels(optimizer) == [(1, True), (2, True)]
+
+
 @pytest.mark.parametrize("choice", [{"fused": False}, {"foreach": True}, {"foreach": False}])
 def test_the_users_own_choice_of_a_kernel_stands(choice: dict[str, bool]) -> None:
     optimizer = torch.optim.AdamW(parameters(), **choice)

@@ -90,15 +90,18 @@ def groups_for_step(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _divided(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    if not _may_be_fused(group):
+    if group.get("fused"):
+        for same in _alike(optimizer, group["params"]):
+            yield {**group, "params": same}
+    elif _may_be_fused(group):
+        fused = [parameter for parameter in group["params"] if _can_be_fused(parameter)]
+        others = [parameter for parameter in group["params"] if not _can_be_fused(parameter)]
+        for same in _alike(optimizer, fused):
+            yield {**group, "params": same, "fused": True}
+        if others:
+            yield {**group, "params": others}
+    else:
         yield group
-        return
-    fused = [parameter for parameter in group["params"] if _can_be_fused(parameter)]
-    others = [parameter for parameter in group["params"] if not _can_be_fused(parameter)]
-    for same in _alike(optimizer, fused):
-        yield {**group, "params": same, "fused": True}
-    if others:
-        yield {**group, "params": others}
 
 
 def _may_be_fused(group: dict[str, Any]) -> bool:
