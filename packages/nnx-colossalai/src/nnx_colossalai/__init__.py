@@ -1,8 +1,8 @@
 """Heterogeneous, chunked memory for PyTorch Lightning, as an nnx plugin.
 
 A plan within your budgets puts each layer's weights, masters and optimizer state on the device or in host
-memory. `nnx_colossalai.backend` is the engine. Importing this package imports neither torch nor Lightning; the
-names in it that old scripts use do.
+memory. `nnx_colossalai.backend` is the engine. Importing this package imports neither torch nor Lightning;
+the names that old scripts use do.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +22,7 @@ from nnx_colossalai.chunks.engine import ChunkEngine, Unit
 from nnx_colossalai.chunks.flat import is_chunkable, segments_of
 from nnx_colossalai.chunks.local_chunk import LocalChunk
 from nnx_colossalai.chunks.local_gradients import Gradients
+from nnx_colossalai.chunks.local_hooks import Enter, Leave
 from nnx_colossalai.chunks.local_step import Step
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.plan.spec import Tier
@@ -136,9 +136,9 @@ class LocalEngine(ChunkEngine):
                 if owner is not None and owner not in used.setdefault(module, []):
                     used[module].append(owner)
         for module, chunks in used.items():
-            enter = partial(self._step.enter, chunks, self._dtype_of_inputs(module))
+            enter = Enter(self._step, chunks, self._dtype_of_inputs(module))
             self._hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(self._step.leave, always_call=True))
+            self._hooks.append(module.register_forward_hook(Leave(self._step), always_call=True))
         # Two chunks on their way: one that is being added up, one that travels.
         self._gradients.limit = 2 * max((chunk.nbytes for chunk in self.chunks), default=0)
 
@@ -205,9 +205,10 @@ class LocalEngine(ChunkEngine):
             chunk.finish()
         self._step.finish()
 
+    @override
     def end_step(self) -> None:
-        """Show the masters, if a forward that no backward followed has left working weights."""
-        self._step.finish()
+        # A forward that no backward followed, as in manual optimization, has left working weights.
+        self._step.show_masters()
 
     @override
     def shard(self, tensor: torch.Tensor, *, parameter: nn.Parameter | None = None) -> Shard:

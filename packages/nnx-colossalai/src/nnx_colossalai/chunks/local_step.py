@@ -168,6 +168,11 @@ class Step:
         self._running = 0
         self.end()
 
+    def show_masters(self) -> None:
+        """In a step of manual optimization as well, unless a forward or a backward is under way."""
+        if not self._frames and current_backward() == NO_BACKWARD:
+            self.end()
+
     def finish(self) -> None:
         """Show masters, unless a forward or a backward is under way."""
         if not self._running and not self._frames and current_backward() == NO_BACKWARD:
@@ -246,7 +251,7 @@ class Step:
                 self._windows.append(window)
         return None if dtype is None else (args, kwargs)
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, output: Any) -> None:
         """It is over, well or not."""
         if not self._frames or self._frames[-1].module is not module:
             return

@@ -47,6 +47,8 @@ class Stepper:
             forward; each waits for its own only. The numbers are those of "none".
         cpu_adam: What steps Adam and AdamW in host memory.
         device: This rank's.
+        show_masters: Called before masters are looked at, when a closure has run: working weights may be
+            there in their places.
     """
 
     def __init__(
@@ -56,10 +58,12 @@ class Stepper:
         overlap: Overlap = "none",
         cpu_adam: CpuAdam = "torch",
         device: torch.device | None = None,
+        show_masters: Callable[[], None] = lambda: None,
     ) -> None:
         check_choice("overlap", overlap, ("none", "exact"))
         check_choice("cpu_adam", cpu_adam, ("torch", "deepspeed"))
         self.chunks = chunks
+        self._show_masters = show_masters
         self._overlaps = overlap == "exact"
         self._deepspeed = DeepSpeedAdam() if cpu_adam == "deepspeed" else None
         self._background = Background(device)
@@ -103,6 +107,7 @@ class Stepper:
 
         def closure_then_take_over() -> Any:
             loss = None if closure is None else closure()
+            self._show_masters()
             with torch.no_grad(), without_guards():
                 self._take_over(optimizer, touched)
             return loss
@@ -121,12 +126,29 @@ class Stepper:
         chunks = [chunk for chunk in self.chunks if not own.isdisjoint(chunk.masters.values())]
         closure, args, kwargs = _take_closure(args, kwargs)
         if closure is not None:
-            args = (_at_new_weights(closure, chunks), *args)
+            args = (self._at_new_weights(closure, chunks), *args)
+        self._show_masters()
         result = step(*args, **kwargs)
         self.finish()
         for chunk in chunks:
             chunk.refresh()
         return result
+
+    def _at_new_weights(self, closure: Callable[[], Any], chunks: Sequence[Chunk]) -> Callable[[], Any]:
+        """A closure whose second and later calls compute with the masters as the step has changed them."""
+        first = True
+
+        def evaluate() -> Any:
+            nonlocal first
+            if not first:
+                for chunk in chunks:
+                    chunk.refresh()
+            first = False
+            loss = closure()
+            self._show_masters()
+            return loss
+
+        return evaluate
 
     def _take_over(self, optimizer: Optimizer, touched: list[Chunk]) -> None:
         """Now that gradients are there: leave the optimizer what it steps itself, and see to the rest.
@@ -231,21 +253,6 @@ def _take_closure(
     if args:
         return args[0], args[1:], kwargs
     return kwargs.get("closure"), (), {key: value for key, value in kwargs.items() if key != "closure"}
-
-
-def _at_new_weights(closure: Callable[[], Any], chunks: Sequence[Chunk]) -> Callable[[], Any]:
-    """A closure whose second and later calls compute with the masters as the step has changed them."""
-    first = True
-
-    def evaluate() -> Any:
-        nonlocal first
-        if not first:
-            for chunk in chunks:
-                chunk.refresh()
-        first = False
-        return closure()
-
-    return evaluate
 
 
 @contextmanager
