@@ -59,7 +59,7 @@ def random_hardware(seed, spec):
 
 
 def recount(spec, tiers):
-    """Most device and host bytes, by writing down every allocation with the first and last moment of its life."""
+    """Most device and host bytes, by writing down every allocation with its first and last moment."""
     count, ranks = len(spec.groups), spec.world_size
     own = spec.master_bytes == spec.working_bytes
     whole_step = (0, 2 * count)
@@ -78,8 +78,9 @@ def recount(spec, tiers):
     def backward(at):
         return 2 * count - 1 - at
 
+    sent = []  # gradients to host memory at one rank: bytes, first moment at which there are some
     fetched = []  # of groups whose weights come from elsewhere: first moment of use, bytes, in each direction
-    for group, tier, (first, last) in zip(spec.groups, tiers, uses):
+    for group, tier, (first, last) in zip(spec.groups, tiers, uses, strict=True):
         part, trained = -(-group.numel // ranks), -(-group.trainable // ranks)
         w, m, g = spec.working_bytes, spec.master_bytes, spec.gradient_bytes
         if tier in (Tier.GATHERED, Tier.SHARDED):
@@ -99,12 +100,10 @@ def recount(spec, tiers):
             if tier is Tier.STREAMED:
                 alive += [(group.numel * w, *use) for use in using]
                 fetched.append((group.numel * w, [first, backward(last)]))
-            if not (tier in (Tier.GATHERED, Tier.SHARDED) and g == w):
-                leaves = 1 if tier in (Tier.OFFLOADED, Tier.STREAMED) else 0
-                end = min(backward(first) + leaves, 2 * count - 1)
+            if tier in (Tier.OFFLOADED, Tier.STREAMED):
+                sent.append((group.trainable * w, using[1][0]))
+            elif g != w:
                 alive.append((group.trainable * w, *using[1]))
-                if end > using[1][1]:
-                    alive.append((group.trainable * w, end, end))
             continue
         landing = group.numel * w + (part * w if tier is Tier.STREAMED else 0)
         if tier is Tier.GATHERED:
@@ -119,22 +118,14 @@ def recount(spec, tiers):
         reducing = group.trainable * g + (trained * g if tier in (Tier.OFFLOADED, Tier.STREAMED) else 0)
         alive.append((reducing, using[1][0], min(using[1][1] + 1, 2 * count - 1)))
 
-    for half in (range(count), range(count, 2 * count)):
-        for now in half:
-            later = [
-                (moment, size)
-                for size, begins in fetched
-                for moment in begins
-                if moment in half and moment > now and size
-            ]
-            if later:
-                soonest = min(moment for moment, _ in later)
-                alive.append((sum(size for moment, size in later if moment == soonest), now, now))
+    for size, begins in fetched:
+        alive += [(size, begin - 1, begin - 1) for begin in begins if begin not in (0, count)]
+    most_under_way = 2 * spec.working_bytes * max(group.numel for group in spec.groups)
+    for now in range(count, 2 * count):
+        alive.append((min(most_under_way, sum(size for size, begin in sent if begin <= now)), now, now))
     for at, group in enumerate(spec.groups):
         alive.append((group.activation_bytes, at, backward(at)))
     device = max(
         sum(size for size, begin, end in alive if begin <= now <= end) for now in range(2 * count + 1)
     )
     return device + spec.other_device_bytes, host + sum(sorted(staging)[-2:])
-
-

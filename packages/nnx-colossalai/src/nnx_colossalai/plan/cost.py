@@ -41,10 +41,11 @@ class Footprint:
         host_optimizer: State of the optimizer in host memory.
         in_use: Complete weights on the device while the group is in use, beside `weights`.
         kept: Whether `in_use` stays from the forward to the end of the backward.
-        arriving: Buffers that a copy or all-gather ahead of the use fills.
+        arriving: Buffers that a copy or all-gather fills while the group before it is in use.
         unpacking: Those that are still there when the use begins.
         backward: Gradients of working dtype and buffers to reduce them, while its backward runs.
-        leaving: Those that are still there while the backward after it runs.
+        leaving: Those of them that may outlast it: above one rank while the next backward runs, at one rank
+            until they are copied; all groups together have at most twice the largest group's weights then.
         host_staging: Host memory for a conversion or a copy under way; two chunks at most have one.
     """
 
@@ -338,28 +339,39 @@ class MemoryModel:
         gradients = sum(one.gradients for one in prints) if always else 0
         moments: list[tuple[Phase, int, tuple[int, int, int, int]]] = []
         kept = activations = 0
-        ahead = _arriving(prints, self._first, back=False)
         for at in range(count):
             activations += self.spec.groups[at].activation_bytes
             gathered = kept + sum(prints[j].in_use for j in self._using[at] if not prints[j].kept)
             now = sum(prints[j].in_use for j in self._first[at] if prints[j].kept)
-            staging = ahead[at] + sum(prints[j].unpacking for j in self._first[at])
+            staging = sum(prints[j].unpacking for j in self._first[at])
+            if at + 1 < count:
+                staging += sum(prints[j].arriving for j in self._first[at + 1])
             moments.append(("forward", at, (gathered + now, staging, gradients, activations)))
             kept += now
-        ahead = _arriving(prints, self._last, back=True)
-        leaving = 0
+        under_way = 0
         for at in reversed(range(count)):
             if not always:
                 gradients += sum(prints[j].gradients for j in self._last[at])
             gathered = kept + sum(prints[j].in_use for j in self._using[at] if not prints[j].kept)
-            staging = ahead[at] + sum(prints[j].unpacking for j in self._last[at] if not prints[j].kept)
-            moving = leaving + sum(prints[j].backward for j in self._using[at])
+            staging = sum(prints[j].unpacking for j in self._last[at] if not prints[j].kept)
+            if at:
+                staging += sum(prints[j].arriving for j in self._last[at - 1] if not prints[j].kept)
+            moving, under_way = self._moving(prints, at, under_way)
             moments.append(("backward", at, (gathered, staging, gradients + moving, activations)))
             activations -= self.spec.groups[at].activation_bytes
             kept -= sum(prints[j].in_use for j in self._first[at] if prints[j].kept)
-            leaving = sum(prints[j].leaving for j in self._first[at])
         moments.append(("step", 0, (0, 0, gradients, 0)))
         return moments
+
+    def _moving(self, prints: list[Footprint], at: int, under_way: int) -> tuple[int, int]:
+        """Gradients and their buffers during the backward of a place, and of those what outlasts it."""
+        backward = sum(prints[j].backward for j in self._using[at])
+        ended = sum(prints[j].leaving for j in self._first[at])
+        if self.spec.world_size > 1:
+            return under_way + backward, ended
+        sent = sum(prints[j].leaving for j in self._using[at])
+        most = 2 * self.spec.working_bytes * max(group.numel for group in self.spec.groups)
+        return backward - sent + min(most, under_way + sent), min(most, under_way + ended)
 
 
 def _use(spec: ModelSpec, index: int) -> tuple[int, int]:
@@ -371,13 +383,3 @@ def _use(spec: ModelSpec, index: int) -> tuple[int, int]:
         if at == index or not name or group.name.startswith(name + ".")
     ]
     return inside[0], inside[-1]
-
-
-def _arriving(prints: Sequence[Footprint], beginning: Sequence[Sequence[int]], *, back: bool) -> list[int]:
-    """Bytes that arrive ahead at every place: of the groups that are the next to be fetched after it."""
-    ahead, nearest = [0] * len(prints), 0
-    for at in range(len(prints)) if back else reversed(range(len(prints))):
-        ahead[at] = nearest
-        fetched = sum(prints[j].arriving for j in beginning[at] if not (back and prints[j].kept))
-        nearest = fetched or nearest
-    return ahead
