@@ -174,7 +174,7 @@ def make_trainer(training: Training, **more: Any) -> Trainer:
     """A quiet Trainer on the CPU."""
     import nnx
 
-    options = dict(training.options)
+    options = {"min_num_params": 100, **training.options}  # a chunk for each layer
     precision: dict[str, Any] = {"precision": training.precision}
     if training.precision == "16-mixed":  # which Trainer turns into bf16-mixed on the CPU
         precision = {"plugins": [MixedPrecision("16-mixed", "cpu")]}

@@ -70,7 +70,6 @@ def test_without_the_package_every_name_says_what_to_install() -> None:
         importlib.metadata.EntryPoints.select = lambda self, **_: ()  # as on a machine without plugins
         import nnx
         from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.precision import MixedPrecision
         for name in ("colossalai", "colossalai_auto", "colossalai_cuda", "colossalai_cpu"):
             for build in (nnx.strategy, lambda name: Trainer(strategy=name, accelerator="cpu")):
                 try:
@@ -99,7 +98,7 @@ def test_the_strategy_is_given_by_its_name(name: str) -> None:
     plugin = MixedPrecision("16-mixed", "cpu")
     trainer = Trainer(strategy=name, accelerator="cpu", devices=2, plugins=[plugin], logger=False)
     assert type(trainer.strategy) is type(nnx.strategy(name))
-    assert trainer.strategy.strategy_name == name
+    assert trainer.strategy.name == name
     assert trainer.precision_plugin is plugin
 
 

@@ -1,0 +1,171 @@
+"""What cannot work ends in an error that names bytes and knob on every rank; what can, goes on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+import nnx
+from jobs.colossalai_bad_input_jobs import ENOUGH, fit
+from nnx.errors import OptionError
+from nnx.testing.pool import JobError, WorkerPool
+
+BYTES = re.compile(r"\d+(\.\d+)? ([KMG]iB|bytes)")
+
+
+def failures(pool: WorkerPool, options: Mapping[str, Any], devices: int, **more: Any) -> dict[int, str]:
+    """How each rank failed, which none may do by waiting for the others."""
+    with pytest.raises(JobError) as caught:
+        pool.run(fit_with, options, devices, more, world_size=devices, timeout=60)
+    return caught.value.failures
+
+
+def fit_with(options: Mapping[str, Any], devices: int, more: Mapping[str, Any]) -> dict[str, Any]:
+    return fit(options, devices, **more)
+
+
+def fitted(pool: WorkerPool, options: Mapping[str, Any], devices: int, **more: Any) -> list[dict[str, Any]]:
+    """What each rank reports."""
+    return pool.run(fit_with, options, devices, more, world_size=devices)
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"placement_policy": "gpu"}, ["placement_policy='gpu'", "'cuda'", "'cpu'", "'auto'"]),
+        ({"placement_policy": "static"}, ["'static'", "offload_fraction"]),
+        ({"offload_fraction": 1.5}, ["offload_fraction=1.5", "0 to 1"]),
+        ({"use_chunk": False}, ["use_chunk=False", "auto_wrap_policy"]),
+        ({"device_memory": "24 bananas"}, ["device_memory='24 bananas'", "'24GiB'"]),
+        ({"placement_polcy": "cpu"}, ["placement_polcy", "placement_policy"]),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused_before_anything_starts(
+    options: dict[str, Any], named: list[str]
+) -> None:
+    with pytest.raises(OptionError) as caught:
+        nnx.strategy("colossalai", **options)
+    for text in named:
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (
+            {"offload_fraction": 0.2, "stream_fraction": 0.5},
+            ["offload_fraction", "0.2", "stream_fraction", "0.5"],
+        ),
+        ({"placement_policy": "cuda", "offload_fraction": 0.5}, ["cuda", "offload_fraction"]),
+        ({"placement_policy": "gathered", "tiers": {"blocks.0": "streamed"}}, ["gathered", "blocks.0"]),
+        ({"tiers": {"blocks.9": "streamed"}}, ["blocks.9", "blocks.0"]),
+    ],
+)
+def test_wishes_that_contradict_each_other_or_the_model_are_named_together(
+    pool: WorkerPool, options: dict[str, Any], named: list[str], devices: int
+) -> None:
+    found = failures(pool, options, devices)
+    assert sorted(found) == list(range(devices))
+    for failure in found.values():
+        last = failure.strip().splitlines()[-1]
+        assert "Error" in last
+        for text in named:
+            assert text in last
+
+
+# --- budgets --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_device_too_small_for_the_largest_layer_is_named_with_bytes_and_knob(
+    pool: WorkerPool, devices: int
+) -> None:
+    found = failures(pool, {"device_memory": 1000}, devices)
+    assert sorted(found) == list(range(devices))
+    for failure in found.values():
+        last = failure.strip().splitlines()[-1]
+        assert "PlanError" in last
+        assert "blocks." in last, "the largest layer is not named"
+        assert len(BYTES.findall(last)) >= 2, "needed and allowed bytes are not named"
+        assert "device_memory" in last
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_host_too_small_for_what_the_device_cannot_hold_is_named_too(
+    pool: WorkerPool, devices: int
+) -> None:
+    found = failures(pool, {"device_memory": 32_000, "host_memory": 2000}, devices)
+    assert sorted(found) == list(range(devices))
+    for failure in found.values():
+        last = failure.strip().splitlines()[-1]
+        assert "PlanError" in last
+        assert "host_memory" in last
+        assert BYTES.search(last)
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+
+def test_an_optimizer_that_looks_at_all_parameters_at_once_is_refused_by_name(pool: WorkerPool) -> None:
+    found = failures(pool, {"placement_policy": "cpu"}, 2, optimizer="lbfgs")
+    assert sorted(found) == [0, 1]
+    for failure in found.values():
+        last = failure.strip().splitlines()[-1]
+        assert "LBFGS" in last
+        assert "UnsupportedError" in last
+
+
+# --- out of memory in a step ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_out_of_memory_in_a_step_moves_the_plan_down_and_changes_no_number(
+    pool: WorkerPool, devices: int
+) -> None:
+    expected = fitted(pool, {}, devices)[0]
+    ranks = fitted(pool, {}, devices, exhausted=(2, 1, None), capacity=ENOUGH)
+    for seen in ranks:
+        assert seen["losses"] == expected["losses"]
+        assert seen["digest"] == expected["digest"]
+    (told,) = [line for line in ranks[0]["log"] if "out of memory" in line.lower()]
+    assert "moved down" in told
+    assert "offloaded" in told or "streamed" in told
+    assert BYTES.search(told)
+
+
+def test_a_device_that_shrinks_while_training_moves_the_plan_down(pool: WorkerPool) -> None:
+    expected = fitted(pool, {}, 1)[0]
+    (seen,) = fitted(pool, {}, 1, capacity=ENOUGH, shrink=(2, 24_000))
+    assert seen["losses"] == expected["losses"]
+    assert seen["digest"] == expected["digest"]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_out_of_memory_that_no_plan_avoids_says_so_on_every_rank(pool: WorkerPool, devices: int) -> None:
+    found = failures(pool, {}, devices, exhausted=(2, 100, None), capacity=ENOUGH)
+    assert sorted(found) == list(range(devices))
+    for failure in found.values():
+        last = failure.strip().splitlines()[-1]
+        assert "DeviceMemoryError" in last
+        assert "device_memory" in last
+        assert BYTES.search(last)
+
+
+def test_out_of_memory_while_micro_batches_are_accumulated_moves_down_or_says_why_not(
+    pool: WorkerPool,
+) -> None:
+    found = failures(pool, {}, 1, exhausted=(2, 100, None), capacity=ENOUGH, accumulate=2)
+    assert "DeviceMemoryError" in found[0].strip().splitlines()[-1]
+
+
+def test_out_of_memory_on_one_rank_hangs_none_of_the_others(pool: WorkerPool) -> None:
+    found = failures(pool, {}, 2, exhausted=(2, 100, 1), capacity=ENOUGH)
+    assert 1 in found
+    assert "DeviceMemoryError" in found[1].strip().splitlines()[-1]
