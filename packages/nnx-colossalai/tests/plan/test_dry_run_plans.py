@@ -121,8 +121,8 @@ def test_what_was_guessed_or_not_counted_is_said() -> None:
         "no optimizer is known yet: taken for Adam.",
     )
     assert str(outcome).endswith("note: no optimizer is known yet: taken for Adam.")
-    wrong = dry_run(small(), [TOKENS.float()], world_size=1, device_bytes=10**6)
-    assert wrong.notes[0].startswith("activations are not counted: ")
+    wrong = dry_run(small(), [], world_size=1, device_bytes=10**6)
+    assert wrong.notes[0].startswith("activations are not counted: TypeError: ")
 
 
 def test_a_world_that_is_too_small_is_refused_with_bytes_and_knob() -> None:

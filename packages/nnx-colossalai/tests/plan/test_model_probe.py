@@ -175,7 +175,7 @@ class Messy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = functional.dropout(self.norm(self.linear(x)))
-        random.random(), np.random.rand(), torch.rand(3)
+        random.random(), np.random.rand(), torch.manual_seed(7)
         self.calls += 1
         self.last = y
         self.cache["new"] = y
