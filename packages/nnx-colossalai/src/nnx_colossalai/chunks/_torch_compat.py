@@ -89,6 +89,10 @@ class ShardedParameter:
         """Let what is gathered be `source`: flat, padded, of the working dtype or to be converted to it."""
         self._inner._sharded_param_data = source
 
+    def let_go(self) -> None:
+        """When FSDP2 is off the module: its objects, which refer to each other, hold no memory meanwhile."""
+        self._inner._sharded_param_data = self._inner.sharded_param = None
+
 
 class Gathered:
     """The parameters of one module that FSDP2 gathers together.

@@ -2,8 +2,8 @@
 
 In all tiers each rank holds its part of the masters as DTensors, and FSDP2 gathers working weights and
 reduces gradients in float32 under a mixed precision: sum over the ranks, divided by their number, added to
-what is there. On the device FSDP2 gathers from the masters; in host memory from a copy in the working dtype, which
-lies on the device (offloaded) or beside the masters (streamed).
+what is there. On the device FSDP2 gathers from the masters; in host memory from a copy in the working
+dtype, which lies on the device (offloaded) or beside the masters (streamed).
 
 This module owns the engine. FSDP2's units are `nnx_fsdp.backend`'s, memory is `sharded_parts`', waiting
 `sharded_chunk`'s.
@@ -122,7 +122,10 @@ class ShardedEngine(ChunkEngine):
     def unparallelize(self, root: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         if self._root is not None:
             self.finish()
+        self._casts.remove()
         replaced = self._units.unparallelize(root)
+        for chunk in self.chunks:
+            chunk.let_go()
         self.chunks, self._root = (), None
         self._order.clear()
         return replaced
@@ -135,6 +138,7 @@ class ShardedEngine(ChunkEngine):
             return step(*args, **kwargs)
         self._recover()
         self._order.clear()
+        self._casts.hide()  # those of a forward that no backward followed
         self._casts.show()
         try:
             result = self._units.run_step(root, step, *args, **kwargs)

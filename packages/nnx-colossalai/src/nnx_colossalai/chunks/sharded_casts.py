@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from nnx_colossalai.chunks._torch_compat import when_backward_has_ended
 
@@ -49,6 +50,10 @@ class CastParameters:
                 and not isinstance(parameter, DTensor)
                 and parameter.dtype is torch.float32
             ]
+        self._handles: list[RemovableHandle] = []
+        for module in {module for module, _, _ in self._places}:
+            self._handles.append(module.register_state_dict_pre_hook(lambda *_: self.hide()))
+            self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: self.hide()))
 
     def show(self) -> None:
         """Show the working copies, made of what the masters are now."""
@@ -68,6 +73,13 @@ class CastParameters:
             self._are_shown = False
             for module, name, parameter in self._places:
                 module._parameters[name] = parameter
+
+    def remove(self) -> None:
+        """Never show them again."""
+        self.hide()
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._places = [], []
 
     def when_backward_has_ended(self) -> None:
         """Within a backward: hide them at its end."""

@@ -101,6 +101,12 @@ class ShardedChunk(Chunk):
             if event is not None:
                 self._events.append(event)
 
+    def let_go(self) -> None:
+        """When FSDP2 is off the module: hold no memory."""
+        for segment in self._segments:
+            segment.let_go()
+        self.masters, self._gathered = {}, []
+
     # --- pending ------------------------------------------------------------------------------
 
     @override

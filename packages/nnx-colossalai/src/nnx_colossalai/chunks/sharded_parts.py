@@ -61,8 +61,11 @@ class Segment:
 
     @property
     def version(self) -> int:
-        """Changes with every change of the masters."""
-        return self._masters._version
+        """Changes with every change of the masters, through a parameter or by its part.
+
+        What is done to a DTensor counts there only, what is done to this rank's part only in the buffer.
+        """
+        return self._masters._version + sum(parameter._version for parameter in self.parameters)
 
     @property
     def is_copied(self) -> bool:
@@ -136,3 +139,10 @@ class Segment:
             return self._device.copy(self._working, self._masters)
         self._working.copy_(self._masters)
         return None
+
+    def let_go(self) -> None:
+        """When FSDP2 is off the module: hold no memory, whoever still holds this or FSDP2's objects."""
+        self._masters, self._working = torch.empty(0), None
+        for parameter in self._parameters:
+            parameter.let_go()
+        self._parameters = []

@@ -1,0 +1,159 @@
+"""`ShardedEngine` on real ranks: the same numbers in every tier, masters whenever a user looks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from jobs import colossalai_sharded_jobs as jobs
+from nnx.testing.pool import WorkerPool
+
+ALL = {tier: (tier,) * 4 for tier in jobs.TIERS}
+MIXED = ("offloaded", "gathered", "streamed", "sharded")
+MIXES = {**ALL, "mixed": MIXED, "mixed otherwise": ("sharded", "streamed", "offloaded", "offloaded")}
+DTYPES = [torch.bfloat16, torch.float16, None]
+
+
+def of_every_mix(
+    pool: WorkerPool, job: Any, *args: Any, mixes: Any = MIXES, world_size: int = 2
+) -> Iterator[tuple[str, list[Any]]]:
+    """Each mix of tiers, and what the job returns for it on every rank."""
+    ranks = pool.run(
+        jobs.each, job, list(mixes.values()), *args, world_size=world_size, init="gloo", timeout=100.0
+    )
+    for number, mix in enumerate(mixes):
+        yield mix, [of_rank[number] for of_rank in ranks]
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], where: str) -> None:
+    assert sorted(one) == sorted(other), where
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different, where
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_mix_trains_to_the_same_bits(
+    pool: WorkerPool, dtype: torch.dtype | None, world_size: int
+) -> None:
+    found = dict(of_every_mix(pool, jobs.trained, dtype, 7, world_size=world_size))
+    for mix, ranks in found.items():
+        for left, reference in zip(ranks, found["sharded"], strict=True):
+            assert left["losses"] == reference["losses"], mix
+            assert_same(left["masters"], reference["masters"], mix)
+            assert_same(left["plain"], reference["masters"], mix)
+
+
+@pytest.mark.parametrize("how", jobs.HOWS)
+def test_gradients_are_those_of_fsdp2_however_they_come_about(pool: WorkerPool, how: str) -> None:
+    found = dict(of_every_mix(pool, jobs.gradients_of, how, torch.bfloat16))
+    for mix, ranks in found.items():
+        for left, reference in zip(ranks, found["sharded"], strict=True):
+            assert_same(left, reference, mix)
+            assert all(one.dtype is torch.float32 for one in left.values()), mix
+            assert ("frozen.weight" in left) == (how == "thawed"), mix
+            assert ("layers.1.up.weight" in left) == (how != "thawed"), mix
+            assert "layers.0.spare.weight" not in left, mix
+            gradient = left["layers.0.up.weight"]
+            assert not torch.equal(gradient.bfloat16().float(), gradient), f"{mix}: rounded"
+
+
+def test_the_module_shows_its_masters_whenever_a_user_may_look(pool: WorkerPool) -> None:
+    for mix, ranks in of_every_mix(pool, jobs.shown):
+        for looks in ranks:
+            assert {when: all(same) for when, same in looks.items()} == dict.fromkeys(looks, True), mix
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_after_an_error_is_a_step_like_any_other(pool: WorkerPool, where: str) -> None:
+    for mix, ranks in of_every_mix(pool, jobs.after_an_error, where):
+        for after, without in ranks:
+            assert_same(after, without, mix)
+
+
+@pytest.mark.parametrize("how", ["in place", "state dict"])
+def test_masters_that_are_changed_from_outside_are_what_the_next_forward_uses(
+    pool: WorkerPool, how: str
+) -> None:
+    for mix, ranks in of_every_mix(pool, jobs.changed_from_outside, how):
+        for changed, wanted in ranks:
+            assert changed == wanted, mix
+
+
+@pytest.mark.parametrize("use", ["forward", "read", "finish", "forget"])
+def test_whoever_uses_a_chunk_first_waits_for_it_once(pool: WorkerPool, use: str) -> None:
+    everyone = ["", "layers.0", "layers.1", "layers.2"]
+    for mix, ranks in of_every_mix(pool, jobs.waited, use):
+        for seen in ranks:
+            assert seen["before"] == seen["metadata"] == [], mix
+            if use == "read":
+                assert seen["first"] == ["layers.1"], mix
+            elif use == "forward":
+                assert seen["first"] == everyone, f"{mix}: not in the order of the forward"
+            wanted = [] if use == "forget" else everyone
+            assert sorted(seen["in all"]) == wanted, mix
+
+
+def test_weights_that_another_thread_makes_late_are_waited_for(pool: WorkerPool) -> None:
+    for mix, ranks in of_every_mix(pool, jobs.stepped_in_background, 5):
+        for late, at_once in ranks:
+            assert [one.item() for one in late] == [one.item() for one in at_once], mix
+
+
+MOVES = {
+    "nowhere": (ALL["sharded"], ALL["sharded"]),
+    "down": (ALL["gathered"], ALL["streamed"]),
+    "up": (ALL["streamed"], ALL["gathered"]),
+    "a little": (MIXED, ("offloaded", "sharded", "offloaded", "gathered")),
+    "across": (MIXED, tuple(reversed(MIXED))),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=str)
+def test_chunks_move_with_masters_and_gradients(pool: WorkerPool, dtype: torch.dtype | None) -> None:
+    found = {
+        move: dict(of_every_mix(pool, jobs.moved, after, dtype, mixes={move: before}))[move]
+        for move, (before, after) in MOVES.items()
+    }
+    for move, ranks in found.items():
+        for left, reference in zip(ranks, found["nowhere"], strict=True):
+            assert left["losses"] == reference["losses"], move
+            assert_same(left["gradients"], reference["gradients"], move)
+            assert_same(left["masters"], reference["masters"], move)
+            assert tuple(left["tiers"].values()) == MOVES[move][1]
+            assert left["names"] == reference["names"], move
+            assert all(left["owned"]), move
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=str)
+def test_the_device_holds_what_the_tier_says(pool: WorkerPool, dtype: torch.dtype | None) -> None:
+    for tier, ranks in of_every_mix(pool, jobs.memory, dtype, mixes=ALL):
+        for used, left, masters in ranks:
+            copies = masters // 4 * (2 if dtype else 4)
+            least = {"gathered": masters, "sharded": masters, "offloaded": copies, "streamed": 0}[tier]
+            assert least <= used <= least * 1.3, f"{tier}, with padding"
+            assert left == 0, tier
+
+
+@pytest.mark.parametrize("capacity", [2**14, 2**24])
+def test_a_step_copies_weights_in_the_working_dtype_and_gradients_in_full(
+    pool: WorkerPool, capacity: int
+) -> None:
+    """Two micro batches: on a device with little room the gradients of each are reduced."""
+    for tier, ranks in of_every_mix(pool, jobs.traffic, capacity, mixes=ALL):
+        for (to_device, to_host), padded, trained in ranks:
+            forwards_and_backwards = 4 if tier == "streamed" else 0
+            assert to_device == forwards_and_backwards * 2 * padded, tier
+            reductions = (2 if capacity == 2**14 else 1) if tier in ("offloaded", "streamed") else 0
+            assert to_host == reductions * 4 * trained, tier
+
+
+def test_chunks_are_numbered_in_the_order_of_the_last_forward(pool: WorkerPool) -> None:
+    for mix, ranks in of_every_mix(pool, jobs.order_of_use):
+        for laid_out, used, skipped in ranks:
+            assert laid_out == ["layers.0", "layers.1", "layers.2", ""], mix
+            assert used == ["", "layers.0", "layers.1", "layers.2"], mix
+            assert skipped == ["", "layers.2", "layers.0", "layers.1"], mix
