@@ -17,6 +17,8 @@ __all__ = ["Enter", "Leave"]
 class _Hook:
     """Belongs to one module: a copy has parameters of its own, which lie in no chunk."""
 
+    is_of_chunks = True
+
     def __reduce__(self) -> Any:
         return _hook_of_copies, ()
 

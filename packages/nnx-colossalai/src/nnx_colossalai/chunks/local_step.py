@@ -27,7 +27,13 @@ from nnx_colossalai.chunks._torch_autograd import (
 from nnx_colossalai.chunks.local_chunk import LocalChunk
 from nnx_colossalai.chunks.local_gradients import Gradients, Slot
 from nnx_colossalai.chunks.local_order import Order
-from nnx_colossalai.chunks.values import cast_to, needs_no_backward, tensors_with_gradient
+from nnx_colossalai.chunks.values import (
+    cast_to,
+    is_transparent,
+    kept_outputs,
+    needs_no_backward,
+    tensors_with_gradient,
+)
 
 __all__ = ["Step"]
 
@@ -65,10 +71,13 @@ class _Window:
                 slot.accumulator = accumulator_of(slot.parameter)
             self._nodes[slot] = slot.accumulator
 
-    def follow(self, outputs: Sequence[Tensor]) -> None:
-        """The forward is over, and its backward begins with these."""
-        for tensor in outputs:
-            tensor.register_hook(lambda _: self._open())  # type: ignore[no-untyped-call]
+    def follow(self, module: nn.Module, output: Any) -> None:
+        """The forward is over, and its backward begins with what it returns or leaves on modules."""
+        for tensor in (*tensors_with_gradient(output), *kept_outputs(module)):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: self._open())  # type: ignore[no-untyped-call]
+        if not is_transparent(output) or _shows_inner_outputs(module):
+            self.chunk.held = True  # its backward may begin anywhere
 
     def _open(self) -> None:
         self._step.backward_runs()
@@ -99,6 +108,16 @@ class _Window:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _shows_inner_outputs(module: nn.Module) -> bool:
+    """Whether hooks of the user get outputs of modules inside, which they may keep."""
+    return any(
+        not getattr(hook, "is_of_chunks", False)
+        for inner in module.modules()
+        if inner is not module
+        for hook in inner._forward_hooks.values()
+    )
 
 
 class Step:
@@ -256,9 +275,8 @@ class Step:
         if not self._frames or self._frames[-1].module is not module:
             return
         frame = self._frames.pop()
-        outputs = [tensor for tensor in tensors_with_gradient(output) if tensor.grad_fn is not None]
         for window in frame.windows:
-            window.follow(outputs)
+            window.follow(module, output)
         for chunk in frame.chunks:
             chunk.users -= 1
             chunk.let_go()

@@ -7,10 +7,10 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["cast_to", "needs_no_backward", "tensors_with_gradient"]
+__all__ = ["cast_to", "is_transparent", "kept_outputs", "needs_no_backward", "tensors_with_gradient"]
 
 
 def cast_to(dtype: torch.dtype, value: Any) -> Any:
@@ -40,12 +40,29 @@ def needs_no_backward(value: Any) -> bool:
         >>> needs_no_backward(None), needs_no_backward([torch.ones(1), 0.5]), needs_no_backward(object())
         (True, True, False)
     """
-    return all(
-        not leaf.requires_grad
-        if isinstance(leaf, Tensor)
-        else isinstance(leaf, (int, float, str, type(None)))
-        for leaf in _leaves(value)
-    )
+    return is_transparent(value) and not tensors_with_gradient(value)
+
+
+def is_transparent(value: Any) -> bool:
+    """Whether all tensors in a nested value are found: there are no objects of unknown classes."""
+    return all(isinstance(leaf, (Tensor, int, float, str, type(None))) for leaf in _leaves(value))
+
+
+def kept_outputs(module: nn.Module) -> list[Tensor]:
+    """What a forward has left on modules beside its result, such as an auxiliary loss, to be used in another.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> layer.penalty = layer.weight.square().sum()
+        >>> [tensor.ndim for tensor in kept_outputs(nn.Sequential(layer))]
+        [0]
+    """
+    return [
+        value
+        for one in module.modules()
+        for value in vars(one).values()
+        if isinstance(value, Tensor) and value.grad_fn is not None
+    ]
 
 
 def _leaves(value: Any) -> Iterator[Any]:
