@@ -135,7 +135,10 @@ def test_weights_that_are_used_while_their_module_does_not_run_are_named() -> No
     ("module", "inputs"),
     [
         (nn.Transformer(32, 4, 2, 2, 64), [torch.ones(3, 2, 32), torch.ones(4, 2, 32)]),
-        (nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64), 2), [torch.ones(3, 2, 32)]),
+        (
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2),
+            [torch.ones(3, 2, 32)],
+        ),
         (nn.LSTM(32, 32, num_layers=2), [torch.ones(3, 2, 32)]),
     ],
     ids=["transformer", "encoder", "lstm"],
@@ -219,6 +222,27 @@ def test_the_model_and_the_random_states_are_as_before(cls: type[Messy]) -> None
     assert (np.random.get_state()[1] == states[2]).all()
     if cls is Messy:  # and it still trains
         model(torch.randn(5, 20)).sum().backward()
+
+
+def test_what_a_forward_logs_is_dropped() -> None:
+    logged: list[object] = []
+
+    class Logging(nn.Linear):
+        def log(self, *values: object) -> None:
+            logged.append(values)
+
+        log_dict = log
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.log("mean", y.mean())
+            self.log_dict({"sum": y.sum()})
+            return y
+
+    model = Logging(3, 3)
+    assert look(model, torch.ones(2, 3)).note == "" and not logged
+    model(torch.ones(2, 3))
+    assert len(logged) == 2
 
 
 def test_a_model_that_cannot_be_run_without_memory_is_said_and_counts_nothing() -> None:

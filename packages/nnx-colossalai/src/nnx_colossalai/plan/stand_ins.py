@@ -21,13 +21,21 @@ __all__ = ["inputs_of", "restored", "stand_in_weights"]
 _MOST_ENTRIES = 10_000
 """Containers of more are data sets rather than what a forward keeps; copying them would take long."""
 
+_LOGGERS = ("log", "log_dict")
+"""Of a LightningModule."""
+
 
 @contextmanager
 def restored(root: nn.Module) -> Iterator[None]:
-    """Put back what a run changes: attributes of modules, lists and dicts in them, and random states."""
+    """Put back what a run changes: attributes of modules, lists and dicts in them, and random states.
+
+    What the run logs is dropped, for Trainer would keep it outside of the module.
+    """
     saved: dict[int, _Saved] = {}
     for module in root.modules():
         _save(vars(module), saved)
+        if all(callable(getattr(type(module), name, None)) for name in _LOGGERS):
+            vars(module).update(dict.fromkeys(_LOGGERS, _ignore))
     python, arrays = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=list(devices)):
@@ -60,6 +68,10 @@ class _Saved:
             self.container.extend(self.items)
         else:
             self.container.update(self.items)
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    """Log nothing."""
 
 
 def _same(one: Any, other: Any) -> bool:
