@@ -142,7 +142,7 @@ def _as_ours(error: BaseException) -> DeviceMemoryError:
 
 def _with(failure: DeviceMemoryError, reason: str, remedy: str = "") -> DeviceMemoryError:
     return DeviceMemoryError(
-        f"{failure.message} {reason}",
+        f"{failure.message} {reason[:1].upper()}{reason[1:]}",
         remedy=f"{failure.remedy} {remedy}".strip(),
         asked=failure.asked,
         used=failure.used,

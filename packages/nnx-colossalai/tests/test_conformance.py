@@ -1,0 +1,32 @@
+"""The colossalai strategies keep the promises of a strategy, with chunks in all tiers at once.
+
+They are one backend with different options, so what does not depend on these is tried once, under the mix
+that `MIXED` asks for. The modules of the checks are far smaller than real layers, so `min_num_params` makes
+their blocks chunks. Checkpoints are in `tests/test_resume_matrix.py` and `acceptance/test_resume.py`; `nnx
+conformance NAME` tries everything.
+"""
+
+from __future__ import annotations
+
+from nnx.testing import StrategyConformance
+
+UNITS = {"min_num_params": 100}
+MIXED = {**UNITS, "offload_fraction": 0.6, "stream_fraction": 0.3}
+
+
+class TestColossalAI(StrategyConformance):
+    strategy = "colossalai"
+    options = MIXED
+    only = ("numbers", "stages", "structure", "names")
+
+
+class TestColossalAICpu(StrategyConformance):
+    strategy = "colossalai_cpu"
+    options = UNITS
+    only = ("numbers",)
+
+
+class TestColossalAICuda(StrategyConformance):
+    strategy = "colossalai_cuda"
+    options = UNITS
+    only = ("structure",)
