@@ -44,11 +44,13 @@ class Mix:
         tiers: Of the four blocks and of the root.
         overlap: Of the options.
         seed: Of the simulated device's delays; None: no delays.
+        forgotten: Waits that are planted not to wait: ``compute_waits`` or ``host_waits``.
     """
 
     tiers: tuple[str, ...]
     overlap: str = "none"
     seed: int | None = None
+    forgotten: str | None = None
 
 
 def train_mixes_of_rank(cases: Sequence[tuple[Recipe, Mix]]) -> list[dict[str, Any]]:
@@ -65,6 +67,8 @@ def no_sample() -> NoReturn:
 def train_mix(recipe: Recipe, mix: Mix, rank: int, world_size: int) -> dict[str, Any]:
     """Train by the recipe, with everything where the mix says."""
     device = SimDevice(64 * 2**20, delays=None if mix.seed is None else 10 * mix.seed + rank)
+    if mix.forgotten is not None:
+        setattr(device, mix.forgotten, lambda event: None)
     backend = _backend(recipe, mix, device, rank, world_size)
     model = MixNet(recipe)
     backend.parallelize(model, no_sample)

@@ -104,6 +104,19 @@ def test_masters_moments_and_losses_are_the_references_to_the_bit(
             assert tuple(left["tiers"].values()) == MIXES[mix], where
 
 
+@pytest.mark.parametrize(
+    ("mix", "forgotten", "world_size"),
+    [("streamed", "compute_waits", 1), ("offloaded", "host_waits", 1), ("offloaded", "host_waits", 2)],
+)
+def test_a_wait_that_is_forgotten_shows_in_the_masters(
+    pool: WorkerPool, references: References, mix: str, forgotten: str, world_size: int
+) -> None:
+    recipe = recipe_of(0)
+    case = (recipe, Mix(MIXES[mix], "exact", seed=0, forgotten=forgotten))
+    for [left] in run(pool, [case], world_size):
+        assert left["masters"] != references.of(recipe, world_size)["masters"]
+
+
 def test_every_seed_is_met_alone_and_by_two_and_every_kind_of_recipe_occurs() -> None:
     meetings = {(seed, cell[0]) for cell in CELLS for seed in seeds_of(cell)}
     assert meetings >= set(product(range(SEEDS), (1, 2)))
