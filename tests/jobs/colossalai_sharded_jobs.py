@@ -18,6 +18,7 @@ from nnx_colossalai.chunks.engine import Unit
 from nnx_colossalai.chunks.sharded import ShardedEngine
 from nnx_colossalai.chunks.units import find_units
 from nnx_colossalai.device.simulated import SimDevice
+from nnx_colossalai.errors import DeviceMemoryError
 from nnx_colossalai.plan.spec import Tier
 
 WIDTH = 6
@@ -486,3 +487,32 @@ def order_of_use(tiers: Sequence[str]) -> list[list[str]]:
             run.engine.run_step(run.net, backwards, batch(0)).backward()
         note()
     return orders
+
+
+def out_of_memory(tiers: Sequence[str], when: str) -> dict[str, Any]:
+    """What ranks are told when one of them has no room, and whether they go on when it has."""
+    enough, short = 2**24, 1
+    if when == "laid out":
+        message = _message_of(lambda: Run(tiers, capacity=short if dist.get_rank() == 1 else enough))
+        return {"message": message, "loss": 0.0, "wanted": 0.0}
+    with running(tiers) as run:
+        wanted = run.forward(0).item()
+        run.engine.move(run.net, {})
+        if dist.get_rank() == 1:
+            run.device.capacity = short
+        names = ("layers.0", "layers.1", "layers.2", "")
+        calls: dict[str, Callable[[], Any]] = {
+            "step": lambda: run.forward(0),
+            "moved": lambda: run.engine.move(run.net, dict.fromkeys(names, Tier.OFFLOADED)),
+        }
+        message = _message_of(calls[when])
+        run.device.capacity = enough
+        return {"message": message, "loss": run.forward(0).item(), "wanted": wanted}
+
+
+def _message_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except DeviceMemoryError as error:
+        return error.message
+    return "none"

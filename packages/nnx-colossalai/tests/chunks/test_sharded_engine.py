@@ -34,8 +34,9 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], wh
     assert not different, where
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "world_size"), [(torch.bfloat16, 4), *((dtype, 2) for dtype in DTYPES)], ids=str
+)
 def test_every_mix_trains_to_the_same_bits(
     pool: WorkerPool, dtype: torch.dtype | None, world_size: int
 ) -> None:
@@ -157,3 +158,22 @@ def test_chunks_are_numbered_in_the_order_of_the_last_forward(pool: WorkerPool) 
             assert laid_out == ["layers.0", "layers.1", "layers.2", ""], mix
             assert used == ["", "layers.0", "layers.1", "layers.2"], mix
             assert skipped == ["", "layers.2", "layers.0", "layers.1"], mix
+
+
+@pytest.mark.parametrize(
+    ("when", "what"),
+    [
+        ("laid out", "laying chunks out"),
+        ("step", "trying whether the weights of a step fit"),
+        ("moved", "moving chunks"),
+    ],
+)
+def test_when_one_rank_has_no_room_every_rank_is_told(pool: WorkerPool, when: str, what: str) -> None:
+    mixes = {"mixed": MIXED} if when == "laid out" else {"streamed": ALL["streamed"]}
+    for _, ranks in of_every_mix(pool, jobs.out_of_memory, when, mixes=mixes):
+        assert ranks[0]["message"].startswith(what)
+        assert "failed on rank 1" in ranks[0]["message"]
+        for told in ranks:
+            assert "No room on the simulated device for" in told["message"]
+            assert "1 bytes are allowed" in told["message"]
+        assert [told["loss"] for told in ranks] == [told["wanted"] for told in ranks]

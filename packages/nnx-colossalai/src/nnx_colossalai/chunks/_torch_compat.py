@@ -120,6 +120,10 @@ class Gathered:
         """Whether a backward is what wants the weights."""
         return self._inner._training_state.name in ("PRE_BACKWARD", "POST_BACKWARD")
 
+    @property
+    def _is_gathering(self) -> bool:
+        return self._inner._all_gather_result is not None
+
     def keep(self, complete: bool) -> None:
         """Whether the complete weights stay from a forward to its backward."""
         self._module.set_reshard_after_forward(not complete, recurse=False)
@@ -138,11 +142,11 @@ class Gathered:
         inner, unshard = self._inner, self._inner.unshard
 
         def watched(async_op: bool = False) -> None:
-            if inner._all_gather_result is not None:
+            if self._is_gathering:
                 return  # begun ahead, and not waited for yet
             before_gather()
             unshard(async_op)
-            if inner._all_gather_result is not None:
+            if self._is_gathering:
                 gathering()
 
         inner.unshard = watched
@@ -209,8 +213,7 @@ def recover(root: nn.Module) -> None:
 
 
 def _units(root: nn.Module) -> Iterator[FSDPModule]:
-    modules: Iterator[Any] = root.modules()
-    return (module for module in modules if isinstance(module, FSDPModule))
+    return (cast(FSDPModule, module) for module in root.modules() if issubclass(type(module), FSDPModule))
 
 
 def _state(module: Any) -> Any:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from typing_extensions import override
 
 from nnx.backend import ParallelContext
-from nnx.collective import all_gather_object, control_group
+from nnx.collective import all_gather_object, control_group, together
 from nnx.layout import Shard, shard_of
 from nnx_colossalai.chunks._torch_compat import Gathered, gathered_together, recover, was_interrupted
 from nnx_colossalai.chunks.engine import ChunkEngine, Unit
@@ -59,6 +59,7 @@ class ShardedEngine(ChunkEngine):
         self._order: dict[ShardedChunk, None] = {}
         self._casts = CastParameters((), working_dtype)
         self._accumulates_complete = False
+        self._is_new = True
 
     # --- set up -------------------------------------------------------------------------------
 
@@ -74,8 +75,9 @@ class ShardedEngine(ChunkEngine):
             prepare_root(module)
         self.chunks = self._make_chunks(root, units)
         moved: dict[nn.Parameter, nn.Parameter] = {}
-        for chunk in self.chunks:
-            moved |= self._place(root, chunk, chunk.tier)
+        with together(control_group(), doing="laying chunks out"):
+            for chunk in self.chunks:
+                moved |= self._place(root, chunk, chunk.tier)
         self._name_masters(root)
         return {old: moved.get(new, new) for old, new in replaced.items()}
 
@@ -137,6 +139,8 @@ class ShardedEngine(ChunkEngine):
         if self._root is None:
             return step(*args, **kwargs)
         self._recover()
+        if self._is_new:
+            self._try_memory()
         self._order.clear()
         self._casts.hide()  # those of a forward that no backward followed
         self._casts.show()
@@ -151,6 +155,17 @@ class ShardedEngine(ChunkEngine):
         if not torch.is_grad_enabled():
             self._casts.hide()
         return result
+
+    def _try_memory(self) -> None:
+        """Fail on every rank, before the first step, if the weights of a step do not fit on some. Collective.
+
+        In a step they would be waiting for each other: FSDP2's collectives cannot be called off.
+        """
+        kept = sum(chunk.complete_bytes for chunk in self.chunks if chunk.tier is Tier.GATHERED)
+        passing = [chunk.complete_bytes for chunk in self.chunks if chunk.tier is not Tier.GATHERED]
+        with together(control_group(), doing="trying whether the weights of a step fit on the device"):
+            self.device.release(self.device.empty(kept + max(passing, default=0), torch.uint8))
+        self._is_new = False
 
     def _use(self, chunk: ShardedChunk) -> None:
         self._order.setdefault(chunk)
@@ -190,10 +205,12 @@ class ShardedEngine(ChunkEngine):
     @override
     def move(self, root: nn.Module, tiers: Mapping[str, Tier]) -> None:
         self.finish()
-        for chunk in self.chunks:
-            tier = tiers.get(chunk.name, chunk.tier)
-            if tier is not chunk.tier:
-                self._place(root, chunk, tier)
+        with together(control_group(), doing="moving chunks"):
+            for chunk in self.chunks:
+                tier = tiers.get(chunk.name, chunk.tier)
+                if tier is not chunk.tier:
+                    self._place(root, chunk, tier)
+        self._is_new = True
 
 
 class _Units(FSDPBackend):

@@ -51,7 +51,8 @@ class CastParameters:
                 and parameter.dtype is torch.float32
             ]
         self._handles: list[RemovableHandle] = []
-        for module in {module for module, _, _ in self._places}:
+        owners: list[Any] = list(dict.fromkeys(module for module, _, _ in self._places))
+        for module in owners:
             self._handles.append(module.register_state_dict_pre_hook(lambda *_: self.hide()))
             self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: self.hide()))
 

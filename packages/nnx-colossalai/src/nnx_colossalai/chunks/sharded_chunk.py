@@ -66,6 +66,11 @@ class ShardedChunk(Chunk):
         """What the module and the optimizers hold."""
         return {parameter for segment in self._segments for parameter in segment.parameters}
 
+    @property
+    def complete_bytes(self) -> int:
+        """What the device holds of it, beside this rank's part, while it is computed with."""
+        return sum(segment.complete_bytes for segment in self._segments)
+
     # --- memory -------------------------------------------------------------------------------
 
     def place(self, tier: Tier) -> dict[nn.Parameter, nn.Parameter]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from nnx_colossalai.chunks._torch_compat import Gathered, ShardedParameter
 from nnx_colossalai.device.device import Device
@@ -48,6 +49,7 @@ class Segment:
         self, parameters: list[ShardedParameter], device: Device[Any], working_dtype: torch.dtype
     ) -> None:
         self._parameters, self._device, self._working_dtype = parameters, device, working_dtype
+        self._world_size = cast(DTensor, parameters[0].parameter).device_mesh.size()
         self._masters = torch.empty(0)
         self._working: Tensor | None = None
         self._copied_version = -1
@@ -77,6 +79,11 @@ class Segment:
         """Of this rank's part of what is gathered."""
         gathered = self._masters if self._working is None else self._working
         return gathered.numel() * gathered.element_size()
+
+    @property
+    def complete_bytes(self) -> int:
+        """Of all ranks' parts in the working dtype: what the device holds while they are computed with."""
+        return self._world_size * self._masters.numel() * self._working_dtype.itemsize
 
     @torch.no_grad()
     def place(self, tier: Tier) -> dict[nn.Parameter, nn.Parameter]:
