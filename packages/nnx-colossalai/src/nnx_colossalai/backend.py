@@ -111,8 +111,7 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
         model = self._models.get(module)
         if model is None:
             return step(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            model.finish()
+        model.begin_step()
         run: Callable[[], T] = lambda: model.engine.run_step(module, step, *args, **kwargs)  # noqa: E731
         result = run() if self._retrying is None else self._retrying.forward(model, run)
         return tree_map_only(Tensor, _as_float32, result) if self.options.force_outputs_fp32 else result
@@ -188,6 +187,12 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
         """Make working weights of the masters that were loaded."""
         for _, model in self._of(module):
             model.refresh()
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Give every rank rank 0's buffers; evaluation, which follows, looks at masters anew."""
+        super().sync_buffers(module)
+        for _, model in self._of(module):
+            model.distrust()
 
     def _finish(self) -> None:
         for model in self._models.values():

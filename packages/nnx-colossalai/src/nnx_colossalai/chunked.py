@@ -78,6 +78,7 @@ class ChunkedModel:
         )
         self._optimizers: Sequence[Optimizer] = ()
         self._world_size = context.world_size
+        self._with_gradients: bool | None = None
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Take over the optimizers, and correct the plan by the size of their state where that matters.
@@ -114,6 +115,23 @@ class ChunkedModel:
             repoint_optimizer(optimizer, replaced)
             move_states(optimizer)
         self.stepper.chunks = self.engine.chunks
+
+    def begin_step(self) -> None:
+        """Before a step, or an evaluation: take notice of what callbacks may have done to masters unseen.
+
+        Averaging callbacks, for one, write through ``data`` between training and evaluation, which no version
+        counter tells.
+        """
+        with_gradients = torch.is_grad_enabled()
+        if with_gradients is not self._with_gradients:
+            self._with_gradients = with_gradients
+            self.refresh()
+        elif not with_gradients:
+            self.finish()
+
+    def distrust(self) -> None:
+        """An evaluation begins: masters may have been changed since the last one."""
+        self._with_gradients = None
 
     def finish(self) -> None:
         """Wait for steps in the background and whatever the engine has under way."""
