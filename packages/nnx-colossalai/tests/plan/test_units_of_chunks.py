@@ -117,9 +117,19 @@ def test_units_of_too_many_elements_are_divided_and_small_remainders_go_up() -> 
     assert "layers.0" not in names(model, min_numel=1, max_numel=20)  # nothing is left of it
 
 
+def test_what_is_left_of_a_divided_layer_goes_up_where_it_is_small() -> None:
+    units = find_units(small_llama(), min_numel=200, max_numel=700)
+    assert "layers.0" not in [unit.name for unit in units]
+    assert {"layers.0.norm1.weight", "layers.2.norm2.weight"} <= set(units[-1].parameters)
+
+
 def test_inner_units_come_before_those_around_them() -> None:
     found = names(small_llama(), min_numel=600, max_numel=700)
     assert found.index("layers.0.down") < found.index("layers.0") < found.index("layers.1.gate")
+
+
+class Scaled(nn.Linear):
+    """A class that is not torch's own."""
 
 
 @pytest.mark.parametrize(
@@ -129,6 +139,7 @@ def test_inner_units_come_before_those_around_them() -> None:
         nn.TransformerEncoderLayer(32, 4, dim_feedforward=64),
         nn.LSTM(32, 32, num_layers=2),
         weight_norm(nn.Linear(64, 64)),
+        weight_norm(Scaled(64, 64)),
     ],
     ids=lambda module: type(module).__name__,
 )

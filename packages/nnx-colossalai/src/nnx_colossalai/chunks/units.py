@@ -220,7 +220,7 @@ def _calls_children(module: nn.Module) -> bool:
         return False
     if isinstance(module, _DIVISIBLE):
         return True
-    return not type(module).__module__.startswith("torch.nn.") and not hasattr(module, "parametrizations")
+    return not type(module).__module__.startswith("torch.nn.")  # so are the classes of parametrized modules
 
 
 def _has_forward(module: nn.Module) -> bool:
