@@ -1,4 +1,4 @@
-"""`ColossalAIPrecision` trains in 16 bits on the CPU too; the scale is the strategy's, and checkpoints keep it."""
+"""`ColossalAIPrecision` trains in 16 bits on the CPU too, with a scale that checkpoints keep."""
 
 from __future__ import annotations
 
