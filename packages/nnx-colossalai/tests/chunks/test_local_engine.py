@@ -1,4 +1,4 @@
-"""Chunks in one process: to the bit what a loop with masters written by hand gives, whatever the model does."""
+"""Chunks in one process: to the bit what a loop with masters by hand gives, whatever the model does."""
 
 from __future__ import annotations
 

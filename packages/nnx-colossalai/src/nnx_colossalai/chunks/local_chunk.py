@@ -107,6 +107,11 @@ class LocalChunk(Chunk):
         return self.tier is Tier.STREAMED
 
     @property
+    def is_resident(self) -> bool:
+        """Whether it is streamed, on the device now, and will be let go; the root's is there all along."""
+        return self._resident and not self.held and self.name != ""
+
+    @property
     def nbytes(self) -> int:
         """Of the working weights."""
         return sum(segment.numel * segment.working_dtype.itemsize for segment in self._segments)
@@ -131,10 +136,13 @@ class LocalChunk(Chunk):
             slot.working = None
         try:
             self._place(tier)
-        except DeviceMemoryError:
-            self._place(before)
-            raise
-        self._move_gradients()
+        except DeviceMemoryError as error:
+            failure = error.with_traceback(None)  # its frames hold what was allocated before it
+        else:
+            self._move_gradients()
+            return
+        self._place(before)
+        raise failure
 
     def _place(self, tier: Tier) -> None:
         """Allocate everything, and only then let the parameters have it."""

@@ -51,6 +51,7 @@ class Leave(_Hook):
         self._step = step
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Nothing is changed of its output."""
         self._step.leave(module, output)
 
 

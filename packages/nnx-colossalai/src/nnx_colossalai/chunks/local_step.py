@@ -101,6 +101,7 @@ class _Window:
             self._is_open = False
             self.chunk.users -= 1
             self.chunk.let_go()
+            self._step.fetch_ahead()
 
     def close(self) -> None:
         """The step is over."""
@@ -140,6 +141,7 @@ class Step:
         self._windows: list[_Window] = []
         self._backwards: set[int] = set()
         self._has_accumulated = self._is_differentiated = False
+        self._following: LocalChunk | None = None
 
     # --- begin and end ------------------------------------------------------------------------
 
@@ -170,6 +172,7 @@ class Step:
         if not self._is_active:
             return
         self._is_active = self._has_accumulated = self._is_differentiated = False
+        self._following = None
         for window in self._windows:
             window.close()
         self._windows.clear()
@@ -280,14 +283,27 @@ class Step:
         for chunk in frame.chunks:
             chunk.users -= 1
             chunk.let_go()
+        self.fetch_ahead()
         if not self._frames and not self._running:
             self._left(output)
 
     def used(self, chunk: LocalChunk) -> None:
         """Something uses a chunk: get ready what will probably follow."""
         following = self.order.used(chunk)
-        if following is not None and self._is_active:
-            following.prepare()
+        if self._is_active:
+            self._following = following
+            self.fetch_ahead()
+
+    def fetch_ahead(self) -> None:
+        """Begin to fetch what will probably follow, once what it takes the place of has gone."""
+        following = self._following
+        if following is None:
+            return
+        passing = [chunk for chunk in self._chunks if chunk.is_resident and chunk is not following]
+        if following.is_streamed and len(passing) > 1:
+            return
+        self._following = None
+        following.prepare()
 
     # --- backward -----------------------------------------------------------------------------
 
