@@ -90,6 +90,16 @@ def test_rates_that_are_no_rates_are_measured_anew(cache, counted, value: object
     assert len(counted) == 2
 
 
+def test_a_file_of_another_machine_is_not_believed(cache, counted) -> None:
+    measured(device())
+    (file,) = cache.rglob("*.json")
+    kept = json.loads(file.read_text())
+    kept["key"]["hosts"] = ["elsewhere"]
+    file.write_text(json.dumps(kept))
+    measured(device())
+    assert len(counted) == 2
+
+
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch, counted) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NNX_CACHE_DIR", str(tmp_path / "file"))
