@@ -4,6 +4,48 @@ import random
 
 from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Tier
 
+HUGE = 10**15
+
+
+def layers(count, numel=1000, *, activation=0, **options):
+    groups = tuple(
+        Group(
+            name=f"layers.{at}",
+            numel=numel,
+            trainable=numel,
+            activation_bytes=activation,
+            compute_seconds=1e-3,
+        )
+        for at in range(count)
+    )
+    return ModelSpec(groups=groups, **options)
+
+
+def llama(world_size=1, activation=70_000_000):
+    """The shapes of a model of 6.7 billion parameters, one group per layer."""
+    layer = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    head = 32000 * 4096
+    names = [("embed", head), *((f"layers.{at}", layer) for at in range(32)), ("head", head), ("", 4096)]
+    return ModelSpec(
+        groups=tuple(
+            Group(
+                name=name,
+                numel=numel,
+                trainable=numel,
+                activation_bytes=activation if name.startswith("layers") else 0,
+                compute_seconds=6 * numel * 2048 / 4e14,
+            )
+            for name, numel in names
+        ),
+        world_size=world_size,
+        other_device_bytes=2**30,
+    )
+
+
+def tiers_of(planned):
+    return list(planned.placement.tiers.values())
+
+
 MIXED = {"working_bytes": 2, "master_bytes": 4, "gradient_bytes": 4}
 FULL = {"working_bytes": 4, "master_bytes": 4, "gradient_bytes": 4}
 

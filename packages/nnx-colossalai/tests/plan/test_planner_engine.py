@@ -68,7 +68,7 @@ def trained(tiers, dtype, *, accumulate):
     return device.peak, moved
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_engine_holds_what_was_predicted_but_for_what_autograd_makes(seed):
     """Gradients on their way and optimizer state are not made through the device, so they are left out."""
     draw = random.Random(seed)
