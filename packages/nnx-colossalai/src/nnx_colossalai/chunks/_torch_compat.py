@@ -120,7 +120,6 @@ class Gathered:
         """Whether a backward is what wants the weights."""
         return self._inner._training_state.name in ("PRE_BACKWARD", "POST_BACKWARD")
 
-    @property
     def _is_gathering(self) -> bool:
         return self._inner._all_gather_result is not None
 
@@ -142,11 +141,11 @@ class Gathered:
         inner, unshard = self._inner, self._inner.unshard
 
         def watched(async_op: bool = False) -> None:
-            if self._is_gathering:
+            if self._is_gathering():
                 return  # begun ahead, and not waited for yet
             before_gather()
             unshard(async_op)
-            if self._is_gathering:
+            if self._is_gathering():
                 gathering()
 
         inner.unshard = watched
