@@ -139,9 +139,9 @@ trainer:
         assert type(strategy).__name__ == "TrainerProbe"
         assert strategy._ddp_kwargs == {"static_graph": True}
         try:
-            parsed("--trainer.strategy", "colossalai")
+            parsed("--trainer.strategy", "fairscale_fsdp")
         except ImportError as error:
-            assert "pip install nnx-colossalai" in str(error)
+            assert "pip install nnx-fairscale" in str(error)
         else:
             raise AssertionError("no error")
         """

@@ -69,22 +69,22 @@ def test_list_shows_what_is_installed_and_nothing_else(acme, nnx_command):
         *("acme_full", "installed", "acme", "3.1"),
         "does everything [really]",
     ]
-    assert "colossalai" not in rows(output)
+    assert "fairscale_fsdp" not in rows(output)
 
 
 def test_list_all_shows_what_could_be_installed_what_is_broken_and_the_past(site, nnx_command, monkeypatch):
     site.add("nnx-nnscaler", "import does_not_exist")
     site.provide("nnx-fairscale", "fairscale_fsdp")
-    site.provide("nnx-deepspeed", "nnx_deepspeed_1")
-    monkeypatch.setenv("NNX_DISABLE_PLUGINS", "nnx-deepspeed")
+    site.provide("nnx-colossalai", "colossalai")
+    monkeypatch.setenv("NNX_DISABLE_PLUGINS", "nnx-colossalai")
     code, output, error = nnx_command("list", "--all")
     assert code == 0
     found = rows(output)
-    assert found["colossalai"].split()[1:4] == ["not", "installed", "nnx-colossalai"]
+    assert found["nnx_deepspeed_1"].split()[1:4] == ["not", "installed", "nnx-deepspeed"]
     assert found["nnscaler"].split()[1] == "broken"
     assert found["fairscale_fsdp"].split()[1] == "installed"
     assert found["fairscale_oss"].split()[1] == "missing"
-    assert found["nnx_deepspeed_1"].split()[1] == "disabled"
+    assert found["colossalai"].split()[1] == "disabled"
     assert found["ddp_sharded"].split(maxsplit=2)[1:] == [
         "historical",
         "use fsdp_auto; it was fairscale's ShardedDDP",
@@ -100,7 +100,7 @@ def test_list_as_json_is_complete_and_alone_on_standard_output(acme, nnx_command
     strategies = {entry["name"]: entry for entry in content["strategies"]}
     assert strategies["acme_full"]["provided_by"] == "acme 3.1"
     assert strategies["acme_full"]["capabilities"]["precisions"] == ["32-true", "bf16-mixed"]
-    assert strategies["colossalai"]["status"] == "not installed"
+    assert strategies["fairscale_fsdp"]["status"] == "not installed"
     assert strategies["ddp_sharded"]["successor"] == "fsdp_auto"
     assert [problem["kind"] for problem in content["problems"]] == ["import"]
 
@@ -156,10 +156,10 @@ def test_show_warns_of_what_lightning_does_to_parts_of_a_name(site, nnx_command)
 
 
 def test_show_explains_a_name_that_could_be_installed(nnx_command, clean_names):
-    code, output, _ = nnx_command("show", "colossalai")
+    code, output, _ = nnx_command("show", "fairscale_fsdp")
     assert code == 0
-    assert "remedy:       Run `pip install nnx-colossalai`." in output
-    code, output, _ = nnx_command("show", "colossalai", "--json")
+    assert "remedy:       Run `pip install nnx-fairscale`." in output
+    code, output, _ = nnx_command("show", "fairscale_fsdp", "--json")
     assert code == 0
     assert json.loads(output)["status"] == "not installed"
 

@@ -164,9 +164,9 @@ def test_a_mistyped_name_is_lightnings_error_with_a_suggestion(tree):
 @each_tree
 def test_a_name_whose_package_is_missing_says_what_to_install(tree):
     with pytest.raises(StrategyNotInstalledError) as caught:
-        chosen(tree, "ColossalAI")
-    assert str(caught.value).startswith("You selected an invalid strategy name: `strategy='colossalai'`. ")
-    assert str(caught.value).endswith("Run `pip install nnx-colossalai`.")
+        chosen(tree, "Fairscale_FSDP")
+    assert str(caught.value).startswith("You selected an invalid strategy name: `strategy='fairscale_fsdp'`. ")
+    assert str(caught.value).endswith("Run `pip install nnx-fairscale`.")
 
 
 @each_tree
@@ -254,7 +254,7 @@ def test_nnx_strategy_builds_for_the_tree_that_is_asked_for(tree):
     ("name", "options", "error", "message"),
     [
         ("FSDP_AUTO", {}, StrategyNotFoundError, "Did you mean 'fsdp_auto'?"),
-        ("colossalai", {}, StrategyNotInstalledError, "pip install nnx-colossalai"),
+        ("fairscale_fsdp", {}, StrategyNotInstalledError, "pip install nnx-fairscale"),
         ("ddp", {"namespace": "lightning"}, OptionError, "namespace='lightning' is unknown."),
         ("mine", {}, StrategyNotFoundError, "no strategy is called 'mine'"),
     ],

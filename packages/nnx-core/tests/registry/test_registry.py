@@ -105,11 +105,11 @@ def test_removing_what_is_not_there_is_an_error():
 
 def test_a_name_of_the_catalog_says_what_to_install(monkeypatch):
     with pytest.raises(StrategyNotInstalledError) as caught:
-        Registry.get("colossalai")
+        Registry.get("fairscale_fsdp")
     assert isinstance(caught.value, ImportError)
     assert str(caught.value) == (
-        "the strategy 'colossalai' is provided by the package nnx-colossalai, which is not installed. "
-        "Run `pip install nnx-colossalai`."
+        "the strategy 'fairscale_fsdp' is provided by the package nnx-fairscale, which is not installed. "
+        "Run `pip install nnx-fairscale`."
     )
 
 
@@ -141,7 +141,7 @@ def test_the_successor_of_an_old_name_comes_with_its_package(site, monkeypatch):
         ("FSDP_AUTO", "'fsdp_auto'"),
         ("Mien", "'mine'"),
         ("dpp", "'ddp'"),
-        ("colossalai_auo", "'colossalai_auto'? It comes with `pip install nnx-colossalai`."),
+        ("fairscale_fspd", "'fairscale_fsdp'? It comes with `pip install nnx-fairscale`."),
     ],
 )
 def test_a_mistyped_name_suggests_the_nearest_one(asked, suggested):
