@@ -137,7 +137,8 @@ class LocalChunk(Chunk):
         try:
             self._place(tier)
         except DeviceMemoryError as error:
-            failure = error.with_traceback(None)  # its frames hold what was allocated before it
+            failure = error.with_traceback(None)
+            failure.__context__ = None  # frames hold what was allocated before it
         else:
             self._move_gradients()
             return
@@ -239,9 +240,11 @@ class LocalChunk(Chunk):
         self._wait()
 
     def _wait(self) -> None:
-        wait, self._pending = self._pending, None
-        if wait is not None:
-            wait()
+        if self._pending is not None:
+            try:
+                self._pending()  # until then a refresh is the background's
+            finally:
+                self._pending = None
 
     def _touched(self) -> None:
         """The user looks at a master that is being stepped, and may change it without our noticing."""
