@@ -23,7 +23,7 @@ def current_backward() -> int:
 
 def call_at_end(callback: Callable[[], None]) -> None:
     """Call something when the backward that this thread is in has ended well."""
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[no-untyped-call]
+    Variable._execution_engine.queue_callback(callback)
 
 
 def accumulator_of(tensor: Tensor) -> Any:
@@ -31,7 +31,7 @@ def accumulator_of(tensor: Tensor) -> Any:
     if tensor.grad_fn is not None:
         return tensor.grad_fn
     with torch.enable_grad():
-        return tensor.view_as(tensor).grad_fn.next_functions[0][0]
+        return tensor.view_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def will_run(node: Any) -> bool | None:
