@@ -194,11 +194,14 @@ class GradientBucket(Bucket):
             if index not in self._filled:
                 slots.append(self._slots[index])
                 gradients.append(gradient.to_dense() if gradient.is_sparse else gradient.detach())
+        assert self._buffer is not None, "`start` comes first"
         if slots:
             torch._foreach_copy_(slots, gradients)
-            torch._foreach_mul_(slots, self._scale)
-        if self._buffer is not None:
-            self._buffer.index_add_(0, self._firsts, self._zeros)  # makes +0.0 of -0.0
+            if self._filled:
+                torch._foreach_mul_(slots, self._scale)
+            else:
+                self._buffer.mul_(self._scale)
+        self._buffer.index_add_(0, self._firsts, self._zeros)  # makes +0.0 of -0.0
         for slot in unused:
             slot.fill_(-0.0)
 

@@ -174,7 +174,8 @@ class Reducer:
         """Autograd has completed a gradient."""
         if self.synchronize:
             with local_mode():
-                self.expect(index)
+                if self._open is None or self._arrangement.of[index].launched:
+                    self.expect(index)
                 self.mark(index)
 
     def expect(self, index: int) -> None:
