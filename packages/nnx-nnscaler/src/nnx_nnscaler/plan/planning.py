@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 
 from nnx.errors import PlanError
 from nnx_nnscaler.cost.model import CostModel, Prices, Stored
@@ -21,6 +23,11 @@ from nnx_nnscaler.rules.rule import outputs_of, replicate
 
 __all__ = ["assignment_of", "plan_program", "rules_for"]
 
+_SURE = 1.04
+"""A plan that splits only the batch is taken unless another is predicted to be faster by more than this.
+
+It communicates least often, and what communication costs in the middle of a step is predicted worst.
+"""
 _ROUNDS = 6
 """How often the solver's limit is tightened until the walk through the step confirms it."""
 
@@ -75,7 +82,24 @@ def plan_program(
     assignment = _solve(context, prices, memory_limit, limits=_Limits(name, units=units, zero=zero))
     if stored is None and graph.training:
         assignment = synchronize_what_passes_on(graph, assignment)
-    return _plan(graph, assignment, prices, context.flow, policy=name)
+    found = _plan(graph, assignment, prices, context.flow, policy=name)
+    if policy != "autodist" or stored is not None or size == 1:
+        return found
+    with suppress(PlanError):
+        by_batch = plan_program(
+            graph,
+            size=size,
+            policy="data",
+            costs=costs,
+            constraints=constraints,
+            memory_limit=memory_limit,
+            units=units,
+            zero=zero,
+            strategies_of=strategies_of,
+        )
+        if by_batch.prediction.time <= _SURE * found.prediction.time:
+            return replace(by_batch, policy=name)
+    return found
 
 
 def rules_for(size: int, strategies_of: StrategiesOf | None = None) -> StrategiesOf:

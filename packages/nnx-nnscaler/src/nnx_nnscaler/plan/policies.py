@@ -68,7 +68,7 @@ def tp(context: PolicyContext) -> None:
 
 
 def autodist(context: PolicyContext) -> None:
-    """Everything is left to the solver."""
+    """Everything is left to the solver, which prefers `data` where the difference is less than it knows."""
 
 
 def _drops_batch(context: PolicyContext, op: Op, strategy: Strategy) -> bool:
