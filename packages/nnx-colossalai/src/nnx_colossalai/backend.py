@@ -158,6 +158,9 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
         owner = self._owners.get(optimizer)
         if owner is None:
             return step(*args, **kwargs)
+        if not args and kwargs.get("closure") is None:
+            # A forward since the last backward has left working weights, which hooks of the step would see.
+            owner.engine.end_step()
         return owner.stepper.step(optimizer, step, *args, **kwargs)
 
     # --- state --------------------------------------------------------------------------------

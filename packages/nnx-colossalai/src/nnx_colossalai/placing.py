@@ -7,9 +7,10 @@ It never moves anything; `chunked` does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from nnx_colossalai.device.device import Device
 from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.plan.document import PlanDocument
 from nnx_colossalai.plan.hardware import Rates, hardware
-from nnx_colossalai.plan.model import model_spec, widths
+from nnx_colossalai.plan.model import model_spec, optimizer_state, widths
 from nnx_colossalai.plan.planner import Planned, downgrade, evaluate, plan, why_not_lower
 from nnx_colossalai.plan.probe import Probe, probe
 from nnx_colossalai.plan.spec import Hardware, ModelSpec, Tier
@@ -72,13 +73,16 @@ class Placing:
     ) -> None:
         self._context, self._device, self._options = context, device, options
         self._probe: Probe | None = None
-        with together(control_group(), doing="finding chunks"):
-            self.found = self._find(module, sample)
+        self._noted: set[str] = set()
+        self.found = self._find(module, sample)
+        with together(control_group(), doing="reading the options"):
             self._wishes = wishes_of(options, [unit.name for unit in self.found])
         self._hardware, self._rates = self._measured()
         self.spec = self._counted(None)
         self.planned = self._on_first_rank(self._first_plan, doing="planning")
         self._report("planned")
+        if self._probe is not None:
+            self._note(self._probe.note)
 
     def units(self) -> list[Unit]:
         """The units with their tiers, for an engine."""
@@ -92,17 +96,31 @@ class Placing:
     # --- what is there ------------------------------------------------------------------------
 
     def _find(self, module: nn.Module, sample: Sample) -> tuple[FoundUnit, ...]:
-        policy = self._options.auto_wrap_policy
-        least, most = self._bounds(module)
-        found = find_units(module, policy=policy, min_numel=least, max_numel=most)
-        if not self._must_look(module, found):
+        """The units, the same on all ranks whatever each one's sample does. Collective."""
+        with together(control_group(), doing="finding chunks"):
+            least, most = self._bounds(module)
+            find = partial(
+                find_units, module, policy=self._options.auto_wrap_policy, min_numel=least, max_numel=most
+            )
+            found = find()
+            doubtful = self._doubtful(module, found)
+            if doubtful or self._is_limited:
+                self._probe = self._look(found, module, sample)
+        left = self._on_first_rank(lambda: self._left_with_the_root(doubtful), doing="finding chunks")
+        if not left:
             return found
-        self._probe = self._look(found, module, sample)
-        if self._probe.used_outside:
-            left = self._probe.used_outside
-            found = find_units(module, policy=policy, min_numel=least, max_numel=most, leave=left)
+        with together(control_group(), doing="finding chunks"):
+            found = find(leave=left)
             self._probe = self._look(found, module, sample)
         return found
+
+    def _left_with_the_root(self, doubtful: Mapping[str, bool]) -> list[str]:
+        """Names of units that must be none: seen to be used by others, or, unseen, perhaps so."""
+        if self._probe is None:
+            return []
+        if self._probe.note:
+            return [name for name, is_beside in doubtful.items() if is_beside]
+        return sorted(self._probe.used_outside)
 
     def _bounds(self, module: nn.Module) -> tuple[int | None, int | None]:
         """The smallest and the largest number of elements that a unit may have."""
@@ -115,12 +133,17 @@ class Placing:
             most = max(least or 0, largest, 1) + options.chunk_search_range
         return least, most
 
-    def _must_look(self, module: nn.Module, found: Sequence[FoundUnit]) -> bool:
-        if len(found) > 1 and self._options.auto_wrap_policy is None:
-            layers = choose_units(module, min_num_params=self._options.min_num_params).units
-            if {unit.name for unit in found} - {name for name, _ in layers} - {""}:
-                return True
-        return self._is_limited
+    def _doubtful(self, module: nn.Module, found: Sequence[FoundUnit]) -> dict[str, bool]:
+        """Units whose weights other modules may use, and whether they lie beside the layers.
+
+        Beside them are embeddings and heads; parts of layers are units because `chunk_size` asks for it.
+        """
+        if self._options.auto_wrap_policy is not None:
+            return {}
+        layers = choose_units(module, min_num_params=self._options.min_num_params).units
+        names = {name for name, _ in layers} | {""}
+        inside = tuple(f"{name}." for name, _ in layers)
+        return {unit.name: not unit.name.startswith(inside) for unit in found if unit.name not in names}
 
     @property
     def _is_limited(self) -> bool:
@@ -182,6 +205,9 @@ class Placing:
 
     def correct(self, optimizers: Sequence[Optimizer]) -> bool:
         """Plan anew with the size of the optimizers' state; whether chunks have to move. Collective."""
+        if self._is_limited:
+            for optimizer in optimizers:
+                self._note(optimizer_state(optimizer).note)
         # Only the state's size is news: the plain parameters that were counted may be empty by now.
         spec = replace(self.spec, optimizer_bytes=self._counted(optimizers).optimizer_bytes)
         if spec == self.spec or self._options.plan is not None:
@@ -228,6 +254,12 @@ class Placing:
             if self._context.rank == 0:
                 log.info("%s chunks %s:\n%s", len(self.found), what, self.table())
                 self._write()
+
+    def _note(self, note: str) -> None:
+        """Say once what the plan could not count."""
+        if note and self._context.rank == 0 and note not in self._noted:
+            self._noted.add(note)
+            log.info("The plan: %s", note)
 
     def _write(self) -> None:
         options = self._options

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +111,10 @@ def dry_run(
         (True, 0.0)
     """
     root = module if isinstance(module, nn.Module) else _built(module)
-    units = find_units(root, policy=policy, min_numel=min_numel, max_numel=max_numel)
-    found = _probe(units, inputs, input_kwargs, loss, precision)
-    if left := found.used_outside:
-        units = find_units(root, policy=policy, min_numel=min_numel, max_numel=max_numel, leave=left)
-        found = _probe(units, inputs, input_kwargs, loss, precision)
+    find = partial(find_units, root, policy=policy, min_numel=min_numel, max_numel=max_numel)
+    units, found = _units_and_probe(
+        find, partial(_probe, inputs=inputs, kwargs=input_kwargs, loss=loss, precision=precision)
+    )
     rates = rates or Rates()
     spec = model_spec(
         units, world_size=world_size, precision=precision, optimizer=optimizer, probe=found, flops=rates.flops
@@ -134,6 +134,18 @@ def dry_run(
 def _built(build: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
         return build()
+
+
+def _units_and_probe(
+    find: Callable[..., tuple[FoundUnit, ...]], look: Callable[[Sequence[FoundUnit]], Probe]
+) -> tuple[tuple[FoundUnit, ...], Probe]:
+    """The units, less those whose weights are used while they do not run, and what a step of them keeps."""
+    units = find()
+    found = look(units)
+    if left := found.used_outside:
+        units = find(leave=left)
+        found = look(units)
+    return units, found
 
 
 def _probe(
