@@ -34,7 +34,7 @@ from nnx_colossalai.plan.spec import Hardware, ModelSpec, Tier
 from nnx_colossalai.plan.table import plan_table, size_text
 from nnx_colossalai.plan.timeline import draw_timeline
 from nnx_colossalai.plan.wishes import Wishes
-from nnx_fsdp.units import choose_units
+from nnx_fsdp.units import DEFAULT_MIN_NUM_PARAMS, choose_units
 
 __all__ = ["Placing", "wishes_of"]
 
@@ -81,8 +81,6 @@ class Placing:
         self.spec = self._counted(None)
         self.planned = self._on_first_rank(self._first_plan, doing="planning")
         self._report("planned")
-        if self._probe is not None:
-            self._note(self._probe.note)
 
     def units(self) -> list[Unit]:
         """The units with their tiers, for an engine."""
@@ -140,7 +138,10 @@ class Placing:
         """
         if self._options.auto_wrap_policy is not None:
             return {}
-        layers = choose_units(module, min_num_params=self._options.min_num_params).units
+        least, most = self._bounds(module)
+        if least is None and most is not None:  # as for chunks
+            least = min(most, DEFAULT_MIN_NUM_PARAMS)
+        layers = choose_units(module, min_num_params=least).units
         names = {name for name, _ in layers} | {""}
         inside = tuple(f"{name}." for name, _ in layers)
         return {unit.name: not unit.name.startswith(inside) for unit in found if unit.name not in names}
@@ -253,6 +254,7 @@ class Placing:
         with together(control_group(), doing="writing the plan"):
             if self._context.rank == 0:
                 log.info("%s chunks %s:\n%s", len(self.found), what, self.table())
+                self._note("" if self._probe is None else self._probe.note)
                 self._write()
 
     def _note(self, note: str) -> None:

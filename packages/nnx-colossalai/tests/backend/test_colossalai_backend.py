@@ -272,7 +272,8 @@ def test_a_step_out_of_memory_runs_again_under_a_lower_plan_and_no_number_change
 
 
 def test_when_no_plan_is_left_the_error_says_so_with_the_knob() -> None:
-    with pytest.raises(DeviceMemoryError, match=r"2\.00 GiB.*there is no lower plan to go on with.*device_memory"):
+    words = r"2\.00 GiB.*there is no lower plan to go on with.*device_memory"
+    with pytest.raises(DeviceMemoryError, match=words):
         exhausted(100, "forward")
 
 

@@ -165,7 +165,8 @@ def test_a_mistyped_name_is_lightnings_error_with_a_suggestion(tree):
 def test_a_name_whose_package_is_missing_says_what_to_install(tree):
     with pytest.raises(StrategyNotInstalledError) as caught:
         chosen(tree, "Fairscale_FSDP")
-    assert str(caught.value).startswith("You selected an invalid strategy name: `strategy='fairscale_fsdp'`. ")
+    start = "You selected an invalid strategy name: `strategy='fairscale_fsdp'`. "
+    assert str(caught.value).startswith(start)
     assert str(caught.value).endswith("Run `pip install nnx-fairscale`.")
 
 
