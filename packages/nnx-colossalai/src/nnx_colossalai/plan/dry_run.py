@@ -121,14 +121,8 @@ def dry_run(
     )
     there = _hardware(rates, device_bytes, host_bytes)
     state = "" if isinstance(optimizer, int) else optimizer_state(optimizer).note
-    return DryRun(
-        spec,
-        there,
-        plan(spec, there, wishes),
-        found,
-        waste(units, world_size=world_size),
-        tuple(note for note in (found.note, state) if note),
-    )
+    notes = tuple(note for note in (found.note, state) if note)
+    return DryRun(spec, there, plan(spec, there, wishes), found, waste(units, world_size=world_size), notes)
 
 
 def _built(build: Callable[[], nn.Module]) -> nn.Module:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from nnx.errors import PlanError
 from nnx_nnscaler.cost.model import CostModel, Prices, Stored
@@ -85,20 +86,17 @@ def plan_program(
     found = _plan(graph, assignment, prices, context.flow, policy=name)
     if policy != "autodist" or stored is not None or size == 1:
         return found
+    again = partial(plan_program, graph, size=size, costs=costs, constraints=constraints, units=units)
+    same = partial(again, memory_limit=memory_limit, zero=zero, strategies_of=strategies_of)
+    return _unless_data_does(found, same)
+
+
+def _unless_data_does(found: ProgramPlan, plan: Callable[..., ProgramPlan]) -> ProgramPlan:
+    """The plan that was found, or one that splits only the batch if it is as fast for all that is known."""
     with suppress(PlanError):
-        by_batch = plan_program(
-            graph,
-            size=size,
-            policy="data",
-            costs=costs,
-            constraints=constraints,
-            memory_limit=memory_limit,
-            units=units,
-            zero=zero,
-            strategies_of=strategies_of,
-        )
+        by_batch = plan(policy="data")
         if by_batch.prediction.time <= _SURE * found.prediction.time:
-            return replace(by_batch, policy=name)
+            return replace(by_batch, policy=found.policy)
     return found
 
 
