@@ -17,6 +17,8 @@ from nnx_colossalai.errors import DeviceMemoryError
 
 __all__ = ["Direction", "Ledger", "StorageKey", "check_shapes", "is_gone", "storage_key"]
 
+_FEW = 1024
+
 StorageKey = StorageWeakRef
 """Names a storage without keeping it; the name is not given to another while anyone has it."""
 
@@ -47,6 +49,9 @@ class Ledger:
         self.name, self.capacity = name, capacity
         self._entries: dict[StorageWeakRef, _Entry] = {}
         self._used = 0
+        self._most_entries = (
+            _FEW  # before those that expired are looked for: training drops some in every step
+        )
         self._lock = RLock()
 
     @property
@@ -74,14 +79,11 @@ class Ledger:
 
     def add_device(self, tensor: Tensor) -> None:
         """Remember device memory whose bytes were reserved."""
-        with self._lock:
-            self._entries[storage_key(tensor)] = _Entry(_nbytes(tensor), on_device=True)
+        self._add(tensor, on_device=True)
 
     def add_host(self, tensor: Tensor) -> None:
         """Remember host memory."""
-        with self._lock:
-            self._forget_expired()
-            self._entries[storage_key(tensor)] = _Entry(_nbytes(tensor), on_device=False)
+        self._add(tensor, on_device=False)
 
     def release(self, tensor: Tensor) -> None:
         """Count a tensor's memory as free."""
@@ -138,6 +140,13 @@ class Ledger:
     def _side(self, tensor: Tensor) -> bool | None:
         entry = self._entries.get(storage_key(tensor))
         return None if entry is None else entry.on_device
+
+    def _add(self, tensor: Tensor, *, on_device: bool) -> None:
+        with self._lock:
+            if len(self._entries) >= self._most_entries:
+                self._forget_expired()
+                self._most_entries = max(_FEW, 2 * len(self._entries))
+            self._entries[storage_key(tensor)] = _Entry(_nbytes(tensor), on_device=on_device)
 
     def _forget_expired(self) -> None:
         for key in [key for key in self._entries if is_gone(key)]:
