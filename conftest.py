@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
+import torch.distributed as dist
 
 from nnx.testing.pool import WorkerPool, shared_pool
+
+_SET_BY_LAUNCHERS = (
+    *("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    *("PL_GLOBAL_SEED", "PL_SEED_WORKERS"),
+)
 
 
 @pytest.fixture(scope="session")
 def pool() -> WorkerPool:
     """Up to four worker processes that stay warm for the whole session, the conformance suite's too."""
     return shared_pool()
+
+
+@pytest.fixture(autouse=True)
+def out_of_the_world() -> Iterator[None]:
+    """Let a test that trains in this process leave its process group, and the port of it, to itself.
+
+    Scripts that later tests start would inherit the port, find it taken, and wait.
+    """
+    before = {name: os.environ.get(name) for name in _SET_BY_LAUNCHERS}
+    was_in_a_world = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not was_in_a_world:
+        dist.destroy_process_group()
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
