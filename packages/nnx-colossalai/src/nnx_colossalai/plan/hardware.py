@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nnx.cache import cache_directory, read_json, write_json
 from nnx.collective import all_gather_object, control_group
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.device.host import HostDevice, host_memory
@@ -175,7 +174,7 @@ def measured(
         return Rates.of_json(kept)
     first: dict[str, Any] = all_gather_object(asdict(measure(device, dtype=dtype, group=group)), control)[0]
     if control is None or dist.get_rank() == 0:
-        _store(key, first)
+        write_json(_path(key), {"key": key, "rates": first})
     return Rates.of_json(first)
 
 
@@ -287,28 +286,16 @@ def _key(
 
 
 def _path(key: dict[str, Any]) -> Path:
-    base = os.environ.get("NNX_CACHE_DIR")
-    root = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nnx"
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return root / "colossalai" / "measured" / f"{digest[:24]}.json"
+    return cache_directory("colossalai", "measured") / f"{digest[:24]}.json"
 
 
 def _load(key: dict[str, Any]) -> dict[str, Any] | None:
     """What was measured before; None if nothing was kept that can be read."""
+    kept = read_json(_path(key))
     try:
-        kept = json.loads(_path(key).read_text(encoding="utf-8"))
         rates: dict[str, Any] = kept["rates"]
         Rates.of_json(rates)
         return rates if kept["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _store(key: dict[str, Any], rates: dict[str, Any]) -> None:
-    path = _path(key)
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump({"key": key, "rates": rates}, file, indent=1)
-        Path(temporary).replace(path)

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nnx.cache import cache_directory, read_json, write_json
 from nnx.collective import all_gather_object
 from nnx_nnscaler.cost.hardware import COLLECTIVES, Collective, Hardware, MeasuredLink
 from nnx_nnscaler.runtime.communicator import Communicator
@@ -68,7 +66,7 @@ def calibrated(
     )
     shared: dict[str, Any] = all_gather_object(own.to_json(), group)[0]
     if group is None or dist.get_rank(group) == 0:
-        _store(key, shared)
+        write_json(_path(key), {"key": key, "hardware": shared})
     return Hardware.of_json(shared)
 
 
@@ -233,29 +231,16 @@ def _key(
 
 
 def _path(key: dict[str, Any]) -> Path:
-    base = os.environ.get("NNX_CACHE_DIR")
-    root = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nnx"
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return root / "nnscaler" / "measured" / f"{digest[:24]}.json"
+    return cache_directory("nnscaler", "measured") / f"{digest[:24]}.json"
 
 
 def _load(key: dict[str, Any]) -> dict[str, Any] | None:
     """What was measured before; None if nothing was kept that can be read."""
+    kept = read_json(_path(key))
     try:
-        kept = json.loads(_path(key).read_text(encoding="utf-8"))
         hardware: dict[str, Any] = kept["hardware"]
         Hardware.of_json(hardware)
         return hardware if kept["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _store(key: dict[str, Any], hardware: dict[str, Any]) -> None:
-    """Keep a measurement; a directory that cannot be written is done without."""
-    path = _path(key)
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump({"key": key, "hardware": hardware}, file, indent=1)
-        Path(temporary).replace(path)

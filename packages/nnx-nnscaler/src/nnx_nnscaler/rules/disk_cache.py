@@ -6,16 +6,14 @@ A file that cannot be read is ignored and written anew, a directory that cannot 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 
+from nnx.cache import cache_directory, read_json, write_json
 from nnx_nnscaler.placement import Placement
 from nnx_nnscaler.plan.program_plan import Strategy
 
@@ -25,29 +23,26 @@ _FORMAT = 1
 
 
 def cache_dir() -> Path:
-    """Where it is kept: below ``NNX_CACHE_DIR``, or below the user's cache directory."""
-    base = os.environ.get("NNX_CACHE_DIR")
-    root = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nnx"
-    return root / "nnscaler" / "tried" / torch.__version__
+    """Where it is kept; what one torch can do, another may not."""
+    return cache_directory("nnscaler", "tried", torch.__version__)
 
 
 def load(key: Mapping[str, Any]) -> list[Strategy] | None:
     """What was found for this call; None if nothing was kept, or nothing that can be read."""
+    kept = read_json(_path(key))
     try:
-        kept = json.loads(_path(key).read_text(encoding="utf-8"))
         if kept["format"] != _FORMAT or kept["call"] != json.loads(json.dumps(key)):
             return None
         return [
             Strategy(entry["name"], _placements(entry["inputs"]), _placements(entry["outputs"]))
             for entry in kept["strategies"]
         ]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 
 def store(key: Mapping[str, Any], strategies: list[Strategy]) -> None:
     """Keep what was found for this call."""
-    path = _path(key)
     kept = {
         "format": _FORMAT,
         "call": key,
@@ -56,16 +51,7 @@ def store(key: Mapping[str, Any], strategies: list[Strategy]) -> None:
             for s in strategies
         ],
     }
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Other processes may write the same file: each writes its own and renames it.
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(kept, file, indent=1)
-            Path(temporary).replace(path)
-        except OSError:
-            Path(temporary).unlink(missing_ok=True)
+    write_json(_path(key), kept)
 
 
 def _placements(texts: list[str]) -> tuple[Placement, ...]:
