@@ -2,11 +2,11 @@
 
     python benchmarks/lite_step.py
 
-The three sides train equal models on the same batches in one process and take turns step by step, each going first
-equally often, so that whatever else the machine does falls on all of them. What is compared is processor time: a
-ratio is the median over all turns of one side's step over the other's of the same turn. A second, tiny model, whose
-step is little more than Python, gives the overhead in microseconds. Exit code 1 if a ratio is above its bar, 2 if
-the losses differ, for then the sides did not do the same work.
+The three sides train equal models on the same batches in one process and take turns step by step, each
+going first equally often, so that whatever else the machine does falls on all of them. What is compared is
+processor time: a ratio is the median, over all turns, of one side's step over the other's of the same turn.
+A second, tiny model, whose step is little more than Python, gives the overhead in microseconds. Exit code 1
+if a ratio is above its bar, 2 if the losses differ, for then the sides did not do the same work.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
     def forward(self, batch: Tensor) -> Tensor:
+        """The loss of a batch."""
         hidden = batch
         for block in self.blocks:
             hidden = hidden + torch.tanh(block(hidden))
@@ -168,7 +169,8 @@ def main() -> int:
         print(f"  {label:22}{1e3 * statistics.median(taken[side]):12.3f}", end="")
         print(f"{1e6 * statistics.median(tiny[side]):26.1f}")
     bars = {"plain": given.bar_plain, "fabric": given.bar_fabric}
-    return int(not all([judge(taken, tiny, other, bars[other]) for other in bars]))
+    passed = [judge(taken, tiny, other, bar) for other, bar in bars.items()]
+    return int(not all(passed))
 
 
 def judge(taken: Turns, tiny: Turns, other: str, bar: float) -> bool:
@@ -177,7 +179,8 @@ def judge(taken: Turns, tiny: Turns, other: str, bar: float) -> bool:
     added = statistics.median(a - b for a, b in zip(tiny["lite"], tiny[other], strict=True))
     verdict = "within" if ratio <= bar else "ABOVE"
     print(
-        f"nnx.Lite over {SIDES[other]}: ratio {ratio:.4f}, {verdict} the bar {bar}; {1e6 * added:+.1f} µs a step"
+        f"nnx.Lite over {SIDES[other]}: ratio {ratio:.4f}, {verdict} the bar {bar}; "
+        f"{1e6 * added:+.1f} µs a step"
     )
     return ratio <= bar
 
@@ -190,10 +193,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument(
-        "--bar-plain", type=float, default=1.02, help="largest ratio to the plain loop that passes"
-    )
-    parser.add_argument("--bar-fabric", type=float, default=1.005, help="largest ratio to Fabric that passes")
+    parser.add_argument("--bar-plain", type=float, default=1.02, help="largest ratio to the plain loop")
+    parser.add_argument("--bar-fabric", type=float, default=1.005, help="largest ratio to Fabric")
     return parser.parse_args()
 
 

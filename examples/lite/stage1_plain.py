@@ -1,6 +1,8 @@
 """Stage 1: plain PyTorch, one process, one device.
 
-python examples/lite/stage1_plain.py
+    python examples/lite/stage1_plain.py
+
+The other stages are what becomes of this file.
 """
 
 from __future__ import annotations
@@ -22,9 +24,8 @@ def run(num_epochs: int) -> list[float]:
     model.train()
     for _ in range(num_epochs):
         for batch in dataloader:
-            batch = batch.to(device)
             optimizer.zero_grad()
-            loss = model(batch)
+            loss = model(batch.to(device))
             loss.backward()
             optimizer.step()
             losses.append(loss.item())

@@ -1,6 +1,8 @@
 """Stage 2: the same loop in a Lite. It runs on any device, any number of processes, any strategy.
 
-python examples/lite/stage2_lite.py --devices 2 --strategy fsdp_auto
+    python examples/lite/stage2_lite.py --devices 2 --strategy fsdp_auto
+
+Against stage 1: the class, `setup`, `setup_dataloaders` and `self.backward`.
 """
 
 from __future__ import annotations

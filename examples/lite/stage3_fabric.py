@@ -1,6 +1,8 @@
 """Stage 3: the same loop on Fabric itself. No class: `launch()` comes first, then the loop.
 
-python examples/lite/stage3_fabric.py --devices 2 --strategy fsdp_auto
+    python examples/lite/stage3_fabric.py --devices 2 --strategy fsdp_auto
+
+Against stage 2: `fabric` for `self`, and Fabric's own names of methods.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Stage 4: the loop is Trainer's. What remains is the model, the step, the optimizer and the data.
 
-python examples/lite/stage4_trainer.py --devices 2 --strategy fsdp_auto
+    python examples/lite/stage4_trainer.py --devices 2 --strategy fsdp_auto
+
+Against stage 3: `setup`, `backward` and the loop are gone.
 """
 
 from __future__ import annotations
@@ -21,22 +23,26 @@ class LightningModel(LightningModule):
         self.losses: list[float] = []
 
     def forward(self, batch: Tensor) -> Tensor:
+        """The loss of a batch, from the model."""
         return self.model(batch)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Log the loss, and keep its mean over the processes."""
         loss = self(batch)
         self.log("train_loss", loss)
         self.losses.append(self.trainer.strategy.reduce(loss.detach(), reduce_op="mean").item())
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The optimizer of the other stages."""
         return torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=0.9)
 
 
 class MyDataModule(LightningDataModule):
-    """The data. Trainer would shuffle what it distributes, which Lite and Fabric do not: so the order is set here."""
+    """The data. Trainer shuffles what it distributes; Lite and Fabric keep the order, and so does this."""
 
     def train_dataloader(self) -> DataLoader[Tensor]:
+        """Every process's share of each global batch, in order."""
         dataset, trainer = MyDataset(), self.trainer
         assert trainer is not None
         sampler = DistributedSampler(dataset, trainer.world_size, trainer.global_rank, shuffle=False)
