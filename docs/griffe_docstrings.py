@@ -1,0 +1,44 @@
+"""What mkdocstrings has to know of our sources, while it builds the reference. Nothing else loads this.
+
+Docstrings say `Example:`, which griffe knows in the plural only. Fields of dataclasses carry their meaning in
+`option(default, help=...)`; on the page they have that default and that meaning.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from griffe import Attribute, Docstring, ExprCall, ExprKeyword, Extension, Object
+
+_SINGULAR = re.compile(r"^(\s*)Example:\s*$", re.MULTILINE)
+_FIELDS = ("option", "_capability")
+
+
+class ReadOurDocstrings(Extension):
+    """Gives griffe the names and values that it expects."""
+
+    def on_object(self, *, obj: Object, **kwargs: Any) -> None:
+        """Let doctests become highlighted code."""
+        if obj.docstring is not None:
+            obj.docstring.value = _SINGULAR.sub(r"\1Examples:", obj.docstring.value)
+
+    def on_attribute_instance(self, *, attr: Attribute, **kwargs: Any) -> None:
+        """Let a field have its default and its help."""
+        call = attr.value
+        if not isinstance(call, ExprCall) or str(call.function) not in _FIELDS:
+            return
+        positional = [item for item in call.arguments if not isinstance(item, ExprKeyword)]
+        named = {item.name: item.value for item in call.arguments if isinstance(item, ExprKeyword)}
+        text = named.get("help") or positional[1]
+        attr.docstring = Docstring(str(_literal(text)), parent=attr, lineno=attr.lineno)
+        attr.value = positional[0] if positional else None
+
+
+def _literal(text: Any) -> object:
+    """The text that an expression stands for; an f-string as it is written."""
+    try:
+        return ast.literal_eval(str(text))
+    except ValueError:
+        return str(text).removeprefix("f").strip("'\"")

@@ -1,0 +1,35 @@
+"""A hook of mkdocs: a page of the built site that would fetch something from elsewhere fails the build."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+
+_FETCHES = {
+    ".html": re.compile(
+        r"""<(?:script|img|iframe|source|video|audio)\b[^>]*\bsrc=["']?(?:https?:)?//[^"'\s>]+"""
+        r"""|<link\b(?=[^>]*\brel=["']?(?:stylesheet|preload|preconnect|icon|modulepreload))"""
+        r"""[^>]*\bhref=["']?(?:https?:)?//[^"'\s>]+"""
+    ),
+    ".css": re.compile(r"""(?:@import\s+|url\()["']?(?:https?:)?//[^"')\s]+"""),
+}
+
+
+def fetches(site: Path) -> list[str]:
+    """What pages and style sheets would load from other hosts."""
+    return [
+        f"{path.relative_to(site)}: {found[0]}"
+        for suffix, pattern in _FETCHES.items()
+        for path in sorted(site.rglob(f"*{suffix}"))
+        for found in pattern.finditer(path.read_text(encoding="utf-8"))
+    ]
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Called by mkdocs when everything has been written."""
+    found = fetches(Path(config.site_dir))
+    if found:
+        raise PluginError("the site would fetch from other hosts:\n" + "\n".join(found))
