@@ -44,6 +44,7 @@ def _application(arguments: list[str]) -> typer.Typer:
     app.command("show")(show_strategy)
     app.command("doctor")(check_installation)
     app.command("conformance")(check_strategy)
+    app.command("new")(create_plugin)
     app.add_typer(_checkpoint_commands(arguments), name="ckpt", help=_CHECKPOINT_HELP)
     return app
 
@@ -139,3 +140,29 @@ def check_strategy(
             as_json=as_json,
         )
     )
+
+
+def create_plugin(
+    path: Annotated[Path, typer.Argument(help="Directory of the project; new or empty.")],
+    *,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name of the distribution; by default that of the directory.")
+    ] = None,
+    strategy: Annotated[str | None, typer.Option("--strategy", help="Name of the strategy.")] = None,
+    kind: Annotated[
+        str | None, typer.Option("--kind", help="backend, or lightning for a strategy class of Lightning's.")
+    ] = None,
+    description: Annotated[
+        str | None, typer.Option("--description", help="What the strategy is, in a line.")
+    ] = None,
+    author: Annotated[str | None, typer.Option("--author", help="By default git's user.name.")] = None,
+    defaults: Annotated[bool, typer.Option("--defaults", help="Ask nothing; --json does so too.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Start a plugin of your own: a project that passes its tests and conformance at once."""
+    from nnx.cli import new
+
+    given = new.Given(
+        distribution=name, strategy=strategy, kind=kind, description=description, author=author
+    )
+    raise typer.Exit(new.run(path, given, defaults=defaults, as_json=as_json))
