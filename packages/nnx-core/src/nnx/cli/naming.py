@@ -19,9 +19,9 @@ from nnx.spec import LIGHTNING_NAMES, StrategySpec
 __all__ = ["check_distribution", "check_line", "check_strategy"]
 
 _DISTRIBUTION = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-_LONGEST_NAME = 40
+# So that the lines of source that hold them stay within the formatter's width.
+_LONGEST_NAME = 32
 _LONGEST_LINE = 80
-"""So that the line of source that holds it stays within the formatter's width."""
 
 
 def check_distribution(name: str) -> None:
