@@ -1,25 +1,29 @@
-"""Build the catalog that nnx-core ships from the files in ``registry/plugins``.
+"""Build what is made from ``registry/plugins``: the index that nnx-core ships, and a page of the docs.
 
-    python registry/build_index.py            writes packages/nnx-core/src/nnx/_catalog.json
-    python registry/build_index.py --check    exit code 1 where that file is stale
+    python registry/build_index.py            writes nnx/catalog/index.json and docs/catalog.md
+    python registry/build_index.py --check    exit code 1 where one of them is stale
 
-Each file is checked against ``schema.json``, of which `violations` understands the keywords that we
-use. Needs Python 3.11 for its TOML reader; nothing that is installed runs this.
+Each file is checked against ``schema.json``. Needs Python 3.11 for its TOML reader, and jsonschema; nothing
+that is installed runs this.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-INDEX = HERE.parent / "packages" / "nnx-core" / "src" / "nnx" / "_catalog.json"
+INDEX = HERE.parent / "packages" / "nnx-core" / "src" / "nnx" / "catalog" / "index.json"
+PAGE = HERE.parent / "docs" / "catalog.md"
 # Successors may be Lightning's own names.
 LIGHTNING_SUCCESSORS = {"auto", "ddp", "xla", "xla_debug"}
+TIERS = {
+    "official": "Ours",
+    "community": "Of others",
+    "example": "Examples",
+}
 
 
 def build(folder: Path = HERE / "plugins") -> str:
@@ -33,68 +37,92 @@ def build(folder: Path = HERE / "plugins") -> str:
     for path in sorted(folder.glob("*.toml")):
         content = _read(path)
         if content["tier"] == "historical":
-            historical += content["strategies"]
+            package = {key: content[key] for key in ("distribution", "url") if key in content}
+            historical += [old | package for old in content["strategies"]]
         else:
             plugins.append(content)
     _check_names(plugins, historical)
     index = {
-        "format": 1,
+        "format": 2,
         "plugins": plugins,
         "historical": sorted(historical, key=lambda old: str(old["name"])),
     }
     return json.dumps(index, indent=1) + "\n"
 
 
-def violations(value: Any, schema: dict[str, Any], where: str = "") -> Iterator[str]:
-    """Where a value breaks a JSON Schema made of the keywords handled here."""
-    kinds = {"object": dict, "array": list, "string": str}
-    if "type" in schema and not isinstance(value, kinds[schema["type"]]):
-        yield f"{where or 'the file'} is not of type {schema['type']}"
-        return
-    if "enum" in schema and value not in schema["enum"]:
-        yield f"{where} is {value!r}, not one of {schema['enum']}"
-    if "const" in schema and value != schema["const"]:
-        yield f"{where} is {value!r}, not {schema['const']!r}"
-    if isinstance(value, str):
-        yield from _text_violations(value, schema, where)
-    if isinstance(value, list):
-        if len(value) < schema.get("minItems", 0):
-            yield f"{where} has too few items"
-        for position, item in enumerate(value):
-            yield from violations(item, schema.get("items", {}), f"{where}[{position}]")
-    if isinstance(value, dict):
-        yield from _object_violations(value, schema, where)
-    if "if" in schema:
-        branch = "else" if any(violations(value, schema["if"], where)) else "then"
-        yield from violations(value, schema.get(branch, {}), where)
+def page(index: str) -> str:
+    """The page of the docs that shows an index."""
+    content = json.loads(index)
+    lines = [
+        "# Catalog",
+        "",
+        "<!-- Written by registry/build_index.py from registry/plugins: edit those files instead. -->",
+        "",
+        "Every strategy that nnx knows of, installed or not. `nnx search WORD` searches it, and `nnx show NAME`",
+        "shows one of them: see [Command line](command-line.md). To add a plugin, add a file to",
+        "`registry/plugins` in the repository. Being listed is no endorsement.",
+    ]
+    for tier, title in TIERS.items():
+        plugins = [plugin for plugin in content["plugins"] if plugin["tier"] == tier]
+        lines += ["", f"## {title}"] * bool(plugins)
+        for plugin in plugins:
+            lines += _plugin_section(plugin)
+    return "\n".join([*lines, *_history_section(content["historical"])]) + "\n"
 
 
-def _text_violations(value: str, schema: dict[str, Any], where: str) -> Iterator[str]:
-    if not schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", sys.maxsize):
-        yield f"{where} has {len(value)} characters"
-    if "pattern" in schema and not re.search(schema["pattern"], value):
-        yield f"{where} is {value!r}, which does not match {schema['pattern']}"
+def _plugin_section(plugin: dict[str, Any]) -> list[str]:
+    more = ""
+    if "docs" in plugin:
+        more += f" [More]({plugin['docs'].removeprefix('docs/')})."
+    if "url" in plugin:
+        more += f" [Its home]({plugin['url']})."
+    if "replaces" in plugin:
+        more += f" It takes the place of {', '.join(plugin['replaces'])}."
+    install = plugin.get("install", f"pip install {plugin['distribution']}")
+    return [
+        "",
+        f"### {plugin['distribution']}",
+        "",
+        f"{plugin['summary']}. `{install}`; plugin API {plugin['api']}.{more}",
+        "",
+        "| strategy | what it is | use it when | runs on |",
+        "|---|---|---|---|",
+        *(
+            f"| `{entry['name']}` | {entry['summary']} | {entry['use_when']} "
+            f"| {', '.join(entry.get('accelerators', []))} |"
+            for entry in plugin["strategies"]
+        ),
+    ]
 
 
-def _object_violations(value: dict[str, Any], schema: dict[str, Any], where: str) -> Iterator[str]:
-    known = schema.get("properties", {})
-    for name in schema.get("required", []):
-        if name not in value:
-            yield f"{where or 'the file'} lacks {name!r}"
-    for name, item in value.items():
-        if name in known:
-            yield from violations(item, known[name], f"{where}.{name}".lstrip("."))
-        elif schema.get("additionalProperties", True) is False:
-            yield f"{where or 'the file'} has an unknown key {name!r}"
+def _history_section(historical: list[dict[str, Any]]) -> list[str]:
+    return [
+        "",
+        "## Names of the past",
+        "",
+        "Old scripts still have these. Nothing provides them to the Lightning of today; Trainer and Fabric say",
+        "what this table says.",
+        "",
+        "| name | what it was | last in Lightning | use | what else changes |",
+        "|---|---|---|---|---|",
+        *(
+            f"| `{old['name']}` | {old['was']} | {old.get('until', '')} | `{old['successor']}` "
+            f"| {old.get('how', '')} |"
+            for old in historical
+        ),
+    ]
 
 
 def _read(path: Path) -> dict[str, Any]:
     import tomllib
+    from jsonschema import Draft202012Validator
 
     content = tomllib.loads(path.read_text(encoding="utf-8"))
     schema = json.loads((HERE / "schema.json").read_text(encoding="utf-8"))
-    found = list(violations(content, schema))
-    if content.get("tier") != "historical" and content.get("distribution") != path.stem:
+    found = [
+        f"{error.json_path}: {error.message}" for error in Draft202012Validator(schema).iter_errors(content)
+    ]
+    if content.get("distribution", path.stem) != path.stem:
         found.append("the file is not named after its distribution")
     if found:
         raise ValueError(f"{path}: {'; '.join(found)}")
@@ -112,13 +140,16 @@ def _check_names(plugins: list[dict[str, Any]], historical: list[dict[str, Any]]
 
 
 def main(arguments: list[str]) -> int:
-    """Write the index, or with ``--check`` compare it."""
+    """Write the index and the page, or with ``--check`` compare them."""
     text = build()
+    made = {INDEX: text, PAGE: page(text)}
     if arguments == ["--check"]:
-        fresh = INDEX.is_file() and INDEX.read_text(encoding="utf-8") == text
-        print("the catalog is up to date" if fresh else "stale: run python registry/build_index.py")  # noqa: T201
-        return 0 if fresh else 1
-    INDEX.write_text(text, encoding="utf-8")
+        stale = [path for path, text in made.items() if not path.is_file() or path.read_text("utf-8") != text]
+        for path in stale:
+            print(f"{path.name} is stale: run python registry/build_index.py")  # noqa: T201
+        return int(bool(stale))
+    for path, text in made.items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

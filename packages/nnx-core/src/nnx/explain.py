@@ -37,6 +37,7 @@ def _explain_historical(name: str, usable: Sequence[str]) -> NnxError:
     old = historical()[name]
     remedy = f"Use {old.successor!r} instead."
     remedy += _how_to_get(old.successor, usable)
+    remedy += f" {old.how}" if old.how else ""
     return StrategyNotFoundError(f"the strategy {name!r} no longer exists; it was {old.was}.", remedy=remedy)
 
 
@@ -46,7 +47,7 @@ def _explain_catalogued(entry: CatalogEntry) -> NnxError:
         return StrategyNotInstalledError(
             f"the strategy {entry.name!r} is provided by the package {entry.distribution}, "
             "which is not installed.",
-            remedy=f"Run `pip install {entry.distribution}`.",
+            remedy=f"Run `{entry.install}`.",
         )
     return _explain_unusable(entry.name, plugins[0])
 
@@ -75,7 +76,7 @@ def _how_to_get(name: str, usable: Sequence[str]) -> str:
     installed = {plugin.distribution for plugin in inventory().plugins}
     if name in usable or name not in known() or known()[name].distribution in installed:
         return ""
-    return f" It comes with `pip install {known()[name].distribution}`."
+    return f" It comes with `{known()[name].install}`."
 
 
 def _explain_unknown(name: str, usable: Sequence[str]) -> NnxError:

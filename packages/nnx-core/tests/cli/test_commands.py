@@ -166,7 +166,8 @@ def test_show_explains_a_name_that_could_be_installed(nnx_command, clean_names):
 
 def test_show_explains_a_name_of_the_past_and_one_of_lightnings(nnx_command, clean_names):
     code, output, _ = nnx_command("show", "horovod", "--json")
-    assert (code, json.loads(output)["remedy"]) == (0, "Use 'ddp' instead.")
+    assert code == 0
+    assert json.loads(output)["remedy"].startswith("Use 'ddp' instead. Start it with torchrun")
     code, output, _ = nnx_command("show", "ddp")
     assert code == 0
     assert "Lightning itself" in output

@@ -1,19 +1,22 @@
 import importlib.util
 import json
+import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from nnx.catalog import historical, known
 from nnx.plugins import inventory
-from nnx.spec import LIGHTNING_NAMES
+from nnx.spec import LIGHTNING_NAMES, Capabilities
 
 CATALOG = Path(__file__).parents[4] / "registry"
 OFFICIAL = """
 distribution = "acme"
 tier = "community"
 summary = "x"
+api = "1.0"
 [[strategies]]
 name = "acme"
 summary = "x"
@@ -38,17 +41,31 @@ def build_index():
     return module
 
 
-def test_the_shipped_catalog_is_built_from_the_registry_folder(build_index):
+def test_the_shipped_catalog_and_its_page_are_built_from_the_registry_folder(build_index):
     assert build_index.INDEX.read_text() == build_index.build(), "run: python registry/build_index.py"
+    assert build_index.PAGE.read_text() == build_index.page(build_index.build())
     assert build_index.main(["--check"]) == 0
 
 
-def test_a_stale_catalog_is_noticed(build_index, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(build_index, "INDEX", tmp_path / "index.json")
+@pytest.mark.parametrize("made", ["INDEX", "PAGE"])
+def test_a_stale_catalog_is_noticed(build_index, monkeypatch, tmp_path, capsys, made):
+    monkeypatch.setattr(build_index, made, tmp_path / "made")
     assert build_index.main(["--check"]) == 1
-    assert "stale: run python registry/build_index.py" in capsys.readouterr().out
+    assert capsys.readouterr().out == "made is stale: run python registry/build_index.py\n"
+    monkeypatch.setattr(build_index, "INDEX", tmp_path / "index")
+    monkeypatch.setattr(build_index, "PAGE", tmp_path / "page")
     assert build_index.main([]) == 0
     assert build_index.main(["--check"]) == 0
+
+
+def test_the_page_has_every_name_with_what_to_install_and_what_replaced_it(build_index, tmp_path):
+    written(tmp_path, acme=OFFICIAL, old=OLD.replace('was = "x"', 'was = "x"\nuntil = "1.9"\nhow = "So."'))
+    page = build_index.page(build_index.build(tmp_path))
+    assert "pip install acme" in page
+    assert "| `acme` | x | x |  |" in page
+    assert "| `ancient` | x | 1.9 | `acme` | So. |" in page
+    shipped = build_index.PAGE.read_text()
+    assert all(f"| `{name}` |" in shipped for name in {*known(), *historical()})
 
 
 def written(folder, **files):
@@ -66,19 +83,17 @@ def test_a_valid_catalog_is_built(build_index, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("tier =", "teir ="), "lacks 'tier'"),
-        (('"community"', '"friends"'), "tier is 'friends', not one of"),
-        (('name = "acme"', 'name = "Acme"'), r"strategies\[0\].name is 'Acme', which does not match"),
-        (('use_when = "x"', ""), r"strategies\[0\] lacks 'use_when'"),
-        (('use_when = "x"', 'use_when = ""'), r"strategies\[0\].use_when has 0 characters"),
-        (('use_when = "x"', "use_when = 3"), r"use_when is not of type string"),
-        (('use_when = "x"', 'use_when = "x"\nspeed = "high"'), "has an unknown key 'speed'"),
+        (("tier =", "teir ="), "'tier' is a required property"),
+        (('"community"', '"friends"'), r"\$.tier: 'friends' is not one of"),
+        (('name = "acme"', 'name = "Acme"'), r"strategies\[0\].name: 'Acme' does not match"),
+        (('use_when = "x"', ""), r"strategies\[0\]: 'use_when' is a required property"),
+        (('use_when = "x"', 'use_when = ""'), r"strategies\[0\].use_when: '' should be non-empty"),
+        (('use_when = "x"', "use_when = 3"), r"use_when: 3 is not of type 'string'"),
+        (('use_when = "x"', 'use_when = "x"\nspeed = "high"'), "'speed' was unexpected"),
         (('distribution = "acme"', 'distribution = "other"'), "not named after its distribution"),
-        (
-            ('summary = "x"\n[', 'summary = "x"\nurl = "http://x"\n['),
-            "url is 'http://x', which does not match",
-        ),
-        (("[[strategies]]", "[[strategy]]"), "lacks 'strategies'"),
+        (('api = "1.0"', 'api = "new"'), r"\$.api: 'new' does not match"),
+        (('api = "1.0"', 'api = "1.0"\nurl = "http://x"'), r"\$.url: 'http://x' does not match"),
+        (("[[strategies]]", "[[strategy]]"), "'strategies' is a required property"),
     ],
 )
 def test_a_file_that_breaks_the_schema_is_refused(build_index, tmp_path, change, message):
@@ -104,12 +119,60 @@ def test_the_successors_that_the_script_allows_are_lightnings(build_index):
     assert build_index.LIGHTNING_SUCCESSORS <= LIGHTNING_NAMES
 
 
-@pytest.mark.usefixtures("clean_names")
-def test_an_installed_distribution_of_the_catalog_provides_exactly_its_names():
-    installed = {plugin.distribution: set(plugin.strategies) for plugin in inventory().plugins}
-    for distribution in {entry.distribution for entry in known().values()} & set(installed):
-        names = {entry.name for entry in known().values() if entry.distribution == distribution}
-        assert installed[distribution] == names
+@pytest.fixture
+def installed(clean_names):
+    """The plugins that are installed and in the catalog."""
+    distributions = {entry.distribution for entry in known().values()}
+    found = [plugin for plugin in inventory().plugins if plugin.distribution in distributions]
+    assert found
+    return found
+
+
+def test_an_installed_distribution_of_the_catalog_provides_exactly_its_names(installed):
+    for plugin in installed:
+        names = {entry.name for entry in known().values() if entry.distribution == plugin.distribution}
+        assert set(plugin.strategies) == names, f"mend registry/plugins/{plugin.distribution}.toml"
+
+
+def test_the_catalog_says_of_an_installed_strategy_what_its_plugin_says(installed):
+    for plugin in installed:
+        for name in plugin.strategies:
+            said = declared(inventory().specs[name])
+            entry = known()[name]
+            assert {key: getattr(entry, key) for key in said} == said, (
+                f"the plugin owns these texts: copy them to registry/plugins/{plugin.distribution}.toml"
+            )
+
+
+def declared(spec):
+    """What the catalog repeats of a spec."""
+    flags = [item for item in fields(Capabilities) if isinstance(item.default, bool)]
+    other = [item for item in flags if getattr(spec.capabilities, item.name) != item.default]
+    said = {
+        "summary": spec.description,
+        "use_when": spec.use_when,
+        "accelerators": spec.capabilities.accelerators,
+        "capabilities": tuple(item.name for item in other if not item.default),
+        "lacks": tuple(item.name for item in other if item.default),
+        "api": ".".join(map(str, spec.api_version)),
+    }
+    return said | ({"docs": spec.docs_url} if spec.docs_url else {})
+
+
+def test_every_plugin_of_this_repository_is_in_the_catalog():
+    projects = [
+        *CATALOG.parent.glob("packages/*/pyproject.toml"),
+        *CATALOG.parent.glob("examples/*/pyproject.toml"),
+    ]
+    plugins = [path for path in projects if "[project.entry-points.nnx]" in path.read_text()]
+    assert len(plugins) >= 4
+    names = {re.search(r'^name = "(.+)"', path.read_text(), re.MULTILINE)[1] for path in plugins}
+    assert names <= {entry.distribution for entry in known().values()}
+
+
+@pytest.mark.parametrize("name", sorted({entry.docs for entry in known().values()} - {""}))
+def test_the_page_that_the_catalog_names_exists(name):
+    assert (CATALOG.parent / name).is_file()
 
 
 def test_no_catalogued_name_is_one_of_lightnings():
