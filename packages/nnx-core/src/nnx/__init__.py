@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from nnx.lightning.checkpoint_io import CheckpointIO
     from nnx.lightning.factory import strategy
     from nnx.lightning.loading import load_from_checkpoint
+    from nnx.lite import LightningLite, Lite
     from nnx.plugins.hookspecs import hookimpl
     from nnx.random_state import RandomState
     from nnx.registry import StrategyRegistry
@@ -45,6 +46,8 @@ __all__ = [
     "CheckpointIO",
     "RandomState",
     "load_from_checkpoint",
+    "Lite",
+    "LightningLite",
     "NnxError",
     "CheckpointError",
     "OptionError",
@@ -68,6 +71,8 @@ _HOME = {
     "CheckpointIO": "nnx.lightning.checkpoint_io",
     "RandomState": "nnx.random_state",
     "load_from_checkpoint": "nnx.lightning.loading",
+    "Lite": "nnx.lite",
+    "LightningLite": "nnx.lite",
     "NnxError": "nnx.errors",
     "CheckpointError": "nnx.errors",
     "OptionError": "nnx.errors",

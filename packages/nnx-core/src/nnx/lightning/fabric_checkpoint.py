@@ -7,6 +7,7 @@ Trainer's, and the keys beside them, so that either resumes the other's run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -25,8 +26,9 @@ from nnx.lightning.checkpoint import (
 from nnx.lightning.engine_module import unwrap_engine
 from nnx.lightning.routing import unwrap_optimizer
 from nnx.random_state import RandomState
+from nnx.state import parameter_names
 
-__all__ = ["load_fabric_checkpoint", "save_fabric_checkpoint"]
+__all__ = ["StoredContent", "load_fabric_checkpoint", "rename_parameters", "save_fabric_checkpoint"]
 
 
 def save_fabric_checkpoint(
@@ -70,14 +72,14 @@ def _prefixed(strategy: Any, modules: Mapping[str, nn.Module], optimizer: Optimi
     state = strategy.get_optimizer_state(optimizer)
     owner = strategy._owner(unwrap_optimizer(optimizer))
     prefix = next((p for key, p in _prefixes(modules).items() if modules[key] is owner), "")
-    return _rename(state, lambda name: f"{prefix}{name}")
+    return rename_parameters(state, lambda name: f"{prefix}{name}")
 
 
 def load_fabric_checkpoint(
     strategy: Any, path: Any, state: Any, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
     """Restore `state` in place and return what is left. Collective."""
-    source = _Source(strategy, path, weights_only)
+    source = StoredContent(strategy, path, weights_only)
     if isinstance(state, nn.Module):
         restore_model(strategy.backend, unwrap_engine(state), source.model(None), strict=strict)
         return {}
@@ -90,7 +92,8 @@ def load_fabric_checkpoint(
     optimizers = [key for key, value in state.items() if isinstance(value, Optimizer)]
     for key in modules:
         if source.has_model(key, strict):
-            restore_model(strategy.backend, unwrap_engine(state[key]), source.model(key), strict=strict)
+            module = unwrap_engine(state[key])
+            restore_model(strategy.backend, module, source.model(key, module), strict=strict)
     for index, key in enumerate(optimizers):
         if source.has_optimizer(key, index, strict):
             source.restore_optimizer(state[key], key, index)
@@ -106,7 +109,7 @@ def load_fabric_checkpoint(
     return source.rest
 
 
-class _Source:
+class StoredContent:
     """An opened checkpoint, looked up by the user's keys.
 
     A checkpoint of logical names holds one model and numbered optimizers under Trainer's names; a file of
@@ -166,13 +169,27 @@ class _Source:
             )
         return found
 
-    def model(self, key: str | None) -> Mapping[str, Any]:
-        """The state dict for a key; for None, the only one there is."""
+    def model(self, key: str | None, module: nn.Module | None = None) -> Mapping[str, Any]:
+        """The state dict for a key; for None, the only one there is.
+
+        Args:
+            key: The user's.
+            module: What it is for. Trainer's names begin with the attribute that holds a module, which is the
+                key if that makes them this module's names.
+        """
         if self.stored is not None:
-            several = len(self.keys["modules"]) > 1
-            return LazyStateDict(self.stored, prefix=f"{key}." if several else "")
+            prefix = self.prefix(key)
+            if not prefix and module is not None and not self.keys["modules"]:
+                prefix = _prefix_of_attribute(LazyStateDict(self.stored), key, module)
+            return LazyStateDict(self.stored, prefix=prefix)
         found: Mapping[str, Any] = self.rest.pop(key if key in self.rest else "state_dict", self.rest)
         return found
+
+    def prefix(self, key: str | None) -> str:
+        """What the names of the module under a key begin with: Lite says so, Fabric by their number."""
+        prefixes: Mapping[Any, str] = self.keys.get("prefixes", {})
+        several = len(self.keys["modules"]) > 1
+        return prefixes.get(key, f"{key}." if several else "")
 
     def restore_optimizer(self, wrapped: Optimizer, key: str | None, index: int) -> None:
         """Fill one optimizer in place."""
@@ -182,8 +199,7 @@ class _Source:
         else:
             state = self.optimizers[self._position(key, index)]
         module = self.strategy._owner(optimizer)
-        prefix = "" if len(self.keys["modules"]) <= 1 else _common_prefix(state, self.keys["modules"])
-        states = [_without_prefix(state, prefix)]
+        states = [_under_names_of(module, state)]
         restore_optimizers(self.strategy.backend, module, [optimizer], states)
 
     def _position(self, key: str | None, index: int) -> int:
@@ -191,16 +207,31 @@ class _Source:
         return saved.index(key) if key in saved else index
 
 
-def _common_prefix(state: Mapping[str, Any], keys: list[str]) -> str:
-    """The module key that all parameter names of an optimizer state begin with."""
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    return next((f"{key}." for key in keys if all(name.startswith(f"{key}.") for name in names)), "")
+def _prefix_of_attribute(stored: Mapping[str, Any], key: str | None, module: nn.Module) -> str:
+    own = {*parameter_names(module).values()}
+    fits = not all(name in stored for name in own) and all(f"{key}.{name}" in stored for name in own)
+    return f"{key}." if fits else ""
 
 
-def _without_prefix(state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
-    return _rename(state, lambda name: name.removeprefix(prefix)) if prefix else state
+def _under_names_of(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An optimizer's state under a module's own names, without what the checkpoint has before them."""
+    own = {*parameter_names(module).values()}
+    stored = [name for group in state["param_groups"] for name in group["params"]]
+    if not stored or not isinstance(stored[0], str) or own.issuperset(stored):
+        return state
+    parts = stored[0].split(".")
+    for length in range(1, len(parts)):
+        prefix = ".".join(parts[:length]) + "."
+        if all(name.startswith(prefix) and name.removeprefix(prefix) in own for name in stored):
+            return rename_parameters(state, partial(_remove, prefix))
+    return state
 
 
-def _rename(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+def _remove(prefix: str, name: str) -> str:
+    return name.removeprefix(prefix)
+
+
+def rename_parameters(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    """An optimizer's state under other names of its parameters."""
     groups = [{**g, "params": [rename(name) for name in g["params"]]} for g in state["param_groups"]]
     return {"state": {rename(k): v for k, v in state["state"].items()}, "param_groups": groups}
