@@ -143,7 +143,7 @@ def check_strategy(
 
 
 def create_plugin(
-    path: Annotated[Path, typer.Argument(help="Directory of the project; new or empty.")],
+    path: Annotated[Path, typer.Argument(help="Directory of the project; new or empty.")] = Path(),
     *,
     name: Annotated[
         str | None, typer.Option("--name", help="Name of the distribution; by default that of the directory.")
@@ -157,12 +157,15 @@ def create_plugin(
     ] = None,
     author: Annotated[str | None, typer.Option("--author", help="By default git's user.name.")] = None,
     defaults: Annotated[bool, typer.Option("--defaults", help="Ask nothing; --json does so too.")] = False,
+    update: Annotated[
+        bool, typer.Option("--update", help="Bring an older project's frame up to date instead.")
+    ] = False,
     as_json: _Json = False,
 ) -> None:
     """Start a plugin of your own: a project that passes its tests and conformance at once."""
     from nnx.cli import new
 
-    given = new.Given(
-        distribution=name, strategy=strategy, kind=kind, description=description, author=author
-    )
+    if update:
+        raise typer.Exit(new.update(path, as_json=as_json))
+    given = new.Given(distribution=name, strategy=strategy, kind=kind, description=description, author=author)
     raise typer.Exit(new.run(path, given, defaults=defaults, as_json=as_json))

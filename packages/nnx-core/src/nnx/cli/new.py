@@ -24,10 +24,13 @@ from nnx.errors import NnxError, OptionError, UnsupportedError
 from nnx.options import check_choice
 from nnx.spec import name_remarks
 
-__all__ = ["KINDS", "TEMPLATE", "Answers", "Given", "run"]
+__all__ = ["KINDS", "TEMPLATE", "Answers", "Given", "run", "update"]
 
 KINDS = ("backend", "lightning")
 TEMPLATE = Path(__file__).parents[1] / "template"
+_ANSWERS = ".copier-answers.yml"
+# What an update leaves alone: the user's own work.
+_WRITTEN_BY_USERS = ("/src", "/tests", "/catalog", "/README.md")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,56 @@ def run(path: Path, given: Given, *, defaults: bool, as_json: bool) -> int:
     files = _render(copier, path, answers)
     _report(path, answers, files, as_json=as_json)
     return 0
+
+
+def update(path: Path, *, as_json: bool) -> int:
+    """Render the frame of a project again, by its own answers and the template of the installed nnx-core.
+
+    The frame is all but sources, tests, README and catalog entry. Edits to it are overwritten, therefore
+    everything has to be committed: git then shows what changed, and takes any of it back.
+    """
+    copier = _import_copier()
+    try:
+        answers = _kept_answers(path)
+        if path.is_dir() and _git(path, "status", "--porcelain") != "":
+            raise OptionError(
+                f"{str(path)!r} is not a git repository in which everything is committed.",
+                remedy="Commit first, so that you can look at what changes and take it back.",
+            )
+    except OptionError as error:
+        print_error(error)
+        return 2
+    copier.run_copy(
+        str(TEMPLATE),
+        path,
+        data=answers,
+        defaults=True,
+        overwrite=True,
+        quiet=True,
+        exclude=_WRITTEN_BY_USERS,
+    )
+    changed = [line[3:] for line in (_git(path, "status", "--porcelain") or "").splitlines()]
+    if as_json:
+        print_json({"path": str(path), "changed": changed})
+    elif changed:
+        print_text(f"Changed: {', '.join(changed)}. `git diff` shows how.")
+    else:
+        print_text("Nothing has changed.")
+    return 0
+
+
+def _kept_answers(path: Path) -> dict[str, str]:
+    """What `nnx new` was answered when it rendered the project."""
+    import yaml  # copier needs it too
+
+    try:
+        kept = yaml.safe_load((path / _ANSWERS).read_text(encoding="utf-8"))
+        return asdict(Answers(**kept))
+    except (OSError, TypeError, yaml.YAMLError) as error:
+        raise OptionError(
+            f"{str(path / _ANSWERS)!r} does not hold the answers to `nnx new`: {error}.",
+            remedy="Name the directory of a project that `nnx new` rendered.",
+        ) from error
 
 
 def _import_copier() -> Any:
@@ -165,13 +218,23 @@ def _answer(
 
 def _git_user() -> str:
     """Who git says is working here, where that makes a valid answer."""
+    name = (_git(Path.cwd(), "config", "user.name") or "").strip()
     try:
-        asked = ["git", "config", "user.name"]
-        name = subprocess.run(asked, capture_output=True, text=True, timeout=5, check=False).stdout.strip()
         check_line("author", name, may_be_empty=True)
-    except (OSError, subprocess.TimeoutExpired, OptionError):
+    except OptionError:
         return ""
     return name
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    """What git prints; None where it fails or is not there."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=directory, capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
 
 
 # --- rendering ---
