@@ -1,22 +1,16 @@
 """Lite: LightningLite's class, flags and methods on today's Fabric, with every strategy that nnx knows.
 
 Old scripts change one line: ``from pytorch_lightning.lite import LightningLite`` becomes
-``from nnx.lite import LightningLite``. `DeepSpeedPlugin` is here because their strategies were called plugins.
+``from nnx.lite import LightningLite``. `DeepSpeedPlugin` is here because strategies were called plugins.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from nnx.lightning.lite.facade import Lite
 from nnx.lightning.lite.tree import fabric_module
 
-if TYPE_CHECKING:
-    from lightning.fabric.strategies import DeepSpeedStrategy as DeepSpeedPlugin
-else:
-    DeepSpeedPlugin = fabric_module("strategies").DeepSpeedStrategy
+DeepSpeedPlugin = fabric_module("strategies").DeepSpeedStrategy
 
 __all__ = ["DeepSpeedPlugin", "LightningLite", "Lite"]
 
 LightningLite = Lite
-"""The name that old scripts use."""

@@ -1,8 +1,8 @@
 """``save`` and ``load``: objects and their state go to the shared checkpoint, anything else to a file.
 
 A module is stored under the names that it has as an attribute called like its key, so that
-``self.save({"model": self.model}, path)`` and a LightningModule with ``self.model`` write the same. This module
-decides what is stored where; `nnx.lightning.fabric_checkpoint` and `nnx.lightning.checkpoint` do it.
+``self.save({"model": self.model}, path)`` and a LightningModule with ``self.model`` write the same. This
+module decides what is stored where; `nnx.lightning.fabric_checkpoint` and `nnx.lightning.checkpoint` do it.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def _refuse_parts_of_tensors(target: Any, content: Any) -> None:
             part = any(box.size == shape for shard in known for box in shard.boxes)
             if part and not any(shard.shape == shape for shard in known):
                 raise CheckpointError(
-                    f"{name} of shape {shape} is this rank's part of {known[0].shape}, and nothing says which.",
+                    f"{name} of shape {shape} is this rank's part of {known[0].shape}; nothing says which.",
                     remedy="Save `model.state_dict()` as it is, a `copy.deepcopy` of it, or the model.",
                 )
 

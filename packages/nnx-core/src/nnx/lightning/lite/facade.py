@@ -1,4 +1,4 @@
-"""`Lite`: the class that users subclass. Its flags are read in `flags`; everything else Fabric does, or nnx."""
+"""`Lite`: the class that users subclass. Its flags are read in `flags`; the rest is Fabric's and nnx's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Lite"]
 class Lite(Fabric):
     """A training loop of your own on any device and with any strategy: put it in `run`.
 
-    The flags have the names, the order and the meaning of LightningLite's; ``docs/lite.md`` lists every value.
+    The flags have the names, the order and the meaning of LightningLite's; ``docs/lite.md`` lists them all.
 
     Args:
         accelerator: ``"cpu"`` (the default), ``"gpu"``, ``"tpu"``, ``"auto"``, or what Fabric takes.
@@ -115,9 +115,12 @@ class Lite(Fabric):
         others = [*wrap_optimizers(self, model, rest[:count]), *rest[count:]]
         return [module, *others] if optimizers else module
 
-    def setup_module(self, module: nn.Module, move_to_device: bool = True, **options: Any) -> Any:
+    def setup_module(
+        self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True
+    ) -> Any:
         """Set up a model alone; its optimizers may follow in ``setup_optimizers``."""
-        return self._take(super().setup_module(module, move_to_device=move_to_device, **options))
+        made = super().setup_module(module, move_to_device=move_to_device, _reapply_compile=_reapply_compile)
+        return self._take(made)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Set up optimizers of models that were set up before: one, or a list of several."""
@@ -167,11 +170,12 @@ class Lite(Fabric):
 
     # --- checkpoints ----------------------------------------------------------------------------
 
-    def save(self, content: Any, filepath: Any, filter: Any = None) -> None:  # type: ignore[override]
+    def save(self, content: Any, filepath: Any, filter: Any = None) -> None:
         """Save a dict. Collective: call it on every process.
 
-        Models and optimizers in it, and under an engine their ``state_dict()`` too, go to an nnx checkpoint, which
-        is a directory that Trainer resumes and every strategy reads. Anything else is a file that process 0 writes.
+        Models and optimizers in it, and under an engine their ``state_dict()`` too, go to an nnx checkpoint:
+        a directory that Trainer resumes and every strategy reads. Anything else is a file that process 0
+        writes.
 
         Args:
             content: What to save, by keys of your own.
@@ -192,7 +196,7 @@ class Lite(Fabric):
             save_file(self.strategy, content, filepath)
         self.strategy.barrier()
 
-    def load(  # type: ignore[override] # Fabric calls the path otherwise
+    def load(
         self, filepath: Any, state: Any = None, strict: bool = True, *, weights_only: bool | None = None
     ) -> Any:
         """Load a checkpoint of any format and any strategy. Collective: call it on every process.
@@ -204,7 +208,7 @@ class Lite(Fabric):
             weights_only: False executes code that whoever wrote a file may have put there.
 
         Returns:
-            The content under the keys it was saved with, state dicts still on disk; with `state`, what is left.
+            The content under its keys, state dicts still on disk; with `state`, what is left of it.
 
         Raises:
             CheckpointError: There is no checkpoint, or it is damaged or of another model.

@@ -6,12 +6,12 @@ from typing import Any
 
 from nnx.catalog import historical
 from nnx.errors import OptionError
-from nnx.lightning.factory import strategy as make_strategy
 from nnx.lightning.lite.hardware import accelerator_name, choose_hardware
 from nnx.lightning.lite.instances import fabric_strategy, take_accelerator
 from nnx.lightning.lite.plugins import choose_plugins, is_precision
 from nnx.lightning.lite.precision import choose_precision
 from nnx.lightning.lite.tree import FABRIC_ROOT, root_of
+from nnx.lightning.registration import make_strategy
 
 __all__ = ["FLAGS", "TRANSLATED", "fabric_arguments"]
 
@@ -85,7 +85,7 @@ def _by_name(name: str) -> Any:
         return name
     successor = historical()[name].successor
     if name in _SPAWNING:
-        return make_strategy(successor, namespace=FABRIC_ROOT, start_method="spawn")
+        return make_strategy(successor, namespace=FABRIC_ROOT, overrides={"start_method": "spawn"})
     return successor
 
 

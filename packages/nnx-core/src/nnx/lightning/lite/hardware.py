@@ -74,7 +74,7 @@ def choose_hardware(accelerator: Any, devices: Any, gpus: Any = None, tpu_cores:
         parse_devices("devices", devices),
         {"gpus": parse_devices("gpus", gpus), "tpu_cores": parse_devices("tpu_cores", tpu_cores)},
     )
-    if _is_none(amount):
+    if amount in (0, []):
         if chosen not in (None, "cpu", "auto"):
             raise OptionError(
                 f"devices={devices!r} asks for no device of accelerator={accelerator!r}.",
@@ -140,16 +140,10 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_none(amount: Any) -> bool:
-    return amount in (0, [])
-
-
 def _join_shorthands(accelerator: Any, devices: Any, shorthands: dict[str, Any]) -> tuple[Any, Any]:
     """`gpus` and `tpu_cores` stand for an accelerator and its devices; 0 of them asks for nothing."""
     meant = {"gpus": ("gpu", "cuda", "mps"), "tpu_cores": ("tpu",)}
-    given = {
-        flag: amount for flag, amount in shorthands.items() if amount is not None and not _is_none(amount)
-    }
+    given = {flag: amount for flag, amount in shorthands.items() if amount not in (None, 0, [])}
     if len(given) > 1:
         raise OptionError(
             f"gpus={given['gpus']!r} and tpu_cores={given['tpu_cores']!r} ask for two accelerators.",
@@ -235,7 +229,7 @@ def _check_available(accelerator: Any) -> None:
         return
     if accelerator == "gpu" or accelerator in _CLASSES:
         raise UnsupportedError(
-            f"accelerator={accelerator!r} was asked for, and this machine has none that torch can use; it has "
+            f"accelerator={accelerator!r} was asked for, and torch finds none on this machine; it finds "
             f"{', '.join(here)}.",
             remedy="Run on a machine with one, or pass `accelerator='auto'` to take what there is.",
         )

@@ -1,7 +1,7 @@
 """Strategy objects of Trainer, or of another copy of Lightning, as strategies of the Fabric in use.
 
-Lightning's own are built anew from what their constructors kept; nnx's from the backend's class and options. A
-subclass of the user's is refused: what it overrides would be lost.
+Lightning's own are built anew from what their constructors kept; nnx's from the backend's class and options.
+A subclass of the user's is refused: what it overrides would be lost.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ RECIPES: dict[str, Recipe] = {
             "_ddp_comm_hook": _HOOKS,
             "_ddp_comm_state": _HOOKS,
             "_ddp_comm_wrapper": _HOOKS,
-            "_model_averaging_period": "Average in the loop: `self.all_reduce(parameter)` every so many steps.",
+            "_model_averaging_period": "Average in the loop, with `self.all_reduce(parameter)`.",
         },
     ),
     "FSDPStrategy": Recipe(
@@ -71,7 +71,7 @@ RECIPES: dict[str, Recipe] = {
         copied=("_activation_checkpointing_kwargs",),
     ),
     "DeepSpeedStrategy": Recipe({**_GROUP, **{name: (name,) for name in _KEPT_AS_NAMED}}),
-    "XLAStrategy": Recipe({"debug": ("debug",), "sync_module_states": ("_sync_module_states",)}),
+    "XLAStrategy": Recipe({"sync_module_states": ("_sync_module_states",)}),
     "DataParallelStrategy": Recipe({}),
 }
 """By class name; Trainer has no DataParallelStrategy, but both copies of Fabric do."""
@@ -99,7 +99,7 @@ def fabric_strategy(strategy: Any) -> Any:
         made = _of_nnx(strategy)
     elif not is_from_lightning(strategy):
         raise OptionError(
-            f"strategy={kind}(): it is a subclass of {_parent(strategy)}, and Fabric would not call what it overrides.",
+            f"strategy={kind}() is a subclass of {_parent(strategy)}; Fabric never calls what it overrides.",
             remedy=f"Inherit from the class of this name in {FABRIC_ROOT}.strategies.",
         )
     elif kind in RECIPES:
@@ -126,7 +126,7 @@ def _of_lightning(strategy: Any, recipe: Recipe) -> Any:
     for attribute, remedy in recipe.refused.items():
         if getattr(strategy, attribute, None) is not None:
             raise OptionError(
-                f"strategy={type(strategy).__name__}({attribute.lstrip('_')}=...): Fabric has no such option.",
+                f"strategy={type(strategy).__name__}({attribute[1:]}=...): Fabric has no such option.",
                 remedy=remedy,
             )
     arguments = {keyword: _first(strategy, names) for keyword, names in recipe.arguments.items()}
@@ -170,7 +170,7 @@ def take_accelerator(strategy: Any, flag: Any) -> Any:
     own = accelerator_name(strategy._accelerator)
     strategy._accelerator = None
     if own is None:
-        own = _type_of_devices(strategy)
+        own = _kind_of_devices(strategy)
     if own is None or flag in (None, "auto", own) or (flag == "gpu" and own in ("cuda", "mps")):
         return flag if own is None else own
     raise OptionError(
@@ -179,7 +179,7 @@ def take_accelerator(strategy: Any, flag: Any) -> Any:
     )
 
 
-def _type_of_devices(strategy: Any) -> str | None:
+def _kind_of_devices(strategy: Any) -> str | None:
     devices = getattr(strategy, "parallel_devices", None)
     first = devices[0] if devices else getattr(strategy, "_root_device", None)
     kind = str(getattr(first, "type", "")) or None

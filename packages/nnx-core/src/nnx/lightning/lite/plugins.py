@@ -1,4 +1,4 @@
-"""The plugins flag: cluster environments, precision and checkpoint IO of any copy of Lightning, as Fabric's."""
+"""The plugins flag: environments, precision and checkpoint IO of any copy of Lightning, as Fabric's."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def fabric_precision(plugin: Any) -> Any:
         if precision in ("32-true", "64-true"):
             return plugins.DoublePrecision() if precision == "64-true" else plugins.Precision()
     raise OptionError(
-        f"plugins={kind}(precision={precision!r}) is a plugin of Trainer's that Fabric has no counterpart of.",
+        f"plugins={kind}(precision={precision!r}) is Trainer's, and Fabric has no counterpart of it.",
         remedy=f"Subclass {FABRIC_ROOT}.plugins.Precision, or pass `precision=` instead.",
     )
 

@@ -1,8 +1,8 @@
 """State dicts that know where their tensors lie, so that a rank's part is never taken for the whole.
 
-Under nnx's strategies ``model.state_dict()`` holds what this rank holds. `ModuleState` remembers the shards behind
-it, and `OptimizerStateDict` whose state it is; `checkpoint` writes both, and `fill` copies them back in memory.
-Nothing here communicates.
+Under nnx's strategies ``model.state_dict()`` holds what this rank holds. `ModuleState` remembers the shards
+behind it, and `OptimizerStateDict` whose state it is. `nnx.lightning.lite.checkpoint` writes both; here they
+are copied back in memory. Nothing here communicates.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which copy of Fabric Lite is built on, and which of Lightning's copies an object comes from.
 
-Lightning exists twice, as ``lightning`` and as ``pytorch_lightning`` with ``lightning_fabric``, and each has its
-own classes. Old scripts mix them. This module tells them apart; it translates nothing.
+Lightning exists twice, as ``lightning`` and as ``pytorch_lightning`` with ``lightning_fabric``, and each has
+its own classes. Old scripts mix them. This module tells them apart; it translates nothing.
 """
 
 from __future__ import annotations

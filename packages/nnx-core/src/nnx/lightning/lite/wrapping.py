@@ -36,6 +36,8 @@ __all__ = ["LiteModule", "LiteOptimizer", "unwrap", "wrap_module", "wrap_optimiz
 class LiteModule(_FabricModule):
     """The model as Fabric wraps it; its ``state_dict`` can be saved and loaded under every strategy."""
 
+    _strategy: Any
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's; where an engine holds the model, the values are what this rank has of them."""
         values = super().state_dict(*args, **kwargs)
@@ -44,8 +46,10 @@ class LiteModule(_FabricModule):
         module = self._original_module
         return ModuleState(values, as_state_dict(self._strategy.backend.model_state(module)), module)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:
-        """Fill the model in place from what `state_dict` or `Lite.load` returned. Collective under an engine."""
+    def load_state_dict(  # type: ignore[override] # as Fabric's
+        self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any
+    ) -> Any:
+        """Fill the model with what `state_dict` or `Lite.load` returned. Collective under an engine."""
         if not isinstance(self._strategy, FabricAdapter):
             return super().load_state_dict(state_dict, strict=strict, **kwargs)
         module, backend = self._original_module, self._strategy.backend
@@ -64,6 +68,8 @@ class LiteModule(_FabricModule):
 
 class LiteOptimizer(_FabricOptimizer):
     """An optimizer as Fabric wraps it; its state goes by parameter name where an engine holds it."""
+
+    _strategy: Any
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, or by parameter name, tensors being what this rank has of them."""
@@ -113,13 +119,13 @@ def wrap_optimizers(
 ) -> list[LiteOptimizer]:
     """Lite's wrappers in place of those that Fabric made, which a LightningModule is told as well."""
     made = [LiteOptimizer(each.optimizer, fabric.strategy, fabric._callbacks) for each in wrapped]
-    if hasattr(module, "_fabric_optimizers"):
-        module._fabric_optimizers = made
+    if module is not None and hasattr(module, "_fabric_optimizers"):
+        setattr(module, "_fabric_optimizers", made)  # noqa: B010 # torch would type it as a parameter
     return made
 
 
 def unwrap(content: Any) -> Any:
-    """Content of a checkpoint with the user's own modules and optimizers in place of the wrappers at its top."""
+    """Content of a checkpoint with the user's own modules and optimizers in place of wrappers at its top."""
     if isinstance(content, _FabricModule):
         return content.module
     if isinstance(content, _FabricOptimizer):
