@@ -1,0 +1,51 @@
+"""What the documentation shows and CI does not run, each with the reason. `test_docs_code` holds it complete.
+
+An entry is the page (or `*`), how a command or a line of the block begins, and why it is not run.
+"""
+
+from __future__ import annotations
+
+Entry = tuple[str, str, str]
+
+_CONFORMANCE = "takes a minute in processes of its own; its options are parsed, conformance tests run it"
+_CKPT = "compared by packages/nnx-core/tests/cli/test_ckpt_docs.py"
+
+NOT_RUN: list[Entry] = [
+    ("*", "pip install nnx-", "installs; `nox -s wheels isolation` do that with what was built here"),
+    (
+        "README.md",
+        "python3 -m venv .venv",
+        "makes an environment; held by tests/test_repository.py, run by CI",
+    ),
+    ("*", "nnx conformance", _CONFORMANCE),
+    ("docs/checkpoints.md", "nnx ckpt", _CKPT),
+    ("docs/conformance.md", "report = run_conformance(", _CONFORMANCE),
+    ("docs/conformance.md", "def steps_counted(", "would register a check with the suite of all later tests"),
+]
+"""Shell commands, and Python blocks."""
+
+NOT_COMPARED: list[Entry] = [
+    ("docs/checkpoint-format.md", "last.ckpt/", "an overview of the files, which the page's reader opens"),
+    ("docs/checkpoint-format.md", "{", "the first bytes of a manifest, which the page's reader checks"),
+]
+"""Blocks of text, and why they are not compared with what the block before them prints."""
+
+
+def reason_not_to_run(page: str, code: str) -> str:
+    """Why this command or block is not run; empty if it is."""
+    return _reason(NOT_RUN, page, code)
+
+
+def reason_not_to_compare(page: str, text: str) -> str:
+    """Why this output is not compared; empty if it is."""
+    return _reason(NOT_COMPARED, page, text)
+
+
+def _reason(table: list[Entry], page: str, text: str) -> str:
+    lines = text.splitlines()
+    found = (
+        why
+        for where, start, why in table
+        if where in ("*", page) and any(line.startswith(start) for line in lines)
+    )
+    return next(found, "")
