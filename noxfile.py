@@ -1,26 +1,52 @@
 """The project's chores, one session each: `nox -s lint types tests`.
 
-Sessions without a virtual environment of their own run in the one that nox runs in, always through
-`sys.executable`: a bare `python` may be another interpreter when the environment is not activated.
+`lint`, `types`, `tests` and `version` run in the environment that nox runs in, always through
+`sys.executable`: a bare `python` may be another interpreter when the environment is not activated. What
+asks whether our packages install and work makes environments of its own, with our wheels and nothing of
+the working tree.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import nox
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # tomli is what pytest itself needs below 3.11
+    import tomli as tomllib
 
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "types", "tests"]
 nox.options.error_on_external_run = True
 
-ROOT = Path(__file__).parent
-PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
-PLUGINS = [name for name in PACKAGES if name != "nnx-core"]
+ROOT = Path(__file__).resolve().parent
+PROJECTS = {
+    path.parent.name: path.parent
+    for path in sorted([*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("examples/*/pyproject.toml")])
+}
+"""The folder of every distribution that is made here, the example of a third party's too."""
+PLUGINS = [name for name in PROJECTS if name != "nnx-core"]
+
+QUICK_CHECKS = ("losses_float32", "losses_go_on", "light_plugin")
+"""Trains, saves, resumes, and lists without importing an engine: what shows whether an installation works."""
+CHOOSE = """
+import logging, sys
+from lightning.pytorch import Trainer
+logging.disable()
+for name in sys.argv[1:]:
+    trainer = Trainer(strategy=name, accelerator="cpu", logger=False)
+    print(f"Trainer(strategy={name!r}) has a {type(trainer.strategy).__name__}")
+"""
+"""Chooses strategies by their names; nothing of ours is imported by hand."""
+TOOLS_FOR_WHEELS = ("twine==7.0.0", "check-wheel-contents==0.6.3", "validate-pyproject==0.27")
 
 
 @nox.session
@@ -50,21 +76,79 @@ def docs(session: nox.Session) -> None:
     session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
+@nox.session
+def version(session: nox.Session) -> None:
+    """Give all distributions one version, and the bounds that go with it: `nox -s version -- 0.2.0`."""
+    new = session.posargs[0] if session.posargs else session.error("Say which: nox -s version -- 0.2.0")
+    projects = [folder / "pyproject.toml" for folder in PROJECTS.values()]
+    for path in [*projects, *ROOT.glob("packages/*/src/**/pyproject.toml.jinja")]:
+        text = path.read_text(encoding="utf-8")
+        path.write_text(with_version(text, new, own=path in projects), encoding="utf-8")
+        session.log(f"{path.relative_to(ROOT)}: {new}")
+    session.log("Now move what CHANGELOG.md calls unreleased under the new version, and run the tests.")
+
+
+# --- what is published, installed where nothing else is ---
+
+
 @nox.session(venv_backend="venv")
 def wheels(session: nox.Session) -> None:
-    """Build every wheel, install them all where nothing else is, and ask what is there."""
-    install(session, *build(session, PACKAGES))
-    for package in PACKAGES:
-        session.run("python", "-I", "-c", f"import {package_module(package)} as m; print(m.__file__)")
-    ask(session)
+    """Build everything, look into it, install it all where nothing else is, and try every strategy there."""
+    session.install(*TOOLS_FOR_WHEELS)
+    for folder in PROJECTS.values():
+        session.run("validate-pyproject", os.fspath(folder / "pyproject.toml"))
+    built = build(session, "sdist", "wheel")
+    session.run("twine", "check", "--strict", *built)
+    session.run("check-wheel-contents", *(path for path in built if path.endswith(".whl")))
+    python = new_environment(session, "wheels")
+    install(session, python, *(path for path in built if path.endswith(".whl")))
+    for names in ask(session, python).values():
+        for name in names:
+            conform(session, python, name)
+
+
+@nox.session
+def isolation(session: nox.Session) -> None:
+    """The core alone, then each plugin with the core and what it declares: `nox -s isolation -- nnx-fsdp`.
+
+    One environment serves all of them, as torch is large: before the next plugin comes, everything goes
+    that came with the last.
+    """
+    built = {wheel_of(path): path for path in build(session, "wheel")}
+    python = new_environment(session, "isolation")
+    install(session, python, built["nnx-core"])
+    core_alone = installed(session, python)
+    expect_ours(session, core_alone, ["nnx-core"])
+    ask(session, python)
+    for plugin in session.posargs or PLUGINS:
+        ours = needed(plugin)
+        session.log(f"{plugin} alone" + (f", with {', '.join(ours[1:])}, which it needs" if ours[1:] else ""))
+        install(session, python, *(built[name] for name in ours))
+        expect_ours(session, installed(session, python), ["nnx-core", *ours])
+        conform(session, python, ask(session, python)[plugin][0])
+        came = sorted(installed(session, python) - core_alone)
+        pip(session, python, "uninstall", "--yes", *came)
 
 
 @nox.session(venv_backend="venv")
-@nox.parametrize("plugin", PLUGINS, ids=PLUGINS)
-def isolation(session: nox.Session, plugin: str) -> None:
-    """Each plugin alone with the core: it needs no other plugin, and no file outside its wheel."""
-    install(session, *build(session, ["nnx-core", plugin]))
-    ask(session)
+@nox.parametrize("edge", ["oldest", "newest"])
+def compat(session: nox.Session, edge: str) -> None:
+    """Every strategy with the oldest, or the newest, torch and Lightning that the packages accept.
+
+    `oldest` takes everything that they name at the lowest version they name; then, beside the same torch,
+    each end of what is accepted of Lightning. Fetches a torch with CUDA, some gigabytes, where the package
+    index has no other; remove `.nox/compat-*` afterwards.
+    """
+    python = os.fspath(Path(session.bin) / "python")
+    lightning = next(pin for pin in floors() if pin.startswith("lightning=="))
+    limits = Path(session.create_tmp()) / "limits.txt"
+    limits.write_text("\n".join([*floors(), f"pytorch-{lightning}"] if edge == "oldest" else []))
+    built = build(session, "wheel")
+    pip(session, python, "install", "--constraint", os.fspath(limits), *built)
+    try_one_of_each(session, python)
+    other = "lightning" if edge == "oldest" else lightning
+    pip(session, python, "install", "--upgrade", other, f"pytorch-{other}", *built)
+    try_one_of_each(session, python)
 
 
 def run(session: nox.Session, *arguments: str) -> None:
@@ -72,35 +156,122 @@ def run(session: nox.Session, *arguments: str) -> None:
     session.run(sys.executable, *arguments, external=True, env={"PYTHONUNBUFFERED": "1"})
 
 
-def ask(session: nox.Session) -> None:
-    """Whether all is well, which strategies there are, and whether Lightning knows each without an import."""
-    session.run("nnx", "doctor")
-    session.run("nnx", "list")
-    listed = session.run("nnx", "list", "--json", silent=True)
-    names = [strategy["name"] for strategy in json.loads(str(listed))["strategies"]]
-    choose = (
-        "import sys; from lightning.pytorch import Trainer; Trainer(strategy=sys.argv[1], accelerator='cpu')"
-    )
-    for name in names:
-        session.run("python", "-I", "-c", choose, name, silent=True)
-
-
-def build(session: nox.Session, packages: list[str]) -> list[Path]:
-    """Build the wheels of some packages, and nothing but them, into a fresh directory."""
-    target = Path(session.create_tmp()) / "wheels"
+def build(session: nox.Session, *kinds: str) -> list[str]:
+    """Build every distribution, and nothing but them, into a fresh directory, whose name has spaces."""
+    target = Path(session.create_tmp()).resolve() / "what was built"
     shutil.rmtree(target, ignore_errors=True)
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", os.fspath(target.resolve())]
-    for package in packages:
-        with session.chdir(ROOT / "packages" / package):
-            session.run(*command, external=True)
-    return sorted(target.glob("*.whl"))
+    command = [sys.executable, "-m", "hatchling", "build", "-d", os.fspath(target)]
+    for kind in kinds:
+        command += ["-t", kind]
+    for folder in PROJECTS.values():
+        with session.chdir(folder):
+            session.run(*command, external=True, silent=True)
+    return sorted(os.fspath(path) for path in target.iterdir())
 
 
-def install(session: nox.Session, *wheels: Path) -> None:
+def new_environment(session: nox.Session, name: str) -> str:
+    """Make an empty virtual environment, whose path has a space, and return its Python."""
+    folder = ROOT / ".nox" / f"{name} alone"
+    shutil.rmtree(folder, ignore_errors=True)
+    session.run(sys.executable, "-m", "venv", os.fspath(folder), external=True)
+    return os.fspath(folder / "bin" / "python")
+
+
+def pip(session: nox.Session, python: str, *arguments: str) -> None:
+    """Run the pip of an environment; what is never imported is never compiled either."""
+    session.run(python, "-m", "pip", "--quiet", *arguments, external=True, env={"PIP_NO_COMPILE": "1"})
+
+
+def install(session: nox.Session, python: str, *wheels: str) -> None:
     """Install wheels, and whatever they need at the tested versions, in one resolver run."""
-    session.install("-c", "constraints.txt", *map(os.fspath, wheels))
+    pip(session, python, "install", "--constraint", os.fspath(ROOT / "constraints.txt"), *wheels)
 
 
-def package_module(package: str) -> str:
-    """What a distribution is imported as: the core as `nnx`, a plugin under its own name."""
-    return "nnx" if package == "nnx-core" else package.replace("-", "_")
+def installed(session: nox.Session, python: str) -> set[str]:
+    """The names of the distributions in an environment."""
+    listed = session.run(python, "-m", "pip", "list", "--format", "json", external=True, silent=True)
+    return {entry["name"] for entry in json.loads(str(listed))}
+
+
+def expect_ours(session: nox.Session, found: set[str], expected: Sequence[str]) -> None:
+    """Stop where an environment has others of our distributions than it should."""
+    ours = found & set(PROJECTS)
+    if ours != set(expected):
+        session.error(f"there is {sorted(ours)}, where {sorted(expected)} should be")
+
+
+def ask(session: nox.Session, python: str) -> dict[str, list[str]]:
+    """Ask whether all is well, and Lightning for each strategy by its name; return them by distribution."""
+    nnx = os.fspath(Path(python).with_name("nnx"))
+    session.run(nnx, "doctor", "--strict", external=True)
+    listed = session.run(nnx, "list", "--json", external=True, silent=True)
+    names: dict[str, list[str]] = {}
+    for strategy in json.loads(str(listed))["strategies"]:
+        if strategy["status"] == "installed":
+            names.setdefault(strategy["provided_by"].split()[0], []).append(strategy["name"])
+    every = [name for some in names.values() for name in some]
+    session.run(python, "-I", "-c", CHOOSE, *every, external=True)
+    return names
+
+
+def conform(session: nox.Session, python: str, strategy: str) -> None:
+    """Try in real processes whether a strategy trains, saves and resumes."""
+    nnx = os.fspath(Path(python).with_name("nnx"))
+    only = [argument for check in QUICK_CHECKS for argument in ("--only", check)]
+    session.run(nnx, "conformance", strategy, *only, "--verbose", external=True, env={"OMP_NUM_THREADS": "1"})
+
+
+def try_one_of_each(session: nox.Session, python: str) -> None:
+    """Ask for every strategy, and run the first of each distribution."""
+    for names in ask(session, python).values():
+        conform(session, python, names[0])
+
+
+def wheel_of(path: str) -> str:
+    """The distribution that a wheel is of, by its file name."""
+    return Path(path).name.partition("-")[0].replace("_", "-")
+
+
+# --- what the projects say of themselves ---
+
+
+def requirements(project: str) -> list[str]:
+    """What a distribution says it needs, without its extras."""
+    with (PROJECTS[project] / "pyproject.toml").open("rb") as file:
+        declared: list[str] = tomllib.load(file)["project"]["dependencies"]
+    return declared
+
+
+def needed(plugin: str) -> list[str]:
+    """A plugin, and those of our other plugins that it needs."""
+    ours = [name_of(requirement) for requirement in requirements(plugin)]
+    return [plugin, *(other for name in ours if name in PLUGINS for other in needed(name))]
+
+
+def floors() -> list[str]:
+    """The lowest version that is accepted of everything that is not ours, as pins.
+
+    A floor that two packages name differently is the higher of the two.
+    """
+    lowest: dict[str, tuple[int, ...]] = {}
+    for project in PROJECTS:
+        for requirement in requirements(project):
+            found = re.search(r">=([\d.]+)", requirement)
+            name = name_of(requirement)
+            if found and name not in PROJECTS:
+                floor = tuple(map(int, found[1].split(".")))
+                lowest[name] = max(floor, lowest.get(name, ()))
+    return [f"{name}=={'.'.join(map(str, floor))}" for name, floor in sorted(lowest.items())]
+
+
+def name_of(requirement: str) -> str:
+    """The distribution that a requirement is for."""
+    return re.split(r"[^\w-]", requirement, maxsplit=1)[0]
+
+
+def with_version(text: str, new: str, *, own: bool) -> str:
+    """A pyproject.toml with the bounds that go with a version of ours; one of our `own` gets it too."""
+    major, minor, _ = new.split(".")
+    bounds = f">={major}.{minor},<{major}.{int(minor) + 1}"
+    text = re.sub(r'"(nnx-[a-z]+)>=[\d.]+,<[\d.]+"', rf'"\1{bounds}"', text)
+    return re.sub(r'(?m)^version = "[^"]+"$', f'version = "{new}"', text) if own else text
