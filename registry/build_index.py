@@ -58,8 +58,8 @@ def page(index: str) -> str:
         "",
         "<!-- Written by registry/build_index.py from registry/plugins: edit those files instead. -->",
         "",
-        "Every strategy that nnx knows of, installed or not. `nnx search WORD` searches it, and `nnx show NAME`",
-        "shows one of them: see [Command line](command-line.md). To add a plugin, add a file to",
+        "Every strategy that nnx knows of, installed or not. `nnx search WORD` searches it, `nnx show NAME`",
+        "shows one: see [Command line](command-line.md). To add a plugin, add a file to",
         "`registry/plugins` in the repository. Being listed is no endorsement.",
     ]
     for tier, title in TIERS.items():
@@ -100,7 +100,7 @@ def _history_section(historical: list[dict[str, Any]]) -> list[str]:
         "",
         "## Names of the past",
         "",
-        "Old scripts still have these. Nothing provides them to the Lightning of today; Trainer and Fabric say",
+        "Old scripts still have these. Nothing gives them to the Lightning of today; Trainer and Fabric say",
         "what this table says.",
         "",
         "| name | what it was | last in Lightning | use | what else changes |",

@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 __all__ = ["CatalogEntry", "HistoricalName", "historical", "known"]
 
@@ -76,7 +77,7 @@ def _index() -> tuple[dict[str, CatalogEntry], dict[str, HistoricalName]]:
     content = json.loads(text)
     entries: dict[str, CatalogEntry] = {}
     for plugin in content["plugins"]:
-        common = {
+        common: dict[str, Any] = {
             "distribution": plugin["distribution"],
             "tier": plugin["tier"],
             "install": plugin.get("install", f"pip install {plugin['distribution']}"),
@@ -85,7 +86,9 @@ def _index() -> tuple[dict[str, CatalogEntry], dict[str, HistoricalName]]:
             "replaces": tuple(plugin.get("replaces", ())),
         }
         for strategy in plugin["strategies"]:
-            values = {key: tuple(v) if isinstance(v, list) else v for key, v in strategy.items()}
+            values: dict[str, Any] = {
+                key: tuple(v) if isinstance(v, list) else v for key, v in strategy.items()
+            }
             entries[strategy["name"]] = CatalogEntry(**common, **values)
     return entries, {old["name"]: HistoricalName(**old) for old in content["historical"]}
 

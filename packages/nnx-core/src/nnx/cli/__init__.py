@@ -42,9 +42,11 @@ def _application(arguments: list[str]) -> typer.Typer:
     )
     app.command("list")(list_strategies)
     app.command("show")(show_strategy)
+    app.command("search")(search_strategies)
     app.command("doctor")(check_installation)
     app.command("conformance")(check_strategy)
     app.command("new")(create_plugin)
+    app.command("schema")(print_schema)
     app.add_typer(_checkpoint_commands(arguments), name="ckpt", help=_CHECKPOINT_HELP)
     return app
 
@@ -80,6 +82,16 @@ def show_strategy(
     from nnx.cli.showing import run
 
     raise typer.Exit(run(name, as_json=as_json))
+
+
+def search_strategies(
+    words: Annotated[list[str], typer.Argument(help="What you look for; every word has to match.")],
+    as_json: _Json = False,
+) -> None:
+    """Find a strategy among the installed, the known and those of the past."""
+    from nnx.cli.search import run
+
+    raise typer.Exit(run(words, as_json=as_json))
 
 
 def check_installation(
@@ -169,3 +181,15 @@ def create_plugin(
         raise typer.Exit(new.update(path, as_json=as_json))
     given = new.Given(distribution=name, strategy=strategy, kind=kind, description=description, author=author)
     raise typer.Exit(new.run(path, given, defaults=defaults, as_json=as_json))
+
+
+def print_schema(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(help="Such as list or ckpt inspect; by default, print which there are."),
+    ] = None,
+) -> None:
+    """Print the JSON Schema of what a command prints with --json."""
+    from nnx.cli.schema import run
+
+    raise typer.Exit(run(command or []))

@@ -7,7 +7,7 @@ from inspect import formatannotation
 from typing import Any
 
 from nnx.catalog import historical, known
-from nnx.cli.listing import catalog_status
+from nnx.cli.entries import catalogued, past, usable
 from nnx.cli.output import print_error, print_json, print_pairs, print_table, print_text
 from nnx.errors import PluginError
 from nnx.options import CommonOptions
@@ -24,10 +24,10 @@ def run(name: str, *, as_json: bool) -> int:
     if name in LIGHTNING_NAMES and name not in historical():
         return _show_facts({"name": name, "status": "installed", "provided_by": "Lightning itself"}, as_json)
     error = StrategyRegistry.explain(name)
-    facts = {"name": name, "status": _status(name), **_catalogued(name)}
-    if not facts["status"]:
+    if name not in historical() and name not in known():
         print_error(error)
         return 2
+    facts = past(name) if name in historical() else catalogued(name)
     _show_facts({**facts, "explanation": error.message, "remedy": error.remedy}, as_json)
     return 1 if facts["status"] in ("broken", "missing") else 0
 
@@ -52,18 +52,16 @@ def options_of(spec: StrategySpec) -> list[dict[str, str]]:
 
 
 def _show_installed(spec: StrategySpec, *, as_json: bool) -> int:
-    options, provided_by = options_of(spec), StrategyRegistry.owner(spec.name)
-    remarks = name_remarks(spec.name)
+    options, remarks = options_of(spec), name_remarks(spec.name)
     if as_json:
-        facts = {**spec.as_dict(), "status": "installed", "provided_by": provided_by}
-        print_json({**facts, "options": options, "remarks": remarks})
+        print_json({**usable(spec.name), "options": options, "remarks": remarks})
         return 0
     print_pairs(
         [
             ("name", spec.name),
             ("description", spec.description),
             ("use when", spec.use_when),
-            ("provided by", provided_by),
+            ("provided by", StrategyRegistry.owner(spec.name)),
             ("target", spec.reference),
             ("docs", spec.docs_url),
             *(("remark", remark) for remark in remarks),
@@ -80,29 +78,15 @@ def _show_installed(spec: StrategySpec, *, as_json: bool) -> int:
     return 0
 
 
-def _show_facts(facts: dict[str, str], as_json: bool) -> int:
+def _show_facts(facts: dict[str, Any], as_json: bool) -> int:
     if as_json:
         print_json(facts)
-    else:
-        print_pairs([(name.replace("_", " "), value) for name, value in facts.items()])
+        return 0
+    # The explanation and the remedy say these in sentences.
+    repeated = ("install", "how", "was", "successor") if "remedy" in facts else ()
+    shown = {name: ", ".join(value) if isinstance(value, list) else value for name, value in facts.items()}
+    print_pairs([(name.replace("_", " "), value) for name, value in shown.items() if name not in repeated])
     return 0
-
-
-def _status(name: str) -> str:
-    if name in historical():
-        return "historical"
-    return catalog_status(name) if name in known() else ""
-
-
-def _catalogued(name: str) -> dict[str, str]:
-    if name not in known():
-        return {}
-    entry = known()[name]
-    return {
-        "provided_by": entry.distribution,
-        "description": entry.summary,
-        "use_when": entry.use_when,
-    }
 
 
 def _option(item: Field[Any], spec: StrategySpec) -> dict[str, str]:
