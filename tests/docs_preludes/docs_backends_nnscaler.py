@@ -3,6 +3,9 @@
 import sys
 from pathlib import Path
 
+import torch
+from torch import nn
+
 DEMO = """\
 import torch
 from lightning.pytorch import LightningModule

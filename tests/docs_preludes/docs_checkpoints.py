@@ -1,5 +1,7 @@
 """The shards that a rank saves by itself, without Lightning."""
 
+import torch
+
 from nnx.layout import shard_of
 
 shards = {"weight": shard_of(torch.ones(4, 3)), "bias": shard_of(torch.zeros(3))}

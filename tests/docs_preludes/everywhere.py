@@ -3,10 +3,13 @@
 In the working directory lie `last.ckpt`, `a.ckpt` and `b.ckpt`, which two ranks of `fsdp_auto` wrote.
 """
 
+# ruff: noqa: F401 - pages use these names
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+import nnx
 
 
 class Block(nn.Module):

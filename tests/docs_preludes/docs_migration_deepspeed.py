@@ -1,0 +1,42 @@
+"""`zero3`, which Lightning's DeepSpeed strategy wrote on two processes, and the model that it is of."""
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
+
+from jobs.docs_blocks import ROOT
+
+FIXTURES = ROOT / "packages/nnx-core/tests/checkpoint/foreign/fixtures"
+spec = importlib.util.spec_from_file_location("make_deepspeed", FIXTURES / "make_deepspeed.py")
+made = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(made)
+
+
+class Saved(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = made.make_model()
+
+    def training_step(self, batch, index):
+        return self.net(batch).pow(2).mean()
+
+    def on_train_batch_end(self, outputs, batch, index):
+        self.trainer.should_stop = True
+
+    def configure_optimizers(self):
+        optimizer = made.optimizer_of(self.net, {})
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
+
+    def train_dataloader(self):
+        return DataLoader(torch.randn(16, 5), batch_size=2)
+
+
+model = Saved()
+try:
+    shutil.copytree(FIXTURES / "deepspeed" / "zero3_world2_lightning", "zero3")
+except FileExistsError:  # another rank was faster
+    Path("zero3").resolve(strict=True)
