@@ -20,8 +20,8 @@ from jobs.lite_jobs import Regressor, batch_of, optimizer_of
 from jobs.training import digest_of
 from nnx.lite import LightningLite
 
-PATIENCE = 2.0
-"""Seconds that a collective waits for the others in these jobs; by default it is half an hour."""
+PATIENCE = 5.0
+"""Seconds that a collective waits for the others in jobs that diverge; by default it is half an hour."""
 
 
 def patient(strategy: str) -> Any:
@@ -34,7 +34,25 @@ def patient(strategy: str) -> Any:
 def run(lite_class: str, strategy: str, *arguments: Any) -> Any:
     """Start one of the classes below on every rank."""
     cls: type[LightningLite] = globals()[lite_class]
+    return cls(accelerator="cpu", strategy=strategy, devices=2).run(*arguments)
+
+
+def run_patiently(lite_class: str, strategy: str, *arguments: Any) -> Any:
+    """The same where a collective gives up soon."""
+    cls: type[LightningLite] = globals()[lite_class]
     return cls(accelerator="cpu", strategy=patient(strategy), devices=2).run(*arguments)
+
+
+def ready() -> bool:
+    """Whether this worker has imported what the jobs need, which on a busy machine takes longer than they wait."""
+    return True
+
+
+def wait_for(path: Path) -> None:
+    """Do something else until another rank has written a file."""
+    deadline = time.monotonic() + 10 * PATIENCE
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def error_of(action: Callable[[], Any]) -> str:
@@ -52,11 +70,14 @@ def error_of(action: Callable[[], Any]) -> str:
 class Diverging(LightningLite):
     """Only rank 0 enters a collective; the other goes on with work of its own."""
 
-    def run(self) -> str:
-        if self.is_global_zero:
-            return error_of(lambda: self.all_gather(torch.ones(1)))
-        time.sleep(2 * PATIENCE)
-        return "did other things"
+    def run(self, folder: str) -> str:
+        done = Path(folder) / f"{type(self.strategy).__name__}.txt"
+        if not self.is_global_zero:
+            wait_for(done)
+            return "did other things"
+        error = error_of(lambda: self.all_gather(torch.ones(1)))
+        done.touch()
+        return error
 
 
 class EarlyStopping(LightningLite):
@@ -207,8 +228,10 @@ class Saving(LightningLite):
             for name, value in module.state_dict().items()
         }
         report["digest"] = digest_of(whole)
+        done = Path(folder) / "done.txt"
         if self.is_global_zero:
             report["rank 0"] = error_of(lambda: self.save(model.state_dict(), f"{folder}/rank0.ckpt"))
+            done.touch()
         else:
-            time.sleep(2 * PATIENCE)
+            wait_for(done)
         return report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,23 @@ from nnx.testing.pool import WorkerPool
 STRATEGIES = ["ddp", "fsdp_auto"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _ready(pool: WorkerPool) -> None:
+    assert pool.run(jobs.ready, world_size=2) == [True, True]
+
+
 def run(pool: WorkerPool, lite: type[LightningLite], strategy: str, *arguments: Any) -> list[Any]:
     return pool.run(jobs.run, lite.__name__, strategy, *arguments, world_size=2, timeout=60)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_collective_that_one_rank_does_not_enter_is_an_error_after_the_timeout(
-    pool: WorkerPool, strategy: str
+    pool: WorkerPool, tmp_path: Path, strategy: str
 ) -> None:
-    started = time.monotonic()
-    alone, other = run(pool, jobs.Diverging, strategy)
-    assert "RuntimeError" in alone and "Timed out" in alone and "2000ms" in alone
+    arguments = ("Diverging", strategy, str(tmp_path))
+    alone, other = pool.run(jobs.run_patiently, *arguments, world_size=2, timeout=60)
+    assert "RuntimeError" in alone and "Timed out" in alone and "5000ms" in alone
     assert other == "did other things"
-    assert time.monotonic() - started < 30
 
 
 def test_to_stop_early_is_decided_together(pool: WorkerPool) -> None:
@@ -87,7 +90,7 @@ def test_a_large_model_is_made_without_memory_and_each_rank_holds_its_part(pool:
 def test_a_sharded_model_is_saved_by_all_ranks_and_loads_whole_on_one_process(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
-    seen = run(pool, jobs.Saving, "fsdp_auto", str(tmp_path))
+    seen = pool.run(jobs.run_patiently, "Saving", "fsdp_auto", str(tmp_path), world_size=2, timeout=60)
     module = Regressor(seed=99)
     lite = LightningLite()
     content = lite.load(tmp_path / "all.ckpt")
