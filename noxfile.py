@@ -179,7 +179,7 @@ def new_environment(session: nox.Session, name: str) -> str:
 
 def pip(session: nox.Session, python: str, *arguments: str) -> None:
     """Run the pip of an environment; what is never imported is never compiled either."""
-    session.run(python, "-m", "pip", "--quiet", *arguments, external=True, env={"PIP_NO_COMPILE": "1"})
+    session.run(python, "-m", "pip", "-qq", *arguments, external=True, env={"PIP_NO_COMPILE": "1"})
 
 
 def install(session: nox.Session, python: str, *wheels: str) -> None:
