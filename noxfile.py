@@ -79,7 +79,9 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def version(session: nox.Session) -> None:
     """Give all distributions one version, and the bounds that go with it: `nox -s version -- 0.2.0`."""
-    new = session.posargs[0] if session.posargs else session.error("Say which: nox -s version -- 0.2.0")
+    new = session.posargs[0] if session.posargs else ""
+    if not re.fullmatch(r"\d+\.\d+\.\d+", new):
+        session.error(f"{new!r} is no version; say for example: nox -s version -- 0.2.0")
     projects = [folder / "pyproject.toml" for folder in PROJECTS.values()]
     for path in [*projects, *ROOT.glob("packages/*/src/**/pyproject.toml.jinja")]:
         text = path.read_text(encoding="utf-8")
