@@ -19,7 +19,7 @@ from nnx.spec import LIGHTNING_NAMES, Capabilities
 __all__ = ["Hit", "rank", "run"]
 
 # What a word is worth by the place where it occurs.
-_WHOLE_NAME, _NAME, _PACKAGE, _CAPABILITY, _TEXT = 100, 40, 25, 12, 8
+_ASKED_FOR, _WHOLE_NAME, _NAME, _PACKAGE, _CAPABILITY, _TEXT = 100, 50, 40, 25, 12, 8
 # A part of a word is worth this part of the whole.
 _PART = 0.6
 _INSTALLED = 5
@@ -98,7 +98,7 @@ def rank(found: Sequence[dict[str, Any]], words: Sequence[str]) -> list[Hit]:
         places = list(_places(entry))
         scores = [_score(word, places) for word in words]
         if scores and all(scores):
-            whole = _WHOLE_NAME * ("_".join(words) == entry["name"])
+            whole = _ASKED_FOR * ("_".join(words) == entry["name"])
             hits.append(Hit(round(whole + sum(scores), 1), entry))
     return sorted(hits, key=_order)
 
@@ -107,13 +107,14 @@ def _order(hit: Hit) -> tuple[bool, bool, float, str]:
     """The very name that was asked for goes first, names of the past go last."""
     status = hit.entry["status"]
     worth = hit.score + _INSTALLED * (status == "installed")
-    return hit.score < _WHOLE_NAME, status == "historical", -worth, hit.entry["name"]
+    return hit.score < _ASKED_FOR, status == "historical", -worth, hit.entry["name"]
 
 
 def _places(entry: dict[str, Any]) -> Iterator[tuple[int, set[str]]]:
     """Where words may occur, each place with its worth."""
     old = known()[entry["name"]].replaces if entry["name"] in known() else ()
     texts = ("was",) if entry["status"] == "historical" else ("description", "use_when")
+    yield _WHOLE_NAME, {entry["name"]}
     yield _NAME, set(_words(entry["name"]))
     yield _PACKAGE, set(_words(" ".join([entry["provided_by"], entry.get("package", ""), *old])))
     yield _CAPABILITY, set(_words(" ".join(_abilities(entry))))
