@@ -18,6 +18,11 @@ NOT_RUN: list[Entry] = [
         "makes an environment; held by tests/test_repository.py, run by CI",
     ),
     ("*", "nnx conformance", _CONFORMANCE),
+    (
+        "docs/writing-a-backend.md",
+        "",
+        "makes an environment and a project in it; packages/nnx-core/tests/cli/test_new.py follows the page",
+    ),
     ("docs/checkpoints.md", "nnx ckpt", _CKPT),
     ("docs/conformance.md", "report = run_conformance(", _CONFORMANCE),
     ("docs/conformance.md", "def steps_counted(", "would register a check with the suite of all later tests"),

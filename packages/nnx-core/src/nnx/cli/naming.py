@@ -13,6 +13,7 @@ import sys
 
 from nnx.catalog import historical, known
 from nnx.errors import OptionError, PluginError
+from nnx.plugins import inventory
 from nnx.registry import StrategyRegistry
 from nnx.spec import LIGHTNING_NAMES, StrategySpec
 
@@ -106,10 +107,8 @@ def _owner(name: str, distribution: str) -> str:
 
 
 def _is_taken(module: str, distribution: str) -> bool:
-    """Whether another distribution, or a file on the path, already answers to this import."""
+    """Whether something else already answers to this import; a plugin of that name is what is being written."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:  # nothing, or a mere directory of that name
         return False
-    from importlib.metadata import packages_distributions
-
-    return distribution not in packages_distributions().get(module, [])
+    return distribution not in {plugin.distribution for plugin in inventory().plugins}
