@@ -1,0 +1,68 @@
+"""The reference names everything that is public, and the site's menu every page."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+NOT_TO_BE_DESCRIBED = {"__version__", "StrategyRegistry", "LightningLite"}
+"""A string, the one instance of a class that is described, and a second name."""
+MODULES = {
+    "nnx.md": "nnx-core/src/nnx",
+    "checkpoint.md": "nnx-core/src/nnx/checkpoint",
+    "testing.md": "nnx-core/src/nnx/testing",
+    "fsdp.md": "nnx-fsdp/src/nnx_fsdp",
+    "nnscaler.md": "nnx-nnscaler/src/nnx_nnscaler",
+    "colossalai.md": "nnx-colossalai/src/nnx_colossalai",
+}
+
+
+def public(module: Path) -> set[str]:
+    """The names in a package's `__all__`."""
+    tree = ast.parse((module / "__init__.py").read_text(encoding="utf-8"))
+    lists = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return set(ast.literal_eval(next(lists)))
+
+
+def described() -> set[str]:
+    """The last parts of all names on the pages of the reference."""
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "reference").glob("*.md"))
+    return {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", pages, re.MULTILINE)}
+
+
+@pytest.mark.parametrize(("page", "module"), MODULES.items())
+def test_the_reference_describes_every_public_name(page: str, module: str) -> None:
+    assert (DOCS / "reference" / page).is_file()
+    assert public(ROOT / "packages" / module) - described() - NOT_TO_BE_DESCRIBED == set()
+
+
+def pages_of(menu: Any) -> Iterator[str]:
+    if isinstance(menu, str):
+        yield menu
+    for entry in menu.values() if isinstance(menu, dict) else menu if isinstance(menu, list) else ():
+        yield from pages_of(entry)
+
+
+def test_the_menu_has_every_page_once_and_no_other() -> None:
+    assert sorted(pages_of(SITE["nav"])) == sorted(
+        page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")
+    )
+
+
+def test_nothing_is_fetched_by_a_reader_of_the_site() -> None:
+    assert SITE["strict"] is True
+    assert SITE["theme"]["font"] is False
+    assert "docs/site_checks.py" in SITE["hooks"], "it looks at the built pages"
