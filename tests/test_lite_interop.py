@@ -40,8 +40,7 @@ class Runs:
         return path, seen[0]
 
     def resumed(self, by: str, strategy: str, devices: int, path: str) -> list[Seen]:
-        steps = STEPS if by == "lite" else 2 * STEPS
-        return self.pool.run(getattr(jobs, by), strategy, devices, steps, None, path, world_size=devices)
+        return self.pool.run(getattr(jobs, by), strategy, devices, STEPS, None, path, world_size=devices)
 
 
 @pytest.fixture(scope="module")

@@ -219,13 +219,15 @@ def trainer(
     steps: int = 3,
     save: str | None = None,
     resume: str | None = None,
-    skip: int = 0,
 ) -> Seen:
-    """Train under Trainer, from the start or from a checkpoint of Lite's."""
+    """Train under Trainer, from the start or from a checkpoint of Lite's after as many steps.
+
+    Lite's does not say where in the data it was: the module skips what its loop has seen.
+    """
     import nnx
 
     plugins = [nnx.CheckpointIO()] if strategy.startswith("ddp") else None
-    module = Module(skip, seed=7 if resume is None else 99)
+    module = Module(skip=0 if resume is None else steps, seed=7 if resume is None else 99)
     trainer = Trainer(
         strategy=strategy,
         devices=devices,

@@ -44,7 +44,7 @@ def run_patiently(lite_class: str, strategy: str, *arguments: Any) -> Any:
 
 
 def ready() -> bool:
-    """Whether this worker has imported what the jobs need, which on a busy machine takes longer than they wait."""
+    """Whether this worker has imported what the jobs need, which may take longer than they wait."""
     return True
 
 

@@ -31,6 +31,7 @@ from nnx.canonical import (
 from nnx.checkpoint.background import release
 from nnx.checkpoint.pending import after_save, settle
 from nnx.checkpoint.places import place_of
+from nnx.checkpoint.views import FABRIC_KEYS
 from nnx.collective import control_group, together
 from nnx.errors import CheckpointError
 from nnx.options import StateDictType, check_choice
@@ -142,8 +143,8 @@ class CheckpointIO:
         if not has_logical_names(stored):
             return load_single_file(path, map_location, weights_only)
         checkpoint = dict(stored.objects["trainer"])
-        if stored.format != "nnx":
-            # What Trainer insists on; Fabric's checkpoints of our own do not have it, and need not.
+        if stored.format != "nnx" or FABRIC_KEYS in checkpoint:
+            # What Trainer insists on, and neither Fabric's checkpoints nor Lite's have.
             required = {"pytorch-lightning_version": version("lightning"), "lr_schedulers": []}
             checkpoint = {**required, **checkpoint}
         state_dict = dict(LazyStateDict(stored))
