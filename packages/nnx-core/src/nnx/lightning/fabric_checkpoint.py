@@ -128,6 +128,8 @@ class StoredContent:
             self.rest = dict(opened.objects["trainer"])
             self.optimizers = stored_optimizer_states(opened)
         self.keys = self.rest.pop(FABRIC_KEYS, {"modules": [], "optimizers": []})
+        for key in self.keys.get("added", ()):
+            self.rest.pop(key, None)
 
     def everything(self) -> dict[str, Any]:
         """The whole checkpoint, tensors included, for users who ask for no particular object."""

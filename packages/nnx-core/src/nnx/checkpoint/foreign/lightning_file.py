@@ -139,7 +139,7 @@ def _restore_leftovers(contents: Contents, rest: dict[str, Any], ours: Mapping[s
         if models:
             rest["state_dict"] = {
                 f"{prefix}{name}": value
-                for key, prefix in _prefixes(keys["modules"]).items()
+                for key, prefix in _prefixes(keys).items()
                 for name, value in models[key].items()
             }
         if keys["optimizers"]:
@@ -148,9 +148,11 @@ def _restore_leftovers(contents: Contents, rest: dict[str, Any], ours: Mapping[s
     return unpack(ours["left"], contents, Lifted, source=str(contents.path))
 
 
-def _prefixes(modules: list[str]) -> dict[str, str]:
-    """As Fabric's checkpoints have it: several modules are told apart by their keys."""
-    return {key: "" if len(modules) == 1 else f"{key}." for key in modules}
+def _prefixes(keys: Mapping[str, Any]) -> dict[str, str]:
+    """As Fabric's checkpoints have it, several modules are told apart by their keys; Lite's say it."""
+    modules: list[str] = keys["modules"]
+    stated: dict[str, str] = keys.get("prefixes", {})
+    return stated or {key: "" if len(modules) == 1 else f"{key}." for key in modules}
 
 
 def _add_model(contents: Contents, rest: dict[str, Any]) -> None:
@@ -258,7 +260,7 @@ def _by_fabric(
     model = model or {}
     modules = {
         key: {name.removeprefix(prefix): value for name, value in model.items() if name.startswith(prefix)}
-        for key, prefix in _prefixes(keys["modules"]).items()
+        for key, prefix in _prefixes(keys).items()
     }
     return {**trainer, **modules, **dict(zip(keys["optimizers"], optimizers or (), strict=True))}
 

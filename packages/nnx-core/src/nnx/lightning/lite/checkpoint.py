@@ -150,13 +150,21 @@ def save_content(target: Any, content: Any, path: Any) -> bool:
             _described_optimizer(target, optimizer, parts.modules, prefixes)
             for optimizer in parts.optimizers.values()
         ]
+    added = {key: value for key, value in _wanted_by_trainer().items() if key not in checkpoint}
+    checkpoint |= added
     checkpoint[FABRIC_KEYS] = {
         "modules": list(parts.modules),
         "optimizers": list(parts.optimizers),
         "prefixes": prefixes,
+        "added": list(added),
     }
     save_lightning_checkpoint(target, checkpoint, path, None, own=own)
     return True
+
+
+def _wanted_by_trainer() -> dict[str, Any]:
+    """What Trainer insists on under Lightning's own strategies; taken out again when Lite or Fabric loads."""
+    return {"pytorch-lightning_version": fabric_module().__version__, "lr_schedulers": []}
 
 
 def _take_apart(content: Any) -> _Parts:

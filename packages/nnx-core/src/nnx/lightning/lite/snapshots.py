@@ -42,7 +42,10 @@ class ModuleState(OrderedDict[str, Any]):
         self._shards = dict(shards or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
-        made = ModuleState(deepcopy(dict(self), memo))
+        made = ModuleState(  # torch's own copy of a DTensor fails
+            (name, value.detach().clone() if isinstance(value, Tensor) else deepcopy(value, memo))
+            for name, value in self.items()
+        )
         made.owner, made._shards, made._live = self.owner, self._shards, {}
         return made
 

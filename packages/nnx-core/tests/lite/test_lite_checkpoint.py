@@ -1,0 +1,265 @@
+"""Lite's save and load under every strategy: exact, across strategies and world sizes, and with Trainer."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from torch import Tensor, nn
+
+from nnx.errors import CheckpointError
+from nnx.lite import Lite
+from nnx.testing.pool import WorkerPool
+
+WRITERS = {"ddp": 2, "fsdp_auto": 2, "nnscaler_tp": 2, "colossalai": 2}
+READERS = {
+    "ddp": (1, ("nnscaler_tp", "colossalai")),
+    "fsdp_auto": (3, ("ddp", "nnscaler_tp")),
+    "nnscaler_tp": (2, ("fsdp_auto", "ddp")),
+    "colossalai": (2, ("nnscaler_tp", "fsdp_auto")),
+}
+"""By strategy: how many processes, and whose checkpoints they read."""
+FORMS = ("objects", "dicts", "raw")
+
+
+class Net(nn.Module):
+    """Two layers of odd sizes, and a buffer that training changes."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 10), nn.Linear(10, 3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.example_input_array = batch(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x))).square().mean()
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    groups = [{"params": [*model.first.parameters()]}, {"params": [*model.last.parameters()], "lr": 0.02}]
+    return torch.optim.Adam(groups, lr=0.01)
+
+
+class Loop(Lite):
+    """A loop over a few batches that every rank sees alike, so that any world trains like one process."""
+
+    def start(self, seed: int = 0) -> None:
+        model = Net(seed)
+        self.model, self.optimizer = self.setup(model, make_optimizer(model))
+
+    def step(self, seed: int) -> float:
+        self.optimizer.zero_grad()
+        loss = self.model(batch(seed))
+        self.backward(loss)
+        self.optimizer.step()
+        return float(loss.detach())
+
+    def weights(self, path: Path) -> dict[str, Tensor]:
+        self.save(self.model.state_dict(), path)
+        return {name: value.clone() for name, value in self.load(path).items()}
+
+
+class Write(Loop):
+    def run(self, folder: Path) -> dict[str, Any]:
+        self.start()
+        for seed in (1, 2):
+            self.step(seed)
+        self.save({"model": self.model, "optimizer": self.optimizer, "epoch": 3}, folder / "objects")
+        dicts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "epoch": 3}
+        self.save(dicts, folder / "dicts")
+        saved = self.weights(folder / "raw")
+        self.go_back_in_memory()
+        refused = self.refused(folder / "refused")
+        loss = self.step(3)
+        return {"saved": saved, "loss": loss, "after": self.weights(folder / "after"), "refused": refused}
+
+    def go_back_in_memory(self) -> None:
+        """What was copied aside and put back is where the run goes on from."""
+        model = copy.deepcopy(self.model.state_dict())
+        optimizer = copy.deepcopy(self.optimizer.state_dict())
+        losses = []
+        for _ in range(2):
+            losses += [[self.step(8), self.step(9)]]
+            self.model.load_state_dict(model)
+            self.optimizer.load_state_dict(copy.deepcopy(optimizer))  # torch's own goes on in what it is given
+        assert losses[0] == losses[1] and losses[0][0] != losses[0][1]
+
+    def refused(self, path: Path) -> list[str]:
+        """What the save of content that would lose something says."""
+        copied = {name: value.clone() for name, value in self.model.state_dict().items()}
+        wrong = [copied, {"model": self.model, "state_dict": 1}, {"parts": [self.optimizer.state_dict()]}]
+        said = []
+        for content in wrong:
+            try:
+                self.save(content, path)
+                said.append("")
+            except CheckpointError as error:
+                said.append(error.message)
+        return said
+
+
+class Read(Loop):
+    def run(self, folder: Path, scratch: Path) -> dict[str, Any]:
+        self.start(seed=7)
+        loaded: dict[str, Any] = {}
+        for form in FORMS:
+            self.step(5)  # away from what was loaded before
+            content = self.load(folder / form)
+            if form == "raw":
+                self.model.load_state_dict(content)
+            else:
+                self.model.load_state_dict(content["model"])
+                self.optimizer.load_state_dict(content["optimizer"])
+                assert content["epoch"] == 3 and set(content) == {"model", "optimizer", "epoch"}
+            loaded[form] = self.weights(scratch / f"loaded-{form}")
+            if form != "raw":
+                loss = self.step(3)
+                loaded[f"after-{form}"] = {"loss": loss, **self.weights(scratch / f"after-{form}")}
+        state = {"model": self.model, "optimizer": self.optimizer, "epoch": 0}
+        rest = self.load(folder / "objects", state)
+        assert rest == {} and state["epoch"] == 3
+        loaded["in place"] = self.weights(scratch / "in-place")
+        return loaded
+
+
+def make(cls: type[Loop], strategy: Any, devices: int) -> Any:
+    return cls(strategy=None if devices == 1 else strategy, devices=devices)
+
+
+def write(strategy: str, devices: int, folder: Path) -> Any:
+    return make(Write, strategy, devices).run(folder)
+
+
+def read(strategy: str, devices: int, folders: dict[str, Path], scratch: Path) -> Any:
+    return {name: make(Read, strategy, devices).run(path, scratch / name) for name, path in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def written(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    made = {}
+    for strategy, devices in WRITERS.items():
+        folder = tmp_path_factory.mktemp(strategy)
+        made[strategy] = (folder, pool.run(write, strategy, devices, folder, world_size=devices)[0])
+    return made
+
+
+@pytest.mark.parametrize("strategy", READERS)
+def test_every_form_of_content_resumes_exactly_under_every_strategy_and_world_size(
+    pool: WorkerPool, written: dict[str, Any], tmp_path: Path, strategy: str
+) -> None:
+    devices, writers = READERS[strategy]
+    folders = {name: written[name][0] for name in writers}
+    for outcome in pool.run(read, strategy, devices, folders, tmp_path, world_size=devices):
+        for writer, loaded in outcome.items():
+            expected = written[writer][1]
+            for form in (*FORMS, "in place"):
+                for name, value in expected["saved"].items():
+                    assert torch.equal(loaded[form][name], value), (writer, form, name)
+            for form in ("objects", "dicts"):
+                after = loaded[f"after-{form}"]
+                assert after["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+                for name, value in expected["after"].items():
+                    torch.testing.assert_close(after[name], value, msg=f"{writer} {form} {name}")
+
+
+def test_objects_go_to_a_directory_and_plain_content_to_one_file(written: dict[str, Any]) -> None:
+    for strategy, (folder, _) in written.items():
+        kinds = {form: (folder / form).is_dir() for form in FORMS}
+        assert kinds == {"objects": True, "dicts": strategy != "ddp", "raw": strategy != "ddp"}
+    plain = torch.load(written["ddp"][0] / "dicts", weights_only=True)
+    assert set(plain) == {"model", "optimizer", "epoch"} and "param_groups" in plain["optimizer"]
+
+
+def test_content_that_would_lose_something_is_refused(written: dict[str, Any]) -> None:
+    part = "first.weight of shape (5, 6) is this rank's part of (10, 6); nothing says which."
+    taken = "content['state_dict']: the shared checkpoint keeps something else under this name."
+    nested = "content['parts'] holds tensors of which each rank has a part, and is no state dict."
+    for strategy, (_, outcome) in written.items():
+        plain, named, listed = outcome["refused"]
+        assert named == taken
+        assert listed == ("" if strategy == "ddp" else nested)
+        assert plain == (part if strategy == "nnscaler_tp" else "")
+
+
+# --- one process ---------------------------------------------------------------------------------------
+
+
+class Alone(Loop):
+    def run(self, folder: Path, action: Any) -> Any:
+        self.start()
+        self.step(1)
+        return action(self, folder)
+
+
+def test_models_of_the_same_names_are_told_apart_by_their_keys(tmp_path: Path) -> None:
+    def check(lite: Any, folder: Path) -> None:
+        critic = Net(3)
+        other, sgd = lite.setup(critic, torch.optim.SGD(critic.parameters(), lr=0.5, momentum=0.9))
+        lite.backward(other(batch(2)))
+        sgd.step()
+        lite.save({"g": lite.model, "d": other, "g_opt": lite.optimizer, "d_opt": sgd}, folder / "gan")
+        content = lite.load(folder / "gan")
+        assert set(content) == {"g", "d", "g_opt", "d_opt"}
+        for key, model in (("g", lite.model), ("d", other)):
+            assert torch.equal(content[key]["first.weight"], model.first.weight)
+        assert "momentum_buffer" in content["d_opt"]["state"]["first.weight"]
+        sgd.load_state_dict(content["d_opt"])
+        assert sgd.optimizer.state[critic.first.weight]["momentum_buffer"].any()
+
+    Alone().run(tmp_path, check)
+
+
+def test_the_arguments_of_save_are_taken_in_fabrics_order_too(tmp_path: Path) -> None:
+    def check(lite: Any, folder: Path) -> None:
+        lite.save(folder / "first.ckpt", {"epoch": 1})
+        lite.save({"epoch": 2}, str(folder / "second.ckpt"))
+        assert [lite.load(folder / f"{name}.ckpt") for name in ("first", "second")] == [
+            {"epoch": 1},
+            {"epoch": 2},
+        ]
+
+    Alone().run(tmp_path, check)
+
+
+def test_a_checkpoint_io_of_the_users_own_writes_everything(tmp_path: Path) -> None:
+    class Counting(TorchCheckpointIO):  # type: ignore[misc]
+        saved = 0
+
+        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            self.saved += 1
+            super().save_checkpoint(*args, **kwargs)
+
+    io = Counting()
+
+    def check(lite: Any, folder: Path) -> None:
+        lite.save({"model": lite.model, "epoch": 1}, folder / "objects")
+        lite.save({"epoch": 1}, folder / "plain")
+        assert io.saved == 2 and (folder / "objects").is_file()
+        state = {"model": lite.model, "epoch": 0}
+        assert lite.load(folder / "objects", state) == {} and state["epoch"] == 1
+
+    Alone(plugins=io).run(tmp_path, check)
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    def check(lite: Any, folder: Path) -> None:
+        lite.save({"model": lite.model}, folder / "model")
+        with pytest.raises(CheckpointError, match="has nothing under the key 'optimizer'"):
+            lite.load(folder / "model", {"model": lite.model, "optimizer": lite.optimizer})
+        assert lite.load(folder / "model", {"optimizer": lite.optimizer}, strict=False) == {}
+        with pytest.raises(CheckpointError, match="nowhere"):
+            lite.load(folder / "nowhere")
+        stray = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+        with pytest.raises(CheckpointError, match="SGD holds no parameter of a model that was set up"):
+            lite.save({"model": lite.model, "optimizer": stray}, folder / "stray")
+
+    Alone().run(tmp_path, check)
