@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +17,23 @@ _SET_BY_LAUNCHERS = (
     *("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
     *("PL_GLOBAL_SEED", "PL_SEED_WORKERS"),
 )
+_STARTUP = str(Path(__file__).parent / "tests" / "startup")
+
+
+def pytest_configure() -> None:
+    """Let every Python that a test starts find `startup/sitecustomize.py`, which makes imports cheaper."""
+    given = os.environ.get("PYTHONPATH", "")
+    if _STARTUP not in given.split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, given]))
+    if _STARTUP not in sys.path:
+        sys.path.append(_STARTUP)  # some tests make the variable of a script out of this
+    gc.set_threshold(20_000, 20, 20)
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector the modules and thousands of tests: they all stay to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

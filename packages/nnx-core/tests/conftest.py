@@ -96,7 +96,8 @@ def run_python(tmp_path):
     def run(source, *arguments, check=True, **environment):
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(source))
-        settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path / "site"), **environment}
+        places = os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH")]))
+        settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": places, **environment}
         done = subprocess.run(
             [sys.executable, str(script), *arguments],
             env=settings,

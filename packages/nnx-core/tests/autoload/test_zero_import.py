@@ -222,7 +222,11 @@ def test_names_are_known_under_torchrun(probes, tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", str(script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(probes.path)},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(probes.path), os.environ["PYTHONPATH"]]),
+        },
         capture_output=True,
         text=True,
         timeout=120,

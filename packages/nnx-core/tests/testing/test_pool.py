@@ -75,10 +75,14 @@ def test_a_rank_that_exits_is_a_failure(pool: WorkerPool) -> None:
 
 def test_a_rank_that_dies_is_reported_and_replaced() -> None:
     with WorkerPool(size=2) as own:
+        before = [result["pid"] for result in own.run(pool_jobs.describe)]
         with pytest.raises(JobError, match="died with exit code -9") as caught:
             own.run(pool_jobs.die_on, 1)
         assert list(caught.value.failures) == [1]
-        assert len(own.run(pool_jobs.describe)) == 2
+        after = [result["pid"] for result in own.run(pool_jobs.describe)]
+        assert after[0] == before[0], "a rank that answered was replaced too"
+        assert after[1] != before[1]
+        assert own.run(pool_jobs.sum_of_ranks, init="gloo") == [(2, 3.0), (2, 3.0)]
 
 
 @pytest.mark.parametrize("deaf", [False, True])

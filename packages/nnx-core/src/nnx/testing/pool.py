@@ -62,8 +62,8 @@ class JobError(RuntimeError):
 class WorkerPool:
     """Long-lived workers that run functions as the ranks of a distributed job.
 
-    Worker *i* is always rank *i*. Workers start when a job first needs them, and are replaced after a
-    job in which one died or hung; a job that merely raised leaves them in use.
+    Worker *i* is always rank *i*. Workers start when a job first needs them. One that died or hung in a
+    job is replaced; those that answered, if only with an exception, stay in use.
 
     Args:
         size: Most ranks that a job may have.
@@ -79,7 +79,7 @@ class WorkerPool:
         self.size = size
         self.output: list[str] = []
         """What each rank of the latest job printed."""
-        self._workers: list[_Worker] = []
+        self._workers: dict[int, _Worker] = {}
 
     def run(
         self,
@@ -114,23 +114,22 @@ class WorkerPool:
         if not 1 <= world_size <= self.size:
             raise ValueError(f"world_size={world_size} but the pool has {self.size} workers")
         self._start(world_size)
-        workers = self._workers[:world_size]
+        workers = [self._workers[rank] for rank in range(world_size)]
         port = free_port()
         for rank, worker in enumerate(workers):
             environment = _environment(rank, world_size, port) | dict(env or {})
             worker.submit(_job(fn, args, environment, init, timeout))
         replies, failures = _collect(workers, timeout)
         self.output = [worker.output() for worker in workers]
-        if any(not worker.healthy for worker in workers):
-            self.close()
+        self._drop_the_lost()
         if failures:
             raise JobError(f"{fn.__module__}.{fn.__qualname__}", failures, self.output)
         return replies
 
     def close(self) -> None:
         """Kill all workers and what they started; the next `run` starts new ones."""
-        workers, self._workers = self._workers, []
-        for worker in workers:
+        workers, self._workers = self._workers, {}
+        for worker in workers.values():
             worker.kill()
 
     def __enter__(self) -> WorkerPool:
@@ -142,12 +141,22 @@ class WorkerPool:
         self.close()
 
     def _start(self, count: int) -> None:
-        if any(worker.process.poll() is not None for worker in self._workers):
-            self.close()
-        new = [_Worker() for _ in range(count - len(self._workers))]
-        self._workers += new
-        for worker in new:
-            worker.wait_until_ready()
+        """Start the workers that a job needs and that are not there."""
+        self._drop_the_lost()
+        new = {rank: _Worker() for rank in range(count) if rank not in self._workers}
+        self._workers |= new
+        try:
+            for worker in new.values():
+                worker.wait_until_ready()
+        except BaseException:
+            self.close()  # the others have not been waited for
+            raise
+
+    def _drop_the_lost(self) -> None:
+        """Kill what is left of workers that died or hung."""
+        for rank, worker in list(self._workers.items()):
+            if not worker.healthy or worker.process.poll() is not None:
+                self._workers.pop(rank).kill()
 
 
 @cache
