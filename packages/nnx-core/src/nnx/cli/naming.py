@@ -107,7 +107,7 @@ def _owner(name: str, distribution: str) -> str:
 
 
 def _is_taken(module: str, distribution: str) -> bool:
-    """Whether something else already answers to this import; a plugin of that name is what is being written."""
+    """Whether something else already answers to this import; an installed plugin of that name is this one."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:  # nothing, or a mere directory of that name
         return False

@@ -10,13 +10,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import typer
 
 from nnx.cli.naming import check_distribution, check_line, check_strategy
 from nnx.cli.output import print_error, print_json, print_note, print_text
@@ -201,13 +200,14 @@ def _answer(
         check(answer)
         return answer
     while True:
-        try:
-            # On standard error, so that the answer of the command stays alone on standard output.
-            answer = str(typer.prompt(question, default=default, err=True)).strip()
-        except typer.Abort as abort:
+        # On standard error, so that what the command prints stays alone on standard output.
+        sys.stderr.write(f"{question} [{default}]: ")
+        sys.stderr.flush()
+        if not (line := sys.stdin.readline()):
             raise OptionError(
                 f"there is no answer to {question!r}.", remedy="Pass it as an option, or pass --defaults."
-            ) from abort
+            )
+        answer = line.strip() or default
         try:
             check(answer)
         except OptionError as error:
