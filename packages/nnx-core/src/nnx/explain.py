@@ -14,6 +14,9 @@ from nnx.spec import LIGHTNING_NAMES
 
 __all__ = ["explain"]
 
+# Names whose likenesses to what was written differ by less are as like.
+_AS_LIKE = 0.1
+
 
 def explain(name: str, *, usable: Sequence[str]) -> NnxError:
     """The error for a name that is not usable.
@@ -80,17 +83,24 @@ def _how_to_get(name: str, usable: Sequence[str]) -> str:
 
 
 def _explain_unknown(name: str, usable: Sequence[str]) -> NnxError:
-    from difflib import get_close_matches
-
-    candidates = {*usable, *known(), *historical(), *LIGHTNING_NAMES}
-    # More than is shown: a name that works goes before one to install, and that before one of the past.
-    near = get_close_matches(name.lower(), sorted(candidates), n=3)
-    near.sort(
-        key=lambda found: 0 if found in usable else 2 if found in historical() else int(found in known())
-    )
+    near = _nearest(name.lower(), usable)
     remedy = f"Did you mean {near[0]!r}?" if near else "Run `nnx list` to see the names."
     remedy += _how_to_get(near[0], usable) if near else ""
     broken = [problem.distribution for problem in inventory().problems if problem.kind != "collision"]
     if broken:
         remedy += f" Some plugins could not be loaded ({', '.join(sorted(set(broken)))}): see `nnx doctor`."
     return StrategyNotFoundError(f"no strategy is called {name!r}.", remedy=remedy)
+
+
+def _nearest(name: str, usable: Sequence[str]) -> list[str]:
+    """Names that look alike, the best first; among equals one that works, then one to install."""
+    from difflib import SequenceMatcher, get_close_matches
+
+    candidates = sorted({*usable, *known(), *historical(), *LIGHTNING_NAMES})
+    near = get_close_matches(name, candidates, n=3)
+    likeness = {found: SequenceMatcher(None, found, name).ratio() for found in near}
+    near = [found for found in near if likeness[found] > max(likeness.values()) - _AS_LIKE]
+    return sorted(
+        near,
+        key=lambda found: 0 if found in usable else 2 if found in historical() else int(found in known()),
+    )
