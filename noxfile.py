@@ -29,8 +29,9 @@ nox.options.error_on_external_run = True
 
 ROOT = Path(__file__).resolve().parent
 PROJECTS = {
-    path.parent.name: path.parent
-    for path in sorted([*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("examples/*/pyproject.toml")])
+    tomllib.loads(path.read_text(encoding="utf-8"))["project"]["name"]: path.parent
+    for pattern in ("packages/*/pyproject.toml", "examples/*/pyproject.toml")
+    for path in sorted(ROOT.glob(pattern))
 }
 """The folder of every distribution that is made here, the example of a third party's too."""
 PLUGINS = [name for name in PROJECTS if name != "nnx-core"]
@@ -205,6 +206,7 @@ def expect_ours(session: nox.Session, found: set[str], expected: Sequence[str]) 
 def ask(session: nox.Session, python: str) -> dict[str, list[str]]:
     """Ask whether all is well, and Lightning for each strategy by its name; return them by distribution."""
     nnx = os.fspath(Path(python).with_name("nnx"))
+    session.run(nnx, "--help", external=True, silent=True)
     session.run(nnx, "doctor", "--strict", external=True)
     listed = session.run(nnx, "list", "--json", external=True, silent=True)
     names: dict[str, list[str]] = {}
@@ -239,8 +241,8 @@ def wheel_of(path: str) -> str:
 
 def requirements(project: str) -> list[str]:
     """What a distribution says it needs, without its extras."""
-    with (PROJECTS[project] / "pyproject.toml").open("rb") as file:
-        declared: list[str] = tomllib.load(file)["project"]["dependencies"]
+    text = (PROJECTS[project] / "pyproject.toml").read_text(encoding="utf-8")
+    declared: list[str] = tomllib.loads(text)["project"]["dependencies"]
     return declared
 
 
