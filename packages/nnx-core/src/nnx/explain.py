@@ -15,7 +15,7 @@ from nnx.spec import LIGHTNING_NAMES
 __all__ = ["explain"]
 
 # Names whose likenesses to what was written differ by less are as like.
-_AS_LIKE = 0.1
+_AS_LIKE = 0.2
 
 
 def explain(name: str, *, usable: Sequence[str]) -> NnxError:

@@ -93,7 +93,7 @@ def test_nnx_strategy_says_the_same() -> None:
         nnx.strategy("colossalai")
     with pytest.raises(StrategyNotFoundError, match="Did you mean 'fsdp_auto'"):
         nnx.strategy("fspd_auto")
-    with pytest.raises(StrategyNotFoundError, match="Use 'ddp' instead. Start it with torchrun"):
+    with pytest.raises(StrategyNotFoundError, match=r"Use 'ddp' instead\. Start it with torchrun"):
         nnx.strategy("horovod")
 
 
