@@ -114,7 +114,7 @@ def update(path: Path, *, as_json: bool) -> int:
 
 def _kept_answers(path: Path) -> dict[str, str]:
     """What `nnx new` was answered when it rendered the project."""
-    import yaml  # copier needs it too
+    import yaml  # type: ignore[import-untyped]  # copier needs it too
 
     try:
         kept = yaml.safe_load((path / _ANSWERS).read_text(encoding="utf-8"))
