@@ -3,7 +3,8 @@
 Every mix of tiers, stepped at once and in the background, at world sizes 1, 2 and 4, under 20 seeds of random
 delays of the simulated device; each seed goes with a recipe of training (precision, optimizer, clipping,
 accumulation, overflow). At world sizes 1 and 2 the reference is a loop written by hand, at 4 the first mix
-without delays. By default each cell meets a few of the seeds, which go round; with NNX_MATRIX=full all.
+without delays. By default each cell meets a few of the seeds, which go round, and at world size 4 the mixes
+take turns at stepping in the background, which they all do at 1 and 2; with NNX_MATRIX=full everything.
 """
 
 from __future__ import annotations
@@ -33,7 +34,15 @@ MIXES = {
 }
 OVERLAPS = ("none", "exact")
 SIZES = (1, 2, 4)
-CELLS = list(product(SIZES, MIXES, OVERLAPS))
+FULL = os.environ.get("NNX_MATRIX") == "full"
+
+
+def has_its_turn(world_size: int, mix: str, overlap: str) -> bool:
+    """Whether a cell is trained by default: four processes on few cores take most of the time."""
+    return FULL or world_size < 4 or OVERLAPS.index(overlap) == list(MIXES).index(mix) % len(OVERLAPS)
+
+
+CELLS = [cell for cell in product(SIZES, MIXES, OVERLAPS) if has_its_turn(*cell)]
 
 
 def recipe_of(seed: int) -> Recipe:
@@ -51,7 +60,7 @@ def recipe_of(seed: int) -> Recipe:
 
 def seeds_of(cell: tuple[int, str, str]) -> list[int]:
     """The seeds that a cell meets."""
-    if os.environ.get("NNX_MATRIX") == "full":
+    if FULL:
         return list(range(SEEDS))
     count = 1 if cell[0] == 4 else 2
     first = count * CELLS.index(cell)
@@ -120,7 +129,8 @@ def test_a_wait_that_is_forgotten_shows_in_the_masters(
 def test_every_seed_is_met_alone_and_by_two_and_every_kind_of_recipe_occurs() -> None:
     meetings = {(seed, cell[0]) for cell in CELLS for seed in seeds_of(cell)}
     assert meetings >= set(product(range(SEEDS), (1, 2)))
-    assert sum(size == 4 for _, size in meetings) >= len(MIXES) * len(OVERLAPS)
+    assert {(mix, size) for size, mix, _ in CELLS} == set(product(MIXES, SIZES))
+    assert {(overlap, size) for size, _, overlap in CELLS} == set(product(OVERLAPS, SIZES))
     recipes = [recipe_of(seed) for seed in range(SEEDS)]
     assert {(one.precision, one.optimizer) for one in recipes} == set(
         product(("bf16-mixed", "16-mixed", "32-true"), ("adamw", "adam", "momentum"))
