@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+import typer
 
 import docs_table
 from jobs import docs_jobs
-from jobs.docs_blocks import LANGUAGES, PAGES, ROOT, Block, blocks_of, same_output
+from jobs.docs_blocks import LANGUAGES, PAGES, ROOT, Block, blocks_of, same_output, words
+from nnx.cli import _application
 from nnx.testing.pool import JobError, WorkerPool
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES if blocks_of(page)]
+SHOWN_ONLY = {
+    command
+    for block in BLOCKS
+    if block.language in ("bash", "console")
+    for command in block.commands()
+    if command.startswith("nnx ") and docs_table.reason_not_to_run(block.page, command)
+}
+"""Commands of ours that are not run; their options are parsed."""
 TABLES = {"NOT_RUN": docs_table.NOT_RUN, "NOT_COMPARED": docs_table.NOT_COMPARED}
 
 
@@ -54,9 +65,21 @@ def test_every_entry_of_the_tables_is_about_something_that_is_there(
     assert reason
 
 
-def test_every_page_that_the_table_names_exists() -> None:
-    named = {page for table in TABLES.values() for page, _, _ in table} - {"*"}
-    assert named <= set(NAMES)
+def test_every_page_and_every_test_that_a_table_names_exist() -> None:
+    for page, _, reason in [entry for table in TABLES.values() for entry in table]:
+        assert page in ("*", *NAMES)
+        for test in re.findall(r"[\w/-]+/test_\w+\.py", reason):
+            assert Path(page).name in (ROOT / test).read_text(encoding="utf-8"), (page, test)
+
+
+@pytest.mark.parametrize("command", sorted(SHOWN_ONLY))
+def test_the_options_of_a_command_that_is_not_run_exist(command: str) -> None:
+    arguments = words(command)[1:]
+    parsed = typer.main.get_command(_application(arguments))
+    while arguments and isinstance(getattr(parsed, "commands", None), dict):
+        verb, *arguments = arguments
+        parsed = parsed.commands[verb]
+    parsed.make_context(command, arguments)
 
 
 def test_every_prelude_belongs_to_a_page() -> None:

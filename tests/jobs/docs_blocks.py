@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md", *ROOT.glob("packages/*/README.md")])
-LANGUAGES = ("python", "bash", "console", "yaml", "toml", "json", "text")
+LANGUAGES = ("python", "bash", "console", "yaml", "toml", "json", "text", "diff")
 
 _ELSEWHERE = (
     (re.compile(r"""(accelerator|map_location)=(["'])(?:cuda|gpu)\2"""), r"\1=\2cpu\2"),

@@ -18,6 +18,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,11 @@ class Page:
             exec(compile(source, str(file), "exec", dont_inherit=True), vars(self.module))
         self.printed = output.getvalue()
         return True
+
+    def run_diff(self, block: Block) -> bool:
+        """The new half of a difference."""
+        new = [line[1:] for line in block.text.splitlines() if not line.startswith("-")]
+        return self.run_python(replace(block, text="\n".join(new)))
 
     def run_bash(self, block: Block) -> bool:
         commands = [each for each in block.commands() if not reason_not_to_run(block.page, each)]
