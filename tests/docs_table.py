@@ -30,6 +30,11 @@ NOT_RUN: list[Entry] = [
         "run in order, both halves of a difference, by packages/nnx-core/tests/lite/test_lite_examples.py",
     ),
     ("docs/checkpoints.md", "nnx ckpt", _CKPT),
+    (
+        "docs/command-line.md",
+        "nnx ",
+        "compared by packages/nnx-core/tests/cli/test_command_line_docs.py",
+    ),
     ("docs/conformance.md", "report = run_conformance(", _CONFORMANCE),
     ("docs/conformance.md", "def steps_counted(", "would register a check with the suite of all later tests"),
 ]

@@ -14,8 +14,8 @@ from nnx.spec import LIGHTNING_NAMES
 
 __all__ = ["explain"]
 
-# Names whose likenesses to what was written differ by less are as like.
-_AS_LIKE = 0.2
+# How much more alike, of 1, such a name has to be to go before one that can be used.
+_TO_INSTALL, _PAST = 0.1, 0.2
 
 
 def explain(name: str, *, usable: Sequence[str]) -> NnxError:
@@ -93,14 +93,14 @@ def _explain_unknown(name: str, usable: Sequence[str]) -> NnxError:
 
 
 def _nearest(name: str, usable: Sequence[str]) -> list[str]:
-    """Names that look alike, the best first; among equals one that works, then one to install."""
+    """Names that look alike, the best first; what cannot be used at once has to be more alike."""
     from difflib import SequenceMatcher, get_close_matches
 
+    def worth(found: str) -> float:
+        likeness = SequenceMatcher(None, found, name).ratio()
+        if found in usable:
+            return likeness
+        return likeness - (_PAST if found in historical() else _TO_INSTALL if found in known() else 0)
+
     candidates = sorted({*usable, *known(), *historical(), *LIGHTNING_NAMES})
-    near = get_close_matches(name, candidates, n=3)
-    likeness = {found: SequenceMatcher(None, found, name).ratio() for found in near}
-    near = [found for found in near if likeness[found] > max(likeness.values()) - _AS_LIKE]
-    return sorted(
-        near,
-        key=lambda found: 0 if found in usable else 2 if found in historical() else int(found in known()),
-    )
+    return sorted(get_close_matches(name, candidates, n=3), key=worth, reverse=True)

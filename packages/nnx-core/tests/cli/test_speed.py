@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-VERBS = [["list"], ["list", "--all", "--json"], ["show", "fsdp_auto"], ["doctor"]]
+VERBS = [["list"], ["list", "--all", "--json"], ["show", "fsdp_auto"], ["search", "fsdp"], ["doctor"]]
 
 WITHOUT_TORCH = """
 import sys
@@ -29,14 +29,15 @@ def test_the_verb_never_imports_torch(run_python, verb):
     assert "fsdp_auto" in done.stdout
 
 
-def test_listing_takes_less_than_half_a_second():
+@pytest.mark.parametrize("verb", [["list"], ["search", "slow", "links"]], ids=" ".join)
+def test_listing_and_searching_take_less_than_half_a_second(verb):
     command = shutil.which("nnx", path=sysconfig.get_path("scripts"))
     assert command, "the console script is not installed"
     walls = []
     # Several tries, because other work on the machine is not ours.
     while len(walls) < 10 and min(walls, default=1.0) >= 0.5:
         start = time.perf_counter()
-        subprocess.run([command, "list"], check=True, capture_output=True, timeout=60)
+        subprocess.run([command, *verb], check=True, capture_output=True, timeout=60)
         walls.append(time.perf_counter() - start)
     assert min(walls) < 0.5, walls
 

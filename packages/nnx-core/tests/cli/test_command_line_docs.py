@@ -1,0 +1,56 @@
+"""What docs/command-line.md shows of ``nnx`` is what it prints."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from nnx.cli import _application, main
+from nnx.plugins import inventory
+
+PAGE = Path(__file__).parents[4] / "docs" / "command-line.md"
+COMMANDS = re.findall(r"```console\n\$ nnx (.*?)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+OURS = {"nnx-fsdp", "nnx-nnscaler", "nnx-colossalai", "nnx-tiny"}
+
+
+def test_the_page_names_every_verb_and_shows_those_about_names() -> None:
+    app = _application([])
+    verbs = {command.name for command in app.registered_commands} | {"ckpt"}
+    assert set(re.findall(r"^\| \[?`nnx (\w+)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)) == verbs
+    shown = {command.split()[0] for command, _ in COMMANDS}
+    assert shown == verbs - {"conformance", "new", "ckpt"}
+
+
+@pytest.mark.usefixtures("clean_names")
+@pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=[command for command, _ in COMMANDS])
+def test_every_screen_is_what_the_command_prints(
+    command: str, shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = {plugin.distribution for plugin in inventory().plugins}
+    if installed != OURS:
+        pytest.skip(f"the page shows {sorted(OURS)} installed, not {sorted(installed)}")
+    for variable in ("NNX_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(sys, "argv", ["nnx", *command.split()])
+    with pytest.raises(SystemExit):
+        main()
+    printed = capsys.readouterr()
+    assert matches(normal(shown), normal(printed.out + printed.err)), printed.out + printed.err
+
+
+def normal(text: str) -> list[str]:
+    """Lines without versions, and without the widths of columns."""
+    text = re.sub(r"\b\d+\.\d+\.\d+(\.\w+)?(\+\w+)?\b", "<version>", text)
+    return [" ".join(line.split()) for line in text.strip().splitlines()]
+
+
+def matches(shown: list[str], printed: list[str]) -> bool:
+    """Whether what is shown is what was printed, where a line of dots stands for any lines."""
+    if not shown:
+        return not printed
+    if shown[0] == "...":
+        return any(matches(shown[1:], printed[start:]) for start in range(len(printed) + 1))
+    return bool(printed) and shown[0] == printed[0] and matches(shown[1:], printed[1:])
