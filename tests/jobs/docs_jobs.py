@@ -132,7 +132,7 @@ class Page:
 
     def compare_commands(self, block: Block) -> None:
         for command, shown in zip(block.commands(), block.outputs(), strict=True):
-            printed = self.command(command, codes=(0, 1))
+            printed = self.command(command, codes=(0, 1, 2))
             wrong = same_output(shown, printed)
             if wrong:
                 raise PageError(f"$ {command}\nshown, but not printed: {wrong}\nprinted:\n{printed}")
