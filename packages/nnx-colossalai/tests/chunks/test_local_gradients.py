@@ -19,6 +19,8 @@ from jobs.colossalai_local import (
     refresh,
     same_bits,
 )
+from nnx_colossalai.chunks.local_gradients import Gradients, Slot
+from nnx_colossalai.device import HostDevice
 from nnx_colossalai.plan.spec import Tier
 
 UNITS = ("layers.0", "layers.1", "layers.2", "")
@@ -367,3 +369,27 @@ def test_a_loss_over_what_a_layer_keeps_beside_its_output_is_right(tier, kept_by
         by_hand.backward(lambda copied, seed=seed: copied(inputs(seed)))
         assert same_bits(model, by_hand.masters) == []
     engine.device.close()
+
+
+@pytest.mark.parametrize("again", ["take", "put_aside"])
+def test_a_gradient_that_comes_while_another_waits_to_be_converted_is_added(again):
+    """In float32: 256 and 1 have no sum in bfloat16."""
+    parameter = nn.Parameter(torch.zeros(3, 2, dtype=torch.bfloat16))
+    slot = Slot(parameter, torch.empty(3, 2, device="meta"), torch.zeros(3, 2), parameter.data, on_host=False)
+    gradients = Gradients(HostDevice())
+    parameter.grad = torch.full_like(parameter, 256)
+    gradients.take(slot)
+    parameter.grad = torch.ones_like(parameter)
+    getattr(gradients, again)(slot)
+    gradients.finish()
+    assert torch.equal(slot.total, torch.full((3, 2), 257.0))
+
+
+def test_a_parameter_that_is_frozen_keeps_the_gradient_it_has(laid_out):
+    model, _, _ = laid_out
+    both(laid_out, 0)
+    frozen = model.layers[0].up.weight.requires_grad_(False)
+    before = frozen.grad.clone()
+    engine = laid_out[1]
+    engine.run_step(model, mean_square, model, inputs(1)).backward()
+    assert torch.equal(frozen.grad, before)

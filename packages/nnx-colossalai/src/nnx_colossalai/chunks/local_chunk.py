@@ -112,6 +112,11 @@ class LocalChunk(Chunk):
         return self._resident and not self.held and self.name != ""
 
     @property
+    def is_settled(self) -> bool:
+        """Whether its working weights can be used from now until the step is over."""
+        return self._ready and self.tier is not Tier.STREAMED
+
+    @property
     def nbytes(self) -> int:
         """Of the working weights."""
         return sum(segment.numel * segment.working_dtype.itemsize for segment in self._segments)

@@ -2,8 +2,8 @@
 
 Autograd accumulates into ``param.grad`` at the working dtype. Before it does, what is there already is put
 aside, so that nothing is ever added up in 16 bits. After it has, the gradient is taken: on the device it is
-converted at once; for masters in host memory it travels at its own dtype on the copy lane and is converted
-there when it has arrived. At the end of the backward the masters get their gradients.
+converted, small ones a few at a time; for masters in host memory it travels at its own dtype on the copy lane
+and is converted there when it has arrived. At the end of the backward the masters get their gradients.
 
 This file owns staging memory; it never decides when a backward has ended.
 """
@@ -11,7 +11,8 @@ This file owns staging memory; it never decides when a backward has ended.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,6 +22,11 @@ from nnx_colossalai.chunks.flat import view_like
 from nnx_colossalai.device.device import Device
 
 __all__ = ["Gradients", "Slot"]
+
+_BATCH = 1 << 18
+"""Elements that wait to be converted together: Python between two kernels costs more than its own time."""
+_ALIGNED = 16
+"""Elements of which a converted gradient begins at a multiple, for kernels that read several at a time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +54,11 @@ class Slot:
     version: int = 0
     accumulator: Any = None
     handles: tuple[Any, ...] = ()
+    geometry: tuple[torch.Size, tuple[int, ...]] = field(init=False)
+    """Shape and strides of the template, which the template takes longer to tell."""
+
+    def __post_init__(self) -> None:
+        self.geometry = (self.template.shape, self.template.stride())
 
 
 @dataclass(slots=True, eq=False)
@@ -79,32 +90,59 @@ class Gradients:
         self._arriving: deque[_Arriving] = deque()
         self._bytes_arriving = 0
         self._staging: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._unconverted: dict[Slot, Tensor] = {}
+        self._elements_unconverted = 0
 
     def put_aside(self, slot: Slot) -> None:
         """Before autograd accumulates: what is in ``grad`` is a part of the total."""
         parameter = slot.parameter
         kept = parameter.grad
         if kept is not None:
+            if slot in self._unconverted:
+                self._convert()
             parameter.grad = None
             slot.total = kept if slot.total is None else self._sum(slot, slot.total, kept)
 
-    @torch.no_grad()
     def take(self, slot: Slot) -> None:
         """After autograd has accumulated: take the gradient, and free it as soon as it is where it goes."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._take(slot)
+        else:
+            self._take(slot)
+
+    def _take(self, slot: Slot) -> None:
         parameter = slot.parameter
         gradient = parameter.grad
         if gradient is None:
             return
         parameter.grad = None
+        if slot in self._unconverted:
+            self._convert()
         if gradient.layout is not torch.strided or gradient.requires_grad:
             self._take_unusual(slot, gradient)
         elif slot.on_host:
             self._send(slot, gradient)
         elif slot.total is None:
-            slot.total = self._new(slot)
-            slot.total.copy_(gradient)
+            self._unconverted[slot] = gradient
+            self._elements_unconverted += gradient.numel()
+            if self._elements_unconverted >= _BATCH:
+                self._convert()
         else:
             slot.total = self._sum(slot, slot.total, gradient)
+
+    @torch.no_grad()
+    def _convert(self) -> None:
+        """Make totals of the gradients that wait for it, which lie one after the other in new memory."""
+        waiting = self._unconverted
+        self._unconverted, self._elements_unconverted = {}, 0
+        for dtype in {slot.master.dtype for slot in waiting}:
+            slots = [slot for slot in waiting if slot.master.dtype == dtype]
+            offsets = list(accumulate((_aligned(slot.template.numel()) for slot in slots), initial=0))
+            flat = self._device.empty(offsets[-1], dtype)
+            for slot, offset in zip(slots, offsets, strict=False):  # the last offset is the end
+                slot.total = flat.as_strided(*slot.geometry, offset)
+            torch._foreach_copy_([slot.total for slot in slots], [waiting[slot] for slot in slots])  # type: ignore[misc]
 
     def _take_unusual(self, slot: Slot, gradient: Tensor) -> None:
         """One that is sparse, or itself to be differentiated: without staging."""
@@ -167,6 +205,8 @@ class Gradients:
 
     def finish(self) -> None:
         """Wait for all that is on its way: totals are complete then."""
+        if self._unconverted:
+            self._convert()
         self._drain()
 
     def forget_staging(self) -> None:
@@ -194,3 +234,7 @@ class Gradients:
                 slot.parameter.data = slot.master
                 self.give(slot)
                 slot.parameter.data = slot.working  # type: ignore[assignment] # it has taken gradients of them
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // _ALIGNED) * _ALIGNED

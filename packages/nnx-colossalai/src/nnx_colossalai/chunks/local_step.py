@@ -257,6 +257,8 @@ class Step:
             args: Of the forward.
             kwargs: Of the forward.
         """
+        if dtype is None and self._is_inside(chunks, module):
+            return None
         if dtype is not None:
             args, kwargs = cast_to(dtype, args), cast_to(dtype, kwargs)
         self._forget_failures()
@@ -272,6 +274,12 @@ class Step:
                 frame.windows.append(window)
                 self._windows.append(window)
         return None if dtype is None else (args, kwargs)
+
+    def _is_inside(self, chunks: Sequence[LocalChunk], module: nn.Module) -> bool:
+        """Whether a forward runs inside of another, and all it uses is there until the step is over."""
+        if not self._frames or self._frames[-1].module is module:
+            return False
+        return all(chunk.is_settled for chunk in chunks)
 
     def leave(self, module: nn.Module, output: Any) -> None:
         """It is over, well or not."""
@@ -341,20 +349,30 @@ class Step:
         for chunk in self._chunks:
             for slot in chunk.slots:
                 self._gradients.put_back(slot)
+                self._listen_before(slot)
 
     def _listen(self, chunk: LocalChunk) -> None:
         """Take the gradients of parameters that are trained, after whoever else looks at them."""
         for slot in chunk.slots:
             parameter = slot.parameter
             if slot.handles:
-                make_last(slot.handles[1], parameter)
+                make_last(slot.handles[0], parameter)
             elif parameter.requires_grad:
-                slot.handles = (
-                    parameter.register_hook(lambda _, slot=slot: self._before(slot)),  # type: ignore[no-untyped-call]
-                    parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                        lambda _, chunk=chunk, slot=slot: self._after(chunk, slot)
-                    ),
+                after = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda _, chunk=chunk, slot=slot: self._after(chunk, slot)
                 )
+                slot.handles = (after,)
+            self._listen_before(slot)
+
+    def _listen_before(self, slot: Slot) -> None:
+        """Where a gradient is there already: put it aside before another comes.
+
+        Only there, because a call of Python between two kernels costs about as much as a small kernel.
+        """
+        parameter = slot.parameter
+        if len(slot.handles) == 1 and parameter.requires_grad and parameter.grad is not None:
+            before = parameter.register_hook(lambda _: self._before(slot))  # type: ignore[no-untyped-call]
+            slot.handles = (*slot.handles, before)
 
     def _before(self, slot: Slot) -> None:
         if self._is_active:
@@ -365,6 +383,7 @@ class Step:
         if not self._is_active:
             return
         self._has_accumulated = True
+        self.backward_runs()
         self._gradients.take(slot)
         for window in self._windows:
             if window.chunk is chunk:
