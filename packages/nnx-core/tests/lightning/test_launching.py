@@ -1,4 +1,9 @@
-"""Ways of starting processes, each from a script as a user would write it."""
+"""Ways of starting processes, each from a script as a user would write it.
+
+A launch takes as long as dozens of other tests. That Lightning starts the processes of a plain script is
+tried here with the other copy of Lightning and under the command line, by `tests/test_main_job.py`, and by
+the check `launched_by_lightning` of each engine.
+"""
 
 from __future__ import annotations
 
@@ -131,10 +136,6 @@ def check() -> Callable[..., None]:
             assert report["class"] == f"nnx.lightning.strategies_{tree}"
 
     return check
-
-
-def test_a_script_whose_processes_lightning_starts(launch: Launch, check: Callable[..., None]) -> None:
-    check(launch(FIT))
 
 
 def test_torchrun(launch: Launch, check: Callable[..., None]) -> None:
