@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric import Fabric
-from nnx.lite import LightningLite
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+
+from nnx.lite import LightningLite
 
 SIDES = {"plain": "plain PyTorch loop", "fabric": "Fabric", "lite": "nnx.Lite"}
 Turns = dict[str, list[float]]
@@ -175,14 +177,21 @@ def main() -> int:
 
 def judge(taken: Turns, tiny: Turns, other: str, bar: float) -> bool:
     """Print the ratio to one other side, and say whether it is within the bar."""
-    ratio = statistics.median(a / b for a, b in zip(taken["lite"], taken[other], strict=True))
+    ratios = [a / b for a, b in zip(taken["lite"], taken[other], strict=True)]
+    ratio, error = statistics.median(ratios), error_of_median(ratios)
     added = statistics.median(a - b for a, b in zip(tiny["lite"], tiny[other], strict=True))
     verdict = "within" if ratio <= bar else "ABOVE"
     print(
-        f"nnx.Lite over {SIDES[other]}: ratio {ratio:.4f}, {verdict} the bar {bar}; "
+        f"nnx.Lite over {SIDES[other]}: ratio {ratio:.4f} ± {error:.4f}, {verdict} the bar {bar}; "
         f"{1e6 * added:+.1f} µs a step"
     )
     return ratio <= bar
+
+
+def error_of_median(values: Sequence[float]) -> float:
+    """The standard error of a median, from the middle half of the values."""
+    lower, _, upper = statistics.quantiles(values, n=4)
+    return 1.25 * (upper - lower) / 1.35 / math.sqrt(len(values))
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.lite_jobs import run_blocks, run_stage
+from jobs.lite_jobs import run_blocks, run_stage, stage
 from nnx.errors import NnxError
 from nnx.lite import DeepSpeedPlugin, LightningLite
 from nnx.testing.pool import WorkerPool
@@ -33,24 +33,33 @@ def losses_of_plain_pytorch() -> list[float]:
     return run_stage("stage1_plain", "auto", 1, EPOCHS)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", STAGES)
 def test_each_stage_gives_exactly_the_losses_of_plain_pytorch_on_one_process(
-    losses_of_plain_pytorch: list[float], stage: str
+    losses_of_plain_pytorch: list[float], name: str
 ) -> None:
     assert losses_of_plain_pytorch[-1] < 0.5 * losses_of_plain_pytorch[0]
-    assert run_stage(stage, "auto", 1, EPOCHS) == losses_of_plain_pytorch
+    assert run_stage(name, "auto", 1, EPOCHS) == losses_of_plain_pytorch
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp_auto"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", STAGES)
 def test_each_stage_on_two_processes_gives_the_losses_of_one(
-    pool: WorkerPool, losses_of_plain_pytorch: list[float], stage: str, strategy: str
+    pool: WorkerPool, losses_of_plain_pytorch: list[float], name: str, strategy: str
 ) -> None:
-    for losses in pool.run(run_stage, stage, strategy, 2, EPOCHS, world_size=2):
+    for losses in pool.run(run_stage, name, strategy, 2, EPOCHS, world_size=2):
         assert losses == pytest.approx(losses_of_plain_pytorch, abs=1e-6)
 
 
 # --- the migration page -------------------------------------------------------------------------------
+
+
+def test_the_page_shows_what_the_stages_print(
+    losses_of_plain_pytorch: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage("task").show(losses_of_plain_pytorch)
+    shown = re.findall(r"^\$ python examples/lite/(\w+)\.py.*\n(.*)$", PAGE.read_text(), re.MULTILINE)
+    line = capsys.readouterr().out.strip()
+    assert shown == [(name, line) for name in ("stage1_plain", *STAGES)]
 
 
 @dataclass(frozen=True)
