@@ -6,13 +6,11 @@ constructor; it never touches training.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, cast
 
-from nnx.lightning.namespaces import get_namespace
+from nnx.lightning.namespaces import strategy_class_of, trainer_tree
 from nnx.options import CommonOptions, split_options
 from nnx_colossalai.options import ColossalAIOptions
-from nnx_colossalai.tree import trainer_tree
 
 __all__ = ["ColossalAIStrategy"]
 
@@ -57,7 +55,7 @@ class ColossalAIStrategy:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> ColossalAIStrategy:
         """An object of this class and of nnx's strategy class for the Trainer in use."""
-        made = _class_for(cls, trainer_tree())  # type: ignore[arg-type] # mypy on hashes
+        made = strategy_class_of(cls, trainer_tree())  # type: ignore[arg-type] # mypy on hashes
         return cast("ColossalAIStrategy", object.__new__(made))
 
     def __init__(  # noqa: PLR0917 # the original's order
@@ -117,9 +115,3 @@ class ColossalAIStrategy:
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-
-
-@cache
-def _class_for(cls: type, root: str) -> type:
-    bases = (cls, get_namespace(root).strategy_class())
-    return type(cls.__name__, bases, {"__module__": cls.__module__, "__doc__": cls.__doc__})

@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 
 from nnx.errors import OptionError
+from nnx.lightning.namespaces import trainer_tree
 from nnx.options import check_choice
-from nnx_nnscaler.tree import trainer_tree
 
 __all__ = ["PRECISIONS", "NnScalerPrecision"]
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, cast
 
-from nnx.lightning.namespaces import get_namespace
+from nnx.lightning.namespaces import strategy_class_of, trainer_tree
 from nnx.options import CommonOptions, split_options
 from nnx_nnscaler.options import NnScalerOptions
-from nnx_nnscaler.tree import trainer_tree
 
 __all__ = ["NnScalerStrategy"]
 
@@ -44,7 +42,7 @@ class NnScalerStrategy:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NnScalerStrategy:
         """An object of this class and of nnx's strategy class for the Trainer in use."""
-        made = _class_for(cls, trainer_tree())  # type: ignore[arg-type] # mypy on hashes
+        made = strategy_class_of(cls, trainer_tree())  # type: ignore[arg-type] # mypy on hashes
         return cast("NnScalerStrategy", object.__new__(made))
 
     def __init__(  # noqa: PLR0917 # the original's order
@@ -104,9 +102,3 @@ class NnScalerStrategy:
         from nnx.checkpoint import merge
 
         merge(checkpoint_files, output_file)
-
-
-@cache
-def _class_for(cls: type, root: str) -> type:
-    bases = (cls, get_namespace(root).strategy_class())
-    return type(cls.__name__, bases, {"__module__": cls.__module__, "__doc__": cls.__doc__})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from nnx.errors import OptionError
 
-__all__ = ["NAMESPACES", "Namespace", "get_namespace"]
+__all__ = ["NAMESPACES", "Namespace", "get_namespace", "strategy_class_of", "trainer_tree"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +60,21 @@ def get_namespace(name: str) -> Namespace:
     if name not in NAMESPACES:
         raise OptionError(f"namespace={name!r} is unknown.", remedy=f"Use one of {', '.join(NAMESPACES)}.")
     return NAMESPACES[name]
+
+
+def trainer_tree() -> str:
+    """Root of the copy of Lightning whose Trainer this process uses: the first that is imported."""
+    roots = [space.name for space in NAMESPACES.values() if not space.is_fabric]
+    return next((root for root in roots if f"{root}.strategies" in sys.modules), roots[0])
+
+
+@cache
+def strategy_class_of(cls: type, root: str) -> type:
+    """A class that builds a strategy with arguments of its own, as a strategy for one tree.
+
+    Args:
+        cls: Calls ``super().__init__`` with what the tree's strategy class takes.
+        root: Name of the tree; see `trainer_tree`.
+    """
+    bases = (cls, get_namespace(root).strategy_class())
+    return type(cls.__name__, bases, {"__module__": cls.__module__, "__doc__": cls.__doc__})
