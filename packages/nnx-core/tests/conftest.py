@@ -103,7 +103,7 @@ def run_python(tmp_path):
             env=settings,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
             cwd=tmp_path,
         )
         if check:
