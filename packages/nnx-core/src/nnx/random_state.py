@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from nnx.errors import CheckpointError
 
-__all__ = ["RandomState", "capture", "host_state_kept", "reseed", "restore", "resume"]
+__all__ = ["RandomState", "capture", "forked", "host_state_kept", "reseed", "restore", "resume"]
 
 State = dict[str, Any]
 
@@ -72,6 +72,27 @@ def host_state_kept() -> Iterator[None]:
         yield
     finally:
         restore(state)
+
+
+@contextmanager
+def forked() -> Iterator[None]:
+    """Draw nothing from the generators of Python, numpy and torch, on any device in use.
+
+    Example:
+        >>> before = capture()["python"]
+        >>> with forked():
+        ...     _ = random.random()
+        >>> capture()["python"] == before
+        True
+    """
+    python, arrays = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=list(devices)):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(arrays)
 
 
 def reseed(base: int, rank: int, step: int) -> None:

@@ -5,15 +5,14 @@ Owns the exchange and its undoing: parameters, buffers, attributes, hooks and ra
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nnx.random_state import forked
 from nnx_colossalai.plan._torch_compat import tree_map
 
 __all__ = ["inputs_of", "restored", "stand_in_weights"]
@@ -36,14 +35,10 @@ def restored(root: nn.Module) -> Iterator[None]:
         _save(vars(module), saved)
         if all(callable(getattr(type(module), name, None)) for name in _LOGGERS):
             vars(module).update(dict.fromkeys(_LOGGERS, _ignore))
-    python, arrays = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=list(devices)):
+    with forked():
         try:
             yield
         finally:
-            random.setstate(python)
-            np.random.set_state(arrays)
             for container in saved.values():
                 container.restore()
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from nnx.random_state import forked
 from nnx_nnscaler.trace.guard import (
     attributes_restored,
     collectives_refused,
     hooks_removed,
     noticing,
-    random_states_forked,
 )
 from nnx_nnscaler.trace.inputs import Inputs
 from nnx_nnscaler.trace.structure import take_apart
@@ -137,7 +137,7 @@ def _enter_guards(stack: ExitStack, module: nn.Module) -> None:
     """What keeps a trace from leaving marks on the module and the process, and from hiding what it loses."""
     for context in (
         attributes_restored(module),
-        random_states_forked(),
+        forked(),
         _quiet(),
         noticing(module),
         hooks_removed(module),

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nnx.random_state import forked
 from nnx_nnscaler.trace.inputs import is_constant
 from nnx_nnscaler.trace.structure import Refusal
 
@@ -33,7 +34,6 @@ __all__ = [
     "hooks_removed",
     "is_collective",
     "noticing",
-    "random_states_forked",
     "running",
 ]
 
@@ -74,19 +74,6 @@ def caller_modes() -> tuple[Any, ...]:
     kind = next((kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
     gradients = torch.is_grad_enabled()
     return (gradients,) if kind is None else (gradients, (kind, torch.get_autocast_dtype(kind)))
-
-
-@contextmanager
-def random_states_forked() -> Iterator[None]:
-    """Draw nothing from the generators of torch, Python and numpy."""
-    python, arrays = random.getstate(), numpy.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=list(devices)):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            numpy.random.set_state(arrays)
 
 
 @contextmanager
@@ -174,7 +161,7 @@ def running(root: nn.Module) -> Iterator[None]:
     Gradients are recorded or not as the caller has it, for the code may ask. Hooks do not run.
     """
     saved = [(buffer, buffer.detach().clone()) for buffer in root.buffers()]
-    contexts = (random_states_forked(), attributes_restored(root), hooks_removed(root), collectives_refused())
+    contexts = (forked(), attributes_restored(root), hooks_removed(root), collectives_refused())
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
