@@ -99,5 +99,6 @@ def test_a_sharded_model_is_saved_by_all_ranks_and_loads_whole_on_one_process(
     assert content["step"] == 1
     assert {digest_of(module.state_dict())} == {each["digest"] for each in seen}
     assert [each["torch.save"] for each in seen] == [30, 30] and module.embed.weight.numel() == 60
+    assert [each["plain"] for each in seen] == [[1.0, 1.0], [1.0, 1.0]]
     assert "Timed out" in seen[0]["rank 0"]
     assert not (tmp_path / "rank0.ckpt" / "manifest.json").exists()

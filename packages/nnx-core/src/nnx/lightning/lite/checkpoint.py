@@ -7,7 +7,6 @@ module decides what is stored where; `nnx.lightning.fabric_checkpoint` and `nnx.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +28,7 @@ from nnx.lightning.lite.tree import FABRIC_ROOT, fabric_module
 from nnx.lightning.routing import unwrap_optimizer
 from nnx.random_state import RandomState
 
-__all__ = ["WholeState", "load_content", "save_content", "save_file", "state_of"]
+__all__ = ["WholeState", "is_plain", "load_content", "save_content", "save_file", "state_of"]
 
 _WHOLE_ON_EVERY_RANK = ("SingleDeviceStrategy", "DDPStrategy", "DataParallelStrategy")
 _OF_LIGHTNING = ("state_dict", "optimizer_states", "nnx_ranks", FABRIC_KEYS)
@@ -112,7 +111,24 @@ class _Parts:
     rest: dict[str, Any] = field(default_factory=dict)
 
 
-def save_content(target: Any, content: Any, path: Any) -> bool:
+def is_plain(target: Any, content: Any) -> bool:
+    """Whether content holds no module, no optimizer and no part of their state, so that a file will do.
+
+    Args:
+        target: From `state_of`.
+        content: With Fabric's wrappers removed.
+
+    Raises:
+        CheckpointError: The content cannot be stored.
+    """
+    parts = _take_apart(content)
+    if parts.modules or parts.optimizers:
+        return False
+    _refuse_parts_of_tensors(target, content)
+    return True
+
+
+def save_content(target: Any, content: Any, path: Any) -> None:
     """Save content that holds modules, optimizers, or parts of their state. Collective.
 
     Args:
@@ -120,17 +136,10 @@ def save_content(target: Any, content: Any, path: Any) -> bool:
         content: With Fabric's wrappers removed.
         path: Directory to write.
 
-    Returns:
-        Whether it did; content that holds nothing of the kind is left to ``torch.save``.
-
     Raises:
         CheckpointError: The content cannot be stored.
     """
     parts = _take_apart(content)
-    if not parts.modules and not parts.optimizers:
-        with together(control_group(), doing=f"saving {os.fspath(path)!r}"):
-            _refuse_parts_of_tensors(target, content)
-        return False
     random = {key: value for key, value in parts.rest.items() if isinstance(value, RandomState)}
     own = next((value.state_dict() for value in random.values()), None)
     checkpoint = {
@@ -159,7 +168,6 @@ def save_content(target: Any, content: Any, path: Any) -> bool:
         "added": list(added),
     }
     save_lightning_checkpoint(target, checkpoint, path, None, own=own)
-    return True
 
 
 def _wanted_by_trainer() -> dict[str, Any]:
@@ -269,13 +277,15 @@ def _refuse_parts_of_tensors(target: Any, content: Any) -> None:
 
 
 def save_file(strategy: Any, content: Any, path: Any) -> None:
-    """Write content with ``torch.save``, or with the user's own checkpoint IO, from rank 0. Collective."""
+    """Write content with ``torch.save``, or with the user's own checkpoint IO, from rank 0.
+
+    No rank waits for another, because old scripts save under ``if self.is_global_zero``.
+    """
     io = strategy._checkpoint_io
     if io is None or innermost_checkpoint_io(io) is not None:
         io = fabric_module("plugins.io").TorchCheckpointIO()
-    with together(control_group(), doing=f"saving {os.fspath(path)!r}"):
-        if strategy.global_rank == 0:
-            io.save_checkpoint(content, path)
+    if strategy.global_rank == 0:
+        io.save_checkpoint(content, path)
 
 
 # --- loading --------------------------------------------------------------------------------------

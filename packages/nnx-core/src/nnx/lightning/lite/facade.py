@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from nnx.errors import UnsupportedError
 from nnx.lightning.fabric_checkpoint import load_fabric_checkpoint
-from nnx.lightning.lite.checkpoint import load_content, save_content, save_file, state_of
+from nnx.lightning.lite.checkpoint import is_plain, load_content, save_content, save_file, state_of
 from nnx.lightning.lite.flags import fabric_arguments
 from nnx.lightning.lite.tree import fabric_module
 from nnx.lightning.lite.wrapping import unwrap, wrap_module, wrap_optimizers
@@ -171,11 +171,11 @@ class Lite(Fabric):
     # --- checkpoints ----------------------------------------------------------------------------
 
     def save(self, content: Any, filepath: Any, filter: Any = None) -> None:
-        """Save a dict. Collective: call it on every process.
+        """Save a dict. Call it on every process.
 
         Models and optimizers in it, and under an engine their ``state_dict()`` too, go to an nnx checkpoint:
-        a directory that Trainer resumes and every strategy reads. Anything else is a file that process 0
-        writes.
+        a directory that all processes write together, Trainer resumes and every strategy reads. Anything else
+        is a file that process 0 writes, and no other process is waited for.
 
         Args:
             content: What to save, by keys of your own.
@@ -191,9 +191,11 @@ class Lite(Fabric):
         if target is None or filter is not None:
             super().save(filepath, content, filter=filter)
             return
-        filepath = self.strategy.broadcast(filepath)
-        if not save_content(target, unwrap(content), filepath):
+        unwrapped = unwrap(content)
+        if is_plain(target, unwrapped):
             save_file(self.strategy, content, filepath)
+            return
+        save_content(target, unwrapped, self.strategy.broadcast(filepath))
         self.strategy.barrier()
 
     def load(
