@@ -1,9 +1,27 @@
-"""A checkpoint of another program: what Lightning's DeepSpeed strategy wrote on two processes."""
+"""A model that returns its loss, and a checkpoint that Lightning's DeepSpeed strategy wrote on two processes."""
 
 import shutil
 from pathlib import Path
 
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
 from jobs.docs_blocks import ROOT
+
+
+class MyModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+def train_loader():
+    return DataLoader(torch.randn(16, 16), batch_size=4)
+
 
 written = ROOT / "packages/nnx-core/tests/checkpoint/foreign/fixtures/deepspeed/zero3_world2_lightning"
 if not Path("zero3").exists():
