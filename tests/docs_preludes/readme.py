@@ -1,4 +1,4 @@
-"""A model that returns its loss, and a checkpoint that Lightning's DeepSpeed strategy wrote on two processes."""
+"""A model that returns its loss, and what Lightning's DeepSpeed strategy wrote on two processes."""
 
 import shutil
 from pathlib import Path

@@ -61,10 +61,8 @@ _OBJECTS, _PATHS = "dcp.objects", "dcp.paths"
 class Handle(Checkpointable):
     """A tensor that lets a `Shard` stand in a state dict for `torch.distributed.checkpoint`.
 
-    It has the global shape and dtype but no data of its own; DCP reads and fills the shard's views.
-
-    Args:
-        shard: What this rank holds of the tensor.
+    ``Handle(shard)`` has the global shape and dtype but no data of its own; DCP reads and fills the views of
+    the shard, which is what this rank holds of the tensor.
     """
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
