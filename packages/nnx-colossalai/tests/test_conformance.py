@@ -8,17 +8,10 @@ conformance NAME` tries everything.
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-
 from nnx.testing import StrategyConformance
-from nnx.testing.conformance.bench import Bench
 
 UNITS = {"min_num_params": 100}
 MIXED = {**UNITS, "offload_fraction": 0.6, "stream_fraction": 0.3}
-ALONE = {**UNITS, "offload_fraction": 0.5, "stream_fraction": 0.3}
-"""Others than `MIXED`: some results are kept by options, and would be those of two ranks."""
 
 
 class TestColossalAI(StrategyConformance):
@@ -40,10 +33,11 @@ class TestColossalAICuda(StrategyConformance):
 
 
 class TestColossalAIAlone(StrategyConformance):
-    """One rank, whose engine is another one; the checks ask for two unless told otherwise."""
+    """One rank, whose engine is another one."""
 
     strategy = "colossalai"
-    options = ALONE
+    options = MIXED
+    one_rank = True
     only = (
         *(
             "accumulation",
@@ -57,13 +51,3 @@ class TestColossalAIAlone(StrategyConformance):
         *("precision_64_true", "precision_bf16_true", "precision_16_mixed", "precision_bf16_mixed"),
         *("ties_last", "layers_used_twice", "parametrized_layers", "recomputed_activations"),
     )
-
-    @pytest.fixture(autouse=True)
-    def one_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        run = Bench.run
-
-        def run_alone(bench: Bench, *args: Any, world_size: int = 1, **more: Any) -> list[Any]:
-            return run(bench, *args, world_size=1, **more)
-
-        monkeypatch.setattr(Bench, "run", run_alone)
-        monkeypatch.setattr(Bench, "world_sizes", (1,))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,24 +82,6 @@ class Run:
         self.backend.unparallelize(self.module)
         self.backend.teardown()
         return {name: value.clone() for name, value in self.module.state_dict().items()}
-
-
-@pytest.fixture
-def said() -> Iterator[list[str]]:
-    """What the engine logs."""
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logger, handler = logging.getLogger("nnx.colossalai"), Keep()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield lines
-    logger.removeHandler(handler)
-    logger.setLevel(level)
 
 
 def trained(steps: int = 4, **settings: Any) -> tuple[list[float], dict[str, Tensor]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,24 +30,6 @@ def laid_out(module: nn.Module, *, precision: str = "32-true", **options: Any) -
 def chunk_names(backend: ColossalAIBackend) -> set[str]:
     (model,) = backend._models.values()
     return {chunk.name for chunk in model.engine.chunks}
-
-
-@pytest.fixture
-def said() -> Iterator[list[str]]:
-    """What the engine logs."""
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logger, handler = logging.getLogger("nnx.colossalai"), Keep()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield lines
-    logger.removeHandler(handler)
-    logger.setLevel(level)
 
 
 # --- steps ----------------------------------------------------------------------------------------

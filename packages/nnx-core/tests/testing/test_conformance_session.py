@@ -217,7 +217,7 @@ def test_a_check_that_hangs_is_ended_and_the_next_one_runs(
 
 
 def test_jobs_run_with_the_strategy_or_with_another_one(verdict: Callable[..., Result]) -> None:
-    seen = []
+    seen: list[int] = []
 
     def look(bench: Bench) -> None:
         seen.append(bench.run(jobs.name_of, world_size=2))
@@ -250,6 +250,37 @@ def test_numbers_are_compared_at_three_ranks_only_where_everything_is_tried(pool
     for full in (False, True):
         Session(Subject("ddp"), pool=pool, full=full).try_check(look, Path())
     assert sizes == [(2,), (2, 3)]
+
+
+@pytest.mark.parametrize(("one_rank", "ranks"), [(False, 2), (True, 1)])
+def test_checks_run_on_two_ranks_or_on_one(pool: WorkerPool, one_rank: bool, ranks: int) -> None:
+    seen: list[int] = []
+
+    def look(bench: Bench) -> None:
+        runs = [bench.run(jobs.name_of)]
+        runs += [bench.run_once(jobs.name_of)]
+        runs += [bench.run(jobs.name_of, world_size=size) for size in bench.world_sizes]
+        seen.extend(map(len, runs))
+
+    session = Session(Subject("ddp"), pool=pool, one_rank=one_rank)
+    result = session.try_check(Check(name="look", group="numbers", promise="", run=look), Path())
+    assert (result.verdict, seen) == ("passed", [ranks] * 3), result.detail
+
+
+@pytest.mark.parametrize("run", [Bench.run, Bench.run_once])
+def test_a_check_that_takes_several_ranks_is_skipped_where_one_is_tried(
+    pool: WorkerPool, run: Callable[..., list[object]]
+) -> None:
+    def take(bench: Bench) -> None:
+        for ranks in (1, 2):
+            run(bench, jobs.name_of, world_size=ranks)
+
+    asked = Check(name="take", group="numbers", promise="", run=take)
+    ends = {}
+    for one_rank in (True, False):
+        result = Session(Subject("ddp"), pool=pool, one_rank=one_rank).try_check(asked, Path())
+        ends[one_rank] = (result.verdict, result.detail)
+    assert ends == {True: ("skipped", "it takes 2 ranks, and one_rank=True"), False: ("passed", "")}
 
 
 # --- strategies that cannot be checked ---

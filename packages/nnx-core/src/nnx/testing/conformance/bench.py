@@ -49,6 +49,7 @@ class Bench:
         identity: What stands behind it, and what it declares.
         directory: An empty directory of this check's own.
         full: Whether everything is to be tried, at every world size.
+        one_rank: Whether the strategy under test always runs on one rank.
     """
 
     def __init__(
@@ -60,19 +61,23 @@ class Bench:
         reference: Reference,
         directory: Path,
         full: bool = False,
+        one_rank: bool = False,
         deadline: float = 60.0,
     ) -> None:
         self.subject = subject
         self.identity = identity
         self.directory = directory
         self.full = full
+        self.one_rank = one_rank
         self._pool = pool
         self._reference = reference
         self._end = time.monotonic() + deadline
 
     @property
     def world_sizes(self) -> tuple[int, ...]:
-        """Where numbers are compared: two ranks, and three if everything is tried."""
+        """Where numbers are compared: two ranks, and three if everything is tried; or one."""
+        if self.one_rank:
+            return (1,)
         return (2, 3) if self.full else (2,)
 
     @property
@@ -81,14 +86,18 @@ class Bench:
         return max(1.0, self._end - time.monotonic())
 
     def run(
-        self, job: Callable[..., Any], *args: Any, world_size: int = 2, subject: Subject | None = None
+        self,
+        job: Callable[..., Any],
+        *args: Any,
+        world_size: int | None = None,
+        subject: Subject | None = None,
     ) -> list[Any]:
         """Call ``job(subject, *args)`` once per rank, in warm workers.
 
         Args:
             job: A function of a module that the workers can import.
             *args: Its further arguments; they travel by pickle, as the results do.
-            world_size: Ranks.
+            world_size: Ranks; two by default, or one where the strategy is tried on one.
             subject: Another strategy than the one under test, such as ``Subject("ddp")``.
 
         Returns:
@@ -96,22 +105,28 @@ class Bench:
 
         Raises:
             CheckFailed: A rank raised, died or did not answer in time; the message says which, and how.
+            NotApplicable: It asks for several ranks where the strategy is tried on one.
         """
-        chosen = subject or self.subject
+        chosen, ranks = subject or self.subject, self._ranks(world_size)
         try:
-            return self._pool.run(
-                _in_worker, job, chosen, args, world_size=world_size, timeout=self.remaining
-            )
+            return self._pool.run(_in_worker, job, chosen, args, world_size=ranks, timeout=self.remaining)
         except JobError as error:
             raise CheckFailed(summary_of(chosen, error)) from error
 
-    def run_once(self, job: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
+    def _ranks(self, asked: int | None) -> int:
+        if not self.one_rank:
+            return asked or 2
+        if asked is not None and asked > 1:
+            raise NotApplicable(f"it takes {asked} ranks, and one_rank=True")
+        return 1
+
+    def run_once(self, job: Callable[..., Any], *args: Any, world_size: int | None = None) -> list[Any]:
         """Like `run`, for what several checks look at: only the first of them runs it.
 
         Args:
             job: See `run`.
             *args: See `run`; they need faithful reprs.
-            world_size: Ranks.
+            world_size: See `run`.
 
         Returns:
             The results in rank order, which the check must not change.
@@ -119,7 +134,7 @@ class Bench:
         Raises:
             CheckFailed: As in `run`, for every check that asks.
         """
-        shared, key = self._reference.shared, (self.subject, job, repr(args), world_size)
+        shared, key = self._reference.shared, (self.subject, job, repr(args), self._ranks(world_size))
         if key not in shared:
             try:
                 shared[key] = self.run(job, *args, world_size=world_size)
@@ -134,7 +149,7 @@ class Bench:
         """The result of ``job(REFERENCE, *args)`` on one plain process; computed once."""
         return self._reference.run(job, *args)
 
-    def train(self, task: Task, *, world_size: int = 2) -> list[Outcome]:
+    def train(self, task: Task, *, world_size: int | None = None) -> list[Outcome]:
         """Train a task; see `nnx.testing.conformance.training.fit`."""
         from nnx.testing.conformance.training import fit
 

@@ -38,6 +38,7 @@ class Session:
         pool: At least three workers.
         reference: Results of one plain process, shared by the sessions on the same workers.
         full: Whether everything is tried.
+        one_rank: Whether checks run on one rank; those that take several are skipped.
 
     Raises:
         NnxError: The strategy cannot be found or imported.
@@ -50,9 +51,11 @@ class Session:
         pool: WorkerPool,
         reference: Reference | None = None,
         full: bool = False,
+        one_rank: bool = False,
     ) -> None:
         self.subject = subject
         self.full = full
+        self.one_rank = one_rank
         self._pool = pool
         self._reference = reference or Reference(pool)
         self.identity = self._identify()
@@ -99,6 +102,7 @@ class Session:
             reference=self._reference,
             directory=directory,
             full=self.full,
+            one_rank=self.one_rank,
             deadline=check.deadline,
         )
         try:

@@ -39,6 +39,7 @@ class StrategyConformance:
         imports: Modules to import first in every process.
         accelerator: What Trainer and Fabric get; the largest jobs need three devices of it.
         full: Whether everything is tried, at every world size.
+        one_rank: Whether checks run on one rank instead of two; those that take several are skipped.
         only: Names of checks or groups, where not all of them are tried.
     """
 
@@ -47,6 +48,7 @@ class StrategyConformance:
     imports: ClassVar[tuple[str, ...]] = ()
     accelerator: ClassVar[str] = "cpu"
     full: ClassVar[bool] = False
+    one_rank: ClassVar[bool] = False
     only: ClassVar[tuple[str, ...]] = ()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -63,7 +65,7 @@ class StrategyConformance:
             imports=tuple(self.imports),
             accelerator=self.accelerator,
         )
-        result = _session(subject, self.full).try_check(check, tmp_path)
+        result = _session(subject, full=self.full, one_rank=self.one_rank).try_check(check, tmp_path)
         if result.verdict == "failed":
             pytest.fail(f"{check.promise}\n{result.detail}\n{result.log}".rstrip(), pytrace=False)
         if result.verdict == "skipped":
@@ -75,9 +77,9 @@ class StrategyConformance:
 
 
 @cache
-def _session(subject: Subject, full: bool) -> Session:
+def _session(subject: Subject, *, full: bool, one_rank: bool) -> Session:
     """The strategy on the workers and the reference results that all suites share."""
-    return Session(subject, pool=shared_pool(), reference=_reference(), full=full)
+    return Session(subject, pool=shared_pool(), reference=_reference(), full=full, one_rank=one_rank)
 
 
 @cache

@@ -264,7 +264,8 @@ def limited_batches(bench: Bench) -> None:
 @check()
 def one_rank_stops_all(bench: Bench) -> None:
     """Ranks decide together: one that wants to stop stops all, and all must want what needs all."""
-    for rank, (decided, batches) in enumerate(bench.run(jobs.decide_on_rank_zero, Task(steps=4))):
+    ranks = bench.run(jobs.decide_on_rank_zero, Task(steps=4), world_size=2)
+    for rank, (decided, batches) in enumerate(ranks):
         where = f"rank {rank}: rank 0 alone wants to stop"
         expect(all(decided["any"]), f"{where}, and `any` told the ranks {decided['any']}.")
         expect(not any(decided["all"]), f"{where}, and `all` told the ranks {decided['all']}.")

@@ -74,8 +74,10 @@ def state_dict_after_training(bench: Bench) -> None:
     """`torch.save(module.state_dict())` after training loads in a plain process, with `weights_only=True`."""
     alone = bench.train_alone(_TASK)
     folder = str(bench.directory)
-    bench.run(_fit_and_save, folder)
-    for rank, weights in enumerate(bench.run(_load_plainly, folder, 2, world_size=1, subject=REFERENCE)[0]):
+    ranks = len(bench.run(_fit_and_save, folder))
+    for rank, weights in enumerate(
+        bench.run(_load_plainly, folder, ranks, world_size=1, subject=REFERENCE)[0]
+    ):
         where = f"rank {rank}'s file, loaded by a plain process"
         expect_equal_weights(weights, alone.weights, tolerance=_TOLERANCE, where=where)
 

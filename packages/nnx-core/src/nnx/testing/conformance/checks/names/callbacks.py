@@ -85,7 +85,7 @@ def model_summary(bench: Bench) -> None:
 @check()
 def early_stopping_on_one_rank(bench: Bench) -> None:
     """EarlyStopping stops all ranks after the same step, also when only one rank's metric asks for it."""
-    for rank, steps in enumerate(bench.run(_stopped_early)):
+    for rank, steps in enumerate(bench.run(_stopped_early, world_size=2)):
         expect(steps == 4, f"rank {rank}: it stops after {steps} steps, expected 4: two epochs of two.")
 
 

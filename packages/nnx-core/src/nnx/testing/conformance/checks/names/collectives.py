@@ -36,7 +36,7 @@ def all_gather(bench: Bench) -> None:
 @check()
 def all_gather_with_gradients(bench: Bench) -> None:
     """`self.all_gather(sync_grads=True)` sends each rank the gradient of its part, summed over the ranks."""
-    for rank, gradient in enumerate(bench.run(_gather_with_gradients)):
+    for rank, gradient in enumerate(bench.run(_gather_with_gradients, world_size=2)):
         expected = [2.0 * (rank + 1)] * 2
         expect(gradient == expected, f"rank {rank}: the gradient is {gradient}, expected {expected}.")
 
@@ -89,7 +89,7 @@ def boolean_decisions(bench: Bench) -> None:
         "only rank 1 agrees": (False, True),
         "none agrees": (False, False),
     }
-    for rank, decided in enumerate(bench.run(_decide)):
+    for rank, decided in enumerate(bench.run(_decide, world_size=2)):
         for votes, seen in decided.items():
             expect(
                 seen == expected[votes],

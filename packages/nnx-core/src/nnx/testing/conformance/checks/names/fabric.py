@@ -49,7 +49,7 @@ def fabric_collectives(bench: Bench) -> None:
         "all_reduce to the sum": 1.0,
         "broadcast from rank 1": "from 1",
     }
-    for rank, seen in enumerate(bench.run(_talk)):
+    for rank, seen in enumerate(bench.run(_talk, world_size=2)):
         for what, wanted in expected.items():
             expect(seen[what] == wanted, f"rank {rank}: {what} gives {seen[what]}, expected {wanted}.")
 
