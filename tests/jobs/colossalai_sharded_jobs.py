@@ -199,6 +199,9 @@ def shown(tiers: Sequence[str]) -> dict[str, list[bool]]:
         with torch.no_grad():
             run.forward(0)
         look("after evaluation")
+        run.forward(0)
+        run.engine.end_step()
+        look("after a forward that no backward followed, when the optimizer is to step")
         try_and_fail(lambda: run.forward(0, fails=True))
         look("after an error in forward")
         loss = run.forward(0)
@@ -270,6 +273,13 @@ def _added(run: Run) -> None:
     run.forward(1).backward()
 
 
+def _asked_within(run: Run) -> None:
+    layer = run.net.layers[1]
+    layer.register_forward_hook(lambda *_: run.engine.end_step())
+    layer.register_full_backward_hook(lambda *_: run.engine.end_step())
+    run.forward(0).backward()
+
+
 def _retained(run: Run) -> None:
     loss = run.forward(0)
     loss.backward(retain_graph=True)
@@ -307,6 +317,7 @@ HOWS: dict[str, Callable[[Run], None]] = {
     "recomputed": _once,
     "accumulated": _accumulated,
     "added": _added,
+    "asked within": _asked_within,
     "retained": _retained,
     "two forwards": _two_forwards,
     "thawed": _thawed,

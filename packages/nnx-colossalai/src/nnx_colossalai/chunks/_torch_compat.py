@@ -20,8 +20,8 @@ __all__ = [
     "ShardedParameter",
     "WaitingDTensor",
     "gathered_together",
+    "is_under_way",
     "recover",
-    "was_interrupted",
     "when_backward_has_ended",
 ]
 
@@ -179,8 +179,8 @@ def when_backward_has_ended(then: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(then)
 
 
-def was_interrupted(root: nn.Module) -> bool:
-    """Whether a forward or a backward has begun and an error kept it from ending."""
+def is_under_way(root: nn.Module) -> bool:
+    """Whether a forward or a backward has begun and not ended; between steps: an error kept it from that."""
     return any(
         state._state_ctx.post_backward_final_callback_queued or state._state_ctx.iter_forward_root is not None
         for state in map(_state, _units(root))

@@ -88,8 +88,12 @@ class ChunkEngine(ABC):
     def finish(self) -> None:
         """Wait for whatever is pending: masters, gradients and working weights are complete then."""
 
-    def end_step(self) -> None:  # noqa: B027 # most engines have nothing to do
-        """An optimizer is about to step: show the masters, unless a forward or a backward is under way."""
+    @abstractmethod
+    def end_step(self) -> None:
+        """An optimizer is about to step: show the masters, unless a forward or a backward is under way.
+
+        A forward that no backward followed has left working weights in their places.
+        """
 
     @abstractmethod
     def move(self, root: nn.Module, tiers: Mapping[str, Tier]) -> None:

@@ -207,7 +207,6 @@ class LocalEngine(ChunkEngine):
 
     @override
     def end_step(self) -> None:
-        # A forward that no backward followed, as in manual optimization, has left working weights.
         self._step.show_masters()
 
     @override

@@ -23,7 +23,7 @@ from typing_extensions import override
 from nnx.backend import ParallelContext
 from nnx.collective import all_gather_object, control_group, together
 from nnx.layout import Shard, shard_of
-from nnx_colossalai.chunks._torch_compat import Gathered, gathered_together, recover, was_interrupted
+from nnx_colossalai.chunks._torch_compat import Gathered, gathered_together, is_under_way, recover
 from nnx_colossalai.chunks.engine import ChunkEngine, Unit
 from nnx_colossalai.chunks.sharded_casts import CastParameters
 from nnx_colossalai.chunks.sharded_chunk import ShardedChunk
@@ -179,12 +179,19 @@ class ShardedEngine(ChunkEngine):
 
     def _recover(self) -> None:
         """What an error in a backward, which happens outside of `run_step`, has left behind."""
-        if self._root is not None and was_interrupted(self._root):
+        if self._root is not None and is_under_way(self._root):
             recover(self._root)
 
     @override
     def no_sync(self, root: nn.Module) -> AbstractContextManager[Any]:
         return self._units.no_sync(root) if self._accumulates_complete else nullcontext()
+
+    @override
+    def end_step(self) -> None:
+        if self._root is None or is_under_way(self._root):
+            return
+        self._casts.hide()
+        self._units.free_gathered(self._root)
 
     # --- state --------------------------------------------------------------------------------
 
