@@ -12,6 +12,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 
 from nnx.backend import Backend, NoOptions
+from nnx.checkpoint import convert
 from nnx.errors import CheckpointError
 from nnx.layout import Box, Shard
 from nnx.lightning.lite.snapshots import ModuleState, fill_module, fill_optimizer
@@ -183,6 +184,22 @@ def test_objects_go_to_a_directory_and_plain_content_to_one_file(written: dict[s
         assert kinds == {"objects": True, "dicts": strategy != "ddp", "raw": strategy != "ddp"}
     plain = torch.load(written["ddp"][0] / "dicts", weights_only=True)
     assert set(plain) == {"model", "optimizer", "epoch"} and "param_groups" in plain["optimizer"]
+
+
+@pytest.mark.parametrize(("form", "key"), [("raw", "state_dict"), ("dicts", "model")])
+def test_a_state_dict_goes_through_a_file_and_back(
+    written: dict[str, Any], tmp_path: Path, form: str, key: str
+) -> None:
+    folder, outcome = written["fsdp_auto"]
+    convert(folder / form, tmp_path / "one.ckpt", to="lightning")
+    weights = torch.load(tmp_path / "one.ckpt", weights_only=False)[key]
+    assert {name: value.tolist() for name, value in weights.items()} == {
+        name: value.tolist() for name, value in outcome["saved"].items()
+    }
+    convert(tmp_path / "one.ckpt", tmp_path / "back.ckpt", to="nnx")
+    found = Lite().load(tmp_path / "back.ckpt")
+    found = found if form == "raw" else found["model"]
+    assert all(torch.equal(found[name], value) for name, value in outcome["saved"].items())
 
 
 def test_content_that_would_lose_something_is_refused(written: dict[str, Any]) -> None:

@@ -36,6 +36,8 @@ _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The number that files of torch before 1.6 begin with, pickled."""
 _MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module")
 _OURS = "nnx"
+_RAW = "state_dict"
+"""What a file calls a state dict that Lite saved by itself, under no key."""
 _VERSION_KEY = "pytorch-lightning_version"
 _REQUIRED: dict[str, Any] = {_VERSION_KEY: None, "lr_schedulers": [], "epoch": 0, "global_step": 0}
 """What Trainer needs to resume."""
@@ -135,7 +137,7 @@ def _restore_leftovers(contents: Contents, rest: dict[str, Any], ours: Mapping[s
         rest.pop(key, None)
     keys = ours["fabric"]
     if keys is not None:
-        models = {key: rest.pop(key) for key in keys["modules"]}
+        models = {key: rest.pop(key or _RAW) for key in keys["modules"]}
         if models:
             rest["state_dict"] = {
                 f"{prefix}{name}": value
@@ -259,7 +261,9 @@ def _by_fabric(
     """Under the keys that the user chose."""
     model = model or {}
     modules = {
-        key: {name.removeprefix(prefix): value for name, value in model.items() if name.startswith(prefix)}
+        key or _RAW: {
+            name.removeprefix(prefix): value for name, value in model.items() if name.startswith(prefix)
+        }
         for key, prefix in _prefixes(keys).items()
     }
     return {**trainer, **modules, **dict(zip(keys["optimizers"], optimizers or (), strict=True))}
