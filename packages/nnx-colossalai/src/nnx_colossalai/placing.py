@@ -7,7 +7,7 @@ It never moves anything; `chunked` does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -26,6 +26,7 @@ from nnx_colossalai.device import HostDevice
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.plan.document import PlanDocument
+from nnx_colossalai.plan.doubtful import doubtful_units, left_with_the_root
 from nnx_colossalai.plan.hardware import Rates, hardware
 from nnx_colossalai.plan.model import model_spec, optimizer_state, widths
 from nnx_colossalai.plan.planner import Planned, downgrade, evaluate, plan, why_not_lower
@@ -34,7 +35,6 @@ from nnx_colossalai.plan.spec import Hardware, ModelSpec, Tier
 from nnx_colossalai.plan.table import plan_table, size_text
 from nnx_colossalai.plan.timeline import draw_timeline
 from nnx_colossalai.plan.wishes import Wishes
-from nnx_fsdp.units import DEFAULT_MIN_NUM_PARAMS, choose_units
 
 __all__ = ["Placing", "wishes_of"]
 
@@ -101,24 +101,18 @@ class Placing:
                 find_units, module, policy=self._options.auto_wrap_policy, min_numel=least, max_numel=most
             )
             found = find()
-            doubtful = self._doubtful(module, found)
+            doubtful = doubtful_units(
+                module, found, policy=self._options.auto_wrap_policy, least=least, most=most
+            )
             if doubtful or self._is_limited:
                 self._probe = self._look(found, module, sample)
-        left = self._on_first_rank(lambda: self._left_with_the_root(doubtful), doing="finding chunks")
+        left = self._on_first_rank(lambda: left_with_the_root(self._probe, doubtful), doing="finding chunks")
         if not left:
             return found
         with together(control_group(), doing="finding chunks"):
             found = find(leave=left)
             self._probe = self._look(found, module, sample)
         return found
-
-    def _left_with_the_root(self, doubtful: Mapping[str, bool]) -> list[str]:
-        """Names of units that must be none: seen to be used by others, or, unseen, perhaps so."""
-        if self._probe is None:
-            return []
-        if self._probe.note:
-            return [name for name, is_beside in doubtful.items() if is_beside]
-        return sorted(self._probe.used_outside)
 
     def _bounds(self, module: nn.Module) -> tuple[int | None, int | None]:
         """The smallest and the largest number of elements that a unit may have."""
@@ -130,21 +124,6 @@ class Placing:
             largest = max((parameter.numel() for parameter in module.parameters()), default=0)
             most = max(least or 0, largest, 1) + options.chunk_search_range
         return least, most
-
-    def _doubtful(self, module: nn.Module, found: Sequence[FoundUnit]) -> dict[str, bool]:
-        """Units whose weights other modules may use, and whether they lie beside the layers.
-
-        Beside them are embeddings and heads; parts of layers are units because `chunk_size` asks for it.
-        """
-        if self._options.auto_wrap_policy is not None:
-            return {}
-        least, most = self._bounds(module)
-        if least is None and most is not None:  # as for chunks
-            least = min(most, DEFAULT_MIN_NUM_PARAMS)
-        layers = choose_units(module, min_num_params=least).units
-        names = {name for name, _ in layers} | {""}
-        inside = tuple(f"{name}." for name, _ in layers)
-        return {unit.name: not unit.name.startswith(inside) for unit in found if unit.name not in names}
 
     @property
     def _is_limited(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jobs.colossalai_llama import Llama, llama2_7b
+from nnx.backend import ParallelContext
 from nnx.errors import PlanError
+from nnx_colossalai.backend import ColossalAIBackend
 from nnx_colossalai.chunks.units import find_units
+from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.plan.document import PlanDocument
 from nnx_colossalai.plan.dry_run import dry_run
 from nnx_colossalai.plan.hardware import Rates
@@ -112,6 +116,24 @@ def test_embeddings_that_are_used_elsewhere_are_left_to_the_root() -> None:
     outcome = dry_run(Tied(), [TOKENS], world_size=1, device_bytes=10**6, min_numel=100)
     assert [group.name for group in outcome.spec.groups] == ["inner", ""]
     assert outcome.probe.used_outside == frozenset()
+
+
+@pytest.mark.parametrize("inputs", [None, []], ids=["no inputs", "inputs that fail"])
+def test_embeddings_and_heads_are_left_to_the_root_where_nobody_could_look_as_in_a_run(inputs: Any) -> None:
+    outcome = dry_run(small(), inputs, world_size=1, device_bytes=10**6, min_numel=100)
+    seen = dry_run(small(), [TOKENS], world_size=1, device_bytes=10**6, min_numel=100)
+    layers = [f"layers.{at}" for at in range(3)]
+    assert [group.name for group in outcome.spec.groups] == [*layers, ""]
+    assert {group.name for group in seen.spec.groups} > {*layers, ""}
+
+    backend = ColossalAIBackend(ColossalAIOptions(min_num_params=100))
+    backend.setup(ParallelContext(device=torch.device("cpu"), precision="bf16-mixed"))
+    module = small()
+    backend.parallelize(module, lambda: ((), {}))
+    (model,) = backend._models.values()
+    assert [chunk.name for chunk in model.engine.chunks] == [group.name for group in outcome.spec.groups]
+    backend.unparallelize(module)
+    backend.teardown()
 
 
 def test_what_was_guessed_or_not_counted_is_said() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nnx_colossalai.plan.planner import evaluate
+from nnx_colossalai.plan.planner import _Search, evaluate
 from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Placement, Tier
 from nnx_colossalai.plan.table import plan_table, summary
+from nnx_colossalai.plan.wishes import Wishes
 
 MIB = 2**20
 LAYERS = tuple(Group(name=f"layers.{at}", numel=MIB, trainable=MIB) for at in range(4))
@@ -29,6 +30,14 @@ def test_alike_layers_are_one_line_with_their_sums() -> None:
     assert " ".join(rows[2]) == "layers.3 streamed 1,048,576 0 B 18.00 MiB 6.00 MiB"
     assert " ".join(rows[3][:7]) == "(root) gathered 10 60 B 0 B"
     assert lines[5].endswith("10 frozen")
+
+
+def test_what_nobody_has_fixed_is_not_called_given() -> None:
+    """Each of these layers alone would fit a tier higher, and be faster."""
+    tiers = (*[Tier.STREAMED] * 4, Tier.GATHERED)
+    assert table(*tiers)[2].endswith("  as given")
+    found = _Search(SPEC, HARDWARE, Wishes()).planned(tiers)
+    assert plan_table(SPEC, HARDWARE, found).splitlines()[2].endswith("  fastest of what was compared")
 
 
 def test_layers_of_other_tiers_sizes_or_names_are_lines_of_their_own() -> None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from nnx_colossalai.chunks.units import FoundUnit, find_units, waste
 from nnx_colossalai.plan.document import PlanDocument
+from nnx_colossalai.plan.doubtful import doubtful_units, left_with_the_root
 from nnx_colossalai.plan.hardware import Rates
 from nnx_colossalai.plan.model import model_spec, optimizer_state, widths
 from nnx_colossalai.plan.planner import Planned, plan
@@ -86,8 +87,8 @@ def dry_run(
 
     Args:
         module: The model, or a function that builds it, which is called for the meta device.
-        inputs: Positional arguments of one rank's forward; None leaves activations out. Tensors may be on
-            the meta device.
+        inputs: Positional arguments of one rank's forward. Tensors may be on the meta device. None leaves
+            activations out, and embeddings and heads with the root: nobody saw who uses their weights.
         world_size: Ranks of that world.
         device_bytes: Of each rank's device.
         host_bytes: Of each rank's part of the host.
@@ -113,7 +114,9 @@ def dry_run(
     root = module if isinstance(module, nn.Module) else _built(module)
     find = partial(find_units, root, policy=policy, min_numel=min_numel, max_numel=max_numel)
     units, found = _units_and_probe(
-        find, partial(_probe, inputs=inputs, kwargs=input_kwargs, loss=loss, precision=precision)
+        find,
+        partial(_probe, inputs=inputs, kwargs=input_kwargs, loss=loss, precision=precision),
+        partial(doubtful_units, root, policy=policy, least=min_numel, most=max_numel),
     )
     rates = rates or Rates()
     spec = model_spec(
@@ -131,12 +134,14 @@ def _built(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _units_and_probe(
-    find: Callable[..., tuple[FoundUnit, ...]], look: Callable[[Sequence[FoundUnit]], Probe]
+    find: Callable[..., tuple[FoundUnit, ...]],
+    look: Callable[[Sequence[FoundUnit]], Probe],
+    doubtful: Callable[[Sequence[FoundUnit]], dict[str, bool]],
 ) -> tuple[tuple[FoundUnit, ...], Probe]:
-    """The units, less those whose weights are used while they do not run, and what a step of them keeps."""
+    """The units, less those whose weights others use or may use, and what a step of them keeps."""
     units = find()
     found = look(units)
-    if left := found.used_outside:
+    if left := left_with_the_root(found, doubtful(units)):
         units = find(leave=left)
         found = look(units)
     return units, found

@@ -85,7 +85,7 @@ def evaluate(
     if missing:
         raise PlanError(f"the placement has no tier for {missing}.", remedy="Add one for each group.")
     choices = _Search(spec, hardware, wishes or Wishes())
-    return choices.planned(tuple(placement.tiers[group.name] for group in spec.groups))
+    return choices.planned(tuple(placement.tiers[group.name] for group in spec.groups), otherwise="as given")
 
 
 def downgrade(
@@ -185,14 +185,19 @@ class _Search:
         seconds = float(f"{self.time.seconds(choice):.9g}")  # not the last bits of equal sums
         return seconds, moved, tuple(map(_TIERS.index, choice))
 
-    def planned(self, choice: Choice) -> Planned:
-        """The plan with its cost and reasons."""
+    def planned(self, choice: Choice, *, otherwise: str = "fastest of what was compared") -> Planned:
+        """The plan with its cost and reasons.
+
+        Args:
+            choice: The placement.
+            otherwise: The reason for a group that could be a tier higher by itself, and faster.
+        """
         step = self.time.step_time(choice)
         return Planned(
             placement=Placement(dict(zip(self._names, choice, strict=True))),
             memory=self.memory.memory(choice),
             seconds=step.seconds,
-            reasons={name: self._reason(choice, at) for at, name in enumerate(self._names)},
+            reasons={name: self._reason(choice, at) or otherwise for at, name in enumerate(self._names)},
             busy=step.busy,
         )
 
@@ -213,7 +218,7 @@ class _Search:
         return sum(one.masters + one.gradients + one.optimizer for one in prints)
 
     def _reason(self, choice: Choice, at: int) -> str:
-        """Why a group is not one tier higher."""
+        """Why a group is not one tier higher; empty where only the choice as a whole says it."""
         name, tier = self.spec.groups[at].name, choice[at]
         if name in self.wishes.tiers:
             return "asked for"
@@ -229,7 +234,7 @@ class _Search:
             return f"{higher[-1].value} would exceed gpu_margin_ratio={self.wishes.gpu_margin_ratio}"
         if self.rank(other) > self.rank(choice):
             return f"{higher[-1].value} would not be faster"
-        return f"keeps to {self.wishes.given}" if self.wishes.given else "as given"
+        return f"keeps to {self.wishes.given}" if self.wishes.given else ""
 
     def lower(self, planned: Planned) -> list[Choice]:
         """Placements worth comparing in which groups have only moved down, to tiers that they may have."""
