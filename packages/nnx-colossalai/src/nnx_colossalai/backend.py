@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from nnx.backend import Backend, ParallelContext, Sample
+from nnx.errors import UnsupportedError
 from nnx.layout import Shard
 from nnx.state import ModelState, OptimizerState
 from nnx_colossalai.chunked import ChunkedModel
@@ -78,16 +79,47 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
         """Find the chunks, plan where they lie, and lay them out."""
         if module in self._models:
             return {}
+        self._refuse_what_another_model_has(module)
         model = self._models[module] = ChunkedModel(
-            module, sample, context=self.context, device=self.device, options=self.options
+            module,
+            sample,
+            context=self.context,
+            device=self.device,
+            options=self.options,
+            before=[other.placing.planned.memory for other in self._models.values()],
         )
         return model.replaced
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Take over optimizers, whose state may change the plan."""
+        """Take over optimizers, whose state may change the plan.
+
+        Raises:
+            UnsupportedError: One of them holds parameters of another model too.
+        """
         model = self._models[module]
+        for optimizer in optimizers:
+            self._refuse_what_steps_others(optimizer, module)
         self._owners.update(dict.fromkeys(optimizers, model))
         model.setup_optimizers(optimizers)
+
+    def _refuse_what_another_model_has(self, module: nn.Module) -> None:
+        """Every chunk is one model's, and so is every optimizer's step."""
+        own = set(module.parameters())
+        for other in self._models:
+            if not own.isdisjoint(other.parameters()):
+                raise UnsupportedError(
+                    f"{type(module).__name__} and {type(other).__name__}, which was set up before, share "
+                    "parameters, and a parameter lies in one chunk only.",
+                    remedy="Set up one module that holds both.",
+                )
+        for optimizer in self._owners:
+            if not own.isdisjoint(_parameters_of(optimizer)):
+                raise _steps_several(optimizer)
+
+    def _refuse_what_steps_others(self, optimizer: Optimizer, module: nn.Module) -> None:
+        held = set(_parameters_of(optimizer))
+        if any(not held.isdisjoint(other.parameters()) for other in self._models if other is not module):
+            raise _steps_several(optimizer)
 
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """Give the module its masters, whole, and take the chunks down."""
@@ -208,6 +240,17 @@ def _backward_of(module: nn.Module, loss: Tensor) -> Callable[..., Any]:
     if own is None or getattr(module, "_trainer", None) is None:
         return loss.backward
     return partial(own, loss)
+
+
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _steps_several(optimizer: Optimizer) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(optimizer).__name__} holds parameters of several models that are set up one by one.",
+        remedy="Use an optimizer for each model, or set up one module that holds them all.",
+    )
 
 
 def _as_float32(value: Tensor) -> Tensor:

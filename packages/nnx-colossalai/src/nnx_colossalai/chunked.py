@@ -24,6 +24,7 @@ from nnx_colossalai.moving import move_states
 from nnx_colossalai.optimizers.stepping import Stepper
 from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.placing import Placing
+from nnx_colossalai.plan.cost import Memory
 from nnx_colossalai.plan.model import widths
 from nnx_colossalai.recomputing import Recomputing
 
@@ -41,6 +42,7 @@ class ChunkedModel:
         context: Where this process stands.
         device: Memory and copies.
         options: The strategy's.
+        before: What models that were laid out earlier take, at most.
 
     Attributes:
         module: The user's.
@@ -57,13 +59,16 @@ class ChunkedModel:
         context: ParallelContext,
         device: Device[Any],
         options: ColossalAIOptions,
+        before: Sequence[Memory] = (),
     ) -> None:
         self.module = module
         self._recomputing = Recomputing(module, options.activation_checkpointing)
         kinds = widths(context.precision)
         dtype = kinds.working if kinds.mixed else None
         try:
-            self.placing = Placing(module, sample, context=context, device=device, options=options)
+            self.placing = Placing(
+                module, sample, context=context, device=device, options=options, before=before
+            )
             self.engine = make_engine(context, device, dtype)
             self.replaced = self.engine.parallelize(module, self.placing.units())
         except BaseException:
@@ -88,8 +93,9 @@ class ChunkedModel:
         """
         if self._world_size > 1:
             _refuse_what_needs_one_vector(optimizers)
-        self._optimizers = optimizers
-        if optimizers and self.placing.correct(optimizers):
+        # One call for all of them, or one for each, as in Fabric.
+        self._optimizers = [*dict.fromkeys([*self._optimizers, *optimizers])]
+        if optimizers and self.placing.correct(self._optimizers):
             self._move()
         self.stepper.setup_optimizers(optimizers)
 

@@ -25,6 +25,7 @@ from nnx_colossalai.chunks.units import FoundUnit, find_units
 from nnx_colossalai.device import HostDevice
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.options import ColossalAIOptions
+from nnx_colossalai.plan.cost import Memory
 from nnx_colossalai.plan.document import PlanDocument
 from nnx_colossalai.plan.doubtful import doubtful_units, left_with_the_root
 from nnx_colossalai.plan.hardware import Rates, hardware
@@ -52,6 +53,7 @@ class Placing:
         context: Where this process stands.
         device: Whose memory is planned.
         options: The strategy's.
+        before: What models that were planned earlier take, at most; the budgets are what they leave.
 
     Attributes:
         found: The units whose parameters become chunks.
@@ -70,6 +72,7 @@ class Placing:
         context: ParallelContext,
         device: Device[Any],
         options: ColossalAIOptions,
+        before: Sequence[Memory] = (),
     ) -> None:
         self._context, self._device, self._options = context, device, options
         self._probe: Probe | None = None
@@ -78,6 +81,7 @@ class Placing:
         with together(control_group(), doing="reading the options"):
             self._wishes = wishes_of(options, [unit.name for unit in self.found])
         self._hardware, self._rates = self._measured()
+        self._hardware = self._left_by(before)
         self.spec = self._counted(None)
         self.planned = self._on_first_rank(self._first_plan, doing="planning")
         self._report("planned")
@@ -154,6 +158,18 @@ class Placing:
             dtype=widths(self._context.precision).working,
             group=dist.group.WORLD if is_distributed() else None,
             rates=None if self._is_limited else Rates(),
+        )
+
+    def _left_by(self, before: Sequence[Memory]) -> Hardware:
+        """The budgets less what other models take; host memory that is measured tells by itself."""
+        device = sum(memory.device for memory in before)
+        host = sum(memory.host for memory in before) if self._options.host_bytes is not None else 0
+        if before and self._is_limited:
+            self._note(f"{size_text(device)} of device memory are planned for models set up before.")
+        return replace(
+            self._hardware,
+            device_bytes=max(self._hardware.device_bytes - device, 0),
+            host_bytes=max(self._hardware.host_bytes - host, 0),
         )
 
     def _counted(self, optimizers: Sequence[Optimizer] | None) -> ModelSpec:
