@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["NO_BACKWARD", "accumulator_of", "call_at_end", "current_backward", "make_last", "will_run"]
+__all__ = [
+    "NO_BACKWARD",
+    "Silenced",
+    "accumulator_of",
+    "call_at_end",
+    "current_backward",
+    "make_last",
+    "will_run",
+]
 
 NO_BACKWARD = -1
 """What `current_backward` returns outside of any."""
@@ -51,3 +59,26 @@ def make_last(handle: RemovableHandle, parameter: nn.Parameter) -> None:
     if hooks and len(hooks) > 1 and next(reversed(hooks)) != handle.id:
         # The engine goes by the order of insertion.
         hooks[handle.id] = hooks.pop(handle.id)
+
+
+class Silenced:
+    """A hook that is not called for a while, and comes after all others then.
+
+    Args:
+        handle: Of the hook.
+    """
+
+    __slots__ = ("_hook", "_hooks", "_id")
+
+    def __init__(self, handle: RemovableHandle) -> None:
+        self._id = handle.id
+        self._hooks = handle.hooks_dict_ref()
+        self._hook = self._hooks.pop(self._id, None) if self._hooks is not None else None
+
+    def end(self, *, is_first: bool = False) -> None:
+        """Let it be called again; `is_first`: before all others."""
+        if self._hooks is None or self._hook is None:
+            return
+        self._hooks[self._id] = self._hook
+        if is_first:
+            self._hooks.move_to_end(self._id, last=False)

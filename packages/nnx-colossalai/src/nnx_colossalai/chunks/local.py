@@ -155,11 +155,7 @@ class LocalEngine(ChunkEngine):
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
-        for chunk in self.chunks:
-            for slot in chunk.slots:
-                for handle in slot.handles:
-                    handle.remove()
-                slot.handles = ()
+        self._step.close()
         self._gradients.forget_staging()
 
     @override

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,8 +24,6 @@ __all__ = ["Gradients", "Slot"]
 
 _BATCH = 1 << 18
 """Elements that wait to be converted together: Python between two kernels costs more than its own time."""
-_ALIGNED = 16
-"""Elements of which a converted gradient begins at a multiple, for kernels that read several at a time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +98,8 @@ class Gradients:
             if slot in self._unconverted:
                 self._convert()
             parameter.grad = None
+            if kept.dtype != slot.master.dtype:  # the user's, or of a backward that failed
+                kept = kept.to(slot.master.dtype)
             slot.total = kept if slot.total is None else self._sum(slot, slot.total, kept)
 
     def take(self, slot: Slot) -> None:
@@ -133,16 +132,17 @@ class Gradients:
 
     @torch.no_grad()
     def _convert(self) -> None:
-        """Make totals of the gradients that wait for it, which lie one after the other in new memory."""
+        """Make totals of the gradients that wait for it.
+
+        Each has memory of its own: what is freed in few large pieces goes back to the system, and coming by
+        it again in every step takes longer than the conversion.
+        """
         waiting = self._unconverted
         self._unconverted, self._elements_unconverted = {}, 0
-        for dtype in {slot.master.dtype for slot in waiting}:
-            slots = [slot for slot in waiting if slot.master.dtype == dtype]
-            offsets = list(accumulate((_aligned(slot.template.numel()) for slot in slots), initial=0))
-            flat = self._device.empty(offsets[-1], dtype)
-            for slot, offset in zip(slots, offsets, strict=False):  # the last offset is the end
-                slot.total = flat.as_strided(*slot.geometry, offset)
-            torch._foreach_copy_([slot.total for slot in slots], [waiting[slot] for slot in slots])  # type: ignore[misc]
+        totals = [self._new(slot) for slot in waiting]
+        torch._foreach_copy_(totals, list(waiting.values()))
+        for slot, total in zip(waiting, totals, strict=True):
+            slot.total = total
 
     def _take_unusual(self, slot: Slot, gradient: Tensor) -> None:
         """One that is sparse, or itself to be differentiated: without staging."""
@@ -160,7 +160,7 @@ class Gradients:
     def _new(self, slot: Slot) -> Tensor:
         numel, dtype = slot.template.numel(), slot.master.dtype
         flat = torch.empty(numel, dtype=dtype) if slot.on_host else self._device.empty(numel, dtype)
-        return view_like(flat, slot.template)
+        return flat.as_strided(*slot.geometry)
 
     # --- to host memory -----------------------------------------------------------------------
 
@@ -234,7 +234,3 @@ class Gradients:
                 slot.parameter.data = slot.master
                 self.give(slot)
                 slot.parameter.data = slot.working  # type: ignore[assignment] # it has taken gradients of them
-
-
-def _aligned(numel: int) -> int:
-    return -(-numel // _ALIGNED) * _ALIGNED

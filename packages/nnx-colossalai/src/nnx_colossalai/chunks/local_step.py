@@ -21,11 +21,11 @@ from nnx_colossalai.chunks._torch_autograd import (
     accumulator_of,
     call_at_end,
     current_backward,
-    make_last,
     will_run,
 )
 from nnx_colossalai.chunks.local_chunk import LocalChunk
 from nnx_colossalai.chunks.local_gradients import Gradients, Slot
+from nnx_colossalai.chunks.local_listening import Listener
 from nnx_colossalai.chunks.local_order import Order
 from nnx_colossalai.chunks.values import (
     cast_to,
@@ -134,6 +134,7 @@ class Step:
         self._all = chunks
         self._chunks = [chunk for chunk in chunks if chunk.has_working]
         self._gradients = gradients
+        self._listener = Listener(gradients, lambda: self._is_active, self._gradient_runs, self._arrived)
         self._is_active = False
         self._with_gradients: bool | None = None
         self._running = 0
@@ -161,7 +162,7 @@ class Step:
             for chunk in self._chunks:
                 chunk.distrust()
         for chunk in self._chunks:
-            self._listen(chunk)
+            self._listener.listen(chunk)
             chunk.begin()
         first = self.order.start(with_gradients=with_gradients)
         if first is not None:
@@ -176,12 +177,17 @@ class Step:
         for window in self._windows:
             window.close()
         self._windows.clear()
+        self._listener.end_backward()
         self._gradients.finish()
         for chunk in self._chunks:
             chunk.end()
             for slot in chunk.slots:
                 self._gradients.give(slot)
         self.order.end(self._all)
+
+    def close(self) -> None:
+        """Listen to no gradients any more."""
+        self._listener.stop(self._chunks)
 
     def reset(self) -> None:
         """Show masters, whatever was under way."""
@@ -262,6 +268,8 @@ class Step:
         if dtype is not None:
             args, kwargs = cast_to(dtype, args), cast_to(dtype, kwargs)
         self._forget_failures()
+        if current_backward() != NO_BACKWARD and torch.is_grad_enabled():
+            self._listener.stay_apart()
         self.begin()
         frame = _Frame(module)
         self._frames.append(frame)
@@ -319,6 +327,10 @@ class Step:
         """Called in a backward, any number of times."""
         number = current_backward()
         if number not in self._backwards:
+            if self._backwards:
+                self._listener.stay_apart()
+            else:
+                self._listener.begin_backward()
             self._backwards.add(number)
             call_at_end(partial(self._backward_over, number))
         if torch.is_grad_enabled():
@@ -335,6 +347,8 @@ class Step:
         self._backwards.discard(number)
         if self._backwards:
             return
+        if self._listener.end_backward():
+            self._has_accumulated = True
         self._gradients.finish()
         if self._frames or self._is_differentiated or (self._running and not self._has_accumulated):
             self._go_on()
@@ -349,42 +363,13 @@ class Step:
         for chunk in self._chunks:
             for slot in chunk.slots:
                 self._gradients.put_back(slot)
-                self._listen_before(slot)
+                self._listener.listen_before(slot)
 
-    def _listen(self, chunk: LocalChunk) -> None:
-        """Take the gradients of parameters that are trained, after whoever else looks at them."""
-        for slot in chunk.slots:
-            parameter = slot.parameter
-            if slot.handles:
-                make_last(slot.handles[0], parameter)
-            elif parameter.requires_grad:
-                after = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    lambda _, chunk=chunk, slot=slot: self._after(chunk, slot)
-                )
-                slot.handles = (after,)
-            self._listen_before(slot)
-
-    def _listen_before(self, slot: Slot) -> None:
-        """Where a gradient is there already: put it aside before another comes.
-
-        Only there, because a call of Python between two kernels costs about as much as a small kernel.
-        """
-        parameter = slot.parameter
-        if len(slot.handles) == 1 and parameter.requires_grad and parameter.grad is not None:
-            before = parameter.register_hook(lambda _: self._before(slot))  # type: ignore[no-untyped-call]
-            slot.handles = (*slot.handles, before)
-
-    def _before(self, slot: Slot) -> None:
-        if self._is_active:
-            self.backward_runs()
-            self._gradients.put_aside(slot)
-
-    def _after(self, chunk: LocalChunk, slot: Slot) -> None:
-        if not self._is_active:
-            return
+    def _gradient_runs(self) -> None:
         self._has_accumulated = True
         self.backward_runs()
-        self._gradients.take(slot)
+
+    def _arrived(self, chunk: LocalChunk, slot: Slot) -> None:
         for window in self._windows:
             if window.chunk is chunk:
                 window.arrived(slot)
