@@ -62,23 +62,24 @@ def make_last(handle: RemovableHandle, parameter: nn.Parameter) -> None:
 
 
 class Silenced:
-    """A hook that is not called for a while, and comes after all others then.
+    """A hook that is not called for a while.
 
     Args:
         handle: Of the hook.
+        is_first: Whether it comes before all others then, and not after them.
     """
 
-    __slots__ = ("_hook", "_hooks", "_id")
+    __slots__ = ("_hook", "_hooks", "_id", "_is_first")
 
-    def __init__(self, handle: RemovableHandle) -> None:
-        self._id = handle.id
+    def __init__(self, handle: RemovableHandle, *, is_first: bool = False) -> None:
+        self._id, self._is_first = handle.id, is_first
         self._hooks = handle.hooks_dict_ref()
         self._hook = self._hooks.pop(self._id, None) if self._hooks is not None else None
 
-    def end(self, *, is_first: bool = False) -> None:
-        """Let it be called again; `is_first`: before all others."""
+    def end(self) -> None:
+        """Let it be called again."""
         if self._hooks is None or self._hook is None:
             return
         self._hooks[self._id] = self._hook
-        if is_first:
+        if self._is_first:
             self._hooks.move_to_end(self._id, last=False)

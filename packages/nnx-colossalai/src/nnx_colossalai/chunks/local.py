@@ -135,10 +135,18 @@ class LocalEngine(ChunkEngine):
                 owner = owners.get(id(parameter))
                 if owner is not None and owner not in used.setdefault(module, []):
                     used[module].append(owner)
+        enters = {
+            module: Enter(self._step, chunks, self._dtype_of_inputs(module))
+            for module, chunks in used.items()
+        }
+        unit_of = {chunk: unit.module for unit, chunk in zip(self._units, self.chunks, strict=True)}
         for module, chunks in used.items():
-            enter = Enter(self._step, chunks, self._dtype_of_inputs(module))
-            self._hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(Leave(self._step), always_call=True))
+            first = module.register_forward_pre_hook(enters[module], prepend=True, with_kwargs=True)
+            last = module.register_forward_hook(Leave(self._step), always_call=True)
+            self._hooks += (first, last)
+            if module not in unit_of.values() and len(chunks) == 1 and not chunks[0].is_streamed:
+                # Whatever its unit runs finds the chunk ready, and nothing of it changes meanwhile.
+                enters[unit_of[chunks[0]]].inner += ((first, True), (last, False))
         # Two chunks on their way: one that is being added up, one that travels.
         self._gradients.limit = 2 * max((chunk.nbytes for chunk in self.chunks), default=0)
 

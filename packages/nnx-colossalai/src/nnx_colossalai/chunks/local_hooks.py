@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from nnx_colossalai.chunks.local_chunk import LocalChunk
 from nnx_colossalai.chunks.local_step import Step
@@ -30,14 +31,18 @@ class Enter(_Hook):
         step: Of the engine.
         chunks: That the module uses.
         dtype: What its floating-point inputs are cast to, if anything.
+
+    Attributes:
+        inner: Hooks of modules inside that do nothing while it runs, and whether each comes first.
     """
 
     def __init__(self, step: Step, chunks: Sequence[LocalChunk], dtype: torch.dtype | None) -> None:
         self._step, self._chunks, self._dtype = step, chunks, dtype
+        self.inner: list[tuple[RemovableHandle, bool]] = []
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """What the forward is called with instead, if that is anything else."""
-        return self._step.enter(self._chunks, self._dtype, module, args, kwargs)
+        return self._step.enter(self._chunks, self._dtype, module, args, kwargs, inner=self.inner)
 
 
 class Leave(_Hook):

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from nnx_colossalai.chunks._torch_autograd import (
     NO_BACKWARD,
+    Silenced,
     accumulator_of,
     call_at_end,
     current_backward,
@@ -45,6 +47,12 @@ class _Frame:
     module: nn.Module
     chunks: list[LocalChunk] = field(default_factory=list)
     windows: list[_Window] = field(default_factory=list)
+    silenced: list[Silenced] = field(default_factory=list)
+
+    def end(self) -> None:
+        """Let the hooks of modules inside be called again."""
+        for silenced in self.silenced:
+            silenced.end()
 
 
 class _Window:
@@ -191,7 +199,8 @@ class Step:
 
     def reset(self) -> None:
         """Show masters, whatever was under way."""
-        self._frames.clear()
+        while self._frames:
+            self._frames.pop().end()
         self._backwards.clear()
         self._running = 0
         self.end()
@@ -253,6 +262,8 @@ class Step:
         module: nn.Module,
         args: Any,
         kwargs: Any,
+        *,
+        inner: Sequence[tuple[RemovableHandle, bool]] = (),
     ) -> Any:
         """A forward begins that uses chunks.
 
@@ -262,6 +273,7 @@ class Step:
             module: Whose forward.
             args: Of the forward.
             kwargs: Of the forward.
+            inner: Hooks of modules inside that do nothing meanwhile, and whether each comes first.
         """
         if dtype is None and self._is_inside(chunks, module):
             return None
@@ -281,6 +293,7 @@ class Step:
                 window = _Window(self, chunk, tensors_with_gradient((args, kwargs)))
                 frame.windows.append(window)
                 self._windows.append(window)
+        frame.silenced = [Silenced(handle, is_first=is_first) for handle, is_first in inner]
         return None if dtype is None else (args, kwargs)
 
     def _is_inside(self, chunks: Sequence[LocalChunk], module: nn.Module) -> bool:
@@ -294,6 +307,7 @@ class Step:
         if not self._frames or self._frames[-1].module is not module:
             return
         frame = self._frames.pop()
+        frame.end()
         for window in frame.windows:
             window.follow(module, output)
         for chunk in frame.chunks:
