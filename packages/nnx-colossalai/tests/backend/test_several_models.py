@@ -63,10 +63,12 @@ def weights_of(*modules: nn.Module) -> list[Tensor]:
 
 
 def gan_in_fabric(options: dict[str, Any], devices: int, *, together: bool) -> tuple[list[float], list[Any]]:
-    strategy = nnx.strategy("colossalai", namespace="lightning.fabric", **options)
-    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=devices)
+    strategy: Any = nnx.strategy("colossalai", namespace="lightning.fabric", **options)
+    fabric: Any = Fabric(strategy=strategy, accelerator="cpu", devices=devices)
     fabric.launch()
     modules = pair()
+    models: Any
+    optimizers: Any
     if together:
         made = [fabric.setup(module, optimizer_of(module)) for module in modules]
         models, optimizers = zip(*made, strict=True)
