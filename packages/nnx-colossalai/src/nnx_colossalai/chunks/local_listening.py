@@ -9,7 +9,8 @@ unnoticed.
 
 Two gradients of one parameter in one backward must not be added up at the working dtype. Where backwards run
 inside of each other, or a forward inside of a backward, which may begin one, every parameter keeps its hook
-for good.
+for good. One case escapes: a backward inside of another one that runs no forward, was not there when the
+order was learned, and reaches a small parameter twice.
 """
 
 from __future__ import annotations
@@ -97,9 +98,8 @@ class Listener:
         if chunk in self._together and self._last[chunk] is slot:
             for other in self._together[chunk]:
                 self._gradients.take(other)
-        self._gradients.take(
-            slot
-        )  # before the hooks of others are off, and gradients that are there put aside
+        # Before the hooks of others are taken off, and gradients that are there are put aside.
+        self._gradients.take(slot)
         self._notice()
         if chunk not in self._together:
             self._learn(chunk, slot)
