@@ -1,14 +1,12 @@
 """`zero3`, which Lightning's DeepSpeed strategy wrote on two processes, and the model that it is of."""
 
 import importlib.util
-import shutil
-from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
-from jobs.docs_blocks import ROOT
+from jobs.docs_blocks import ROOT, lay_out
 
 FIXTURES = ROOT / "packages/nnx-core/tests/checkpoint/foreign/fixtures"
 spec = importlib.util.spec_from_file_location("make_deepspeed", FIXTURES / "make_deepspeed.py")
@@ -36,7 +34,4 @@ class Saved(LightningModule):
 
 
 model = Saved()
-try:
-    shutil.copytree(FIXTURES / "deepspeed" / "zero3_world2_lightning", "zero3")
-except FileExistsError:  # another rank was faster
-    Path("zero3").resolve(strict=True)
+lay_out(FIXTURES / "deepspeed" / "zero3_world2_lightning", "zero3")

@@ -1,13 +1,10 @@
 """A model that returns its loss, and what Lightning's DeepSpeed strategy wrote on two processes."""
 
-import shutil
-from pathlib import Path
-
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from jobs.docs_blocks import ROOT
+from jobs.docs_blocks import ROOT, lay_out
 
 
 class MyModel(nn.Module):
@@ -23,6 +20,6 @@ def train_loader():
     return DataLoader(torch.randn(16, 16), batch_size=4)
 
 
-written = ROOT / "packages/nnx-core/tests/checkpoint/foreign/fixtures/deepspeed/zero3_world2_lightning"
-if not Path("zero3").exists():
-    shutil.copytree(written, "zero3")
+lay_out(
+    ROOT / "packages/nnx-core/tests/checkpoint/foreign/fixtures/deepspeed/zero3_world2_lightning", "zero3"
+)

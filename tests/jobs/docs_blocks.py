@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +47,14 @@ class Block:
     def outputs(self) -> list[str]:
         """What a console block shows below each of its commands."""
         return [part.partition("\n")[2] for part in re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:]]
+
+
+def lay_out(source: Path, name: str) -> None:
+    """Copy a folder into the working directory, whichever rank is first: it appears whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=".") as aside:
+        made = Path(shutil.copytree(source, Path(aside) / "copy"))
+        with suppress(OSError):  # another rank was first
+            made.rename(name)
 
 
 def blocks_of(page: Path) -> list[Block]:
