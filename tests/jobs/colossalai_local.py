@@ -154,3 +154,20 @@ def refresh(engine: LocalEngine) -> None:
     """What a stepper does when it has stepped."""
     for chunk in engine.chunks:
         chunk.refresh()
+
+
+UNITS = ("layers.0", "layers.1", "layers.2", "")
+"""Of `Layers`: each layer, and the root."""
+
+
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    """A loss in float32."""
+    value: Tensor = model(x).float().square().mean()
+    return value
+
+
+def both(laid_out: Any, seed: int, loss: Any = mean_square) -> None:
+    """The same backward through the engine and by hand; `laid_out` is the fixture of that name."""
+    model, engine, by_hand = laid_out
+    engine.run_step(model, loss, model, inputs(seed)).backward()
+    by_hand.backward(lambda copied: loss(copied, inputs(seed)))

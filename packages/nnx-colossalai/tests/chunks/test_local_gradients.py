@@ -9,12 +9,15 @@ from torch import nn
 
 from jobs.colossalai_local import (
     TIERS,
+    UNITS,
     WIDTH,
     ByHand,
     Layer,
     Layers,
+    both,
     inputs,
     lay_out,
+    mean_square,
     optimizer_of,
     refresh,
     same_bits,
@@ -23,29 +26,8 @@ from nnx_colossalai.chunks.local_gradients import Gradients, Slot
 from nnx_colossalai.device import HostDevice
 from nnx_colossalai.plan.spec import Tier
 
-UNITS = ("layers.0", "layers.1", "layers.2", "")
 each_tier = pytest.mark.parametrize("tier", TIERS, ids=lambda one: one.value)
 HOSTED = [Tier.OFFLOADED, Tier.STREAMED]
-
-
-def mean_square(model, x):
-    return model(x).float().square().mean()
-
-
-@pytest.fixture(params=TIERS, ids=lambda one: one.value)
-def laid_out(request):
-    """A model, its engine, and what is to be done by hand."""
-    model = Layers()
-    by_hand = ByHand(model, torch.bfloat16, UNITS)
-    engine = lay_out(model, request.param)
-    yield model, engine, by_hand
-    engine.device.close()
-
-
-def both(laid_out, seed, loss=mean_square):
-    model, engine, by_hand = laid_out
-    engine.run_step(model, loss, model, inputs(seed)).backward()
-    by_hand.backward(lambda copied: loss(copied, inputs(seed)))
 
 
 def test_hooks_of_the_user_see_and_change_gradients_of_the_working_dtype(laid_out):

@@ -7,31 +7,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from jobs.colossalai_local import TIERS, ByHand, Layers, inputs, lay_out, same_bits
+from jobs.colossalai_local import TIERS, UNITS, Layers, both, inputs, lay_out, mean_square, same_bits
 from nnx_colossalai.plan.spec import Tier
 
-UNITS = ("layers.0", "layers.1", "layers.2", "")
 each_tier = pytest.mark.parametrize("tier", TIERS, ids=lambda one: one.value)
-
-
-def mean_square(model, x):
-    return model(x).float().square().mean()
-
-
-@pytest.fixture(params=TIERS, ids=lambda one: one.value)
-def laid_out(request):
-    """A model, its engine, and what is to be done by hand."""
-    model = Layers()
-    by_hand = ByHand(model, torch.bfloat16, UNITS)
-    engine = lay_out(model, request.param)
-    yield model, engine, by_hand
-    engine.device.close()
-
-
-def both(laid_out, seed, loss=mean_square):
-    model, engine, by_hand = laid_out
-    engine.run_step(model, loss, model, inputs(seed)).backward()
-    by_hand.backward(lambda copied: loss(copied, inputs(seed)))
 
 
 def heard_by_engine(model):

@@ -10,17 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from jobs.colossalai_local import TIERS, ByHand, Layers, inputs, lay_out, same_bits
+from jobs.colossalai_local import TIERS, UNITS, ByHand, Layers, inputs, lay_out, mean_square, same_bits
 from nnx_colossalai.chunks.pending import guard, is_guarded, unguard
 from nnx_colossalai.plan.spec import Tier
 
-UNITS = ("layers.0", "layers.1", "layers.2", "")
 each_tier = pytest.mark.parametrize("tier", TIERS, ids=lambda one: one.value)
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=str)
-
-
-def mean_square(model, x):
-    return model(x).float().square().mean()
 
 
 class Background:
