@@ -1,0 +1,119 @@
+"""DeepSpeed 0.19.8's private parts that nnx needs: the only file that may touch them.
+
+Each says what it is for; when DeepSpeed offers it publicly, the function goes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = [
+    "join_world",
+    "fragment",
+    "local_partition",
+    "position",
+    "reload_weights",
+    "trainable_groups",
+]
+
+_world: dist.ProcessGroup | None = None
+
+
+def join_world() -> None:
+    """Make DeepSpeed use the process group that exists, and compile nothing.
+
+    ``init_distributed`` compiles a shared-memory operator on CPU (ninja, g++, one to three minutes) unless it
+    is marked as not compatible. DeepSpeed also keeps the groups of a world that was destroyed since.
+    """
+    global _world
+    import deepspeed.comm.comm as comm
+    import deepspeed.ops
+    from deepspeed.utils import groups
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    world = dist.distributed_c10d._get_default_group()
+    if _world is not None and _world is not world:
+        groups._release_process_group_references(group=None)
+        comm.cdb = None
+    _world = world
+    comm.init_distributed(dist_init_required=False, auto_mpi_discovery=False, verbose=False)
+
+
+def trainable_groups(zero: Any) -> list[tuple[list[nn.Parameter], Tensor]]:
+    """For each flat partition of fp32 masters, the parameters that lie in it, in order."""
+    if hasattr(zero, "fp16_groups"):  # stage 3
+        return list(zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True))
+    if hasattr(zero, "bf16_groups"):  # stage 1 with 16-bit weights
+        return list(zip(zero.bf16_groups, zero.fp32_groups_flat_partition, strict=True))
+    return list(zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True))
+
+
+def fragment(parameter: nn.Parameter) -> tuple[int, int, int] | None:
+    """Stages 1 and 2: where this rank's part begins in the parameter and in the flat partition, and its length."""
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:
+        return None
+    within, flat = mapping.lp_fragment_address, mapping.hp_fragment_address
+    return within.start, flat.start, flat.numel
+
+
+def position(zero: Any, parameter: nn.Parameter) -> tuple[int, int]:
+    """Stage 3: where the parameter's partition begins in its flat partition, and its padded length."""
+    _, offset, length = zero.grad_position[zero.get_param_id(parameter)]
+    return offset, length
+
+
+def local_partition(parameter: nn.Parameter) -> Tensor:
+    """Stage 3: this rank's padded part of a parameter that no optimizer holds."""
+    return parameter.ds_tensor.data  # type: ignore[no-any-return, attr-defined]
+
+
+@torch.no_grad()
+def reload_weights(zero: Any) -> None:
+    """Make the weights that the module computes with from the masters. Collective."""
+    if not hasattr(zero, "fp16_groups"):
+        zero.update_lp_params()
+        return
+    for index in range(len(zero.fp16_groups)):
+        zero._reassign_or_swap_out_partitioned_parameters(index)
+    if zero.persistent_parameters:
+        zero.persistent_parameters[0].partition(zero.persistent_parameters)
+        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def gradient_tensors(zero: Any) -> list[Tensor]:
+    """This rank's reduced gradients, flat or in pieces, as the step will take them."""
+    if hasattr(zero, "fp32_groups_gradient_flat_partition"):  # stage 1 with 16-bit weights
+        return list(zero.fp32_groups_gradient_flat_partition)
+    if getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
+        return [flat.grad for _, flat in trainable_groups(zero) if flat.grad is not None]
+    found: list[Tensor] = []
+    for pieces in zero.averaged_gradients.values():
+        if isinstance(pieces, Tensor):
+            found.append(pieces)
+        elif pieces is not None:
+            found += [piece for piece in pieces if piece is not None]
+    return found
+
+
+def forget_gradients(zero: Any) -> None:
+    """Drop gradients that were reduced and will not be stepped with."""
+    for name in ("averaged_gradients", "all_grad_tensors"):
+        reduced = getattr(zero, name, {})
+        for index in reduced:
+            reduced[index] = None
+
+
+def remove_from_module(engine: Any, module: nn.Module) -> None:
+    """Take off what ``engine.destroy`` leaves on the user's modules."""
+    for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
+        if hook is not None:
+            hook.remove()
+    for submodule in module.modules():
+        parameters = submodule._parameters
+        if type(parameters) is not dict:
+            submodule._parameters = dict(parameters)

@@ -1,0 +1,131 @@
+"""One DeepSpeed engine around the user's module and optimizer: made, stepped, described, taken off again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any, TypeVar
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nnx.errors import UnsupportedError
+from nnx_deepspeed._deepspeed_compat import forget_gradients, reload_weights, remove_from_module
+from nnx_deepspeed.partitions import Partitions
+from nnx_deepspeed.shadow import copy_hyperparameters, refuse_unfit, shadow_of
+
+__all__ = ["ZeroEngine"]
+
+T = TypeVar("T")
+
+
+class ZeroEngine:
+    """A module that is trained by DeepSpeed.
+
+    Args:
+        module: Laid out over the ranks here, in place. Its parameters stay the same objects.
+        optimizer: The user's; it keeps the module's parameters and steps through the engine from now on.
+        config: What ``deepspeed.initialize`` gets.
+        rank: This rank.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer, *, config: Mapping[str, Any], rank: int
+    ) -> None:
+        refuse_unfit(optimizer)
+        self.module = module
+        self.optimizer = optimizer
+        self._groups = [g for g in optimizer.param_groups if any(p.requires_grad for p in g["params"])]
+        self._number_of_groups = len(optimizer.param_groups)
+        self._attributes = {parameter: set(vars(parameter)) for parameter in module.parameters()}
+        exact = _exact_weights(module, config)
+        self.shadow = shadow_of(optimizer)
+        self._engine = deepspeed.initialize(
+            model=module, optimizer=self.shadow, config=dict(config), dist_init_required=False
+        )[0]
+        self._engine.set_gradient_accumulation_boundary(True)
+        self.zero: Any = self._engine.optimizer
+        self.partitions = Partitions(self.zero, rank=rank, module=module)
+        for parameter, value in exact.items():
+            self.partitions.master(parameter).fill_from(value)
+        self._zero_grad = optimizer.zero_grad
+        optimizer.zero_grad = MethodType(self._routed_zero_grad, optimizer)  # type: ignore[method-assign]
+
+    def _routed_zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        self._zero_grad(set_to_none=set_to_none)
+        self.zero.zero_grad()
+        forget_gradients(self.zero)
+
+    # --- step ---------------------------------------------------------------------------------
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module through DeepSpeed's hooks."""
+        return self._engine(*args, **kwargs)
+
+    def set_boundary(self, is_boundary: bool) -> None:
+        """Whether the next backward is the last one before a step."""
+        self._engine.set_gradient_accumulation_boundary(is_boundary)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Compute gradients, reduced into partitions where this is the last backward before a step."""
+        self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+
+    def step(self, step: Callable[..., T], closure: Callable[[], Any] | None) -> T:
+        """Run the user's optimizer step: its hooks, its closure, and in its middle DeepSpeed's own step."""
+        if len(self.optimizer.param_groups) != self._number_of_groups:
+            raise UnsupportedError(
+                "a param group was added while training; DeepSpeed's partitions are fixed when it starts.",
+                remedy="Give all parameters to the optimizer in `configure_optimizers`, or use 'fsdp_auto'.",
+            )
+
+        def closure_and_step() -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            copy_hyperparameters(self._groups, self.shadow)
+            self._engine.step()
+            return loss
+
+        return step(closure=closure_and_step)
+
+    # --- state --------------------------------------------------------------------------------
+
+    def reload(self) -> None:
+        """Compute with the masters as they are now. Collective."""
+        reload_weights(self.zero)
+
+    def remove(self) -> None:
+        """Give the module its plain parameters back, complete on every rank, as exact as the masters. Collective."""
+        full = {parameter: self._gather(parameter) for parameter in self.module.parameters()}
+        self._engine.destroy()
+        remove_from_module(self._engine, self.module)
+        for parameter, value in full.items():
+            for name in set(vars(parameter)) - self._attributes[parameter]:
+                delattr(parameter, name)
+            parameter.data = value
+            parameter.grad = None
+        vars(self.optimizer).pop("zero_grad", None)
+
+    def _gather(self, parameter: nn.Parameter) -> Tensor:
+        shard = self.partitions.master(parameter)
+        if not self.partitions.is_cut(parameter):
+            return shard.data[0].clone()
+        device = parameter.device
+        full = torch.zeros(shard.shape, dtype=shard.dtype, device=device)
+        for box, view in zip(shard.boxes, shard.data, strict=True):
+            full[box.slices].copy_(view)
+        dist.all_reduce(full)  # every element lies on one rank; adding zeros changes none
+        return full
+
+
+def _exact_weights(module: nn.Module, config: Mapping[str, Any]) -> dict[nn.Parameter, Tensor]:
+    """Rank 0's weights before DeepSpeed rounds them to 16 bits, from which it would make its masters."""
+    if not any(config.get(half, {}).get("enabled") for half in ("fp16", "bf16")):
+        return {}
+    return {
+        parameter: parameter.detach().clone() for parameter in module.parameters() if parameter.requires_grad
+    }

@@ -1,0 +1,174 @@
+"""What this rank holds under ZeRO: masters, optimizer state and gradients, as views into DeepSpeed's flat buffers.
+
+Stages 1 and 2 cut a param group as one flat vector, so a rank may hold the end of one parameter and the beginning
+of the next. Stage 3 cuts every parameter into equal parts, the last one padded. Either way a part is a range of a
+flattened parameter, which is what `nnx.layout.shard_of_range` describes. Nothing here communicates or copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nnx.errors import CheckpointError
+from nnx.gradients import Gradient
+from nnx.layout import Box, Shard, shard_of, shard_of_range
+from nnx_deepspeed._deepspeed_compat import fragment, gradient_tensors, local_partition, position, trainable_groups
+
+__all__ = ["Partitions"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Elements ``[start, start + length)`` of a parameter, which begin at `offset` of flat partition `flat`."""
+
+    flat: int
+    start: int
+    offset: int
+    length: int
+
+
+class Partitions:
+    """Where every parameter of a module lies.
+
+    Args:
+        zero: DeepSpeed's ZeRO optimizer.
+        rank: This rank.
+        module: The module.
+    """
+
+    def __init__(self, zero: Any, *, rank: int, module: nn.Module) -> None:
+        self._zero = zero
+        self._rank = rank
+        self._is_stage_3 = hasattr(zero, "fp16_groups")
+        self._shapes = {parameter: _shape(parameter) for parameter in module.parameters()}
+        groups = trainable_groups(zero)
+        self._flats = [flat for _, flat in groups]
+        self._parts: dict[nn.Parameter, _Part | None] = {}
+        self._flat_of: dict[nn.Parameter, int] = {}
+        for index, (parameters, _) in enumerate(groups):
+            for parameter in parameters:
+                self._flat_of[parameter] = index
+                self._parts[parameter] = self._part(parameter, index)
+
+    def _part(self, parameter: nn.Parameter, flat: int) -> _Part | None:
+        if self._is_stage_3:
+            offset, padded = position(self._zero, parameter)
+            start = self._rank * padded
+            length = min(padded, self._shapes[parameter].numel() - start)
+            return _Part(flat, start, offset, length) if length > 0 else None
+        found = fragment(parameter)
+        return None if found is None else _Part(flat, *found)
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._shapes
+
+    # --- weights ------------------------------------------------------------------------------
+
+    def master(self, parameter: nn.Parameter) -> Shard:
+        """This rank's part of a parameter's master weights; of a frozen one, of its weights."""
+        if parameter in self._flat_of:
+            return self._shard(parameter, self._flats[self._flat_of[parameter]])
+        if not self._is_stage_3:
+            return shard_of(parameter)
+        shape, local = self._shapes[parameter], local_partition(parameter).flatten()
+        start = self._rank * local.numel()
+        length = max(0, min(local.numel(), shape.numel() - start))
+        if not length:
+            return Shard(tuple(shape), local.dtype, (), ())
+        return shard_of_range(local[:length], shape=shape, start=start)
+
+    def is_cut(self, parameter: nn.Parameter) -> bool:
+        """Whether ranks hold different parts of it; the same answer on all of them."""
+        return self._is_stage_3 or parameter in self._flat_of
+
+    def _shard(self, parameter: nn.Parameter, flat: Tensor) -> Shard:
+        shape, part = self._shapes[parameter], self._parts[parameter]
+        if part is None:
+            return Shard(tuple(shape), flat.dtype, (), ())
+        piece = flat.detach().narrow(0, part.offset, part.length)
+        return shard_of_range(piece, shape=shape, start=part.start)
+
+    # --- optimizer state ----------------------------------------------------------------------
+
+    def state(self, parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Any]:
+        """This rank's part of a parameter's optimizer state, by name; other values are the whole group's."""
+        if parameter not in self._flat_of:
+            return {}
+        flat = self._flats[self._flat_of[parameter]]
+        return {
+            name: self._shard(parameter, value) if _is_laid_out(value, flat) else _whole(value)
+            for name, value in optimizer.state.get(flat, {}).items()
+        }
+
+    def allocate(self, saved: Mapping[nn.Parameter, Mapping[str, Any]], optimizer: Optimizer) -> None:
+        """Make room for saved state, and take over what does not go by element, such as ``step``.
+
+        Args:
+            saved: For each parameter, its state by name: tensors or handles with ``shape`` and ``dtype``.
+            optimizer: The one whose state is keyed by flat partitions.
+
+        Raises:
+            CheckpointError: Parameters of one group differ in such a value, of which DeepSpeed has one for all.
+        """
+        optimizer.state.clear()
+        for parameter, entries in saved.items():
+            flat = self._flats[self._flat_of[parameter]]
+            state = optimizer.state[flat]
+            for name, value in entries.items():
+                if tuple(getattr(value, "shape", ())) == tuple(self._shapes[parameter]) != ():
+                    if name not in state:
+                        state[name] = torch.zeros_like(flat, dtype=value.dtype, requires_grad=False)
+                else:
+                    _take_over(state, name, value)
+
+    # --- gradients ----------------------------------------------------------------------------
+
+    def gradients(self) -> list[Gradient]:
+        """What this rank holds of the reduced gradients, between the last backward and the step."""
+        return [Gradient(tensor, replicas=1) for tensor in gradient_tensors(self._zero)]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Every parameter that has masters."""
+        return iter(self._flat_of)
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _is_laid_out(value: Any, flat: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == flat.shape
+
+
+def _whole(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return Shard(tuple(value.shape), value.dtype, (Box.whole(tuple(value.shape)),), (value.detach(),))
+
+
+def _take_over(state: dict[str, Any], name: str, value: Any) -> None:
+    value = _read(value)
+    if name not in state:
+        state[name] = value
+        return
+    mine = state[name]
+    same = torch.equal(mine, value) if isinstance(mine, Tensor) else mine == value
+    if not same:
+        raise CheckpointError(
+            f"parameters of one param group have different values of {name!r} in the checkpoint: {mine} and {value}.",
+            remedy="DeepSpeed keeps one for all of them: resume under another strategy, or load only the weights.",
+        )
+
+
+def _read(value: Any) -> Any:
+    """A small value out of a checkpoint: a handle is read now."""
+    stored = getattr(value, "stored", None)
+    if stored is None:
+        return value.detach().clone() if isinstance(value, Tensor) else value
+    return stored.read(value.key, Box.whole(tuple(value.shape)))
