@@ -12,11 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 __all__ = [
-    "join_world",
+    "forget_gradients",
     "fragment",
+    "gradient_tensors",
+    "join_world",
     "local_partition",
+    "overwritten_gradients",
     "position",
     "reload_weights",
+    "remove_from_module",
     "trainable_groups",
 ]
 
@@ -98,6 +102,12 @@ def gradient_tensors(zero: Any) -> list[Tensor]:
         elif pieces is not None:
             found += [piece for piece in pieces if piece is not None]
     return found
+
+
+def overwritten_gradients(zero: Any) -> list[Tensor]:
+    """What a second backward before a step would overwrite; stage 3 and 16-bit stage 1 add to it."""
+    adds = hasattr(zero, "fp16_groups") or hasattr(zero, "fp32_groups_gradient_flat_partition")
+    return [] if adds else gradient_tensors(zero)
 
 
 def forget_gradients(zero: Any) -> None:

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx.errors import UnsupportedError
-from nnx_deepspeed._deepspeed_compat import forget_gradients, reload_weights, remove_from_module
+from nnx_deepspeed._deepspeed_compat import (
+    forget_gradients,
+    overwritten_gradients,
+    reload_weights,
+    remove_from_module,
+)
 from nnx_deepspeed.partitions import Partitions
 from nnx_deepspeed.shadow import copy_hyperparameters, refuse_unfit, shadow_of
 
@@ -46,7 +51,8 @@ class ZeroEngine:
         self._engine = deepspeed.initialize(
             model=module, optimizer=self.shadow, config=dict(config), dist_init_required=False
         )[0]
-        self._engine.set_gradient_accumulation_boundary(True)
+        self._is_boundary = self._has_reduced = False
+        self.set_boundary(True)
         self.zero: Any = self._engine.optimizer
         self.partitions = Partitions(self.zero, rank=rank, module=module)
         for parameter, value in exact.items():
@@ -58,6 +64,7 @@ class ZeroEngine:
         self._zero_grad(set_to_none=set_to_none)
         self.zero.zero_grad()
         forget_gradients(self.zero)
+        self._has_reduced = False
 
     # --- step ---------------------------------------------------------------------------------
 
@@ -67,11 +74,17 @@ class ZeroEngine:
 
     def set_boundary(self, is_boundary: bool) -> None:
         """Whether the next backward is the last one before a step."""
+        self._is_boundary = is_boundary
         self._engine.set_gradient_accumulation_boundary(is_boundary)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Compute gradients, reduced into partitions where this is the last backward before a step."""
+        """Compute gradients, reduced into partitions unless more backwards were announced; they add up."""
+        earlier = [tensor.clone() for tensor in overwritten_gradients(self.zero)] if self._has_reduced else []
         self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+        if earlier:
+            for tensor, before in zip(overwritten_gradients(self.zero), earlier, strict=True):
+                tensor.add_(before)
+        self._has_reduced = self._is_boundary
 
     def step(self, step: Callable[..., T], closure: Callable[[], Any] | None) -> T:
         """Run the user's optimizer step: its hooks, its closure, and in its middle DeepSpeed's own step."""
@@ -88,6 +101,7 @@ class ZeroEngine:
                     loss = closure()
             copy_hyperparameters(self._groups, self.shadow)
             self._engine.step()
+            self._has_reduced = False
             return loss
 
         return step(closure=closure_and_step)
