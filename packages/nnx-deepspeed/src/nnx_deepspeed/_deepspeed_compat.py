@@ -5,11 +5,15 @@ Each says what it is for; when DeepSpeed offers it publicly, the function goes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from nnx.collective import control_group, is_distributed
 
 __all__ = [
     "forget_gradients",
@@ -17,11 +21,13 @@ __all__ = [
     "gradient_tensors",
     "join_world",
     "local_partition",
+    "number_parameters_alike",
     "overwritten_gradients",
     "position",
     "reload_weights",
     "remove_from_module",
     "trainable_groups",
+    "weights_agree_already",
 ]
 
 _world: dist.ProcessGroup | None = None
@@ -118,12 +124,45 @@ def forget_gradients(zero: Any) -> None:
             reduced[index] = None
 
 
-def remove_from_module(engine: Any, module: nn.Module) -> None:
-    """Take off what ``engine.destroy`` leaves on the user's modules."""
+def remove_from_module(engine: Any, module: nn.Module, before: Mapping[nn.Module, set[str]]) -> None:
+    """Take off what ``engine.destroy`` leaves on the user's modules, and in DeepSpeed's own globals.
+
+    Args:
+        engine: The one that was destroyed.
+        module: The root.
+        before: The attributes that each module had before the engine was made.
+    """
+    from deepspeed.runtime.zero import parameter_offload
+
     for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
         if hook is not None:
             hook.remove()
+    parameter_offload.FWD_MODULE_STACK.clear()
     for submodule in module.modules():
-        parameters = submodule._parameters
-        if type(parameters) is not dict:
-            submodule._parameters = dict(parameters)
+        if isinstance(submodule._parameters, parameter_offload.ZeROOrderedDict):
+            submodule._parameters = dict(submodule._parameters)
+        for name in set(vars(submodule)) - before.get(submodule, set(vars(submodule))):
+            del submodule.__dict__[name]
+
+
+@contextmanager
+def weights_agree_already() -> Iterator[None]:
+    """Keep the engine from broadcasting weights as bytes, which fails for 0-d and strided ones; nnx has done it."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    own = DeepSpeedEngine._broadcast_model
+    DeepSpeedEngine._broadcast_model = lambda self: None
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._broadcast_model = own
+
+
+def number_parameters_alike() -> None:
+    """Let stage 3 number parameters from one value on all ranks; it counts on for as long as a process lives."""
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    if is_distributed():
+        next_number = torch.tensor(Init.param_id)
+        dist.all_reduce(next_number, op=dist.ReduceOp.MAX, group=control_group())
+        Init.param_id = int(next_number)

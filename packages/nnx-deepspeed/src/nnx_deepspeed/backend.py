@@ -17,7 +17,7 @@ from nnx.gradients import Gradient
 from nnx.layout import Shard, shard_of
 from nnx.materialize import broadcast_module, materialize, move_to
 from nnx.restore import fill_optimizer_tensors, restore_groups
-from nnx.state import OptimizerState, parameter_names
+from nnx.state import ModelState, OptimizerState, parameter_names
 from nnx_deepspeed._deepspeed_compat import join_world
 from nnx_deepspeed.config import make_config
 from nnx_deepspeed.engine import ZeroEngine
@@ -148,6 +148,12 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
                 return self._engine.partitions.master(tensor)
         return shard_of(tensor)
 
+    def model_state(self, module: nn.Module) -> ModelState:
+        """Handles on the masters, as they are with what was written into the weights meanwhile."""
+        if self._engine is not None:
+            self._engine.take_written_weights()
+        return super().model_state(module)
+
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
         """Handles on this rank's part of the optimizer state, by parameter name."""
         engine = self._engine
@@ -171,7 +177,9 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
         engine.partitions.allocate(entries, engine.shadow)
         state = self.optimizer_state(module, optimizer)
         state["state"] = {
-            name: {key: value for key, value in mine.items() if key in saved["state"][name] and _is_cut(value)}
+            name: {
+                key: value for key, value in mine.items() if key in saved["state"][name] and _is_cut(value)
+            }
             for name, mine in state["state"].items()
             if name in saved["state"]
         }

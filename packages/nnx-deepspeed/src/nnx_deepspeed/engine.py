@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx.errors import UnsupportedError
+from nnx.materialize import lay_in_order
 from nnx_deepspeed._deepspeed_compat import (
     forget_gradients,
+    number_parameters_alike,
     overwritten_gradients,
     reload_weights,
     remove_from_module,
+    weights_agree_already,
 )
 from nnx_deepspeed.partitions import Partitions
 from nnx_deepspeed.shadow import copy_hyperparameters, refuse_unfit, shadow_of
@@ -46,17 +49,23 @@ class ZeroEngine:
         self._groups = [g for g in optimizer.param_groups if any(p.requires_grad for p in g["params"])]
         self._number_of_groups = len(optimizer.param_groups)
         self._attributes = {parameter: set(vars(parameter)) for parameter in module.parameters()}
+        self._attributes_of_modules = {submodule: set(vars(submodule)) for submodule in module.modules()}
+        self._strides = lay_in_order(module.parameters())
         exact = _exact_weights(module, config)
         self.shadow = shadow_of(optimizer)
-        self._engine = deepspeed.initialize(
-            model=module, optimizer=self.shadow, config=dict(config), dist_init_required=False
-        )[0]
+        number_parameters_alike()
+        with weights_agree_already():
+            self._engine = deepspeed.initialize(
+                model=module, optimizer=self.shadow, config=dict(config), dist_init_required=False
+            )[0]
         self._is_boundary = self._has_reduced = False
         self.set_boundary(True)
         self.zero: Any = self._engine.optimizer
         self.partitions = Partitions(self.zero, rank=rank, module=module)
         for parameter, value in exact.items():
             self.partitions.master(parameter).fill_from(value)
+        self.partitions.take_state(optimizer, self.shadow)
+        self._versions = self._see_versions()
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = MethodType(self._routed_zero_grad, optimizer)  # type: ignore[method-assign]
 
@@ -70,6 +79,7 @@ class ZeroEngine:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module through DeepSpeed's hooks."""
+        self.take_written_weights()
         return self._engine(*args, **kwargs)
 
     def set_boundary(self, is_boundary: bool) -> None:
@@ -100,7 +110,9 @@ class ZeroEngine:
                 with torch.enable_grad():
                     loss = closure()
             copy_hyperparameters(self._groups, self.shadow)
+            self.take_written_weights()
             self._engine.step()
+            self._versions = self._see_versions()
             self._has_reduced = False
             return loss
 
@@ -108,19 +120,39 @@ class ZeroEngine:
 
     # --- state --------------------------------------------------------------------------------
 
+    def take_written_weights(self) -> None:
+        """Let the masters follow weights that were written in place since the last step, as by an average.
+
+        In stage 3 there is nothing to write into between steps.
+        """
+        versions = self._see_versions()
+        for parameter, version in versions.items():
+            if version != self._versions[parameter] and parameter.shape == self.partitions.shape(parameter):
+                self.partitions.master(parameter).fill_from(parameter.detach())
+        self._versions = versions
+
+    def _see_versions(self) -> dict[nn.Parameter, int]:
+        return {parameter: parameter._version for parameter in self.partitions.parameters()}
+
     def reload(self) -> None:
         """Compute with the masters as they are now. Collective."""
         reload_weights(self.zero)
+        self._versions = self._see_versions()
 
     def remove(self) -> None:
         """Give the module its plain parameters back, complete on every rank, as exact as the masters. Collective."""
+        self.take_written_weights()
         full = {parameter: self._gather(parameter) for parameter in self.module.parameters()}
+        self.partitions.leave_state(self.optimizer, self.shadow)
         self._engine.destroy()
-        remove_from_module(self._engine, self.module)
+        remove_from_module(self._engine, self.module, self._attributes_of_modules)
         for parameter, value in full.items():
             for name in set(vars(parameter)) - self._attributes[parameter]:
                 delattr(parameter, name)
-            parameter.data = value
+            strided = self._strides.get(parameter)
+            parameter.data = (
+                value if strided is None else torch.empty_like(strided, device=value.device).copy_(value)
+            )
             parameter.grad = None
         vars(self.optimizer).pop("zero_grad", None)
 

@@ -42,7 +42,9 @@ class DeepSpeedOptions:
         "cpu", help="Where offloaded parameters lie.", choices=("cpu", "nvme")
     )
     nvme_path: str = option("/local_nvme", help="Directory of the disk, for the nvme devices.", types=(str,))
-    pin_memory: bool = option(False, help="Pin offloaded memory: faster copies, more of the host.", types=(bool,))
+    pin_memory: bool = option(
+        False, help="Pin offloaded memory: faster copies, more of the host.", types=(bool,)
+    )
     params_buffer_count: int = option(5, help="Buffers for parameters that come from disk.", types=(int,))
     params_buffer_size: int = option(100_000_000, help="Elements of each of them.", types=(int,))
     max_in_cpu: int = option(
@@ -75,7 +77,9 @@ class DeepSpeedOptions:
     loss_scale: float = option(
         0, help="Fixed loss scale of DeepSpeed's float16; 0 adapts it.", types=(int, float)
     )
-    initial_scale_power: int = option(16, help="The adaptive scale begins at two to this power.", types=(int,))
+    initial_scale_power: int = option(
+        16, help="The adaptive scale begins at two to this power.", types=(int,)
+    )
     loss_scale_window: int = option(1000, help="Steps without overflow before it doubles.", types=(int,))
     hysteresis: int = option(2, help="Overflows before it is halved.", types=(int,))
     min_loss_scale: int = option(1, help="It is never smaller.", types=(int,))

@@ -18,7 +18,13 @@ from torch.optim import Optimizer
 from nnx.errors import CheckpointError
 from nnx.gradients import Gradient
 from nnx.layout import Box, Shard, shard_of, shard_of_range
-from nnx_deepspeed._deepspeed_compat import fragment, gradient_tensors, local_partition, position, trainable_groups
+from nnx_deepspeed._deepspeed_compat import (
+    fragment,
+    gradient_tensors,
+    local_partition,
+    position,
+    trainable_groups,
+)
 
 __all__ = ["Partitions"]
 
@@ -65,6 +71,10 @@ class Partitions:
         found = fragment(parameter)
         return None if found is None else _Part(flat, *found)
 
+    def shape(self, parameter: nn.Parameter) -> torch.Size:
+        """The whole parameter's, which stage 3 empties between steps."""
+        return self._shapes[parameter]
+
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._shapes
 
@@ -107,7 +117,7 @@ class Partitions:
         }
 
     def allocate(self, saved: Mapping[nn.Parameter, Mapping[str, Any]], optimizer: Optimizer) -> None:
-        """Make room for saved state, and take over what does not go by element, such as ``step``.
+        """Make room for state, and take over what does not go by element, such as ``step``.
 
         Args:
             saved: For each parameter, its state by name: tensors or handles with ``shape`` and ``dtype``.
@@ -121,11 +131,50 @@ class Partitions:
             flat = self._flats[self._flat_of[parameter]]
             state = optimizer.state[flat]
             for name, value in entries.items():
-                if tuple(getattr(value, "shape", ())) == tuple(self._shapes[parameter]) != ():
-                    if name not in state:
-                        state[name] = torch.zeros_like(flat, dtype=value.dtype, requires_grad=False)
-                else:
+                if not self._goes_by_element(parameter, name, value):
                     _take_over(state, name, value)
+                elif name not in state:
+                    state[name] = torch.zeros_like(flat, dtype=value.dtype, requires_grad=False)
+
+    def _goes_by_element(self, parameter: nn.Parameter, name: str, value: Any) -> bool:
+        shape = getattr(value, "shape", None)
+        if shape is None or name == "step":
+            return False
+        return tuple(shape) in (tuple(self._shapes[parameter]), (self._length(parameter),))
+
+    def _length(self, parameter: nn.Parameter) -> int:
+        part = self._parts[parameter]
+        return 0 if part is None else part.length
+
+    @torch.no_grad()
+    def take_state(self, optimizer: Optimizer, shadow: Optimizer) -> None:
+        """Begin with the state that the user's optimizer has: of whole parameters, or what `leave_state` left."""
+        held = {p: dict(optimizer.state.pop(p)) for p in self._flat_of if p in optimizer.state}
+        self.allocate(held, shadow)
+        for parameter, entries in held.items():
+            mine = self.state(parameter, shadow)
+            for name, value in entries.items():
+                if not self._goes_by_element(parameter, name, value):
+                    continue
+                if tuple(value.shape) == tuple(self._shapes[parameter]):
+                    mine[name].fill_from(value)
+                else:
+                    part = shard_of_range(value, shape=self._shapes[parameter], start=self._start(parameter))
+                    for into, view in zip(mine[name].data, part.data, strict=True):
+                        into.copy_(view)
+
+    def _start(self, parameter: nn.Parameter) -> int:
+        part = self._parts[parameter]
+        return 0 if part is None else part.start
+
+    def leave_state(self, optimizer: Optimizer, shadow: Optimizer) -> None:
+        """Give the user's optimizer this rank's part of its state, flat, for another run of the same ranks."""
+        for parameter in self._flat_of:
+            flat, part = self._flats[self._flat_of[parameter]], self._parts[parameter]
+            offset, length = (part.offset, part.length) if part is not None else (0, 0)
+            for name, value in shadow.state.get(flat, {}).items():
+                cut = _is_laid_out(value, flat)
+                optimizer.state[parameter][name] = value.narrow(0, offset, length).clone() if cut else value
 
     # --- gradients ----------------------------------------------------------------------------
 
