@@ -5,7 +5,7 @@ Each says what it is for; when DeepSpeed offers it publicly, the function goes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,13 +21,16 @@ __all__ = [
     "gradient_tensors",
     "join_world",
     "local_partition",
-    "number_parameters_alike",
+    "number_alike",
     "overwritten_gradients",
     "position",
     "reload_weights",
     "remove_from_module",
+    "see_empty_parameters",
+    "show_partitions",
     "trainable_groups",
     "weights_agree_already",
+    "weights_and_masters",
 ]
 
 _world: dist.ProcessGroup | None = None
@@ -60,6 +63,34 @@ def trainable_groups(zero: Any) -> list[tuple[list[nn.Parameter], Tensor]]:
     if hasattr(zero, "bf16_groups"):  # stage 1 with 16-bit weights
         return list(zip(zero.bf16_groups, zero.fp32_groups_flat_partition, strict=True))
     return list(zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True))
+
+
+def weights_and_masters(zero: Any) -> list[tuple[Tensor, Tensor]]:
+    """This rank's flat partitions twice: as the module computes with them, and the masters. They may be one."""
+    masters = [flat for _, flat in trainable_groups(zero)]
+    if hasattr(zero, "fp16_groups"):
+        _take_persistent(zero.persistent_parameters)
+        weights = zero.fp16_partitioned_groups_flat
+        return [(w, m) for w, m in zip(weights, masters, strict=True) if w is not None]  # None: on disk
+    parts = getattr(zero, "bf16_partitioned_groups", None) or zero.parallel_partitioned_bit16_groups
+    rank = dist.get_rank()
+    return [(of_ranks[rank], m) for of_ranks, m in zip(parts, masters, strict=True)]
+
+
+def _take_persistent(parameters: Sequence[nn.Parameter]) -> None:
+    """Let a partition follow the whole parameter that stage 3 keeps beside it."""
+    for parameter in parameters:
+        if parameter.shape == parameter.ds_shape:  # type: ignore[attr-defined]
+            start, part = _own_range(parameter)
+            part.copy_(parameter.detach().flatten()[start : start + part.numel()])
+
+
+def _own_range(parameter: nn.Parameter) -> tuple[int, Tensor]:
+    """Stage 3: where this rank's part begins, and the part without its padding."""
+    partition = local_partition(parameter)
+    numel: int = parameter.ds_numel  # type: ignore[attr-defined]
+    start = min(dist.get_rank() * partition.numel(), numel)
+    return start, partition[: min(partition.numel(), numel - start)]
 
 
 def fragment(parameter: nn.Parameter) -> tuple[int, int, int] | None:
@@ -140,29 +171,81 @@ def remove_from_module(engine: Any, module: nn.Module, before: Mapping[nn.Module
     parameter_offload.FWD_MODULE_STACK.clear()
     for submodule in module.modules():
         if isinstance(submodule._parameters, parameter_offload.ZeROOrderedDict):
-            submodule._parameters = dict(submodule._parameters)
+            # By items: an error in forward leaves it gathering whatever is looked up.
+            submodule._parameters = dict(submodule._parameters.items())
         for name in set(vars(submodule)) - before.get(submodule, set(vars(submodule))):
             del submodule.__dict__[name]
 
 
 @contextmanager
 def weights_agree_already() -> Iterator[None]:
-    """Keep the engine from broadcasting weights as bytes, which fails for 0-d and strided ones; nnx has done it."""
+    """Keep DeepSpeed from broadcasting weights as bytes, which fails for 0-d and strided ones; nnx has done it."""
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.partition_parameters import Init
 
-    own = DeepSpeedEngine._broadcast_model
-    DeepSpeedEngine._broadcast_model = lambda self: None
+    def convert(self: Any, parameter: Any) -> None:
+        self._convert_to_deepspeed_param(parameter)
+        parameter.partition()
+
+    own = DeepSpeedEngine._broadcast_model, Init._zero_init_param
+    DeepSpeedEngine._broadcast_model, Init._zero_init_param = (lambda self: None), convert
     try:
         yield
     finally:
-        DeepSpeedEngine._broadcast_model = own
+        DeepSpeedEngine._broadcast_model, Init._zero_init_param = own
 
 
-def number_parameters_alike() -> None:
-    """Let stage 3 number parameters from one value on all ranks; it counts on for as long as a process lives."""
+def number_alike() -> None:
+    """Let stage 3 number parameters and modules from one value on all ranks; it compares these numbers.
+
+    It counts on for as long as a process lives.
+    """
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
 
     if is_distributed():
-        next_number = torch.tensor(Init.param_id)
-        dist.all_reduce(next_number, op=dist.ReduceOp.MAX, group=control_group())
-        Init.param_id = int(next_number)
+        modules: list[int] = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0]
+        following = torch.tensor([Init.param_id, modules[0]])
+        dist.all_reduce(following, op=dist.ReduceOp.MAX, group=control_group())
+        Init.param_id, modules[0] = following.tolist()
+
+
+def show_partitions(module: nn.Module) -> None:
+    """Stage 3: from now on a parameter that is not gathered is this rank's part, 1-d, instead of nothing.
+
+    So callbacks that go from parameter to parameter, such as averages, work on parts.
+    """
+    from deepspeed.runtime.zero import partition_parameters
+
+    if partition_parameters.free_param is not _free_and_show:
+        _frees.append(partition_parameters.free_param)
+        partition_parameters.free_param = _free_and_show
+    for parameter in module.parameters():
+        if hasattr(parameter, "ds_tensor"):
+            parameter._nnx_shows_partition = True  # type: ignore[attr-defined]
+            if parameter.shape != parameter.ds_shape:  # type: ignore[attr-defined]
+                _show(parameter)
+
+
+_frees: list[Any] = []
+
+
+def _free_and_show(parameter: nn.Parameter) -> None:
+    _frees[0](parameter)
+    if hasattr(parameter, "_nnx_shows_partition"):
+        _show(parameter)
+
+
+def _show(parameter: nn.Parameter) -> None:
+    partition = local_partition(parameter)
+    if partition.device == parameter.device and partition.numel():  # neither offloaded nor on disk
+        parameter.data = _own_range(parameter)[1]
+
+
+def see_empty_parameters(parameters: Sequence[nn.Parameter]) -> None:
+    """Stage 3: make parameters without elements available, as there is nothing that it would gather."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    for parameter in parameters:
+        parameter.data = parameter.data.new_empty(parameter.ds_shape)  # type: ignore[attr-defined]
+        parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]

@@ -142,16 +142,18 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
     # --- state --------------------------------------------------------------------------------
 
     def shard(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
-        """Where this rank's part of a parameter's masters lies; other tensors are whole."""
-        if self._engine is not None and isinstance(tensor, nn.Parameter):
-            if tensor in self._engine.partitions:
-                return self._engine.partitions.master(tensor)
-        return shard_of(tensor)
+        """Where this rank's part of a parameter's masters lies, or of what is laid out like a parameter."""
+        if self._engine is None:
+            return shard_of(tensor)
+        partitions = self._engine.partitions
+        if isinstance(tensor, nn.Parameter) and tensor in partitions:
+            return partitions.master(tensor)
+        return partitions.shard_like(parameter, tensor) if parameter in partitions else shard_of(tensor)
 
     def model_state(self, module: nn.Module) -> ModelState:
         """Handles on the masters, as they are with what was written into the weights meanwhile."""
         if self._engine is not None:
-            self._engine.take_written_weights()
+            self._engine.take_written_weights(looking_everywhere=True)
         return super().model_state(module)
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:

@@ -16,11 +16,14 @@ from nnx.errors import UnsupportedError
 from nnx.materialize import lay_in_order
 from nnx_deepspeed._deepspeed_compat import (
     forget_gradients,
-    number_parameters_alike,
+    number_alike,
     overwritten_gradients,
     reload_weights,
     remove_from_module,
+    see_empty_parameters,
+    show_partitions,
     weights_agree_already,
+    weights_and_masters,
 )
 from nnx_deepspeed.partitions import Partitions
 from nnx_deepspeed.shadow import copy_hyperparameters, refuse_unfit, shadow_of
@@ -53,7 +56,7 @@ class ZeroEngine:
         self._strides = lay_in_order(module.parameters())
         exact = _exact_weights(module, config)
         self.shadow = shadow_of(optimizer)
-        number_parameters_alike()
+        number_alike()
         with weights_agree_already():
             self._engine = deepspeed.initialize(
                 model=module, optimizer=self.shadow, config=dict(config), dist_init_required=False
@@ -65,6 +68,8 @@ class ZeroEngine:
         for parameter, value in exact.items():
             self.partitions.master(parameter).fill_from(value)
         self.partitions.take_state(optimizer, self.shadow)
+        self._empty = [p for p in module.parameters() if hasattr(p, "ds_numel") and not p.ds_numel]
+        show_partitions(module)
         self._versions = self._see_versions()
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = MethodType(self._routed_zero_grad, optimizer)  # type: ignore[method-assign]
@@ -79,7 +84,7 @@ class ZeroEngine:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module through DeepSpeed's hooks."""
-        self.take_written_weights()
+        see_empty_parameters(self._empty)
         return self._engine(*args, **kwargs)
 
     def set_boundary(self, is_boundary: bool) -> None:
@@ -120,15 +125,19 @@ class ZeroEngine:
 
     # --- state --------------------------------------------------------------------------------
 
-    def take_written_weights(self) -> None:
+    @torch.no_grad()
+    def take_written_weights(self, *, looking_everywhere: bool = False) -> None:
         """Let the masters follow weights that were written in place since the last step, as by an average.
 
-        In stage 3 there is nothing to write into between steps.
+        Args:
+            looking_everywhere: Also where masters lie on another device. Elsewhere only a change of version
+                counters, which writes through ``.data`` do not leave, makes it worth moving the weights.
         """
         versions = self._see_versions()
-        for parameter, version in versions.items():
-            if version != self._versions[parameter] and parameter.shape == self.partitions.shape(parameter):
-                self.partitions.master(parameter).fill_from(parameter.detach())
+        looking_everywhere = looking_everywhere or versions != self._versions
+        for weights, masters in weights_and_masters(self.zero):
+            if weights.device == masters.device or looking_everywhere:
+                _follow(masters, weights)
         self._versions = versions
 
     def _see_versions(self) -> dict[nn.Parameter, int]:
@@ -141,7 +150,7 @@ class ZeroEngine:
 
     def remove(self) -> None:
         """Give the module its plain parameters back, complete on every rank, as exact as the masters. Collective."""
-        self.take_written_weights()
+        self.take_written_weights(looking_everywhere=True)
         full = {parameter: self._gather(parameter) for parameter in self.module.parameters()}
         self.partitions.leave_state(self.optimizer, self.shadow)
         self._engine.destroy()
@@ -166,6 +175,17 @@ class ZeroEngine:
             full[box.slices].copy_(view)
         dist.all_reduce(full)  # every element lies on one rank; adding zeros changes none
         return full
+
+
+def _follow(masters: Tensor, weights: Tensor) -> None:
+    """Take over the weights that are not the masters, rounded."""
+    if masters.data_ptr() == weights.data_ptr():
+        return
+    if masters.dtype == weights.dtype:
+        masters.copy_(weights)
+        return
+    weights = weights.to(masters.device)
+    masters.copy_(torch.where(masters.to(weights.dtype) == weights, masters, weights.to(masters.dtype)))
 
 
 def _exact_weights(module: nn.Module, config: Mapping[str, Any]) -> dict[nn.Parameter, Tensor]:

@@ -75,8 +75,20 @@ class Partitions:
         """The whole parameter's, which stage 3 empties between steps."""
         return self._shapes[parameter]
 
-    def __contains__(self, parameter: nn.Parameter) -> bool:
+    def __contains__(self, parameter: nn.Parameter | None) -> bool:
         return parameter in self._shapes
+
+    def shard_like(self, parameter: nn.Parameter, tensor: Tensor) -> Shard:
+        """Describe a tensor that has the form of a parameter between steps: whole, or in stage 3 a flat part."""
+        shape = self._shapes[parameter]
+        if tensor.shape == shape or not self._is_stage_3:
+            return shard_of(tensor)
+        if not tensor.numel():
+            return Shard(tuple(shape), tensor.dtype, (), ())
+        return shard_of_range(tensor.detach(), shape=shape, start=self._rank * self._padded(parameter))
+
+    def _padded(self, parameter: nn.Parameter) -> int:
+        return local_partition(parameter).numel()
 
     # --- weights ------------------------------------------------------------------------------
 
