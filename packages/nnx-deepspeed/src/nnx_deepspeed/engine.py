@@ -94,6 +94,7 @@ class ZeroEngine:
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Compute gradients, reduced into partitions unless more backwards were announced; they add up."""
+        see_empty_parameters(self._empty)
         earlier = [tensor.clone() for tensor in overwritten_gradients(self.zero)] if self._has_reduced else []
         self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
         if earlier:
