@@ -84,6 +84,7 @@ def _zero(options: DeepSpeedOptions) -> dict[str, Any]:
         "allgather_bucket_size": options.allgather_bucket_size,
         "reduce_bucket_size": options.reduce_bucket_size,
         "sub_group_size": options.sub_group_size,
+        "stage3_param_persistence_threshold": options.persistence_threshold,
     }
     if options.offload_optimizer:
         zero["offload_optimizer"] = {

@@ -26,7 +26,7 @@ from nnx_deepspeed._deepspeed_compat import (
     weights_and_masters,
 )
 from nnx_deepspeed.partitions import Partitions
-from nnx_deepspeed.shadow import copy_hyperparameters, refuse_unfit, shadow_of
+from nnx_deepspeed.shadow import copy_hyperparameters, refuse_other_dtypes, refuse_unfit, shadow_of
 
 __all__ = ["ZeroEngine"]
 
@@ -47,6 +47,7 @@ class ZeroEngine:
         self, module: nn.Module, optimizer: Optimizer, *, config: Mapping[str, Any], rank: int
     ) -> None:
         refuse_unfit(optimizer)
+        refuse_other_dtypes(module)
         self.module = module
         self.optimizer = optimizer
         self._groups = [g for g in optimizer.param_groups if any(p.requires_grad for p in g["params"])]

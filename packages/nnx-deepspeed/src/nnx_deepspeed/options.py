@@ -71,6 +71,11 @@ class DeepSpeedOptions:
     )
     allgather_bucket_size: int = option(200_000_000, help="Elements gathered at once.", types=(int,))
     reduce_bucket_size: int = option(200_000_000, help="Elements reduced at once.", types=(int,))
+    persistence_threshold: int = option(
+        100_000,
+        help="Stage 3 keeps parameters of at most so many elements whole on every rank; 0 keeps none.",
+        types=(int,),
+    )
     zero_allow_untested_optimizer: bool = option(
         True, help="Accept element-wise optimizers that DeepSpeed has not tested itself.", types=(bool,)
     )

@@ -13,8 +13,10 @@ _STAGE_1 = Capabilities(
     multiple_optimizers=False,
     added_parameter_groups=False,
     repeated_closures=False,
+    # They get gradients of zero, so that weight decay and momentum move them where a plain run leaves them.
     unused_parameters=False,
     freezing_while_training=False,
+    mixed_dtypes=False,
 )
 _STAGE_2 = replace(_STAGE_1, shards_gradients=True)
 _STAGE_3 = replace(_STAGE_2, shards_parameters=True)

@@ -13,11 +13,13 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import torch
+from torch import nn
 from torch.optim import LBFGS, Adafactor, Adagrad, Optimizer, SparseAdam
 
 from nnx.errors import UnsupportedError
 
-__all__ = ["copy_hyperparameters", "refuse_unfit", "shadow_of"]
+__all__ = ["copy_hyperparameters", "refuse_other_dtypes", "refuse_unfit", "shadow_of"]
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -49,6 +51,20 @@ def refuse_unfit(optimizer: Optimizer) -> None:
             f"DeepSpeed rebuilds Adagrad with one param group; this one has {len(optimizer.param_groups)}.",
             remedy="Use one group, or another optimizer.",
         )
+
+
+def refuse_other_dtypes(module: nn.Module) -> None:
+    """Refuse trained parameters that are not float32, in which DeepSpeed keeps its masters.
+
+    Raises:
+        UnsupportedError: With the first of them.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise UnsupportedError(
+                f"DeepSpeed trains float32 parameters; {name} is {str(parameter.dtype).removeprefix('torch.')}.",
+                remedy="Convert it, and let precision='bf16-mixed' choose smaller types, or use 'fsdp_auto'.",
+            )
 
 
 def shadow_of(optimizer: OptimizerT) -> OptimizerT:
