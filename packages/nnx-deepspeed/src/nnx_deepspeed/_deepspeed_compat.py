@@ -33,6 +33,10 @@ __all__ = [
     "weights_and_masters",
 ]
 
+_LEFT_ON_MODULES = (
+    *("_original_parameters", "_external_params", "all_parameters"),
+    *("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt"),
+)
 _world: dist.ProcessGroup | None = None
 
 
@@ -174,7 +178,8 @@ def remove_from_module(engine: Any, module: nn.Module, before: Mapping[nn.Module
             # By items: an error in forward leaves it gathering whatever is looked up.
             submodule._parameters = dict(submodule._parameters.items())
         for name in set(vars(submodule)) - before.get(submodule, set(vars(submodule))):
-            del submodule.__dict__[name]
+            if name in _LEFT_ON_MODULES or name.startswith("ds_"):
+                del submodule.__dict__[name]
 
 
 @contextmanager

@@ -62,6 +62,7 @@ class ZeroEngine:
             self._engine = deepspeed.initialize(
                 model=module, optimizer=self.shadow, config=dict(config), dist_init_required=False
             )[0]
+        self._left = {p: set(vars(p)) - self._attributes[p] for p in module.parameters()}
         self._is_boundary = self._has_reduced = False
         self.set_boundary(True)
         self.zero: Any = self._engine.optimizer
@@ -159,7 +160,8 @@ class ZeroEngine:
         remove_from_module(self._engine, self.module, self._attributes_of_modules)
         for parameter, value in full.items():
             for name in set(vars(parameter)) - self._attributes[parameter]:
-                delattr(parameter, name)
+                if name in self._left[parameter] or name.startswith(("ds_", "_nnx_", "_hp_")):
+                    delattr(parameter, name)
             strided = self._strides.get(parameter)
             parameter.data = (
                 value if strided is None else torch.empty_like(strided, device=value.device).copy_(value)
