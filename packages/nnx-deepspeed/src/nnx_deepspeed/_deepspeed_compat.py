@@ -37,7 +37,8 @@ _LEFT_ON_MODULES = (
     *("_original_parameters", "_external_params", "all_parameters"),
     *("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt"),
 )
-_world: dist.ProcessGroup | None = None
+_worlds: list[dist.ProcessGroup] = []
+"""The one that DeepSpeed knows."""
 
 
 def join_world() -> None:
@@ -46,17 +47,16 @@ def join_world() -> None:
     ``init_distributed`` compiles a shared-memory operator on CPU (ninja, g++, one to three minutes) unless it
     is marked as not compatible. DeepSpeed also keeps the groups of a world that was destroyed since.
     """
-    global _world
-    import deepspeed.comm.comm as comm
     import deepspeed.ops
+    from deepspeed.comm import comm
     from deepspeed.utils import groups
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     world = dist.distributed_c10d._get_default_group()
-    if _world is not None and _world is not world:
+    if _worlds and _worlds[-1] is not world:
         groups._release_process_group_references(group=None)
         comm.cdb = None
-    _world = world
+    _worlds[:] = [world]
     comm.init_distributed(dist_init_required=False, auto_mpi_discovery=False, verbose=False)
 
 
@@ -70,7 +70,7 @@ def trainable_groups(zero: Any) -> list[tuple[list[nn.Parameter], Tensor]]:
 
 
 def weights_and_masters(zero: Any) -> list[tuple[Tensor, Tensor]]:
-    """This rank's flat partitions twice: as the module computes with them, and the masters. They may be one."""
+    """This rank's flat partitions twice: as the module has them, and the masters. They may be one."""
     masters = [flat for _, flat in trainable_groups(zero)]
     if hasattr(zero, "fp16_groups"):
         _take_persistent(zero.persistent_parameters)
@@ -98,7 +98,7 @@ def _own_range(parameter: nn.Parameter) -> tuple[int, Tensor]:
 
 
 def fragment(parameter: nn.Parameter) -> tuple[int, int, int] | None:
-    """Stages 1 and 2: where this rank's part begins in the parameter and in the flat partition, and its length."""
+    """Stages 1 and 2: where this rank's part begins, in the parameter and in the flat one; its length."""
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is None:
         return None
@@ -184,7 +184,7 @@ def remove_from_module(engine: Any, module: nn.Module, before: Mapping[nn.Module
 
 @contextmanager
 def weights_agree_already() -> Iterator[None]:
-    """Keep DeepSpeed from broadcasting weights as bytes, which fails for 0-d and strided ones; nnx has done it."""
+    """Keep DeepSpeed from broadcasting weights as bytes, which fails for 0-d ones; nnx has done it."""
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.partition_parameters import Init
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx.backend import Backend, ParallelContext, Sample
 from nnx.errors import UnsupportedError
+from nnx.forwarding import forward_as
 from nnx.gradients import Gradient
 from nnx.layout import Shard, shard_of
 from nnx.materialize import broadcast_module, materialize, move_to
@@ -21,19 +21,20 @@ from nnx.state import ModelState, OptimizerState, parameter_names
 from nnx_deepspeed._deepspeed_compat import join_world
 from nnx_deepspeed.config import make_config
 from nnx_deepspeed.engine import ZeroEngine
-from nnx.forwarding import forward_as
 from nnx_deepspeed.options import DeepSpeedOptions
 
 __all__ = ["DeepSpeedBackend"]
 
 T = TypeVar("T")
 
+_PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+
 
 class DeepSpeedBackend(Backend[DeepSpeedOptions]):
     """Trains with DeepSpeed's ZeRO stages 1 to 3; the module's parameters stay its own objects.
 
-    The engine is made in `setup_optimizers`, because DeepSpeed needs module and optimizer together. Without an
-    optimizer (validation, prediction) the module is whole on every rank.
+    The engine is made in `setup_optimizers`, because DeepSpeed needs module and optimizer together. Without
+    an optimizer (validation, prediction) the module is whole on every rank.
     """
 
     Options = DeepSpeedOptions
@@ -45,8 +46,17 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
     # --- set up -------------------------------------------------------------------------------
 
     def setup(self, context: ParallelContext) -> None:
-        """Let DeepSpeed join the world."""
+        """Let DeepSpeed join the world.
+
+        Raises:
+            UnsupportedError: The precision needs other masters than float32 ones.
+        """
         super().setup(context)
+        if context.precision not in _PRECISIONS:
+            raise UnsupportedError(
+                f"DeepSpeed keeps float32 masters; precision={context.precision!r} asks for others.",
+                remedy=f"Use one of {', '.join(map(repr, _PRECISIONS))}, or strategy 'fsdp_auto'.",
+            )
         logging.getLogger("DeepSpeed").setLevel(self.options.logging_level)
         self._config = make_config(self.options, half=self._half())
         join_world()
@@ -72,8 +82,9 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
         if not optimizers:
             return
         if len(optimizers) > 1 or self._engine is not None:
+            count = max(2, len(optimizers))
             raise UnsupportedError(
-                f"DeepSpeed trains one module with one optimizer; there are {max(2, len(optimizers))} optimizers.",
+                f"DeepSpeed trains one module with one optimizer; there are {count} optimizers.",
                 remedy="Use one optimizer with several param groups, or a strategy such as 'fsdp_auto'.",
             )
         self._engine = ZeroEngine(module, optimizers[0], config=self._config, rank=self.context.rank)
@@ -148,7 +159,9 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
         partitions = self._engine.partitions
         if isinstance(tensor, nn.Parameter) and tensor in partitions:
             return partitions.master(tensor)
-        return partitions.shard_like(parameter, tensor) if parameter in partitions else shard_of(tensor)
+        if parameter is not None and parameter in partitions:
+            return partitions.shard_like(parameter, tensor)
+        return shard_of(tensor)
 
     def model_state(self, module: nn.Module) -> ModelState:
         """Handles on the masters, as they are with what was written into the weights meanwhile."""

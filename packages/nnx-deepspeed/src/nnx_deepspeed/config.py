@@ -1,4 +1,4 @@
-"""The DeepSpeed config of a run: what the options say, what the user's own config says, and what Trainer decides.
+"""The DeepSpeed config of a run: from the options, from the user's own config, and from what Trainer decides.
 
 Trainer (or Fabric) owns the batch, accumulation, clipping, precision, optimizer and scheduler. A config that
 says otherwise is refused, because one of the two would be ignored in silence.
@@ -20,7 +20,7 @@ __all__ = ["make_config"]
 _AUTO = "auto"
 _HALF = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
 _OWNED = {
-    "optimizer": "Return the optimizer from `configure_optimizers`; deepspeed.ops.adam.DeepSpeedCPUAdam is one.",
+    "optimizer": "Return the optimizer from `configure_optimizers`; it may be `DeepSpeedCPUAdam`.",
     "scheduler": "Return the scheduler from `configure_optimizers`.",
 }
 
@@ -146,7 +146,7 @@ def _refuse_contradictions(users: Mapping[str, Any], options: DeepSpeedOptions, 
         enabled = users.get(name, {}).get("enabled", _AUTO)
         if enabled != _AUTO and bool(enabled) != (half == name):
             raise OptionError(
-                f"the DeepSpeed config says {name}.enabled={enabled}, the precision of this run says otherwise.",
+                f"the DeepSpeed config says {name}.enabled={enabled}, this run's precision says otherwise.",
                 remedy=f"Leave it out; precision={precision!r} of Trainer or Fabric turns {name} on.",
             )
 

@@ -152,7 +152,7 @@ class ZeroEngine:
         self._versions = self._see_versions()
 
     def remove(self) -> None:
-        """Give the module its plain parameters back, complete on every rank, as exact as the masters. Collective."""
+        """Give the module plain parameters back, complete and as exact as the masters. Collective."""
         self.take_written_weights(looking_everywhere=True)
         full = {parameter: self._gather(parameter) for parameter in self.module.parameters()}
         self.partitions.leave_state(self.optimizer, self.shadow)

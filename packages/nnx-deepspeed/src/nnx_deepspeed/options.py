@@ -16,7 +16,7 @@ __all__ = ["DeepSpeedOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedOptions:
-    """What changes how DeepSpeed is configured; `config` may say the same and more in DeepSpeed's own words."""
+    """What changes how DeepSpeed is configured; `config` may say the same, and more, in DeepSpeed's words."""
 
     stage: int = option(
         2,
@@ -25,8 +25,8 @@ class DeepSpeedOptions:
     )
     config: Mapping[str, Any] | str | os.PathLike[str] | None = option(
         None,
-        help="A DeepSpeed config: a dict, or the path of a JSON file. What it says wins over the defaults here; "
-        "where it contradicts an option that you set, or Trainer's arguments, that is an error.",
+        help="A DeepSpeed config: a dict, or the path of a JSON file. What it says wins over the defaults "
+        "here; where it contradicts an option that you set, or Trainer's arguments, that is an error.",
         types=(Mapping, str, os.PathLike),
     )
     offload_optimizer: bool = option(

@@ -1,8 +1,9 @@
-"""What this rank holds under ZeRO: masters, optimizer state and gradients, as views into DeepSpeed's flat buffers.
+"""What this rank holds under ZeRO: masters, optimizer state and gradients, as views of DeepSpeed's buffers.
 
-Stages 1 and 2 cut a param group as one flat vector, so a rank may hold the end of one parameter and the beginning
-of the next. Stage 3 cuts every parameter into equal parts, the last one padded. Either way a part is a range of a
-flattened parameter, which is what `nnx.layout.shard_of_range` describes. Nothing here communicates or copies.
+Stages 1 and 2 cut a param group as one flat vector, so a rank may hold the end of one parameter and the
+beginning of the next. Stage 3 cuts every parameter into equal parts, the last one padded. Either way a part
+is a range of a flattened parameter, which is what `nnx.layout.shard_of_range` describes. Nothing here
+communicates or copies.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["Partitions"]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Elements ``[start, start + length)`` of a parameter, which begin at `offset` of flat partition `flat`."""
+    """Elements ``[start, start + length)`` of a parameter; they begin at `offset` of partition `flat`."""
 
     flat: int
     start: int
@@ -75,11 +76,11 @@ class Partitions:
         """The whole parameter's, which stage 3 empties between steps."""
         return self._shapes[parameter]
 
-    def __contains__(self, parameter: nn.Parameter | None) -> bool:
+    def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._shapes
 
     def shard_like(self, parameter: nn.Parameter, tensor: Tensor) -> Shard:
-        """Describe a tensor that has the form of a parameter between steps: whole, or in stage 3 a flat part."""
+        """Describe a tensor that has a parameter's form between steps: whole, or in stage 3 a flat part."""
         shape = self._shapes[parameter]
         if tensor.shape == shape or not self._is_stage_3:
             return shard_of(tensor)
@@ -136,7 +137,7 @@ class Partitions:
             optimizer: The one whose state is keyed by flat partitions.
 
         Raises:
-            CheckpointError: Parameters of one group differ in such a value, of which DeepSpeed has one for all.
+            CheckpointError: Parameters of one group differ in such a value; DeepSpeed has one for all.
         """
         optimizer.state.clear()
         for parameter, entries in saved.items():
@@ -160,7 +161,7 @@ class Partitions:
 
     @torch.no_grad()
     def take_state(self, optimizer: Optimizer, shadow: Optimizer) -> None:
-        """Begin with the state that the user's optimizer has: of whole parameters, or what `leave_state` left."""
+        """Begin with the user's optimizer's state: of whole parameters, or what `leave_state` left."""
         held = {p: dict(optimizer.state.pop(p)) for p in self._flat_of if p in optimizer.state}
         self.allocate(held, shadow)
         for parameter, entries in held.items():
@@ -180,7 +181,7 @@ class Partitions:
         return 0 if part is None else part.start
 
     def leave_state(self, optimizer: Optimizer, shadow: Optimizer) -> None:
-        """Give the user's optimizer this rank's part of its state, flat, for another run of the same ranks."""
+        """Give the user's optimizer this rank's part of its state, flat, for another run of these ranks."""
         for parameter in self._flat_of:
             flat, part = self._flats[self._flat_of[parameter]], self._parts[parameter]
             offset, length = (part.offset, part.length) if part is not None else (0, 0)
@@ -222,8 +223,8 @@ def _take_over(state: dict[str, Any], name: str, value: Any) -> None:
     same = torch.equal(mine, value) if isinstance(mine, Tensor) else mine == value
     if not same:
         raise CheckpointError(
-            f"parameters of one param group have different values of {name!r} in the checkpoint: {mine} and {value}.",
-            remedy="DeepSpeed keeps one for all of them: resume under another strategy, or load only the weights.",
+            f"parameters of one param group have different {name!r} in the checkpoint: {mine} and {value}.",
+            remedy="DeepSpeed keeps one for all of them: resume under another strategy, or load weights.",
         )
 
 

@@ -1,10 +1,10 @@
 """The optimizer that DeepSpeed steps: the user's own, over flat partitions, in an object of its own.
 
-DeepSpeed puts its flat partitions into the param groups of the optimizer that it is given, empties them between
-steps (stage 3), and calls ``step`` once for each group. The user's object would show all that to schedulers,
-hooks and callbacks. So DeepSpeed gets a shadow: the same class and settings, other groups and state. The user's
-object keeps the module's parameters, whose ``.grad`` is None when it steps, so that its own step changes nothing
-and still runs its hooks.
+DeepSpeed puts its flat partitions into the param groups of the optimizer that it is given, empties them
+between steps (stage 3), and calls ``step`` once for each group. The user's object would show all that to
+schedulers, hooks and callbacks. So DeepSpeed gets a shadow: the same class and settings, other groups and
+state. The user's object keeps the module's parameters, whose ``.grad`` is None when it steps, so that its own
+step changes nothing and still runs its hooks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def refuse_unfit(optimizer: Optimizer) -> None:
     if name in _NOT_BY_ELEMENT:
         raise UnsupportedError(
             f"{name} cannot work on DeepSpeed's flat partitions: its update needs more than single elements.",
-            remedy="Use an optimizer that works element by element (Adam, AdamW, SGD, ...), or strategy 'fsdp_auto'.",
+            remedy="Use one that works element by element (Adam, AdamW, SGD, ...), or strategy 'fsdp_auto'.",
         )
     if isinstance(optimizer, Adagrad) and len(optimizer.param_groups) > 1:
         raise UnsupportedError(
@@ -61,14 +61,15 @@ def refuse_other_dtypes(module: nn.Module) -> None:
     """
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
+            dtype = str(parameter.dtype).removeprefix("torch.")
             raise UnsupportedError(
-                f"DeepSpeed trains float32 parameters; {name} is {str(parameter.dtype).removeprefix('torch.')}.",
+                f"DeepSpeed trains float32 parameters; {name} is {dtype}.",
                 remedy="Convert it, and let precision='bf16-mixed' choose smaller types, or use 'fsdp_auto'.",
             )
 
 
 def shadow_of(optimizer: OptimizerT) -> OptimizerT:
-    """An optimizer of the same class and settings, over the same trainable parameters, without state or hooks."""
+    """An optimizer of the same class and settings over the same parameters, without state or hooks."""
     shadow = object.__new__(type(optimizer))
     shadow.__dict__.update(optimizer.__dict__)
     for wrapped in ("step", "zero_grad"):  # what schedulers and strategies put on the user's object
