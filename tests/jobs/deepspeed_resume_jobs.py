@@ -1,4 +1,4 @@
-"""What checkpoints of DeepSpeed runs hold: saved in one run, taken over by another, and saved again at once."""
+"""What checkpoints of DeepSpeed runs hold: saved in one run, resumed by another, and saved again at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config that DeepSpeed gets, and every refusal of options and configs; nothing here imports DeepSpeed."""
+"""The config that DeepSpeed gets, and every refusal of options and configs."""
 
 from __future__ import annotations
 
