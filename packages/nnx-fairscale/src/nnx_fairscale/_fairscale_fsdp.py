@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from nnx_fairscale._fairscale_compat import STREAMS, NullStream
 from nnx_fairscale.pieces import Piece, cut
+from nnx_fairscale.touched import used_anywhere
 
 __all__ = ["Unit", "is_taken", "leave_out"]
 
@@ -75,6 +77,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         self.pieces: list[Piece] = []
         self._stream = stream
         self._views: list[Tensor] = []
+        self._used: set[int] = set()
         for flat in self.params:
             self._init_param_attributes(flat)  # pins the shard before anything views it
         if self._num_flatten_params:
@@ -159,7 +162,13 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
             view if piece.parameter.requires_grad else view.detach()
             for view, piece in zip(flat.get_param_views(), self.pieces, strict=True)
         ]
+        for index, view in enumerate(self._views):
+            if view.requires_grad and torch.is_grad_enabled():
+                view.register_hook(partial(self._note_use, index))
         self._show()
+
+    def _note_use(self, index: int, gradient: Tensor) -> None:
+        self._used.add(index)
 
     def _show(self) -> None:
         for view, piece in zip(self._views, self.pieces, strict=True):
@@ -188,9 +197,18 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
             if not torch.is_grad_enabled():
                 self._views.clear()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a forward or a backward of the unit is going on."""
+        return bool(self.training_state != TrainingState.IDLE)
+
+    def become_root(self) -> None:
+        """Let no nested unit take itself for the root when it is called first."""
+        self._lazy_init()
+
     def free(self) -> None:
         """Drop what is gathered: it may be of weights that have changed since."""
-        if self.training_state == TrainingState.IDLE:
+        if not self.is_busy:
             self._free_full_params()
             self._use_fp32_param_shard()
 
@@ -201,6 +219,8 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         return gathered
 
     def _use_full_params(self) -> None:
+        if not self.has_full_params:  # another backward since this forward has freed them
+            self._rebuild_full_params()
         super()._use_full_params()
         if self._views:
             self._show()
@@ -218,6 +238,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         if all(piece.parameter.grad is None for piece in self.pieces):
             flat.grad = None
             flat.__dict__.pop("_saved_grad_shard", None)
+            self._used.clear()  # hooks of this backward's views have yet to fire
             return
         for piece, mine in zip(self.pieces, self._gradients(flat), strict=True):
             given = piece.parameter.grad
@@ -254,6 +275,22 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
             unit._hide()
             unit._views.clear()
             unit._give_gradients()
+        if self._require_backward_grad_sync:
+            self._drop_unused(get_fsdp_instances(self))
+
+    def _drop_unused(self, units: Sequence[Unit]) -> None:
+        """A parameter that no rank has used has zeros in the flat gradient, and none by itself."""
+        pieces = [(unit, i) for unit in units if unit._num_flatten_params for i in range(len(unit.pieces))]
+        used = used_anywhere([i in unit._used for unit, i in pieces], self.compute_device)
+        for (unit, i), is_used in zip(pieces, used, strict=True):
+            if not is_used:
+                unit.pieces[i].parameter.grad = None
+
+    def _post_reduction_hook(self, param: Tensor, reduced_grad: Tensor) -> None:
+        """Take a gradient out of the bucket that it was reduced in, so that the bucket can go."""
+        if reduced_grad.untyped_storage().nbytes() > reduced_grad.nbytes:
+            reduced_grad = reduced_grad.clone()
+        super()._post_reduction_hook(param, reduced_grad)
 
     # --- what fairscale does otherwise ---------------------------------------------------------
 

@@ -108,6 +108,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         self._refuse_split_ties(module)
         layout.replicated = self._replicate_odd_ones(module)
         self._make_unit(module, name="")
+        self._route_calls(module, layout)
         self._layouts[module] = layout
         self._unfinished = _Layout()
         if self.context.rank == 0:
@@ -128,6 +129,25 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         if name:
             module.forward = partial(self._call, unit, module.forward)
             layout.changed.add(module)
+
+    def _route_calls(self, root: nn.Module, layout: _Layout) -> None:
+        """Let the root be called outside of a step, and with manual optimization every part of it."""
+        unit = layout.units[root]
+        unit.become_root()
+        is_automatic = getattr(root, "automatic_optimization", True)
+        for module in [root] if is_automatic else list(root.modules()):
+            if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+                module.forward = partial(self._through_root, unit, module.forward)
+                layout.changed.add(module)
+
+    def _through_root(self, root: Unit, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        if root.is_busy:
+            return function(*args, **kwargs)
+        result = self._call(root, function, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            for layout in self._layouts.values():
+                self._free(layout)
+        return result
 
     def _settings(self) -> dict[str, Any]:
         options = self.options
@@ -243,10 +263,9 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         layout = self._layouts.get(module)
         if layout is None:
             return step(*args, **kwargs)
-        result: T = self._call(layout.units[module], step, *args, **kwargs)
-        if not torch.is_grad_enabled():
-            self._free(layout)
-        return result
+        if torch.is_grad_enabled() and not getattr(module, "automatic_optimization", True):
+            return step(*args, **kwargs)  # it calls backward itself, outside of the calls of the model
+        return self._through_root(layout.units[module], step, *args, **kwargs)
 
     def _call(self, unit: Unit, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         if unit.mixed_precision:

@@ -44,6 +44,7 @@ class Ownership:
         self.optimizer = optimizer
         self._rank = rank
         self._broadcast_fp16 = broadcast_fp16
+        self.parts: list[Any] = []
         self._share_out()
 
     def _share_out(self) -> None:
@@ -64,18 +65,15 @@ class Ownership:
             broadcast_fp16=self._broadcast_fp16,
         )
 
-    def refresh(self) -> bool:
-        """Take notice of parameters that were added, frozen or unfrozen; says whether there were any."""
+    def refresh(self) -> None:
+        """Take notice of parameters that were added, frozen or unfrozen. New ones come with new `parts`."""
         if len(_parameters(self.optimizer)) != len(self._parameters):
             self._share_out()
-            return True
         trainable = [parameter.requires_grad for parameter in self._parameters]
-        if trainable == self._trainable:
-            return False
-        self._trainable = trainable
-        for part in self.parts:
-            part.refresh_trainable()
-        return True
+        if trainable != self._trainable:
+            self._trainable = trainable
+            for part in self.parts:
+                part.refresh_trainable()
 
     def owns(self, parameter: nn.Parameter) -> bool:
         """Whether this rank updates the parameter; of one without elements every rank does."""

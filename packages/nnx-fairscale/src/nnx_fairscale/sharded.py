@@ -17,11 +17,9 @@ from fairscale.nn.data_parallel import ShardedDataParallel
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx.errors import UnsupportedError
 from nnx.gradients import Gradient
 from nnx_fairscale.options import ShardedOptions
 from nnx_fairscale.oss import OwnedParameters
-from nnx_fairscale.ownership import Ownership
 from nnx_fairscale.touched import Touched
 
 __all__ = ["ShardedBackend"]
@@ -34,20 +32,30 @@ class _ShardedModule:
 
     Args:
         module: The user's.
-        owners: Those of each optimizer over its parameters.
+        parts: The OSS of parameters of one dtype, of each optimizer: fairscale's buffers hold one dtype.
+        rank: This rank.
         options: Of the strategy.
         device: Of this rank.
     """
 
     def __init__(
-        self, module: nn.Module, owners: Sequence[Ownership], options: ShardedOptions, device: torch.device
+        self,
+        module: nn.Module,
+        parts: Sequence[Any],
+        *,
+        rank: int,
+        options: ShardedOptions,
+        device: torch.device,
     ) -> None:
-        self._owners = owners
+        self._rank = rank
         self._device = device
-        self._parameters = list(dict.fromkeys(p for each in owners for p in each.parameters() if p.numel()))
+        self._owners: dict[nn.Parameter, int] = {}
+        for part in parts:
+            self._owners |= part._param_to_rank
+        self._parameters = list(self._owners)
         self._wrapper = ShardedDataParallel(
             module,
-            [part for each in owners for part in each.parts],
+            list(parts),
             broadcast_buffers=False,
             sync_models_at_startup=False,
             reduce_buffer_size=options.reduce_buffer_size,
@@ -58,10 +66,6 @@ class _ShardedModule:
         self._touched = Touched()
         self._earlier: dict[nn.Parameter, Tensor] = {}
         self._has_reduced = False
-
-    def owns(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank updates it."""
-        return all(each.owns(parameter) for each in self._owners)
 
     @torch.no_grad()
     def prepare(self, *, synchronize: bool) -> None:
@@ -75,7 +79,7 @@ class _ShardedModule:
         if self._has_reduced:  # what is there is the owners' average, and nothing that means anything elsewhere
             for parameter in self._parameters:
                 if parameter.grad is not None:
-                    if self.owns(parameter):
+                    if self._owners[parameter] == self._rank:
                         self._earlier[parameter] = parameter.grad.clone()
                     parameter.grad.zero_()
             self._has_reduced = False
@@ -85,6 +89,7 @@ class _ShardedModule:
 
     def _attach(self) -> None:
         for bucket in self._wrapper._bucket_list:
+            bucket.rebuild()  # where it was collapsed
             begin = 0
             for parameter in bucket._params:
                 view = bucket.buffer[begin : begin + parameter.numel()].view_as(parameter)
@@ -102,6 +107,9 @@ class _ShardedModule:
             return
         self._has_reduced = True
         used = self._touched.anywhere(self._parameters, self._device)
+        for bucket in self._wrapper._bucket_list:
+            if bucket.destination != self._rank:
+                bucket.collapse()
         for parameter in self._parameters:
             earlier = self._earlier.pop(parameter, None)
             if earlier is not None:
@@ -124,34 +132,47 @@ class ShardedBackend(OwnedParameters):
 
     def __init__(self, options: ShardedOptions) -> None:
         super().__init__(options)
-        self._sharded: dict[nn.Module, _ShardedModule] = {}
+        self._sharded: dict[nn.Module, list[_ShardedModule]] = {}
+        self._parts: dict[nn.Module, list[Any]] = {}
         self._synchronize = True
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Share the parameters out, and reduce their gradients to their owners.
-
-        Raises:
-            UnsupportedError: The trained parameters are of several dtypes.
-        """
+        """Share the parameters out, and reduce their gradients to their owners."""
         super().setup_optimizers(module, optimizers)
-        owners = [self._owners[optimizer] for optimizer in self._optimizers[module]]
-        dtypes = {part.dtype for each in owners for part in each.parameters()}
-        if len(dtypes) > 1:
-            raise UnsupportedError(
-                f"fairscale's ShardedDataParallel reduces one dtype; the optimizers have {sorted(map(str, dtypes))}.",
-                remedy="Use one dtype, or strategy 'fairscale_oss'.",
+        self._reduce_to_owners(module)
+
+    def _reduce_to_owners(self, module: nn.Module) -> None:
+        """Let fairscale's hooks reduce gradients to the owners that there are now."""
+        self._stop_reducing(module)
+        by_dtype: dict[torch.dtype, list[Any]] = {}
+        for optimizer in self._optimizers[module]:
+            for part in self._owners[optimizer].parts:
+                by_dtype.setdefault(part.param_groups[0]["params"][0].dtype, []).append(part)
+        self._sharded[module] = [
+            _ShardedModule(
+                module, same, rank=self.context.rank, options=self.options, device=self.context.device
             )
-        before = self._sharded.pop(module, None)
-        if before is not None:
-            before.remove()
-        if dtypes:
-            self._sharded[module] = _ShardedModule(module, owners, self.options, self.context.device)
+            for same in by_dtype.values()
+        ]
+        self._parts[module] = [part for same in by_dtype.values() for part in same]
+
+    def _stop_reducing(self, module: nn.Module) -> None:
+        for sharded in self._sharded.pop(module, ()):
+            sharded.remove()
+
+    def _follow_optimizers(self) -> None:
+        """Notice parameters that were added to an optimizer since."""
+        for module, optimizers in self._optimizers.items():
+            for optimizer in optimizers:
+                self._owners[optimizer].refresh()
+            parts = [part for optimizer in optimizers for part in self._owners[optimizer].parts]
+            if {id(part) for part in parts} != {id(part) for part in self._parts[module]}:
+                self._reduce_to_owners(module)
 
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """Take it all off the module."""
-        sharded = self._sharded.pop(module, None)
-        if sharded is not None:
-            sharded.remove()
+        self._stop_reducing(module)
+        self._parts.pop(module, None)
         return super().unparallelize(module)
 
     @contextmanager
@@ -165,10 +186,12 @@ class ShardedBackend(OwnedParameters):
 
     def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients, each reduced to its owner; they add up until they are dropped."""
-        for sharded in self._sharded.values():
+        self._follow_optimizers()
+        every = [sharded for several in self._sharded.values() for sharded in several]
+        for sharded in every:
             sharded.prepare(synchronize=self._synchronize)
         super().backward(module, loss, *args, **kwargs)
-        for sharded in self._sharded.values():
+        for sharded in every:
             sharded.finish(synchronize=self._synchronize)
 
     def gradients(self, optimizer: Optimizer) -> list[Gradient]:
