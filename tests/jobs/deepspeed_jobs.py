@@ -28,8 +28,12 @@ class Grouped(Net):
 class Weighted(Net):
     """Calls backward with a gradient of its own."""
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        super().backward(loss, gradient=torch.ones(()))
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        self.manual_backward(self._loss(*batch), gradient=torch.ones(()))
 
 
 def _with(make: Callable[[list[nn.Parameter]], Any]) -> type[Net]:

@@ -28,6 +28,7 @@ __all__ = [
     "remove_from_module",
     "see_empty_parameters",
     "show_partitions",
+    "take_persistent",
     "trainable_groups",
     "weights_agree_already",
     "weights_and_masters",
@@ -73,7 +74,7 @@ def weights_and_masters(zero: Any) -> list[tuple[Tensor, Tensor]]:
     """This rank's flat partitions twice: as the module has them, and the masters. They may be one."""
     masters = [flat for _, flat in trainable_groups(zero)]
     if hasattr(zero, "fp16_groups"):
-        _take_persistent(zero.persistent_parameters)
+        take_persistent(zero)
         weights = zero.fp16_partitioned_groups_flat
         return [(w, m) for w, m in zip(weights, masters, strict=True) if w is not None]  # None: on disk
     parts = getattr(zero, "bf16_partitioned_groups", None) or zero.parallel_partitioned_bit16_groups
@@ -81,12 +82,19 @@ def weights_and_masters(zero: Any) -> list[tuple[Tensor, Tensor]]:
     return [(of_ranks[rank], m) for of_ranks, m in zip(parts, masters, strict=True)]
 
 
-def _take_persistent(parameters: Sequence[nn.Parameter]) -> None:
-    """Let a partition follow the whole parameter that stage 3 keeps beside it."""
-    for parameter in parameters:
-        if parameter.shape == parameter.ds_shape:  # type: ignore[attr-defined]
-            start, part = _own_range(parameter)
-            part.copy_(parameter.detach().flatten()[start : start + part.numel()])
+def take_persistent(zero: Any) -> None:
+    """Stage 3: let partitions follow the whole parameters that are kept beside them, if any are whole now.
+
+    Backward drops and gathers them, so what was written into them is taken before.
+    """
+    whole = [p for p in getattr(zero, "persistent_parameters", ()) if p.numel() and p.shape == p.ds_shape]
+    parts, slices = [], []
+    for parameter in whole:
+        start, part = _own_range(parameter)
+        parts.append(part)
+        slices.append(parameter.detach().flatten()[start : start + part.numel()])
+    if parts:
+        torch._foreach_copy_(parts, slices)
 
 
 def _own_range(parameter: nn.Parameter) -> tuple[int, Tensor]:

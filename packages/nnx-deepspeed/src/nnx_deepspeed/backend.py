@@ -58,16 +58,10 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
                 remedy=f"Use one of {', '.join(map(repr, _PRECISIONS))}, or strategy 'fsdp_auto'.",
             )
         logging.getLogger("DeepSpeed").setLevel(self.options.logging_level)
-        self._config = make_config(self.options, half=self._half())
+        # '16-mixed' is autocast over float32 weights: DeepSpeed's own loss scale would be in the gradients
+        # that Trainer clips, and its state in no checkpoint.
+        self._config = make_config(self.options, bf16=context.precision == "bf16-mixed")
         join_world()
-
-    def _half(self) -> str | None:
-        """The 16-bit weights that DeepSpeed computes with; None where autocast over float32 ones does it."""
-        if self.context.precision == "bf16-mixed":
-            return "bf16"
-        if self.context.precision == "16-mixed" and self.context.device.type == "cuda":
-            return "fp16"
-        return None
 
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
         """Give every rank rank 0's weights, on its device; `setup_optimizers` lays them out."""

@@ -18,33 +18,29 @@ from nnx_deepspeed.options import DeepSpeedOptions
 __all__ = ["make_config"]
 
 _AUTO = "auto"
-_HALF = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
 _OWNED = {
     "optimizer": "Return the optimizer from `configure_optimizers`; it may be `DeepSpeedCPUAdam`.",
     "scheduler": "Return the scheduler from `configure_optimizers`.",
 }
 
 
-def make_config(options: DeepSpeedOptions, *, half: str | None) -> dict[str, Any]:
+def make_config(options: DeepSpeedOptions, *, bf16: bool) -> dict[str, Any]:
     """The config that ``deepspeed.initialize`` gets.
 
     Args:
         options: Of the strategy.
-        half: ``"fp16"`` or ``"bf16"`` where weights and activations have 16 bits; None for float32.
+        bf16: Whether weights and activations are bfloat16, and masters float32.
 
     Raises:
         OptionError: The user's config cannot be read, or contradicts the options or Trainer.
     """
     config = _defaults(options)
-    if half == "bf16":
+    if bf16:
         config["bf16"] = {"enabled": True}
-    if half == "fp16":
-        config["fp16"] = _loss_scaling(options)
-    if half is not None:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if options.config is not None:
         users = _read(options.config)
-        _refuse_contradictions(users, options, half)
+        _refuse_contradictions(users, options, bf16)
         _merge(config, users)
     return config
 
@@ -105,17 +101,6 @@ def _zero(options: DeepSpeedOptions) -> dict[str, Any]:
     return zero
 
 
-def _loss_scaling(options: DeepSpeedOptions) -> dict[str, Any]:
-    return {
-        "enabled": True,
-        "loss_scale": options.loss_scale,
-        "initial_scale_power": options.initial_scale_power,
-        "loss_scale_window": options.loss_scale_window,
-        "hysteresis": options.hysteresis,
-        "min_loss_scale": options.min_loss_scale,
-    }
-
-
 def _read(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
@@ -134,7 +119,7 @@ def _read(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
     return content
 
 
-def _refuse_contradictions(users: Mapping[str, Any], options: DeepSpeedOptions, half: str | None) -> None:
+def _refuse_contradictions(users: Mapping[str, Any], options: DeepSpeedOptions, bf16: bool) -> None:
     for section, remedy in _OWNED.items():
         if section in users:
             raise OptionError(f"the DeepSpeed config has a section {section!r}.", remedy=remedy)
@@ -142,13 +127,17 @@ def _refuse_contradictions(users: Mapping[str, Any], options: DeepSpeedOptions, 
     _must_be(users, "gradient_clipping", (0, 0.0), "Use Trainer(gradient_clip_val=...).")
     zero = users.get("zero_optimization", {})
     _must_be(zero, "stage", (options.stage,), f"This strategy is stage {options.stage}; choose another name.")
-    for name, precision in _HALF.items():
-        enabled = users.get(name, {}).get("enabled", _AUTO)
-        if enabled != _AUTO and bool(enabled) != (half == name):
-            raise OptionError(
-                f"the DeepSpeed config says {name}.enabled={enabled}, this run's precision says otherwise.",
-                remedy=f"Leave it out; precision={precision!r} of Trainer or Fabric turns {name} on.",
-            )
+    enabled = users.get("bf16", {}).get("enabled", _AUTO)
+    if enabled != _AUTO and bool(enabled) != bf16:
+        raise OptionError(
+            f"the DeepSpeed config says bf16.enabled={enabled}, this run's precision says otherwise.",
+            remedy="Leave it out; precision='bf16-mixed' of Trainer or Fabric turns it on.",
+        )
+    if users.get("fp16", {}).get("enabled", _AUTO) not in (_AUTO, False):
+        raise OptionError(
+            "the DeepSpeed config turns fp16 on; its loss scale would be in the gradients that are clipped.",
+            remedy="Use precision='16-mixed', which computes in float16, or 'bf16-mixed'.",
+        )
 
 
 def _must_be(section: Mapping[str, Any], key: str, allowed: tuple[Any, ...], remedy: str) -> None:

@@ -22,6 +22,7 @@ from nnx_deepspeed._deepspeed_compat import (
     remove_from_module,
     see_empty_parameters,
     show_partitions,
+    take_persistent,
     weights_agree_already,
     weights_and_masters,
 )
@@ -86,6 +87,7 @@ class ZeroEngine:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module through DeepSpeed's hooks."""
+        take_persistent(self.zero)
         see_empty_parameters(self._empty)
         return self._engine(*args, **kwargs)
 
@@ -154,7 +156,7 @@ class ZeroEngine:
     def remove(self) -> None:
         """Give the module plain parameters back, complete and as exact as the masters. Collective."""
         self.take_written_weights(looking_everywhere=True)
-        full = {parameter: self._gather(parameter) for parameter in self.module.parameters()}
+        full = {parameter: self._gather(parameter) for parameter in self._attributes}
         self.partitions.leave_state(self.optimizer, self.shadow)
         self._engine.destroy()
         remove_from_module(self._engine, self.module, self._attributes_of_modules)
@@ -194,7 +196,7 @@ def _follow(masters: Tensor, weights: Tensor) -> None:
 
 def _exact_weights(module: nn.Module, config: Mapping[str, Any]) -> dict[nn.Parameter, Tensor]:
     """Rank 0's weights before DeepSpeed rounds them to 16 bits, from which it would make its masters."""
-    if not any(config.get(half, {}).get("enabled") for half in ("fp16", "bf16")):
+    if not config.get("bf16", {}).get("enabled"):
         return {}
     return {
         parameter: parameter.detach().clone() for parameter in module.parameters() if parameter.requires_grad

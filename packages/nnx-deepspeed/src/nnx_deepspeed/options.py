@@ -79,15 +79,6 @@ class DeepSpeedOptions:
     zero_allow_untested_optimizer: bool = option(
         True, help="Accept element-wise optimizers that DeepSpeed has not tested itself.", types=(bool,)
     )
-    loss_scale: float = option(
-        0, help="Fixed loss scale of DeepSpeed's float16; 0 adapts it.", types=(int, float)
-    )
-    initial_scale_power: int = option(
-        16, help="The adaptive scale begins at two to this power.", types=(int,)
-    )
-    loss_scale_window: int = option(1000, help="Steps without overflow before it doubles.", types=(int,))
-    hysteresis: int = option(2, help="Overflows before it is halved.", types=(int,))
-    min_loss_scale: int = option(1, help="It is never smaller.", types=(int,))
     partition_activations: bool = option(
         False, help="deepspeed.checkpointing: split checkpointed activations over ranks.", types=(bool,)
     )
