@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nnx import Capabilities, StrategySpec, hookimpl
 
 _OSS = Capabilities(
     accelerators=("cpu", "cuda"),
-    precisions=("32-true", "16-mixed", "bf16-mixed"),
+    precisions=("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"),
     shards_optimizer=True,
+    meta_initialization=True,
     repeated_closures=False,
 )
-_SHARDED = Capabilities(
-    accelerators=("cpu", "cuda"),
-    precisions=("32-true", "16-mixed", "bf16-mixed"),
-    shards_gradients=True,
-    shards_optimizer=True,
-    repeated_closures=False,
-)
+_SHARDED = replace(_OSS, shards_gradients=True)
 _FSDP = Capabilities(
     accelerators=("cpu", "cuda"),
     precisions=("32-true", "16-mixed", "bf16-mixed"),
@@ -27,7 +24,6 @@ _FSDP = Capabilities(
     manual_wrap=True,
     activation_checkpointing=True,
     meta_initialization=True,
-    repeated_closures=False,
 )
 
 

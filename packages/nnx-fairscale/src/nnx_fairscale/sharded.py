@@ -89,7 +89,8 @@ class _ShardedModule:
 
     def _attach(self) -> None:
         for bucket in self._wrapper._bucket_list:
-            bucket.rebuild()  # where it was collapsed
+            if not bucket.buffer.numel():
+                bucket.buffer = bucket.buffer.new_empty(bucket._fill)
             begin = 0
             for parameter in bucket._params:
                 view = bucket.buffer[begin : begin + parameter.numel()].view_as(parameter)
@@ -108,8 +109,10 @@ class _ShardedModule:
         self._has_reduced = True
         used = self._touched.anywhere(self._parameters, self._device)
         for bucket in self._wrapper._bucket_list:
-            if bucket.destination != self._rank:
-                bucket.collapse()
+            if bucket.destination != self._rank:  # fairscale's own `collapse` fails on views
+                bucket.buffer = bucket.buffer.new_empty(0)
+                for parameter in bucket._params:
+                    parameter.grad = None
         for parameter in self._parameters:
             earlier = self._earlier.pop(parameter, None)
             if earlier is not None:
