@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fairscale.internal.reduce_scatter_bucketer import ReduceScatterBucketer
 from fairscale.nn.data_parallel import FullyShardedDataParallel
 from fairscale.nn.data_parallel.fully_sharded_data_parallel import TrainingState, get_fsdp_instances
 from torch import Tensor, nn
@@ -146,12 +147,16 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
     def remove(self) -> None:
         """Take everything off the user's parameters and modules but their data, which are not whole."""
         self._hide()
-        for piece in self.pieces:
-            piece.parameter.grad = None
-            for name in _LEFT_BEHIND:
-                piece.parameter.__dict__.pop(name, None)
-            piece.parameter.__dict__.pop("_shard_bwd_hook", None)
         self._views.clear()
+        for parameter in (*self.params, *(piece.parameter for piece in self.pieces)):
+            parameter.grad = None
+            _, hook = parameter.__dict__.pop("_shard_bwd_hook", (None, None))
+            if hook is not None:  # the graph's node and the parameter would keep each other alive
+                hook.remove()
+            for name in _LEFT_BEHIND:
+                parameter.__dict__.pop(name, None)
+        self._reducer = None
+        ReduceScatterBucketer._get_shard_size.cache_clear()  # it keeps every reducer that ever asked
 
     # --- attributes of the modules ------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nnx import Capabilities, StrategySpec, hookimpl
+from nnx import Capabilities, CheckpointFormatSpec, StrategySpec, hookimpl
 
 _OSS = Capabilities(
     accelerators=("cpu", "cuda"),
@@ -69,4 +69,16 @@ def nnx_strategies() -> list[StrategySpec]:
             "a code base depends on fairscale's ShardedDDP (ddp_sharded of old)",
             capabilities=_SHARDED,
         ),
+    ]
+
+
+@hookimpl
+def nnx_checkpoint_formats() -> list[CheckpointFormatSpec]:
+    """What programs saved with fairscale's FSDP, rank by rank."""
+    return [
+        CheckpointFormatSpec(
+            "fairscale",
+            "nnx_fairscale.checkpoints:FairscaleShards",
+            description="directory of fairscale FSDP's sharded weights with their metadata; read only",
+        )
     ]
