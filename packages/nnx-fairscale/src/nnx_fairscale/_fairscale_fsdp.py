@@ -140,9 +140,9 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         if self.world_size == 1:
             return shard
         shard = shard.to(self.compute_device)
-        parts = [torch.empty_like(shard) for _ in range(self.world_size)]
-        dist.all_gather(parts, shard, group=self.process_group)
-        return torch.cat(parts)
+        whole = shard.new_empty(self.world_size * shard.numel())
+        dist.all_gather_into_tensor(whole, shard, group=self.process_group)
+        return whole
 
     def remove(self) -> None:
         """Take everything off the user's parameters and modules but their data, which are not whole."""
@@ -224,7 +224,9 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         return gathered
 
     def _use_full_params(self) -> None:
-        if not self.has_full_params:  # another backward since this forward has freed them
+        gathered = [p._full_param_padded for p in self.params if p._is_sharded and p._orig_size.numel()]
+        if any(not whole.untyped_storage().nbytes() for whole in gathered):
+            self.has_full_params = False  # another backward since this forward has freed some of them
             self._rebuild_full_params()
         super()._use_full_params()
         if self._views:

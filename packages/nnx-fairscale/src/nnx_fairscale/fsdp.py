@@ -205,9 +205,13 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         return ReplicatedParameters(self._odd_ones(root))
 
     def _odd_ones(self, module: nn.Module) -> list[nn.Parameter]:
-        """What fairscale cannot shard: other dtypes than float32, and by itself a parameter without dimensions."""
+        """What fairscale cannot shard: other dtypes, and by themselves parameters without dimensions or elements."""
         alone = not self.options.flatten_parameters
-        return [p for p in module.parameters() if p.dtype != torch.float32 or (alone and p.ndim == 0)]
+        return [
+            parameter
+            for parameter in module.parameters()
+            if parameter.dtype != torch.float32 or (alone and (parameter.ndim == 0 or not parameter.numel()))
+        ]
 
     def _recompute(self, module: nn.Module) -> None:
         layout = self._unfinished
