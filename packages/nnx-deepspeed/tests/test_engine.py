@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs.deepspeed_jobs import SHORT, clamp, masters, refused, train_with_cpu_adam
+from jobs.deepspeed_jobs import SHORT, clamp, masters, refused, train_twice
 from jobs.deepspeed_resume_jobs import run_and_save
-from jobs.training import Run, train
+from jobs.training import Run
 from nnx.testing.pool import WorkerPool
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
@@ -84,8 +84,11 @@ def _is_compiled(operator: str) -> bool:
     not _is_compiled("cpu_adam"),
     reason="DeepSpeedCPUAdam is not compiled, which takes minutes: make one with ninja and g++ on the path",
 )
-def test_deepspeeds_adam_on_the_host_trains_like_torchs(pool: WorkerPool) -> None:
-    run = Run(strategy="nnx_deepspeed_3_cpu", options=PARTS, steps=3)
-    alone = pool.run(train, replace(run, strategy="auto", options={}, devices=1), world_size=1)[0]
-    for losses in pool.run(train_with_cpu_adam, run, world_size=2, timeout=400):
-        assert losses == pytest.approx(alone.losses, abs=1e-5)
+@pytest.mark.parametrize(("strategy", "options"), [STAGES[1], STAGES[2], HOST])
+def test_deepspeeds_adam_on_the_host_trains_like_torchs(
+    pool: WorkerPool, strategy: str, options: dict[str, int]
+) -> None:
+    run = Run(strategy=strategy, options=options, steps=3)
+    alone = pool.run(train_twice, replace(run, strategy="auto", options={}, devices=1), False, world_size=1)
+    for losses in pool.run(train_twice, run, True, world_size=2):
+        assert losses == pytest.approx(alone[0], abs=1e-5)
