@@ -52,9 +52,7 @@ class Saved:
         self.by = lru_cache(maxsize=None)(self._save)
 
     def _run(self, cell: Cell, **more: str) -> Run:
-        return Run(
-            strategy=cell[0], options=OPTIONS[cell[0]], devices=cell[1], steps=STEPS, groups=2, **more
-        )
+        return Run(strategy=cell[0], options=OPTIONS[cell[0]], devices=cell[1], steps=STEPS, groups=2, **more)
 
     def _save(self, cell: Cell) -> tuple[Path, list[float]]:
         path = self._folder / f"{cell[0]}-{cell[1]}.ckpt"

@@ -86,7 +86,9 @@ def _has_signs(file: Path) -> bool:
 
 def _read(file: Path, *, weights_only: bool) -> _Rank:
     held = load_torch_file(file, weights_only=weights_only)
-    parts = [value for value in held.values() if isinstance(value, Mapping)] if isinstance(held, Mapping) else []
+    parts = (
+        [value for value in held.values() if isinstance(value, Mapping)] if isinstance(held, Mapping) else []
+    )
     metadata = next((part for part in parts if "param_metadata" in part), None)
     weights = next((part for part in parts if any(isinstance(v, FileTensor) for v in part.values())), None)
     if metadata is None or weights is None:

@@ -163,7 +163,8 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
             "flatten_parameters": options.flatten_parameters,
             "move_params_to_cpu": offload,
             "compute_dtype": getattr(torch, dtype) if is_mixed else None,
-            "move_grads_to_cpu": offload if options.move_grads_to_cpu is None or self._stream is not None
+            "move_grads_to_cpu": offload
+            if options.move_grads_to_cpu is None or self._stream is not None
             else options.move_grads_to_cpu,
             "bucket_cap_mb": options.bucket_cap_mb,
             "compute_device": self.context.device,

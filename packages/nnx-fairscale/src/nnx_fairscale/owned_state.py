@@ -63,9 +63,7 @@ def _elsewhere(told: Any) -> Any:
     return Shard(*told, (), ()) if isinstance(told, tuple) else told[0]
 
 
-def load_owned(
-    backend: Backend[Any], module: nn.Module, ownership: Ownership, saved: OptimizerState
-) -> None:
+def load_owned(backend: Backend[Any], module: nn.Module, ownership: Ownership, saved: OptimizerState) -> None:
     """Restore what this rank owns of an optimizer, in place. It does not communicate."""
     names = parameter_names(module)
     optimizer = ownership.optimizer

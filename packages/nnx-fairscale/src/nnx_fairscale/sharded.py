@@ -76,7 +76,9 @@ class _ShardedModule:
             with torch.enable_grad():  # it finds where hooks go through the graph of a tiny operation
                 self._wrapper.refresh_trainable()
             self._touched.watch(self._parameters)
-        if self._has_reduced:  # what is there is the owners' average, and nothing that means anything elsewhere
+        if (
+            self._has_reduced
+        ):  # what is there is the owners' average, and nothing that means anything elsewhere
             for parameter in self._parameters:
                 if parameter.grad is not None:
                     if self._owners[parameter] == self._rank:
