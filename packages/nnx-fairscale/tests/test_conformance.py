@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import pytest
+
 from nnx.testing import StrategyConformance
+
+pytest.importorskip("fairscale", reason="fairscale is not installed")
+
+UNITS = {"min_num_params": 100}
+BY_PARAMETER = {**UNITS, "flatten_parameters": False}
 
 
 class TestFairscaleFsdp(StrategyConformance):
     strategy = "fairscale_fsdp"
-    options = {"min_num_params": 100}
+    options = UNITS
 
 
 class TestFairscaleFsdpByParameter(StrategyConformance):
     strategy = "fairscale_fsdp"
-    options = {"min_num_params": 100, "flatten_parameters": False}
+    options = BY_PARAMETER
     only = ("numbers",)
 
 

@@ -40,7 +40,9 @@ def _differences(pool: WorkerPool, loop: Loop, *, devices: int = 2) -> tuple[flo
     expected = pool.run(train, replace(loop, engine="ddp", options={}, wrap=""), world_size=devices)
     found = pool.run(train, loop, world_size=devices)
     losses = [
-        abs(a - b) for one, other in zip(expected, found, strict=True) for a, b in zip(one[0], other[0])
+        abs(a - b)
+        for one, other in zip(expected, found, strict=True)
+        for a, b in zip(one[0], other[0], strict=True)
     ]
     weights = []
     for (_, one), (_, other) in zip(expected, found, strict=True):

@@ -95,7 +95,7 @@ def test_the_arguments_of_the_original_strategy_are_options_of_the_engine() -> N
     )
     assert (options.compute_dtype, options.bucket_cap_mb, options.min_num_params) == ("float16", 3, 7)
     assert options.activation_checkpointing is torch.nn.Linear
-    with pytest.raises(OptionError, match="has no option 'cpu_ofload'. Did you mean 'cpu_offload'"):
+    with pytest.raises(OptionError, match=r"has no option 'cpu_ofload'\. Did you mean 'cpu_offload'"):
         DDPFullyShardedStrategy(cpu_ofload=True)
 
 

@@ -1,8 +1,8 @@
 """One sharded unit: fairscale's FSDP (0.4.13) around a part of the model that stays where it is.
 
 fairscale's wrapper wants to replace a module in the tree, its parameters by one flat parameter, and their
-names by its own. Here it stands beside the tree instead. The user's parameter objects stay registered under their
-names; between steps their data are views on this rank's shard of the flat parameter, and so are their
+names by its own. Here it stands beside the tree instead. The user's parameter objects stay registered under
+their names; between steps their data are views on this rank's shard of the flat parameter, and so are their
 gradients, so that any element-wise optimizer over them updates the shard. During forward and backward the
 modules' attributes are the views on the gathered flat parameter that fairscale computes with.
 
@@ -136,7 +136,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         return found
 
     def _gather(self, flat: Tensor) -> Tensor:
-        shard = flat._fp32_shard.detach().flatten()  # type: ignore[attr-defined]
+        shard: Tensor = flat._fp32_shard.detach().flatten()  # type: ignore[attr-defined]
         if self.world_size == 1:
             return shard
         shard = shard.to(self.compute_device)
@@ -169,7 +169,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         ]
         for index, view in enumerate(self._views):
             if view.requires_grad and torch.is_grad_enabled():
-                view.register_hook(partial(self._note_use, index))
+                view.register_hook(partial(self._note_use, index))  # type: ignore[no-untyped-call]
         self._show()
 
     def _note_use(self, index: int, gradient: Tensor) -> None:
@@ -328,7 +328,7 @@ def _places(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]
 
 
 def _tell_recurrent(owner: nn.Module, name: str, value: Tensor) -> None:
-    """torch's recurrent layers keep a list of their weights beside the attributes."""
+    """Torch's recurrent layers keep a list of their weights beside the attributes."""
     names = getattr(owner, "_flat_weights_names", ())
     if name in names:
         owner._flat_weights[names.index(name)] = value  # type: ignore[index, operator, union-attr]

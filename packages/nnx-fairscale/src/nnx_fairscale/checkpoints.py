@@ -1,8 +1,8 @@
 """Sharded weights that programs saved with fairscale's FSDP: read where they lie, under their original names.
 
-Each rank's file of ``torch.save`` holds what ``local_state_dict()`` and ``local_metadata_dict()`` gave, under keys
-of the program's choice. Complete state dicts, and optimizer state that OSS consolidated, are what torch itself would
-have saved; the core's own formats read those.
+Each rank's file of ``torch.save`` holds what ``local_state_dict()`` and ``local_metadata_dict()`` gave, under
+keys of the program's choice. Complete state dicts, and optimizer state that OSS consolidated, are what torch
+itself would have saved; the core's own formats read those.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _read(file: Path, *, weights_only: bool) -> _Rank:
     if metadata is None or weights is None:
         raise CheckpointError(
             f"'{file}' does not hold both the weights and the metadata of a rank.",
-            remedy="Save `{'weights': model.local_state_dict(), 'meta': model.local_metadata_dict()}` on each rank.",
+            remedy="Save on each rank both `model.local_state_dict()` and `model.local_metadata_dict()`.",
         )
     return _Rank(file, weights, metadata)
 
@@ -123,7 +123,7 @@ def _shards(
         if tensor is None or unit >= len(units) or flat_name not in units[unit]["params"]:
             raise CheckpointError(
                 f"'{rank.path}' has no '{name}', which '{ranks[0].path.name}' in '{path}' has.",
-                remedy="Keep the files of one checkpoint, and of all of its ranks, in a directory of their own.",
+                remedy="Keep one checkpoint's files, of all of its ranks, in a directory of their own.",
             )
         yield tensor, tensor.numel - units[unit]["params"][flat_name]["padding"]
 

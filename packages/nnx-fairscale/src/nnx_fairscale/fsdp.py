@@ -206,7 +206,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         return ReplicatedParameters(self._odd_ones(root))
 
     def _odd_ones(self, module: nn.Module) -> list[nn.Parameter]:
-        """What fairscale cannot shard: other dtypes, and by themselves parameters without dimensions or elements."""
+        """What fairscale cannot shard: other dtypes, and alone what has no dimensions or no elements."""
         alone = not self.options.flatten_parameters
         return [
             parameter
@@ -222,7 +222,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
             if any(inner in layout.units for inner in submodule.modules()):
                 raise UnsupportedError(
                     f"activation_checkpointing names {type(submodule).__name__}, which contains a unit.",
-                    remedy="Make it a unit itself, with `wrap()` or auto_wrap_policy, and not what is inside.",
+                    remedy="Make it a unit, with `wrap()` or auto_wrap_policy, and not what is inside.",
                 )
             submodule.forward = partial(checkpoint, submodule.forward, use_reentrant=False)
             layout.changed.add(submodule)
@@ -232,14 +232,14 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         for optimizer in optimizers:
             if type(optimizer).__name__ in _NOT_BY_ELEMENT:
                 raise UnsupportedError(
-                    f"{type(optimizer).__name__} cannot work on fairscale's flat shards: its update needs more "
-                    "than single elements.",
-                    remedy="Use an optimizer that works element by element (Adam, AdamW, SGD, ...), or strategy "
-                    "'fsdp_auto' or 'fairscale_oss'.",
+                    f"{type(optimizer).__name__} cannot work on fairscale's flat shards: its update needs "
+                    "more than single elements.",
+                    remedy="Use an optimizer that works element by element (Adam, AdamW, SGD, ...), or "
+                    "strategy 'fsdp_auto' or 'fairscale_oss'.",
                 )
 
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Gather every parameter into the user's own object and take fairscale off the modules. Collective."""
+        """Gather every parameter into the user's own object, take fairscale off. Collective."""
         layout = self._layouts.pop(module, self._unfinished)
         self._unfinished = _Layout()
         full: dict[nn.Parameter, Tensor] = {}

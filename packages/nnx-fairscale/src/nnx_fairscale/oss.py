@@ -1,4 +1,4 @@
-"""fairscale's OSS behind ``fairscale_oss``: optimizer state of whole parameters, shared out over the ranks."""
+"""The OSS of fairscale behind ``fairscale_oss``: optimizer state of whole parameters, shared out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer state of whole parameters that one rank each has: described on all ranks alike, loaded by owners."""
+"""Optimizer state of whole parameters that one rank each has: described alike, loaded by owners."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["describe_owned", "load_owned"]
 def describe_owned(backend: Backend[Any], module: nn.Module, ownership: Ownership) -> OptimizerState:
     """Handles on this rank's optimizer state, and empty ones where it is another rank's. Collective.
 
-    What the tensors are, and values that are no tensors, is told by the owner, so that every rank describes the
+    """Handles on this rank's optimizer state, and empty ones where it is another's. Collective.
     same names in the same order.
     """
     described = _describe_here(backend, module, ownership)
@@ -60,7 +60,7 @@ def _tell(value: Any) -> Any:
 
 
 def _elsewhere(told: Any) -> Any:
-    return Shard(*told, (), ()) if isinstance(told, tuple) else told[0]
+    return Shard(told[0], told[1], (), ()) if isinstance(told, tuple) else told[0]
 
 
 def load_owned(backend: Backend[Any], module: nn.Module, ownership: Ownership, saved: OptimizerState) -> None:

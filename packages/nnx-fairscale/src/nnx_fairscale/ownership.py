@@ -1,9 +1,9 @@
 """Who owns which parameter: fairscale's OSS around an optimizer that stays the user's.
 
 OSS shares whole parameters out over the ranks, lays those of one owner out in one buffer, and broadcasts
-that after each step. It also keeps an optimizer of its own for what a rank owns. Here the user's optimizer is
-that one: it holds every parameter, and steps with the gradients of the owned ones, so only they get state, and
-schedulers, hooks and callbacks see what they know. Private names of OSS are used in this file only.
+that after each step. It also keeps an optimizer of its own for what a rank owns. Here the user's optimizer
+is that one: it holds every parameter, and steps with the gradients of the owned ones, so only they get state,
+and schedulers, hooks and callbacks see what they know. Private names of OSS are used here and in `sharded`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Ownership:
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
 
     def _make_part(self, parameters: list[nn.Parameter]) -> Any:
-        """fairscale's buffers hold one dtype, so each dtype has an OSS."""
+        """Fairscale's buffers hold one dtype, so each dtype has an OSS."""
         return OSS(
             [{"params": [parameter]} for parameter in parameters],
             optim=lambda groups, **_: self.optimizer,
@@ -77,11 +77,11 @@ class Ownership:
 
     def owns(self, parameter: nn.Parameter) -> bool:
         """Whether this rank updates the parameter; of one without elements every rank does."""
-        return self._owners.get(parameter, self._rank) == self._rank
+        return bool(self._owners.get(parameter, self._rank) == self._rank)
 
     def owner(self, parameter: nn.Parameter) -> int:
         """The rank that updates the parameter."""
-        return self._owners.get(parameter, 0)
+        return int(self._owners.get(parameter, 0))
 
     def parameters(self) -> list[nn.Parameter]:
         """Every parameter of the optimizer, in the order of its groups."""
@@ -117,7 +117,7 @@ class Ownership:
 def _after_closure(
     then: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of an optimizer's step that do something after the closure, or at once where there is none."""
+    """Arguments of an optimizer's step that do something after the closure, or at once without one."""
     closure = args[0] if args else kwargs.get("closure")
     if closure is None:
         then()

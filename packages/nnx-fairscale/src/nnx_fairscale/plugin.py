@@ -43,7 +43,7 @@ def _spec(
 
 @hookimpl
 def nnx_strategies() -> list[StrategySpec]:
-    """fairscale's three ways of sharding."""
+    """Fairscale's three ways of sharding."""
     return [
         _spec(
             "fairscale_fsdp",

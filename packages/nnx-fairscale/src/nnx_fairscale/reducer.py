@@ -66,7 +66,7 @@ class GradientReducer:
         for bucket in _buckets(gradients, self._bucket_bytes):
             flat = torch.cat([gradient.flatten() for gradient in bucket]).div_(dist.get_world_size())
             dist.all_reduce(flat)
-            pieces = flat.split([gradient.numel() for gradient in bucket])
+            pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
             for gradient, piece in zip(bucket, pieces, strict=True):
                 gradient.copy_(piece.view(gradient.shape))
 

@@ -1,14 +1,14 @@
 """fairscale's ShardedDataParallel behind ``fairscale_sharded``, made correct on torch 2 and later.
 
-It reduces each gradient to the rank that owns the parameter, in buffers that ``param.grad`` must be a view on.
-Since torch 2.0 ``zero_grad`` sets gradients to None; the next backward then makes new ones beside the buffers, and
-from the second step on every rank trains alone, silently. `_ShardedModule.prepare` makes gradients views again
-before each backward. Private names of ShardedDataParallel are used in this file only.
+It reduces each gradient to the rank that owns the parameter, in buffers that ``param.grad`` must be a view
+on. Since torch 2.0 ``zero_grad`` sets gradients to None; the next backward then makes new ones beside the
+buffers, and from the second step on every rank trains alone, silently. `_ShardedModule.prepare` makes
+gradients views again before each backward. Private names of ShardedDataParallel are used in this file only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 

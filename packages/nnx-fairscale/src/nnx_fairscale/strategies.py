@@ -34,8 +34,8 @@ class _OfTrainer:
 class DDPFullyShardedStrategy(_OfTrainer):
     """fairscale's FSDP for the Trainer of the copy of Lightning that is in use.
 
-    Accelerator and precision are the Trainer's to choose; clipping by norm, several optimizers and a second use
-    of the same model work.
+    Accelerator and precision are the Trainer's to choose; clipping by norm, several optimizers and a second
+    use of the same model work.
 
     Args:
         cpu_offload: Keep shards, gradients and optimizer state in host memory.

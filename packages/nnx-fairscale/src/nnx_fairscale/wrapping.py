@@ -43,7 +43,7 @@ def as_classes(
 
 @contextmanager
 def wrap_with(function: Callable[[nn.Module], None], options: FairscaleFSDPOptions) -> Iterator[None]:
-    """Within it fairscale's ``wrap`` and ``auto_wrap``, and torch's ``wrap``, call a function on their module.
+    """Within it fairscale's ``wrap`` and ``auto_wrap``, and torch's ``wrap``, call a function.
 
     The module itself stays in its place.
     """
@@ -83,7 +83,7 @@ def _policy(options: FairscaleFSDPOptions) -> Callable[..., bool]:
 
 
 def _wrapper(function: Callable[[nn.Module], None]) -> type:
-    """A class, because fairscale asks whether children are instances of it, that gives back what it is given."""
+    """A class that gives back what it is given: fairscale asks whether children are instances."""
 
     def wrap(cls: type, module: nn.Module, **_: Any) -> nn.Module:
         function(module)
