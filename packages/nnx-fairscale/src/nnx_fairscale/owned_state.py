@@ -24,7 +24,7 @@ __all__ = ["describe_owned", "load_owned"]
 def describe_owned(backend: Backend[Any], module: nn.Module, ownership: Ownership) -> OptimizerState:
     """Handles on this rank's optimizer state, and empty ones where it is another rank's. Collective.
 
-    """Handles on this rank's optimizer state, and empty ones where it is another's. Collective.
+    What the tensors are, and values that are no tensors, is told by the owner, so that all ranks describe the
     same names in the same order.
     """
     described = _describe_here(backend, module, ownership)
