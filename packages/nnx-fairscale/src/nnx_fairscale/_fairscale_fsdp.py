@@ -331,4 +331,4 @@ def _tell_recurrent(owner: nn.Module, name: str, value: Tensor) -> None:
     """Torch's recurrent layers keep a list of their weights beside the attributes."""
     names = getattr(owner, "_flat_weights_names", ())
     if name in names:
-        owner._flat_weights[names.index(name)] = value  # type: ignore[index, operator, union-attr]
+        owner._flat_weights[names.index(name)] = value
