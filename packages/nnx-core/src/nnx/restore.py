@@ -24,7 +24,7 @@ from nnx.state import ModelState, OptimizerState, parameter_names
 if TYPE_CHECKING:
     from nnx.backend import Backend
 
-__all__ = ["fill_model", "fill_optimizer", "fill_optimizer_tensors"]
+__all__ = ["fill_model", "fill_optimizer", "fill_optimizer_tensors", "restore_groups"]
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def fill_optimizer(
         CheckpointError: The param groups differ from the saved ones.
     """
     names = parameter_names(module)
-    _restore_groups(optimizer, names, saved["param_groups"])
+    restore_groups(optimizer, names, saved["param_groups"])
     optimizer.state.clear()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -193,7 +193,7 @@ def fill_optimizer_tensors(state: OptimizerState, saved: OptimizerState) -> None
         _fill_casting(source, lazy)
 
 
-def _restore_groups(
+def restore_groups(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], saved: Sequence[Mapping[str, Any]]
 ) -> None:
     current = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]

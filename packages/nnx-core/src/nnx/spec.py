@@ -93,6 +93,7 @@ class Capabilities:
     clip_by_value: bool = _capability(True, "gradient clipping by value")
     unused_parameters: bool = _capability(True, "parameters that take no part in a step's loss")
     freezing_while_training: bool = _capability(True, "parameters may be frozen and unfrozen while training")
+    mixed_dtypes: bool = _capability(True, "trained parameters may have different dtypes")
     sync_batchnorm: bool = _capability(
         True, "Trainer(sync_batchnorm=True) normalises over the batches of all ranks"
     )

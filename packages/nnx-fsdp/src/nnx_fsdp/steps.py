@@ -1,13 +1,13 @@
-"""How a training step runs under FSDP2: inside the root's forward, or calling parts of the root itself.
+"""How a step of manual optimization runs under FSDP2, which calls parts of the root itself.
 
 FSDP2 gathers what belongs to the root when the root's forward begins, and reduces its gradients after a
-backward that started from the root's output. A step of manual optimization that calls ``self.generator``
+backward that started from the root's output. A step that calls ``self.generator``
 and ``self.discriminator``, twice, has neither: without `PartsOfRoot` it would train nothing, and say nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,29 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nnx_fsdp._torch_compat import before_part, finish_after_backward, prepare_root
 
-__all__ = ["PartsOfRoot", "forward_as"]
-
-
-@contextmanager
-def forward_as(module: nn.Module, step: Callable[..., Any]) -> Iterator[None]:
-    """Make the next call of the module run `step`; inside it the module's own forward is back."""
-    own = module.__dict__.get("forward")
-
-    def restore() -> None:
-        if own is None:
-            module.__dict__.pop("forward", None)
-        else:
-            module.forward = own
-
-    def redirected(*args: Any, **kwargs: Any) -> Any:
-        restore()
-        return step(*args, **kwargs)
-
-    module.forward = redirected
-    try:
-        yield
-    finally:
-        restore()
+__all__ = ["PartsOfRoot"]
 
 
 class PartsOfRoot:

@@ -118,7 +118,6 @@ class TrainerAdapter(ParallelProcesses):
             self._replaced_layers = synchronize_layers(self._layer_sync, module)
         self.model = module
         replaced = self.backend.parallelize(module, TrainerSample(trainer, module))
-        self._averages.lay_out(trainer, module)
         if fitting:
             self._final_states.clear()
             self.setup_optimizers(trainer)
@@ -126,6 +125,7 @@ class TrainerAdapter(ParallelProcesses):
             repoint_optimizer(optimizer, replaced)
         optimizers = [unwrap_optimizer(optimizer) for optimizer in self.optimizers] if fitting else []
         self.backend.setup_optimizers(module, optimizers)
+        self._averages.lay_out(trainer, module)
         route_optimizer_steps(optimizers, self.backend)
         self._optimizers_of_backend = optimizers
         self.setup_precision_plugin()

@@ -38,7 +38,7 @@ def strided_parameters(bench: Bench) -> None:
     trains(bench, models.Strided)
 
 
-@check()
+@check("mixed_dtypes")
 def mixed_dtypes(bench: Bench) -> None:
     """Trained parameters may have different dtypes."""
     trains(bench, models.MixedDtypes)

@@ -1,0 +1,204 @@
+"""The DeepSpeed engine behind the nnx_deepspeed_* strategies."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nnx.backend import Backend, ParallelContext, Sample
+from nnx.errors import UnsupportedError
+from nnx.forwarding import forward_as
+from nnx.gradients import Gradient
+from nnx.layout import Shard, shard_of
+from nnx.materialize import broadcast_module, materialize, move_to
+from nnx.restore import fill_optimizer_tensors, restore_groups
+from nnx.state import ModelState, OptimizerState, parameter_names
+from nnx_deepspeed._deepspeed_compat import join_world
+from nnx_deepspeed.config import make_config
+from nnx_deepspeed.engine import ZeroEngine
+from nnx_deepspeed.options import DeepSpeedOptions
+
+__all__ = ["DeepSpeedBackend"]
+
+T = TypeVar("T")
+
+_PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+
+
+class DeepSpeedBackend(Backend[DeepSpeedOptions]):
+    """Trains with DeepSpeed's ZeRO stages 1 to 3; the module's parameters stay its own objects.
+
+    The engine is made in `setup_optimizers`, because DeepSpeed needs module and optimizer together. Without
+    an optimizer (validation, prediction) the module is whole on every rank.
+    """
+
+    Options = DeepSpeedOptions
+
+    def __init__(self, options: DeepSpeedOptions) -> None:
+        super().__init__(options)
+        self._engine: ZeroEngine | None = None
+
+    # --- set up -------------------------------------------------------------------------------
+
+    def setup(self, context: ParallelContext) -> None:
+        """Let DeepSpeed join the world.
+
+        Raises:
+            UnsupportedError: The precision needs other masters than float32 ones.
+        """
+        super().setup(context)
+        if context.precision not in _PRECISIONS:
+            raise UnsupportedError(
+                f"DeepSpeed keeps float32 masters; precision={context.precision!r} asks for others.",
+                remedy=f"Use one of {', '.join(map(repr, _PRECISIONS))}, or strategy 'fsdp_auto'.",
+            )
+        logging.getLogger("DeepSpeed").setLevel(self.options.logging_level)
+        # '16-mixed' is autocast over float32 weights: DeepSpeed's own loss scale would be in the gradients
+        # that Trainer clips, and its state in no checkpoint.
+        self._config = make_config(self.options, bf16=context.precision == "bf16-mixed")
+        join_world()
+
+    def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Give every rank rank 0's weights, on its device; `setup_optimizers` lays them out."""
+        if self._engine is None or self._engine.module is not module:
+            materialize(module, self.context.device, name="")
+            move_to(module, self.context.device)
+            broadcast_module(module)
+        return {}
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Make the engine out of the module and its optimizer."""
+        if not optimizers:
+            return
+        if len(optimizers) > 1 or self._engine is not None:
+            count = max(2, len(optimizers))
+            raise UnsupportedError(
+                f"DeepSpeed trains one module with one optimizer; there are {count} optimizers.",
+                remedy="Use one optimizer with several param groups, or a strategy such as 'fsdp_auto'.",
+            )
+        self._engine = ZeroEngine(module, optimizers[0], config=self._config, rank=self.context.rank)
+
+    def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Gather the masters into the user's parameters and take DeepSpeed off the module."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.remove()
+        return {}
+
+    # --- step ---------------------------------------------------------------------------------
+
+    def run_step(self, module: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run the step inside the module's forward, where DeepSpeed's hooks are."""
+        if self._engine is None or self._engine.module is not module:
+            return step(*args, **kwargs)
+        result: T
+        if step is module:
+            result = self._engine.run(*args, **kwargs)
+        else:
+            with forward_as(module, step):
+                result = self._engine.run(*args, **kwargs)
+        return result
+
+    @contextmanager
+    def no_sync(self, module: nn.Module) -> Iterator[None]:
+        """Tell DeepSpeed that more backwards follow before the step."""
+        if self._engine is None:
+            yield
+            return
+        self._engine.set_boundary(False)
+        try:
+            yield
+        finally:
+            self._engine.set_boundary(True)
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients through DeepSpeed.
+
+        Raises:
+            UnsupportedError: ``Tensor.backward`` got arguments that DeepSpeed has no place for.
+        """
+        if self._engine is None:
+            super().backward(module, loss, *args, **kwargs)
+            return
+        retain_graph = bool(kwargs.pop("retain_graph", False))
+        if args or kwargs:
+            raise UnsupportedError(
+                "DeepSpeed's backward takes a loss and `retain_graph`, nothing else.",
+                remedy="Reduce to a scalar loss before backward.",
+            )
+        self._engine.backward(loss, retain_graph=retain_graph)
+
+    def gradients(self, optimizer: Optimizer) -> list[Gradient]:
+        """The reduced gradients of this rank's partitions."""
+        return [] if self._engine is None else self._engine.partitions.gradients()
+
+    def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Step through DeepSpeed, with the user's hooks and closure."""
+        if self._engine is None or optimizer is not self._engine.optimizer:
+            return step(*args, **kwargs)
+        closure = args[0] if args else kwargs.get("closure")
+        return self._engine.step(step, closure)
+
+    # --- state --------------------------------------------------------------------------------
+
+    def shard(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
+        """Where this rank's part of a parameter's masters lies, or of what is laid out like a parameter."""
+        if self._engine is None:
+            return shard_of(tensor)
+        partitions = self._engine.partitions
+        if isinstance(tensor, nn.Parameter) and tensor in partitions:
+            return partitions.master(tensor)
+        if parameter is not None and parameter in partitions:
+            return partitions.shard_like(parameter, tensor)
+        return shard_of(tensor)
+
+    def model_state(self, module: nn.Module) -> ModelState:
+        """Handles on the masters, as they are with what was written into the weights meanwhile."""
+        if self._engine is not None:
+            self._engine.take_written_weights(looking_everywhere=True)
+        return super().model_state(module)
+
+    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
+        """Handles on this rank's part of the optimizer state, by parameter name."""
+        engine = self._engine
+        if engine is None or optimizer is not engine.optimizer:
+            return super().optimizer_state(module, optimizer)
+        described = super().optimizer_state(module, optimizer)
+        names = parameter_names(module)
+        states = {names[p]: engine.partitions.state(p, engine.shadow) for p in engine.partitions.parameters()}
+        described["state"] = {name: state for name, state in states.items() if state}
+        return described
+
+    def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
+        """Restore the optimizer in place."""
+        engine = self._engine
+        if engine is None or optimizer is not engine.optimizer:
+            super().load_optimizer_state(module, optimizer, saved)
+            return
+        restore_groups(optimizer, parameter_names(module), saved["param_groups"])
+        names = {name: parameter for parameter, name in parameter_names(module).items()}
+        entries = {names[name]: state for name, state in saved["state"].items()}
+        engine.partitions.allocate(entries, engine.shadow)
+        state = self.optimizer_state(module, optimizer)
+        state["state"] = {
+            name: {
+                key: value for key, value in mine.items() if key in saved["state"][name] and _is_cut(value)
+            }
+            for name, mine in state["state"].items()
+            if name in saved["state"]
+        }
+        fill_optimizer_tensors(state, saved)
+
+    def finish_load(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Compute with the weights that were loaded."""
+        if self._engine is not None:
+            self._engine.reload()
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, Shard) and value.shape != ()

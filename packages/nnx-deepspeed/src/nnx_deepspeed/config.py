@@ -1,0 +1,157 @@
+"""The DeepSpeed config of a run: from the options, from the user's own config, and from what Trainer decides.
+
+Trainer (or Fabric) owns the batch, accumulation, clipping, precision, optimizer and scheduler. A config that
+says otherwise is refused, because one of the two would be ignored in silence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nnx.errors import OptionError
+from nnx_deepspeed.options import DeepSpeedOptions
+
+__all__ = ["make_config"]
+
+_AUTO = "auto"
+_OWNED = {
+    "optimizer": "Return the optimizer from `configure_optimizers`; it may be `DeepSpeedCPUAdam`.",
+    "scheduler": "Return the scheduler from `configure_optimizers`.",
+}
+
+
+def make_config(options: DeepSpeedOptions, *, bf16: bool) -> dict[str, Any]:
+    """The config that ``deepspeed.initialize`` gets.
+
+    Args:
+        options: Of the strategy.
+        bf16: Whether weights and activations are bfloat16, and masters float32.
+
+    Raises:
+        OptionError: The user's config cannot be read, or contradicts the options or Trainer.
+    """
+    config = _defaults(options)
+    if bf16:
+        config["bf16"] = {"enabled": True}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if options.config is not None:
+        users = _read(options.config)
+        _refuse_contradictions(users, options, bf16)
+        _merge(config, users)
+    return config
+
+
+def _defaults(options: DeepSpeedOptions) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # only DeepSpeed's own throughput report uses it
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 2**62,
+        "zero_allow_untested_optimizer": options.zero_allow_untested_optimizer,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": _zero(options),
+        "aio": {
+            "block_size": options.block_size,
+            "queue_depth": options.queue_depth,
+            "single_submit": options.single_submit,
+            "overlap_events": options.overlap_events,
+            "thread_count": options.thread_count,
+        },
+        "activation_checkpointing": {
+            "partition_activations": options.partition_activations,
+            "cpu_checkpointing": options.cpu_checkpointing,
+            "contiguous_memory_optimization": options.contiguous_memory_optimization,
+            "synchronize_checkpoint_boundary": options.synchronize_checkpoint_boundary,
+        },
+    }
+
+
+def _zero(options: DeepSpeedOptions) -> dict[str, Any]:
+    zero: dict[str, Any] = {
+        "stage": options.stage,
+        "contiguous_gradients": options.contiguous_gradients,
+        "overlap_comm": options.overlap_comm,
+        "allgather_partitions": options.allgather_partitions,
+        "reduce_scatter": options.reduce_scatter,
+        "allgather_bucket_size": options.allgather_bucket_size,
+        "reduce_bucket_size": options.reduce_bucket_size,
+        "sub_group_size": options.sub_group_size,
+        "stage3_param_persistence_threshold": options.persistence_threshold,
+    }
+    if options.offload_optimizer:
+        zero["offload_optimizer"] = {
+            "device": options.offload_optimizer_device,
+            "nvme_path": options.nvme_path,
+            "buffer_count": options.optimizer_buffer_count,
+            "pin_memory": options.pin_memory,
+        }
+    if options.offload_parameters:
+        zero["offload_param"] = {
+            "device": options.offload_params_device,
+            "nvme_path": options.nvme_path,
+            "buffer_count": options.params_buffer_count,
+            "buffer_size": options.params_buffer_size,
+            "max_in_cpu": options.max_in_cpu,
+            "pin_memory": options.pin_memory,
+        }
+    return zero
+
+
+def _read(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+    if isinstance(config, Mapping):
+        return dict(config)
+    try:
+        content = json.loads(Path(config).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionError(
+            f"the DeepSpeed config {os.fspath(config)!r} cannot be read: {error}.",
+            remedy="Pass the path of a JSON file, or the dict itself.",
+        ) from error
+    if not isinstance(content, dict):
+        raise OptionError(
+            f"the DeepSpeed config {os.fspath(config)!r} holds a {type(content).__name__}.",
+            remedy="It must be a JSON object.",
+        )
+    return content
+
+
+def _refuse_contradictions(users: Mapping[str, Any], options: DeepSpeedOptions, bf16: bool) -> None:
+    for section, remedy in _OWNED.items():
+        if section in users:
+            raise OptionError(f"the DeepSpeed config has a section {section!r}.", remedy=remedy)
+    _must_be(users, "gradient_accumulation_steps", (1,), "Use Trainer(accumulate_grad_batches=...).")
+    _must_be(users, "gradient_clipping", (0, 0.0), "Use Trainer(gradient_clip_val=...).")
+    zero = users.get("zero_optimization", {})
+    _must_be(zero, "stage", (options.stage,), f"This strategy is stage {options.stage}; choose another name.")
+    enabled = users.get("bf16", {}).get("enabled", _AUTO)
+    if enabled != _AUTO and bool(enabled) != bf16:
+        raise OptionError(
+            f"the DeepSpeed config says bf16.enabled={enabled}, this run's precision says otherwise.",
+            remedy="Leave it out; precision='bf16-mixed' of Trainer or Fabric turns it on.",
+        )
+    if users.get("fp16", {}).get("enabled", _AUTO) not in (_AUTO, False):
+        raise OptionError(
+            "the DeepSpeed config turns fp16 on; its loss scale would be in the gradients that are clipped.",
+            remedy="Use precision='16-mixed', which computes in float16, or 'bf16-mixed'.",
+        )
+
+
+def _must_be(section: Mapping[str, Any], key: str, allowed: tuple[Any, ...], remedy: str) -> None:
+    value = section.get(key, _AUTO)
+    if value != _AUTO and value not in allowed:
+        raise OptionError(
+            f"the DeepSpeed config says {key}={value!r}, expected {allowed[0]!r}.", remedy=remedy
+        )
+
+
+def _merge(into: dict[str, Any], users: Mapping[str, Any]) -> None:
+    """Let the user's words win, section by section; ``"auto"`` leaves the default."""
+    for key, value in users.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        elif value != _AUTO:
+            into[key] = value

@@ -1,0 +1,203 @@
+"""One DeepSpeed engine around the user's module and optimizer: made, stepped, described, taken off again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any, TypeVar
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nnx.errors import UnsupportedError
+from nnx.materialize import lay_in_order
+from nnx_deepspeed._deepspeed_compat import (
+    forget_gradients,
+    number_alike,
+    overwritten_gradients,
+    reload_weights,
+    remove_from_module,
+    see_empty_parameters,
+    show_partitions,
+    take_persistent,
+    weights_agree_already,
+    weights_and_masters,
+)
+from nnx_deepspeed.partitions import Partitions
+from nnx_deepspeed.shadow import copy_hyperparameters, refuse_other_dtypes, refuse_unfit, shadow_of
+
+__all__ = ["ZeroEngine"]
+
+T = TypeVar("T")
+
+
+class ZeroEngine:
+    """A module that is trained by DeepSpeed.
+
+    Args:
+        module: Laid out over the ranks here, in place. Its parameters stay the same objects.
+        optimizer: The user's; it keeps the module's parameters and steps through the engine from now on.
+        config: What ``deepspeed.initialize`` gets.
+        rank: This rank.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer, *, config: Mapping[str, Any], rank: int
+    ) -> None:
+        refuse_unfit(optimizer)
+        refuse_other_dtypes(module)
+        self.module = module
+        self.optimizer = optimizer
+        self._groups = [g for g in optimizer.param_groups if any(p.requires_grad for p in g["params"])]
+        self._number_of_groups = len(optimizer.param_groups)
+        self._attributes = {parameter: set(vars(parameter)) for parameter in module.parameters()}
+        self._attributes_of_modules = {submodule: set(vars(submodule)) for submodule in module.modules()}
+        self._strides = lay_in_order(module.parameters())
+        exact = _exact_weights(module, config)
+        self.shadow = shadow_of(optimizer)
+        number_alike()
+        with weights_agree_already():
+            self._engine = deepspeed.initialize(
+                model=module, optimizer=self.shadow, config=dict(config), dist_init_required=False
+            )[0]
+        self._left = {p: set(vars(p)) - self._attributes[p] for p in module.parameters()}
+        self._is_boundary = self._has_reduced = False
+        self.set_boundary(True)
+        self.zero: Any = self._engine.optimizer
+        self.partitions = Partitions(self.zero, rank=rank, module=module)
+        for parameter, value in exact.items():
+            self.partitions.master(parameter).fill_from(value)
+        self.partitions.take_state(optimizer, self.shadow)
+        self._empty = [p for p in module.parameters() if hasattr(p, "ds_numel") and not p.ds_numel]
+        show_partitions(module)
+        self._versions = self._see_versions()
+        self._zero_grad = optimizer.zero_grad
+        optimizer.zero_grad = MethodType(self._routed_zero_grad, optimizer)  # type: ignore[method-assign]
+
+    def _routed_zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        self._zero_grad(set_to_none=set_to_none)
+        self.zero.zero_grad()
+        forget_gradients(self.zero)
+        self._has_reduced = False
+
+    # --- step ---------------------------------------------------------------------------------
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module through DeepSpeed's hooks."""
+        take_persistent(self.zero)
+        see_empty_parameters(self._empty)
+        return self._engine(*args, **kwargs)
+
+    def set_boundary(self, is_boundary: bool) -> None:
+        """Whether the next backward is the last one before a step."""
+        self._is_boundary = is_boundary
+        self._engine.set_gradient_accumulation_boundary(is_boundary)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Compute gradients, reduced into partitions unless more backwards were announced; they add up."""
+        see_empty_parameters(self._empty)
+        earlier = [tensor.clone() for tensor in overwritten_gradients(self.zero)] if self._has_reduced else []
+        self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+        if earlier:
+            for tensor, before in zip(overwritten_gradients(self.zero), earlier, strict=True):
+                tensor.add_(before)
+        self._has_reduced = self._is_boundary
+
+    def step(self, step: Callable[..., T], closure: Callable[[], Any] | None) -> T:
+        """Run the user's optimizer step: its hooks, its closure, and in its middle DeepSpeed's own step."""
+        if len(self.optimizer.param_groups) != self._number_of_groups:
+            raise UnsupportedError(
+                "a param group was added while training; DeepSpeed's partitions are fixed when it starts.",
+                remedy="Give all parameters to the optimizer in `configure_optimizers`, or use 'fsdp_auto'.",
+            )
+
+        def closure_and_step() -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            copy_hyperparameters(self._groups, self.shadow)
+            self.take_written_weights()
+            self._engine.step()
+            self._versions = self._see_versions()
+            self._has_reduced = False
+            return loss
+
+        return step(closure=closure_and_step)
+
+    # --- state --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def take_written_weights(self, *, looking_everywhere: bool = False) -> None:
+        """Let the masters follow weights that were written in place since the last step, as by an average.
+
+        Args:
+            looking_everywhere: Also where masters lie on another device. Elsewhere only a change of version
+                counters, which writes through ``.data`` do not leave, makes it worth moving the weights.
+        """
+        versions = self._see_versions()
+        looking_everywhere = looking_everywhere or versions != self._versions
+        for weights, masters in weights_and_masters(self.zero):
+            if weights.device == masters.device or looking_everywhere:
+                _follow(masters, weights)
+        self._versions = versions
+
+    def _see_versions(self) -> dict[nn.Parameter, int]:
+        return {parameter: parameter._version for parameter in self.partitions.parameters()}
+
+    def reload(self) -> None:
+        """Compute with the masters as they are now. Collective."""
+        reload_weights(self.zero)
+        self._versions = self._see_versions()
+
+    def remove(self) -> None:
+        """Give the module plain parameters back, complete and as exact as the masters. Collective."""
+        self.take_written_weights(looking_everywhere=True)
+        full = {parameter: self._gather(parameter) for parameter in self._attributes}
+        self.partitions.leave_state(self.optimizer, self.shadow)
+        self._engine.destroy()
+        remove_from_module(self._engine, self.module, self._attributes_of_modules)
+        for parameter, value in full.items():
+            for name in set(vars(parameter)) - self._attributes[parameter]:
+                if name in self._left[parameter] or name.startswith(("ds_", "_nnx_", "_hp_")):
+                    delattr(parameter, name)
+            strided = self._strides.get(parameter)
+            parameter.data = (
+                value if strided is None else torch.empty_like(strided, device=value.device).copy_(value)
+            )
+            parameter.grad = None
+        vars(self.optimizer).pop("zero_grad", None)
+
+    def _gather(self, parameter: nn.Parameter) -> Tensor:
+        shard = self.partitions.master(parameter)
+        if not self.partitions.is_cut(parameter):
+            return shard.data[0].clone()
+        device = parameter.device
+        full = torch.zeros(shard.shape, dtype=shard.dtype, device=device)
+        for box, view in zip(shard.boxes, shard.data, strict=True):
+            full[box.slices].copy_(view)
+        dist.all_reduce(full)  # every element lies on one rank; adding zeros changes none
+        return full
+
+
+def _follow(masters: Tensor, weights: Tensor) -> None:
+    """Take over the weights that are not the masters, rounded."""
+    if masters.data_ptr() == weights.data_ptr():
+        return
+    if masters.dtype == weights.dtype:
+        masters.copy_(weights)
+        return
+    weights = weights.to(masters.device)
+    masters.copy_(torch.where(masters.to(weights.dtype) == weights, masters, weights.to(masters.dtype)))
+
+
+def _exact_weights(module: nn.Module, config: Mapping[str, Any]) -> dict[nn.Parameter, Tensor]:
+    """Rank 0's weights before DeepSpeed rounds them to 16 bits, from which it would make its masters."""
+    if not config.get("bf16", {}).get("enabled"):
+        return {}
+    return {
+        parameter: parameter.detach().clone() for parameter in module.parameters() if parameter.requires_grad
+    }

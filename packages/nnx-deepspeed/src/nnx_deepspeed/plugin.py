@@ -1,0 +1,74 @@
+"""The front door of the plugin: what it offers, as data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nnx import Capabilities, StrategySpec, hookimpl
+
+_STAGE_1 = Capabilities(
+    accelerators=("cpu", "cuda"),
+    precisions=("32-true", "16-mixed", "bf16-mixed"),
+    shards_optimizer=True,
+    multiple_optimizers=False,
+    added_parameter_groups=False,
+    repeated_closures=False,
+    # They get gradients of zero, so that weight decay and momentum move them where a plain run leaves them.
+    unused_parameters=False,
+    freezing_while_training=False,
+    mixed_dtypes=False,
+)
+_STAGE_2 = replace(_STAGE_1, shards_gradients=True)
+_STAGE_3 = replace(_STAGE_2, shards_parameters=True)
+
+
+def _spec(
+    name: str, description: str, use_when: str, *, capabilities: Capabilities, **init_params: object
+) -> StrategySpec:
+    return StrategySpec(
+        name=name,
+        target="nnx_deepspeed.backend:DeepSpeedBackend",
+        options="nnx_deepspeed.options:DeepSpeedOptions",
+        description=description,
+        use_when=use_when,
+        docs_url="docs/backends/deepspeed.md",
+        capabilities=capabilities,
+        init_params=init_params,
+    )
+
+
+@hookimpl
+def nnx_strategies() -> list[StrategySpec]:
+    """The ZeRO stages."""
+    return [
+        _spec(
+            "nnx_deepspeed_1",
+            "ZeRO 1: partitioned optimizer state",
+            "you depend on DeepSpeed and only the optimizer state does not fit",
+            capabilities=_STAGE_1,
+            stage=1,
+        ),
+        _spec(
+            "nnx_deepspeed_2",
+            "ZeRO 2: partitioned optimizer state and gradients",
+            "you depend on DeepSpeed and gradients do not fit either",
+            capabilities=_STAGE_2,
+            stage=2,
+        ),
+        _spec(
+            "nnx_deepspeed_3",
+            "ZeRO 3: partitioned optimizer state, gradients and parameters",
+            "you depend on DeepSpeed and the model does not fit one device",
+            capabilities=_STAGE_3,
+            stage=3,
+        ),
+        _spec(
+            "nnx_deepspeed_3_cpu",
+            "ZeRO 3 with states in host memory",
+            "you depend on DeepSpeed and the partitioned states do not fit the devices",
+            capabilities=replace(_STAGE_3, offload=True),
+            stage=3,
+            offload_optimizer=True,
+            offload_parameters=True,
+        ),
+    ]

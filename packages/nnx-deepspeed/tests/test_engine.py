@@ -1,0 +1,94 @@
+"""What DeepSpeed cannot do is refused on every rank; masters are exact and follow what is written."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jobs.deepspeed_jobs import SHORT, clamp, masters, refused, train_twice
+from jobs.deepspeed_resume_jobs import run_and_save
+from jobs.training import Run
+from nnx.testing.pool import WorkerPool
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+PARTS = {"persistence_threshold": 0}
+STAGES = [("nnx_deepspeed_1", {}), ("nnx_deepspeed_2", {}), ("nnx_deepspeed_3", PARTS)]
+WHOLE = ("nnx_deepspeed_3", {})
+HOST = ("nnx_deepspeed_3_cpu", PARTS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("lbfgs", "LBFGS cannot work on DeepSpeed's flat partitions"),
+        ("adafactor", "Adafactor cannot work on DeepSpeed's flat partitions"),
+        ("sparse adam", "SparseAdam cannot work on DeepSpeed's flat partitions"),
+        ("adagrad in groups", "DeepSpeed rebuilds Adagrad with one param group; this one has 2"),
+        ("two optimizers", "DeepSpeed trains one module with one optimizer; there are 2"),
+        ("a group added", "a param group was added while training"),
+        ("arguments of backward", "takes a loss and `retain_graph`, nothing else"),
+        ("mixed dtypes", "DeepSpeed trains float32 parameters; embed.weight is float64"),
+        ("64-true", "DeepSpeed keeps float32 masters; precision='64-true' asks for others"),
+    ],
+)
+def test_what_deepspeed_cannot_train_is_refused_on_every_rank(
+    pool: WorkerPool, kind: str, message: str
+) -> None:
+    for error in pool.run(refused, kind, world_size=2):
+        assert message in error
+        assert error.startswith("UnsupportedError")
+
+
+@pytest.mark.parametrize(("strategy", "options"), [*STAGES, WHOLE, HOST])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_weights_written_through_data_count_from_then_on(
+    pool: WorkerPool, strategy: str, options: dict[str, int], precision: str
+) -> None:
+    run = Run(steps=3, precision=precision)
+    alone = pool.run(clamp, replace(run, strategy="auto", devices=1), world_size=1)[0]
+    tolerance = 1e-5 if precision == "32-true" else 0.02
+    for losses, largest in pool.run(clamp, replace(run, strategy=strategy, options=options), world_size=2):
+        assert losses == pytest.approx(alone[0], abs=tolerance)
+        assert largest <= 0.1004  # 0.1 as bfloat16
+
+
+@pytest.mark.parametrize(("strategy", "options"), [*STAGES, HOST])
+def test_masters_of_16_bit_weights_begin_exact(
+    pool: WorkerPool, strategy: str, options: dict[str, int]
+) -> None:
+    run = replace(SHORT, strategy=strategy, options=options, precision="bf16-mixed")
+    assert pool.run(masters, run, world_size=2) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize(("strategy", "options"), [*STAGES, HOST])
+def test_a_resumed_run_with_16_bit_weights_goes_on_as_if_it_had_not_stopped(
+    pool: WorkerPool, tmp_path: Path, strategy: str, options: dict[str, int]
+) -> None:
+    run = Run(strategy=strategy, options=options, steps=4, precision="bf16-mixed")
+    first, second = f"{tmp_path}/first.ckpt", f"{tmp_path}/second.ckpt"
+    whole = pool.run(run_and_save, run, 2, first, world_size=2)
+    resumed = pool.run(run_and_save, replace(run, resume=first), 2, second, world_size=2)
+    assert [seen.losses for seen in resumed] == [seen.losses[2:] for seen in whole]
+
+
+def _is_compiled(operator: str) -> bool:
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")
+    return any(Path(folder).expanduser().glob(f"**/{operator}.so"))
+
+
+@pytest.mark.skipif(
+    not _is_compiled("cpu_adam"),
+    reason="DeepSpeedCPUAdam is not compiled, which takes minutes: make one with ninja and g++ on the path",
+)
+@pytest.mark.parametrize(("strategy", "options"), [STAGES[1], STAGES[2], HOST])
+def test_deepspeeds_adam_on_the_host_trains_like_torchs(
+    pool: WorkerPool, strategy: str, options: dict[str, int]
+) -> None:
+    run = Run(strategy=strategy, options=options, steps=3)
+    alone = pool.run(train_twice, replace(run, strategy="auto", options={}, devices=1), False, world_size=1)
+    for losses in pool.run(train_twice, run, True, world_size=2):
+        assert losses == pytest.approx(alone[0], abs=1e-5)

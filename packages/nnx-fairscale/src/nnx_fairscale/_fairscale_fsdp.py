@@ -1,0 +1,334 @@
+"""One sharded unit: fairscale's FSDP (0.4.13) around a part of the model that stays where it is.
+
+fairscale's wrapper wants to replace a module in the tree, its parameters by one flat parameter, and their
+names by its own. Here it stands beside the tree instead. The user's parameter objects stay registered under
+their names; between steps their data are views on this rank's shard of the flat parameter, and so are their
+gradients, so that any element-wise optimizer over them updates the shard. During forward and backward the
+modules' attributes are the views on the gathered flat parameter that fairscale computes with.
+
+Every private name of fairscale's FSDP that nnx uses is in this file.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fairscale.internal.reduce_scatter_bucketer import ReduceScatterBucketer
+from fairscale.nn.data_parallel import FullyShardedDataParallel
+from fairscale.nn.data_parallel.fully_sharded_data_parallel import TrainingState, get_fsdp_instances
+from torch import Tensor, nn
+
+from nnx_fairscale._fairscale_compat import STREAMS, NullStream
+from nnx_fairscale.pieces import Piece, cut
+from nnx_fairscale.touched import used_anywhere
+
+__all__ = ["Unit", "is_taken", "leave_out"]
+
+_MARK = "_is_sharded"
+_LEFT_BEHIND = ("_is_sharded", "_orig_size", "_fp32_shard", "_fp16_shard", "_full_param_padded", "_cpu_grad")
+
+
+def is_taken(parameter: nn.Parameter) -> bool:
+    """Whether a unit has the parameter already, or it was left out."""
+    return hasattr(parameter, _MARK)
+
+
+def leave_out(parameter: nn.Parameter) -> None:
+    """Let no unit take the parameter: it stays whole on every rank."""
+    setattr(parameter, _MARK, False)
+
+
+class _Carrier(nn.Module):
+    """What the wrapper wraps: it knows the unit's modules and its nested units, and runs what it is given."""
+
+    def __init__(self, module: nn.Module, nested: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.unit = module
+        self.nested = nn.ModuleList(nested)
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no types
+    """A module whose parameters are gathered and reduced together.
+
+    Args:
+        module: The part of the model; what nested units hold of it is theirs.
+        nested: Units inside of it.
+        stream: On CPU, what stands in for the CUDA streams.
+        **settings: Arguments of fairscale's FSDP.
+    """
+
+    def __init__(
+        self, module: nn.Module, nested: Sequence[Unit], *, stream: NullStream | None, **settings: Any
+    ) -> None:
+        places = _places(module)
+        trainable = {parameter: parameter.requires_grad for parameter in places}
+        for parameter in places:  # one flat parameter holds frozen and trainable ones
+            parameter.requires_grad_(True)
+            parameter.grad = None
+        order = {owner: list(owner._parameters) for where in places.values() for owner, _ in where}
+        super().__init__(_Carrier(module, nested), **settings)
+        self.pieces: list[Piece] = []
+        self._stream = stream
+        self._views: list[Tensor] = []
+        self._used: set[int] = set()
+        for flat in self.params:
+            self._init_param_attributes(flat)  # pins the shard before anything views it
+        if self._num_flatten_params:
+            self._make_flat_pieces(places, order)
+        elif self.params:
+            self._make_own_pieces(places)
+        for parameter, requires_grad in trainable.items():
+            parameter.requires_grad_(requires_grad)
+
+    # --- layout -------------------------------------------------------------------------------
+
+    def _make_flat_pieces(
+        self, places: Mapping[nn.Parameter, list[tuple[nn.Module, str]]], order: Mapping[nn.Module, list[str]]
+    ) -> None:
+        flat = self.params[0]
+        owners = {place: parameter for parameter, where in places.items() for place in where}
+        shard = flat._fp32_shard
+        low, begin = self.rank * shard.numel(), 0
+        for (_, owner, name), numel, shape in zip(
+            flat._param_infos, flat._param_numels, flat._param_shapes, strict=True
+        ):
+            parameter = owners[owner, name]
+            start, length = cut(begin, numel, low=low, high=low + shard.numel())
+            at = begin + start - low if length else 0
+            parameter.data = shard[at : at + length]
+            setattr(parameter, _MARK, True)
+            where = places[parameter]
+            self.pieces.append(Piece(parameter, shape, start, length, begin, where))
+            begin += numel
+        self.module._unflatten_params_as_views = self._make_views
+        self.module.module.__dict__.pop("_unflattened_param_views", None)
+        self._hide()
+        for owner, names in order.items():
+            held = {name: owners.get((owner, name), owner._parameters.get(name)) for name in names}
+            owner._parameters.clear()
+            owner._parameters.update(held)
+
+    def _make_own_pieces(self, places: Mapping[nn.Parameter, list[tuple[nn.Module, str]]]) -> None:
+        for parameter in self.params:
+            shape, padded = parameter._orig_size, parameter.data.numel()
+            start = self.rank * padded if parameter._is_sharded else 0
+            length = max(0, min(padded, shape.numel() - start))
+            is_cut = parameter._is_sharded
+            start = start if length else 0
+            self.pieces.append(Piece(parameter, shape, start, length, 0, places[parameter], is_cut))
+
+    def gather(self) -> dict[nn.Parameter, Tensor]:
+        """Every parameter of the unit, complete, in memory of its own. Collective."""
+        found = {}
+        whole = [self._gather(flat) for flat in self.params]
+        for index, piece in enumerate(self.pieces):
+            source = whole[0 if self._num_flatten_params else index]
+            numel = piece.shape.numel()
+            found[piece.parameter] = source[piece.begin : piece.begin + numel].view(piece.shape).clone()
+        return found
+
+    def _gather(self, flat: Tensor) -> Tensor:
+        shard: Tensor = flat._fp32_shard.detach().flatten()  # type: ignore[attr-defined]
+        if self.world_size == 1:
+            return shard
+        shard = shard.to(self.compute_device)
+        whole = shard.new_empty(self.world_size * shard.numel())
+        dist.all_gather_into_tensor(whole, shard, group=self.process_group)
+        return whole
+
+    def remove(self) -> None:
+        """Take everything off the user's parameters and modules but their data, which are not whole."""
+        self._hide()
+        self._views.clear()
+        for parameter in (*self.params, *(piece.parameter for piece in self.pieces)):
+            parameter.grad = None
+            _, hook = parameter.__dict__.pop("_shard_bwd_hook", (None, None))
+            if hook is not None:  # the graph's node and the parameter would keep each other alive
+                hook.remove()
+            for name in _LEFT_BEHIND:
+                parameter.__dict__.pop(name, None)
+        self._reducer = None
+        ReduceScatterBucketer._get_shard_size.cache_clear()  # it keeps every reducer that ever asked
+
+    # --- attributes of the modules ------------------------------------------------------------
+
+    def _make_views(self) -> None:
+        """What fairscale does in each forward: give the modules views on the gathered flat parameter."""
+        flat = self.params[0]
+        self._views = [
+            view if piece.parameter.requires_grad else view.detach()
+            for view, piece in zip(flat.get_param_views(), self.pieces, strict=True)
+        ]
+        for index, view in enumerate(self._views):
+            if view.requires_grad and torch.is_grad_enabled():
+                view.register_hook(partial(self._note_use, index))  # type: ignore[no-untyped-call]
+        self._show()
+
+    def _note_use(self, index: int, gradient: Tensor) -> None:
+        self._used.add(index)
+
+    def _show(self) -> None:
+        for view, piece in zip(self._views, self.pieces, strict=True):
+            for owner, name in piece.places:
+                owner.__dict__[name] = view
+                _tell_recurrent(owner, name, view)
+
+    def _hide(self) -> None:
+        if not self._num_flatten_params:
+            return
+        for piece in self.pieces:
+            for owner, name in piece.places:
+                owner.__dict__.pop(name, None)
+                _tell_recurrent(owner, name, piece.parameter)
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        """Run a call with the unit's parameters gathered."""
+        for flat in self.params[: self._num_flatten_params]:
+            flat.requires_grad_(any(piece.parameter.requires_grad for piece in self.pieces))
+        try:
+            return super().forward(call)
+        finally:
+            self._hide()
+            if not torch.is_grad_enabled():
+                self._views.clear()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a forward or a backward of the unit is going on."""
+        return bool(self.training_state != TrainingState.IDLE)
+
+    def become_root(self) -> None:
+        """Let no nested unit take itself for the root when it is called first."""
+        self._lazy_init()
+
+    def free(self) -> None:
+        """Drop what is gathered: it may be of weights that have changed since."""
+        if not self.is_busy:
+            self._free_full_params()
+            self._use_fp32_param_shard()
+
+    def _rebuild_full_params(self, force_full_precision: bool = False) -> Any:
+        gathered = super()._rebuild_full_params(force_full_precision)
+        if self._views:  # backward begins: what is recomputed in it reads the attributes again
+            self._show()
+        return gathered
+
+    def _use_full_params(self) -> None:
+        gathered = [p._full_param_padded for p in self.params if p._is_sharded and p._orig_size.numel()]
+        if any(not whole.untyped_storage().nbytes() for whole in gathered):
+            self.has_full_params = False  # another backward since this forward has freed some of them
+            self._rebuild_full_params()
+        super()._use_full_params()
+        if self._views:
+            self._show()
+
+    def _prep_grads_for_backward(self) -> None:
+        """When a backward begins, gradients that were dropped since the last one are dropped here too."""
+        for flat in self.params[: self._num_flatten_params]:
+            self._take_gradients(flat)
+        super()._prep_grads_for_backward()
+
+    @torch.no_grad()
+    def _take_gradients(self, flat: Tensor) -> None:
+        if flat.grad is None:
+            return
+        if all(piece.parameter.grad is None for piece in self.pieces):
+            flat.grad = None
+            flat.__dict__.pop("_saved_grad_shard", None)
+            self._used.clear()  # hooks of this backward's views have yet to fire
+            return
+        for piece, mine in zip(self.pieces, self._gradients(flat), strict=True):
+            given = piece.parameter.grad
+            if given is None:
+                mine.zero_()
+                if flat.grad.shape == flat._orig_size:  # type: ignore[attr-defined]
+                    flat.grad[piece.begin : piece.begin + piece.shape.numel()].zero_()
+            elif given.data_ptr() != mine.data_ptr():
+                mine.copy_(given)
+
+    @torch.no_grad()
+    def _give_gradients(self) -> None:
+        """Make the user's gradients views on the flat one: its shard, or while accumulating, the whole."""
+        for flat in self.params[: self._num_flatten_params]:
+            if flat.grad is None:
+                continue
+            for piece, mine in zip(self.pieces, self._gradients(flat), strict=True):
+                piece.parameter.grad = mine if piece.parameter.requires_grad else None
+
+    def _gradients(self, flat: Tensor) -> list[Tensor]:
+        gradient = flat.grad
+        if gradient is None:
+            return []
+        is_whole = gradient.shape == flat._orig_size  # type: ignore[attr-defined]
+        low = 0 if is_whole else self.rank * gradient.numel()
+        first = [piece.begin + piece.start - low if piece.length else 0 for piece in self.pieces]
+        return [gradient[at : at + piece.length] for at, piece in zip(first, self.pieces, strict=True)]
+
+    def _wait_for_post_backward(self) -> None:
+        """When a backward ends, hand its gradients out."""
+        units = [unit for unit in get_fsdp_instances(self) if unit._pre_backward_hook_has_run]
+        super()._wait_for_post_backward()
+        for unit in units:
+            unit._hide()
+            unit._views.clear()
+            unit._give_gradients()
+        if self._require_backward_grad_sync:
+            self._drop_unused(get_fsdp_instances(self))
+
+    def _drop_unused(self, units: Sequence[Unit]) -> None:
+        """A parameter that no rank has used has zeros in the flat gradient, and none by itself."""
+        pieces = [(unit, i) for unit in units if unit._num_flatten_params for i in range(len(unit.pieces))]
+        used = used_anywhere([i in unit._used for unit, i in pieces], self.compute_device)
+        for (unit, i), is_used in zip(pieces, used, strict=True):
+            if not is_used:
+                unit.pieces[i].parameter.grad = None
+
+    def _post_reduction_hook(self, param: Tensor, reduced_grad: Tensor) -> None:
+        """Take a gradient out of the bucket that it was reduced in, so that the bucket can go."""
+        if reduced_grad.untyped_storage().nbytes() > reduced_grad.nbytes:
+            reduced_grad = reduced_grad.clone()
+        super()._post_reduction_hook(param, reduced_grad)
+
+    # --- what fairscale does otherwise ---------------------------------------------------------
+
+    def _setup_streams(self) -> None:
+        super()._setup_streams()
+        if self._is_root and self._stream is not None:
+            self._streams.update(dict.fromkeys(STREAMS, self._stream))  # nested units share the dict
+
+    def _cast_buffers(self, *args: Any, **kwargs: Any) -> None:
+        """Leave buffers in their dtype: what is cast here would be saved so, and cost its precision."""
+
+    def assert_state(self, state: Any) -> None:
+        """A unit that no gradient has reached is in an earlier state than fairscale expects; that is fine."""
+        states = list(state) if isinstance(state, (list, tuple)) else [state]
+        if TrainingState.BACKWARD_POST in states or TrainingState.BACKWARD_PRE in states:
+            states += [TrainingState.BACKWARD_PRE, TrainingState.IDLE]
+        super().assert_state(states)
+
+
+def _places(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """For every parameter that no unit has taken, the modules that hold it and its names there."""
+    found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and not is_taken(parameter):
+                found[parameter].append((owner, name))
+    return found
+
+
+def _tell_recurrent(owner: nn.Module, name: str, value: Tensor) -> None:
+    """Torch's recurrent layers keep a list of their weights beside the attributes."""
+    names = getattr(owner, "_flat_weights_names", ())
+    if name in names:
+        owner._flat_weights[names.index(name)] = value

@@ -1,0 +1,144 @@
+"""Sharded weights that programs saved with fairscale's FSDP: read where they lie, under their original names.
+
+Each rank's file of ``torch.save`` holds what ``local_state_dict()`` and ``local_metadata_dict()`` gave, under
+keys of the program's choice. Complete state dicts, and optimizer state that OSS consolidated, are what torch
+itself would have saved; the core's own formats read those.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nnx.box import Box
+from nnx.checkpoint import Checkpoint, CheckpointFormat, Contents
+from nnx.checkpoint.foreign.flat import pieces_of_range
+from nnx.checkpoint.foreign.torch_file import FileTensor, load_torch_file
+from nnx.checkpoint.index import Piece
+from nnx.errors import CheckpointError
+
+__all__ = ["FairscaleShards"]
+
+_SUFFIXES = (".pt", ".pth", ".bin", ".torch", ".ckpt")
+_SIGNS = (b"param_metadata", b"no_broadcast_optim_state")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """One rank's file."""
+
+    path: Path
+    weights: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+
+
+class FairscaleShards(CheckpointFormat):
+    """A directory with one file of fairscale's sharded weights for each rank; read only, weights only."""
+
+    name = "fairscale"
+
+    def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
+        """Whether the first file of a directory holds the words that fairscale's metadata has."""
+        files = _files(Path(path))
+        return bool(files) and _has_signs(files[0])
+
+    def open(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> Checkpoint:
+        """Say where each parameter's elements lie in the files of all ranks.
+
+        Raises:
+            CheckpointError: Files are missing, or do not belong together.
+        """
+        ranks = [_read(file, weights_only=weights_only) for file in _files(Path(path))]
+        contents = Contents(path, self.name)
+        for index, unit in enumerate(ranks[0].metadata["param_metadata"]):
+            for flat_name in unit["params"]:
+                _add_flat(contents, ranks, index, flat_name)
+        for unit in ranks[0].metadata["param_metadata"]:
+            for source, alias in unit.get("shared_param_info", ()):
+                contents.aliases[_key(unit, alias)] = _key(unit, source)
+        for name in ranks[0].metadata["buffer_names"]:
+            if name in ranks[0].weights:  # persistent ones; every rank has the same
+                contents.add(f"model.{name}", ranks[0].weights[name])
+        return contents.opened(world_size=len(ranks), provenance={"strategy": "fairscale FSDP"})
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of a directory in the order of the last number in their names, which is the rank."""
+    if not path.is_dir():
+        return []
+    found = [file for file in path.iterdir() if file.suffix in _SUFFIXES and re.search(r"\d", file.stem)]
+    return sorted(found, key=lambda file: int(re.findall(r"\d+", file.stem)[-1]))
+
+
+def _has_signs(file: Path) -> bool:
+    if not zipfile.is_zipfile(file):
+        return False
+    with zipfile.ZipFile(file) as archive:
+        names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        raw = archive.read(names[0]) if names else b""
+    return all(sign in raw for sign in _SIGNS)
+
+
+def _read(file: Path, *, weights_only: bool) -> _Rank:
+    held = load_torch_file(file, weights_only=weights_only)
+    parts = (
+        [value for value in held.values() if isinstance(value, Mapping)] if isinstance(held, Mapping) else []
+    )
+    metadata = next((part for part in parts if "param_metadata" in part), None)
+    weights = next((part for part in parts if any(isinstance(v, FileTensor) for v in part.values())), None)
+    if metadata is None or weights is None:
+        raise CheckpointError(
+            f"'{file}' does not hold both the weights and the metadata of a rank.",
+            remedy="Save on each rank both `model.local_state_dict()` and `model.local_metadata_dict()`.",
+        )
+    return _Rank(file, weights, metadata)
+
+
+def _add_flat(contents: Contents, ranks: Sequence[_Rank], unit: int, flat_name: str) -> None:
+    """Add the parameters that were flattened into one, each as pieces of the ranks' shards."""
+    metadata = ranks[0].metadata["param_metadata"][unit]
+    layout = metadata["params"][flat_name]
+    path = metadata["fsdp_path"]
+    name = f"{path}.{flat_name}" if path else flat_name
+    shards = list(_shards(contents.path, ranks, unit, flat_name, name))
+    begin = 0
+    for own, shape, numel in zip(layout["names"], layout["shapes"], layout["numels"], strict=True):
+        dtype = str(shards[0][0].dtype).removeprefix("torch.")
+        pieces = list(_pieces(shards, begin, tuple(shape), numel))
+        contents.add_pieces(_key(metadata, own), tuple(shape), dtype, pieces)
+        begin += numel
+
+
+def _shards(
+    path: Path, ranks: Sequence[_Rank], unit: int, flat_name: str, name: str
+) -> Iterator[tuple[FileTensor, int]]:
+    for rank in ranks:
+        units = rank.metadata["param_metadata"]
+        tensor = rank.weights.get(name)
+        if tensor is None or unit >= len(units) or flat_name not in units[unit]["params"]:
+            raise CheckpointError(
+                f"'{rank.path}' has no '{name}', which '{ranks[0].path.name}' in '{path}' has.",
+                remedy="Keep one checkpoint's files, of all of its ranks, in a directory of their own.",
+            )
+        yield tensor, tensor.numel - units[unit]["params"][flat_name]["padding"]
+
+
+def _pieces(
+    shards: Sequence[tuple[FileTensor, int]], begin: int, shape: tuple[int, ...], numel: int
+) -> Iterator[Piece]:
+    at = 0
+    for tensor, length in shards:
+        first, last = max(begin, at), min(begin + numel, at + length)
+        if first < last:
+            yield from pieces_of_range(tensor, first - at, Box.whole(shape), first - begin, last - begin)
+        at += length
+
+
+def _key(unit: Mapping[str, Any], name: str) -> str:
+    path = unit["fsdp_path"]
+    return f"model.{path}.{name}" if path else f"model.{name}"

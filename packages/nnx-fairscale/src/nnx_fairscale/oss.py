@@ -1,0 +1,117 @@
+"""The OSS of fairscale behind ``fairscale_oss``: optimizer state of whole parameters, shared out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nnx.backend import Backend, Sample
+from nnx.materialize import broadcast_module, lay_in_order, materialize, move_to
+from nnx.state import OptimizerState
+from nnx_fairscale.options import OSSOptions
+from nnx_fairscale.owned_state import describe_owned, load_owned
+from nnx_fairscale.ownership import Ownership
+from nnx_fairscale.reducer import GradientReducer
+
+__all__ = ["OSSBackend", "OwnedParameters"]
+
+T = TypeVar("T")
+
+
+class OwnedParameters(Backend[Any]):
+    """What the two engines share whose parameters are whole on every rank and owned by one."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self._strides: dict[nn.Module, dict[nn.Parameter, Tensor]] = {}
+        self._owners: dict[Optimizer, Ownership] = {}
+        self._optimizers: dict[nn.Module, list[Optimizer]] = {}
+
+    def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Give every rank rank 0's weights, on its device."""
+        if module not in self._strides:
+            materialize(module, self.context.device, name="")
+            move_to(module, self.context.device)
+            broadcast_module(module)
+            self._strides[module] = lay_in_order(module.parameters())
+        return {}
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Share the parameters of each optimizer out over the ranks."""
+        for optimizer in optimizers:
+            self._owners[optimizer] = Ownership(
+                optimizer, rank=self.context.rank, broadcast_fp16=self.options.broadcast_fp16
+            )
+        self._optimizers.setdefault(module, []).extend(optimizers)
+
+    def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Give every parameter its own memory, and the strides it had."""
+        for optimizer in self._optimizers.pop(module, ()):
+            self._owners.pop(optimizer).remove()
+        for parameter, strided in self._strides.pop(module, {}).items():
+            parameter.data = torch.empty_like(strided, device=parameter.device).copy_(parameter.data)
+        for parameter in module.parameters():
+            parameter.grad = None
+        return {}
+
+    def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Update what this rank owns and broadcast it."""
+        owners = self._owners.get(optimizer)
+        return step(*args, **kwargs) if owners is None else owners.step(step, *args, **kwargs)
+
+    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
+        """Handles on the state of the parameters that this rank owns. Collective."""
+        owners = self._owners.get(optimizer)
+        if owners is None:
+            return super().optimizer_state(module, optimizer)
+        return describe_owned(self, module, owners)
+
+    def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
+        """Restore the state of the parameters that this rank owns."""
+        owners = self._owners.get(optimizer)
+        if owners is None:
+            super().load_optimizer_state(module, optimizer, saved)
+        else:
+            load_owned(self, module, owners, saved)
+
+
+class OSSBackend(OwnedParameters):
+    """Averages gradients on every rank, as DDP does, and lets each rank update what it owns."""
+
+    Options = OSSOptions
+    options: OSSOptions
+
+    def __init__(self, options: OSSOptions) -> None:
+        super().__init__(options)
+        self._reducers: dict[nn.Module, GradientReducer] = {}
+
+    def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Give every rank rank 0's weights, and average gradients from now on."""
+        replaced = super().parallelize(module, sample)
+        if module not in self._reducers:
+            self._reducers[module] = GradientReducer(
+                (p for p in module.parameters() if p.is_floating_point() or p.is_complex()),
+                bucket_bytes=self.options.bucket_cap_mb * 2**20,
+                device=self.context.device,
+            )
+        return replaced
+
+    def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Take it all off the module."""
+        reducer = self._reducers.pop(module, None)
+        if reducer is not None:
+            reducer.remove()
+        return super().unparallelize(module)
+
+    @contextmanager
+    def no_sync(self, module: nn.Module) -> Iterator[None]:
+        """Keep gradients on this rank until the first backward outside of it."""
+        with ExitStack() as stack:
+            for reducer in self._reducers.values():
+                stack.enter_context(reducer.no_sync())
+            yield

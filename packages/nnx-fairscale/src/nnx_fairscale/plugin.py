@@ -1,0 +1,84 @@
+"""The front door of the plugin: what it offers, as data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nnx import Capabilities, CheckpointFormatSpec, StrategySpec, hookimpl
+
+_OSS = Capabilities(
+    accelerators=("cpu", "cuda"),
+    precisions=("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"),
+    shards_optimizer=True,
+    meta_initialization=True,
+    repeated_closures=False,
+)
+_SHARDED = replace(_OSS, shards_gradients=True)
+_FSDP = Capabilities(
+    accelerators=("cpu", "cuda"),
+    precisions=("32-true", "16-mixed", "bf16-mixed"),
+    shards_parameters=True,
+    shards_gradients=True,
+    shards_optimizer=True,
+    offload=True,
+    manual_wrap=True,
+    activation_checkpointing=True,
+    meta_initialization=True,
+)
+
+
+def _spec(
+    name: str, target: str, options: str, description: str, use_when: str, *, capabilities: Capabilities
+) -> StrategySpec:
+    return StrategySpec(
+        name=name,
+        target=f"nnx_fairscale.{target}",
+        options=f"nnx_fairscale.options:{options}",
+        description=description,
+        use_when=use_when,
+        docs_url="docs/backends/fairscale.md",
+        capabilities=capabilities,
+    )
+
+
+@hookimpl
+def nnx_strategies() -> list[StrategySpec]:
+    """Fairscale's three ways of sharding."""
+    return [
+        _spec(
+            "fairscale_fsdp",
+            "fsdp:FairscaleFSDPBackend",
+            "FairscaleFSDPOptions",
+            "fairscale's FullyShardedDataParallel: sharded parameters, gradients and optimizer state",
+            "a code base depends on fairscale's FSDP or its wrap(); new ones take fsdp_auto",
+            capabilities=_FSDP,
+        ),
+        _spec(
+            "fairscale_oss",
+            "oss:OSSBackend",
+            "OSSOptions",
+            "fairscale's OSS: each rank keeps the optimizer state of whole parameters that it owns",
+            "a code base depends on fairscale's OSS, or an optimizer needs whole parameters",
+            capabilities=_OSS,
+        ),
+        _spec(
+            "fairscale_sharded",
+            "sharded:ShardedBackend",
+            "ShardedOptions",
+            "fairscale's ShardedDataParallel, made correct on today's torch: sharded gradients and OSS",
+            "a code base depends on fairscale's ShardedDDP (ddp_sharded of old)",
+            capabilities=_SHARDED,
+        ),
+    ]
+
+
+@hookimpl
+def nnx_checkpoint_formats() -> list[CheckpointFormatSpec]:
+    """What programs saved with fairscale's FSDP, rank by rank."""
+    return [
+        CheckpointFormatSpec(
+            "fairscale",
+            "nnx_fairscale.checkpoints:FairscaleShards",
+            description="directory of fairscale FSDP's sharded weights with their metadata; read only",
+        )
+    ]

@@ -1,0 +1,100 @@
+"""Averaging the gradients of replicated parameters over all ranks, in buckets, when a backward ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from nnx.collective import is_distributed
+from nnx_fairscale.touched import used_anywhere
+
+__all__ = ["GradientReducer"]
+
+
+class GradientReducer:
+    """Averages gradients over the ranks, however backward was called.
+
+    What one rank has a gradient of and another has not, counts as zero there. Nothing is sent before the last
+    gradient is there: unlike DDP's, this communication does not overlap with backward.
+
+    Args:
+        parameters: Those that every rank holds whole.
+        bucket_bytes: About what is sent at a time.
+        device: Where flags are exchanged.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int, device: torch.device
+    ) -> None:
+        self._parameters = list(parameters)
+        self._bucket_bytes = bucket_bytes
+        self._device = device
+        self._touched: set[Tensor] = set()
+        self._synchronize, self._is_queued = True, False
+        self._handles: list[RemovableHandle] = []
+        for parameter in self._parameters:
+            was_trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # a hook can be set on those that are unfrozen later only so
+            self._handles.append(
+                parameter.register_post_accumulate_grad_hook(self._touch)  # type: ignore[no-untyped-call]
+            )
+            parameter.requires_grad_(was_trained)
+
+    def _touch(self, parameter: Tensor) -> None:
+        self._touched.add(parameter)
+        if self._synchronize and not self._is_queued and is_distributed():
+            self._is_queued = True
+            Variable._execution_engine.queue_callback(self._reduce)
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        self._is_queued = False
+        flags = used_anywhere([parameter in self._touched for parameter in self._parameters], self._device)
+        self._touched.clear()
+        gradients = []
+        for parameter, used in zip(self._parameters, flags, strict=True):
+            if used:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
+        for bucket in _buckets(gradients, self._bucket_bytes):
+            flat = torch.cat([gradient.flatten() for gradient in bucket]).div_(dist.get_world_size())
+            dist.all_reduce(flat)
+            pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
+            for gradient, piece in zip(bucket, pieces, strict=True):
+                gradient.copy_(piece.view(gradient.shape))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it gradients are only accumulated."""
+        self._synchronize = False
+        try:
+            yield
+        finally:
+            self._synchronize = True
+
+    def remove(self) -> None:
+        """Stop doing so."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _buckets(gradients: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in sorted(gradients, key=lambda gradient: str(gradient.dtype)):
+        nbytes = gradient.numel() * gradient.element_size()
+        if bucket and (bucket[0].dtype != gradient.dtype or size + nbytes > limit):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += nbytes
+    if bucket:
+        yield bucket

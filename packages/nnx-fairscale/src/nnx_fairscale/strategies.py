@@ -1,0 +1,164 @@
+"""The strategy objects under the names and with the arguments of lightning-fairscale.
+
+``Trainer(strategy="fairscale_fsdp")`` and `nnx.strategy` build the same engines. This module owns the old
+constructors; it never touches training.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, cast
+
+from nnx.lightning.namespaces import get_namespace
+from nnx.options import CommonOptions, split_options
+from nnx_fairscale.tree import trainer_tree
+
+__all__ = ["DDPFullyShardedStrategy", "DDPShardedSpawnStrategy", "DDPShardedStrategy"]
+
+
+class _OfTrainer:
+    """Makes objects that are of their own class and of nnx's strategy class for the Trainer in use."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An object of this class and of nnx's strategy class."""
+        made = _class_for(cls, trainer_tree())  # type: ignore[arg-type] # mypy on hashes
+        return object.__new__(made)
+
+    def _build(self, backend: type[Any], name: str, given: dict[str, Any], lightning: dict[str, Any]) -> None:
+        common, own = split_options(given, owner=name, schemas=(CommonOptions, backend.Options))
+        cast("Any", super()).__init__(
+            backend(backend.Options(**own)), name=name, common=CommonOptions(**common), **lightning
+        )
+
+
+class DDPFullyShardedStrategy(_OfTrainer):
+    """fairscale's FSDP for the Trainer of the copy of Lightning that is in use.
+
+    Accelerator and precision are the Trainer's to choose; clipping by norm, several optimizers and a second
+    use of the same model work.
+
+    Args:
+        cpu_offload: Keep shards, gradients and optimizer state in host memory.
+        flatten_parameters: Communicate the parameters of a unit as one flat tensor.
+        reshard_after_forward: Free what a unit has gathered after its forward.
+        move_grads_to_cpu: Keep reduced gradients in host memory; by default as `cpu_offload`.
+        fp32_reduce_scatter: Reduce gradients in float32 under fairscale's own mixed precision.
+        compute_dtype: A dtype or its name: gather and compute in it.
+        bucket_cap_mb: Size of the buckets that gradients are reduced in.
+        min_num_params: Modules with so many parameters become units.
+        state_dict_to_cpu: Accepted; state is described where it lies.
+        accelerator: As for every strategy of Lightning's, like the four that follow.
+        parallel_devices: Devices of this node.
+        cluster_environment: Who started the processes.
+        checkpoint_io: In place of nnx's own.
+        precision_plugin: Any of Lightning's.
+        **options: Any other option of `FairscaleFSDPOptions` or common to all nnx strategies, such as
+            ``activation_checkpointing``, ``auto_wrap_policy``, ``timeout`` and ``async_save``.
+
+    Example:
+        >>> DDPFullyShardedStrategy(cpu_offload=True).name
+        'fairscale_fsdp'
+    """
+
+    def __init__(  # noqa: PLR0917 # the original's order
+        self,
+        cpu_offload: bool = False,
+        flatten_parameters: bool = True,
+        reshard_after_forward: bool = True,
+        move_grads_to_cpu: bool | None = None,
+        fp32_reduce_scatter: bool | None = None,
+        compute_dtype: Any = None,
+        bucket_cap_mb: int = 25,
+        min_num_params: int = 100_000_000,
+        state_dict_to_cpu: bool = True,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        **options: Any,
+    ) -> None:
+        from nnx_fairscale.fsdp import FairscaleFSDPBackend
+
+        given = {
+            "cpu_offload": cpu_offload,
+            "flatten_parameters": flatten_parameters,
+            "reshard_after_forward": reshard_after_forward,
+            "move_grads_to_cpu": move_grads_to_cpu,
+            "fp32_reduce_scatter": fp32_reduce_scatter,
+            "compute_dtype": compute_dtype,
+            "bucket_cap_mb": bucket_cap_mb,
+            "min_num_params": min_num_params,
+            "state_dict_to_cpu": state_dict_to_cpu,
+            **options,
+        }
+        lightning = {
+            "accelerator": accelerator,
+            "parallel_devices": parallel_devices,
+            "cluster_environment": cluster_environment,
+            "checkpoint_io": checkpoint_io,
+            "precision_plugin": precision_plugin,
+        }
+        self._build(FairscaleFSDPBackend, "fairscale_fsdp", given, lightning)
+
+
+class DDPShardedStrategy(_OfTrainer):
+    """fairscale's ShardedDataParallel and OSS for the Trainer of the copy of Lightning that is in use.
+
+    Args:
+        accelerator: As for every strategy of Lightning's, like the four that follow.
+        parallel_devices: Devices of this node.
+        cluster_environment: Who started the processes.
+        checkpoint_io: In place of nnx's own.
+        precision_plugin: Any of Lightning's.
+        find_unused_parameters: Accepted; parameters that a step does not use are found either way.
+        **options: Any option of `ShardedOptions` or common to all nnx strategies, such as
+            ``reduce_buffer_size``, ``timeout`` and ``async_save``.
+
+    Example:
+        >>> DDPShardedStrategy(reduce_buffer_size=0).name
+        'fairscale_sharded'
+    """
+
+    _start_method: str | None = None
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        *,
+        find_unused_parameters: bool = False,
+        **options: Any,
+    ) -> None:
+        from nnx_fairscale.sharded import ShardedBackend
+
+        if self._start_method is not None:
+            options.setdefault("start_method", self._start_method)
+        lightning = {
+            "accelerator": accelerator,
+            "parallel_devices": parallel_devices,
+            "cluster_environment": cluster_environment,
+            "checkpoint_io": checkpoint_io,
+            "precision_plugin": precision_plugin,
+        }
+        self._build(ShardedBackend, "fairscale_sharded", options, lightning)
+
+
+class DDPShardedSpawnStrategy(DDPShardedStrategy):
+    """`DDPShardedStrategy` whose processes are spawned, for notebooks and interactive use.
+
+    Example:
+        >>> DDPShardedSpawnStrategy().common.start_method
+        'spawn'
+    """
+
+    _start_method = "spawn"
+
+
+@cache
+def _class_for(cls: type, root: str) -> type:
+    bases = (cls, get_namespace(root).strategy_class())
+    return type(cls.__name__, bases, {"__module__": cls.__module__, "__doc__": cls.__doc__})

@@ -1,0 +1,149 @@
+"""What the ranks do in the tests of nnx-deepspeed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from jobs.training import Net, Run, make_trainer
+from nnx.errors import NnxError
+
+SHORT = Run(strategy="nnx_deepspeed_2", steps=2)
+
+
+class Grouped(Net):
+    """Adds a param group after the first step."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        extra = nn.Parameter(torch.zeros(3))
+        self.register_parameter("extra", extra)
+        self.trainer.optimizers[0].add_param_group({"params": [extra]})
+
+
+class Weighted(Net):
+    """Calls backward with a gradient of its own."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        self.manual_backward(self._loss(*batch), gradient=torch.ones(()))
+
+
+def _with(make: Callable[[list[nn.Parameter]], Any]) -> type[Net]:
+    class Optimized(Net):
+        def configure_optimizers(self) -> Any:
+            return make([p for p in self.parameters() if p.requires_grad])
+
+    return Optimized
+
+
+def _adagrad(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad([{"params": parameters[:1]}, {"params": parameters[1:]}])
+
+
+class Doubled(Net):
+    """Has one trained layer in float64."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.embed.double()
+
+
+REFUSED: dict[str, tuple[type[Net], Run]] = {
+    "lbfgs": (_with(torch.optim.LBFGS), SHORT),
+    "adafactor": (_with(torch.optim.Adafactor), SHORT),
+    "sparse adam": (_with(torch.optim.SparseAdam), SHORT),
+    "adagrad in groups": (_with(_adagrad), SHORT),
+    "two optimizers": (Net, replace(SHORT, optimizers=2)),
+    "a group added": (Grouped, SHORT),
+    "arguments of backward": (Weighted, SHORT),
+    "mixed dtypes": (Doubled, SHORT),
+    "64-true": (Net, replace(SHORT, precision="64-true")),
+}
+
+
+def refused(kind: str) -> str:
+    """The error that a run ends with, on this rank."""
+    model, run = REFUSED[kind]
+    try:
+        make_trainer(run).fit(model(run))
+    except NnxError as error:
+        return f"{type(error).__name__}: {error}"
+    return "it trained"
+
+
+class Writing(Callback):
+    """Clamps weights after each step, as a critic's are, through ``.data``."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        for parameter in module.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+
+
+def clamp(run: Run) -> tuple[list[float], float]:
+    """Losses, and the largest trained weight at the end, of a run whose weights are clamped."""
+    module = Net(run)
+    make_trainer(run, callbacks=[Writing()]).fit(module)
+    return module.losses, max(p.abs().max().item() for p in module.parameters())
+
+
+class Masters(Callback):
+    """Looks at the masters before the first step, and at what the module has then."""
+
+    def __init__(self) -> None:
+        self.exact = self.rounded = False
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        backend: Any = trainer.strategy.backend
+        wanted = dict(Net(module.run).named_parameters())
+        state = backend.model_state(module).tensors
+        self.exact = all(
+            torch.equal(view, wanted[name].detach()[box.slices])
+            for name, shard in state.items()
+            if name in wanted and wanted[name].requires_grad
+            for box, view in zip(shard.boxes, shard.data, strict=True)
+        )
+        self.rounded = all(p.dtype == torch.bfloat16 for p in module.parameters() if p.requires_grad)
+
+
+def masters(run: Run) -> tuple[bool, bool]:
+    """Whether masters begin as exact as the weights were, and whether the module computes in bfloat16."""
+    callback = Masters()
+    make_trainer(run, callbacks=[callback]).fit(Net(run))
+    return callback.exact, callback.rounded
+
+
+class HostAdam(Net):
+    """Makes DeepSpeed's Adam once, for all its runs."""
+
+    def configure_optimizers(self) -> Any:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        if not hasattr(self, "_adam"):
+            trained = [p for p in self.parameters() if p.requires_grad]
+            self._adam = [DeepSpeedCPUAdam(trained, lr=0.02, weight_decay=0.1)]
+        return self._adam[0]
+
+
+class TorchAdam(Net):
+    """The same with torch's."""
+
+    def configure_optimizers(self) -> Any:
+        if not hasattr(self, "_adam"):
+            self._adam = [super().configure_optimizers()]
+        return self._adam[0]
+
+
+def train_twice(run: Run, on_the_host: bool) -> list[float]:
+    """Losses of two runs with one optimizer."""
+    module = (HostAdam if on_the_host else TorchAdam)(run)
+    make_trainer(run).fit(module)
+    make_trainer(run).fit(module)
+    return module.losses
