@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jobs.deepspeed_jobs import SHORT, clamp, masters, refused, train_twice
-from jobs.deepspeed_resume_jobs import run_and_save
+from jobs.engine_resume_jobs import run_and_save
 from jobs.training import Run
 from nnx.testing.pool import WorkerPool
 

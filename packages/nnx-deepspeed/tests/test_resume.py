@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.deepspeed_resume_jobs import run_and_save, tensors_of
+from jobs.engine_resume_jobs import run_and_save, tensors_of
 from jobs.training import Run
 from nnx.testing.pool import WorkerPool
 

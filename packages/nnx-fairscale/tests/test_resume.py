@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from jobs.deepspeed_resume_jobs import run_and_save, tensors_of
+from jobs.engine_resume_jobs import run_and_save, tensors_of
 from jobs.training import Run
 from nnx.testing.pool import WorkerPool
 
