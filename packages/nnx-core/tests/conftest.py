@@ -37,6 +37,13 @@ class Site:
         self.modules.append(name)
         (self.path / f"{name}.py").write_text(textwrap.dedent(source))
 
+    def hide(self, *distributions):
+        """Let installed plugins look as if they were not: what is found first of them has no entry point."""
+        for distribution in distributions:
+            info = self.path / f"{distribution.replace('-', '_')}-0.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 0\n")
+
     def provide(self, distribution, *names, target="does_not:matter", **options):
         """Install a healthy plugin with these strategies."""
         specs = ", ".join(f"StrategySpec({name!r}, {target!r})" for name in names)

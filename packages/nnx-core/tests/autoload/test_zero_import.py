@@ -63,6 +63,7 @@ def test_names_work_in_a_script_for_trainer_fabric_and_both_mirrors(probes, run_
         assert {"probe_trainer", "fsdp_auto"} <= set(StrategyRegistry.available_strategies())
         assert {"probe_fabric", "fsdp_auto"} <= set(STRATEGY_REGISTRY.available_strategies())
         assert "probe_classes" not in sys.modules and "nnx_fsdp.backend" not in sys.modules
+        assert not {"deepspeed", "fairscale"} & set(sys.modules)
         quiet = dict(accelerator="cpu", devices=1, logger=False)
         assert type(Trainer(strategy="probe_trainer", **quiet).strategy).__name__ == "TrainerProbe"
         # Every Trainer asks nnx-core for callbacks, which must cost nothing where nnx is not in use.
@@ -112,6 +113,7 @@ def test_names_are_known_in_a_spawned_child_that_never_imports_nnx(probes, run_p
 
 
 def test_lightning_cli_takes_names_and_nnx_strategy_with_options(probes, run_python, tmp_path):
+    probes.hide("nnx-fairscale")
     (tmp_path / "options.yaml").write_text(
         """
 trainer:

@@ -98,6 +98,7 @@ def test_a_schema_notices_a_key_that_it_does_not_know(printed: Command) -> None:
 def test_schemas_of_the_commands_about_names(printed: Command, site: Any) -> None:
     site.add("bb-broken", "import does_not_exist")
     site.add("nnx-deepspeed", "import does_not_exist")
+    site.hide("nnx-fairscale")
     code, content = printed("list", "--all")
     assert code == 0
     assert {row["status"] for row in content["strategies"]} == {

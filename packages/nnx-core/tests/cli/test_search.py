@@ -83,13 +83,15 @@ def test_names_of_the_past_come_last_unless_one_was_asked_for(search: Search) ->
 def test_what_is_installed_goes_before_what_fits_as_well_and_is_not(
     site: Any, found: Callable[..., list[str]]
 ) -> None:
+    site.hide("nnx-fairscale")
     assert found("fairscale")[0] == "fairscale_fsdp"
     site.provide("zz", "zz_fairscale")
     refresh()
     assert found("fairscale")[0] == "zz_fairscale"
 
 
-def test_a_hit_says_how_to_get_it(search: Search) -> None:
+def test_a_hit_says_how_to_get_it(site: Any, search: Search) -> None:
+    site.hide("nnx-fairscale")
     code, output, error = search("fairscale")
     assert (code, error) == (0, "")
     rows = {line.split()[0]: line for line in output.splitlines()}

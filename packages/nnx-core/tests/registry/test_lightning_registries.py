@@ -162,7 +162,9 @@ def test_a_mistyped_name_is_lightnings_error_with_a_suggestion(tree):
 
 
 @each_tree
-def test_a_name_whose_package_is_missing_says_what_to_install(tree):
+def test_a_name_whose_package_is_missing_says_what_to_install(site, tree):
+    site.hide("nnx-fairscale")
+    Registry.synchronize()
     with pytest.raises(StrategyNotInstalledError) as caught:
         chosen(tree, "Fairscale_FSDP")
     start = "You selected an invalid strategy name: `strategy='fairscale_fsdp'`. "
@@ -260,7 +262,8 @@ def test_nnx_strategy_builds_for_the_tree_that_is_asked_for(tree):
         ("mine", {}, StrategyNotFoundError, "no strategy is called 'mine'"),
     ],
 )
-def test_nnx_strategy_explains_what_it_cannot_build(name, options, error, message):
+def test_nnx_strategy_explains_what_it_cannot_build(site, name, options, error, message):
+    site.hide("nnx-fairscale")
     with pytest.raises(error) as caught:
         nnx.strategy(name, **options)
     assert message in str(caught.value)

@@ -103,7 +103,8 @@ def test_removing_what_is_not_there_is_an_error():
         Registry.remove("nothing")
 
 
-def test_a_name_of_the_catalog_says_what_to_install(monkeypatch):
+def test_a_name_of_the_catalog_says_what_to_install(site):
+    site.hide("nnx-fairscale")
     with pytest.raises(StrategyNotInstalledError) as caught:
         Registry.get("fairscale_fsdp")
     assert isinstance(caught.value, ImportError)
@@ -144,7 +145,8 @@ def test_the_successor_of_an_old_name_comes_with_its_package(site, monkeypatch):
         ("fairscale_fspd", "'fairscale_fsdp'? It comes with `pip install nnx-fairscale`."),
     ],
 )
-def test_a_mistyped_name_suggests_the_nearest_one(asked, suggested):
+def test_a_mistyped_name_suggests_the_nearest_one(site, asked, suggested):
+    site.hide("nnx-fairscale")
     Registry.register("mine", Something)
     with pytest.raises(StrategyNotFoundError) as caught:
         Registry.get(asked)
