@@ -23,7 +23,7 @@ from jobs.training import Run
 from nnx.testing.pool import WorkerPool
 
 STEP, STEPS = 2, 4
-"""The steps before the checkpoint, and all of them. The loss of the last one depends on hyperparameters too."""
+"""Steps before the checkpoint, and in all. The last one's loss depends on restored hyperparameters too."""
 UNITS = {"min_num_params": 100}
 PARTS = {"persistence_threshold": 0}
 TIERS = {"blocks.0": "streamed", "blocks.1": "offloaded", "blocks.2": "gathered", "": "sharded"}
@@ -114,12 +114,12 @@ class Resuming:
         self._saved = lru_cache(maxsize=None)(self._save)
 
     def check(self, source: Cell, target: Cell) -> None:
-        """Resume what the source saved: bit-equal weights, moments and steps, and the losses that followed."""
+        """Resume what the source saved: the same weights, moments and steps, and then the same losses."""
         saved = self._saved(source)
         found = self._run(target, f"resumed-{next(self._resumed)}", resume=saved.path)
         assert found.tensors.keys() == saved.tensors.keys()
-        changed = [name for name, value in saved.tensors.items() if not torch.equal(found.tensors[name], value)]
-        assert changed == [], f"{target} does not hold what {source} saved"
+        differ = [key for key, value in saved.tensors.items() if not torch.equal(found.tensors[key], value)]
+        assert differ == [], f"{target} does not hold what {source} saved"
         assert any("exp_avg_sq" in name for name in found.tensors), "there are no moments to compare"
         assert found.losses == pytest.approx(saved.losses[STEP:], abs=1e-5)
 
