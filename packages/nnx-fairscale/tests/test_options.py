@@ -16,7 +16,7 @@ pytest.importorskip("fairscale", reason="fairscale is not installed")
 from nnx_fairscale.fsdp import FairscaleFSDPBackend
 from nnx_fairscale.options import FairscaleFSDPOptions, OSSOptions, ShardedOptions
 from nnx_fairscale.ownership import Ownership
-from nnx_fairscale.strategies import DDPFullyShardedStrategy, DDPShardedSpawnStrategy, DDPShardedStrategy
+from nnx_fairscale.strategies import DDPFullyShardedStrategy, DDPSpawnShardedStrategy, DDPShardedStrategy
 from nnx_fairscale.wrapping import as_classes, choose_units
 
 
@@ -105,7 +105,7 @@ def test_the_classes_are_strategies_of_trainer() -> None:
     for cls, name in (
         (DDPFullyShardedStrategy, "fairscale_fsdp"),
         (DDPShardedStrategy, "fairscale_sharded"),
-        (DDPShardedSpawnStrategy, "fairscale_sharded"),
+        (DDPSpawnShardedStrategy, "fairscale_sharded"),
     ):
         made: Any = cls()
         assert isinstance(made, cls) and isinstance(made, Strategy) and made.name == name

@@ -13,7 +13,7 @@ from nnx.lightning.namespaces import get_namespace
 from nnx.options import CommonOptions, split_options
 from nnx_fairscale.tree import trainer_tree
 
-__all__ = ["DDPFullyShardedStrategy", "DDPShardedSpawnStrategy", "DDPShardedStrategy"]
+__all__ = ["DDPFullyShardedStrategy", "DDPShardedStrategy", "DDPSpawnShardedStrategy"]
 
 
 class _OfTrainer:
@@ -38,6 +38,7 @@ class DDPFullyShardedStrategy(_OfTrainer):
     use of the same model work.
 
     Args:
+        accelerator: As for every strategy of Lightning's.
         cpu_offload: Keep shards, gradients and optimizer state in host memory.
         flatten_parameters: Communicate the parameters of a unit as one flat tensor.
         reshard_after_forward: Free what a unit has gathered after its forward.
@@ -47,21 +48,24 @@ class DDPFullyShardedStrategy(_OfTrainer):
         bucket_cap_mb: Size of the buckets that gradients are reduced in.
         min_num_params: Modules with so many parameters become units.
         state_dict_to_cpu: Accepted; state is described where it lies.
-        accelerator: As for every strategy of Lightning's, like the four that follow.
         parallel_devices: Devices of this node.
         cluster_environment: Who started the processes.
         checkpoint_io: In place of nnx's own.
         precision_plugin: Any of Lightning's.
+        process_group_backend: Of torch.distributed; by default the device's own.
         **options: Any other option of `FairscaleFSDPOptions` or common to all nnx strategies, such as
             ``activation_checkpointing``, ``auto_wrap_policy``, ``timeout`` and ``async_save``.
 
     Example:
-        >>> DDPFullyShardedStrategy(cpu_offload=True).name
-        'fairscale_fsdp'
+        >>> from torch import nn
+        >>> strategy = DDPFullyShardedStrategy(cpu_offload=True, activation_checkpointing=nn.TransformerEncoderLayer)
+        >>> strategy.name, strategy.backend.options.cpu_offload
+        ('fairscale_fsdp', True)
     """
 
     def __init__(  # noqa: PLR0917 # the original's order
         self,
+        accelerator: Any = None,
         cpu_offload: bool = False,
         flatten_parameters: bool = True,
         reshard_after_forward: bool = True,
@@ -71,11 +75,11 @@ class DDPFullyShardedStrategy(_OfTrainer):
         bucket_cap_mb: int = 25,
         min_num_params: int = 100_000_000,
         state_dict_to_cpu: bool = True,
-        accelerator: Any = None,
         parallel_devices: Any = None,
         cluster_environment: Any = None,
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
+        process_group_backend: str | None = None,
         **options: Any,
     ) -> None:
         from nnx_fairscale.fsdp import FairscaleFSDPBackend
@@ -90,6 +94,7 @@ class DDPFullyShardedStrategy(_OfTrainer):
             "bucket_cap_mb": bucket_cap_mb,
             "min_num_params": min_num_params,
             "state_dict_to_cpu": state_dict_to_cpu,
+            "process_group_backend": process_group_backend,
             **options,
         }
         lightning = {
@@ -116,8 +121,9 @@ class DDPShardedStrategy(_OfTrainer):
             ``reduce_buffer_size``, ``timeout`` and ``async_save``.
 
     Example:
-        >>> DDPShardedStrategy(reduce_buffer_size=0).name
-        'fairscale_sharded'
+        >>> strategy = DDPShardedStrategy(reduce_buffer_size=0, reduce_fp16=True)
+        >>> strategy.name, strategy.backend.options.reduce_fp16
+        ('fairscale_sharded', True)
     """
 
     _start_method: str | None = None
@@ -147,11 +153,11 @@ class DDPShardedStrategy(_OfTrainer):
         self._build(ShardedBackend, "fairscale_sharded", options, lightning)
 
 
-class DDPShardedSpawnStrategy(DDPShardedStrategy):
+class DDPSpawnShardedStrategy(DDPShardedStrategy):
     """`DDPShardedStrategy` whose processes are spawned, for notebooks and interactive use.
 
     Example:
-        >>> DDPShardedSpawnStrategy().common.start_method
+        >>> DDPSpawnShardedStrategy().common.start_method
         'spawn'
     """
 

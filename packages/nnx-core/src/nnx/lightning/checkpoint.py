@@ -153,8 +153,17 @@ def gather_full(shard: Shard) -> Tensor | None:
     return full
 
 
-def open_together(strategy: Any, path: Any, weights_only: bool | None) -> storage.Checkpoint | dict[str, Any]:
+def open_together(
+    strategy: Any, path: Any, weights_only: bool | None, *, is_for_trainer: bool = False
+) -> storage.Checkpoint | dict[str, Any]:
     """Open a checkpoint of any format on every rank; if one cannot, none does. Collective.
+
+    Args:
+        strategy: It has the CheckpointIO that knows what nnx does not.
+        path: A checkpoint of any format.
+        weights_only: False executes what the checkpoint brings along.
+        is_for_trainer: Nobody will ask for the keys of a file that Trainer did not write, only for what is the
+            model and what the optimizers.
 
     Returns:
         The open checkpoint; of a file of ``torch.save`` that Trainer did not write, and of what only the
@@ -166,18 +175,19 @@ def open_together(strategy: Any, path: Any, weights_only: bool | None) -> storag
     with together(control_group(), doing=f"opening {str(path)!r}"):
         if ours or place_of(path).kind() == "directory":
             stored = storage.open_checkpoint(path, weights_only=weights_only is not False)
-            return stored if has_logical_names(stored) else load_single_file(path, None, weights_only)
+            is_understood = is_for_trainer or has_logical_names(stored)
+            return stored if is_understood else load_single_file(path, None, weights_only)
         loaded: dict[str, Any] = io.load_checkpoint(path, weights_only=weights_only)
         return loaded
 
 
 def load_lightning_checkpoint(strategy: Any, path: Any, weights_only: bool | None) -> dict[str, Any]:
     """Open a checkpoint as Lightning's dict; its ``state_dict`` stays on disk until used. Collective."""
-    opened = open_together(strategy, path, weights_only)
+    opened = open_together(strategy, path, weights_only, is_for_trainer=True)
     if isinstance(opened, dict):
         return opened
     stored = WeightsOnDisk(opened)
-    # What Trainer insists on and Fabric's checkpoints do not have.
+    # What Trainer insists on, and what others wrote does not have.
     required = {"pytorch-lightning_version": _lightning_version(strategy), "lr_schedulers": []}
     checkpoint = {**required, **stored.objects["trainer"]}
     checkpoint["state_dict"] = LazyStateDict(stored)
