@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
+IMPORTED_BY = os.getpid()
 SEEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR")
 
 
@@ -59,3 +62,29 @@ def hang_on(rank: int, deaf: bool = False) -> None:
 def exit_on(rank: int) -> None:
     if int(os.environ["RANK"]) == rank:
         raise SystemExit(3)
+
+
+def origin() -> dict[str, Any]:
+    """Where this process comes from, and what makes it one of its own."""
+    return {
+        "pid": os.getpid(),
+        "parent": os.getppid(),
+        "imported_by": IMPORTED_BY,
+        "hash": hash("nnx"),
+        "drawn": float(numpy.random.rand()),
+    }
+
+
+def surroundings() -> dict[str, str | None]:
+    return {
+        "cwd": str(Path.cwd()),
+        "extra": os.environ.get("NNX_TEST_EXTRA"),
+        "temporary": tempfile.gettempdir(),
+        "omp": os.environ.get("OMP_NUM_THREADS"),
+    }
+
+
+def leave_with(code: int) -> None:
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)

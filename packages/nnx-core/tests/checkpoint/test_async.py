@@ -417,11 +417,12 @@ def test_collectives_of_training_and_of_the_save_do_not_meet(pool: WorkerPool, t
     assert nnx.checkpoint.open_checkpoint(tmp_path / "b").objects["version"] == 10
 
 
-def test_a_rank_that_dies_during_a_background_save_is_an_error_on_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_dies_during_a_background_save_is_an_error_on_the_others(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     path = str(tmp_path / "a")
-    with WorkerPool(size=2) as own:
-        own.run(checkpoint_jobs.save_all, path, "deduped", world_size=2, init="gloo")
-        with pytest.raises(JobError, match="died with exit code 9") as caught:
-            own.run(async_jobs.leave_during_save, path, world_size=2, init="gloo", timeout=60)
-        assert list(caught.value.failures) == [1]  # rank 0 got a CheckpointError and returned
+    pool.run(checkpoint_jobs.save_all, path, "deduped", world_size=2, init="gloo")
+    with pytest.raises(JobError, match="died with exit code 9") as caught:
+        pool.run(async_jobs.leave_during_save, path, world_size=2, init="gloo", timeout=60)
+    assert list(caught.value.failures) == [1]  # rank 0 got a CheckpointError and returned
     assert nnx.checkpoint.open_checkpoint(path).objects["version"] == 1

@@ -86,19 +86,18 @@ def test_a_failed_first_save_leaves_nothing(pool: WorkerPool, tmp_path: Path) ->
     assert not path.exists()
 
 
-def test_a_rank_that_dies_during_a_save_neither_hangs_nor_harms(tmp_path: Path) -> None:
+def test_a_rank_that_dies_during_a_save_neither_hangs_nor_harms(pool: WorkerPool, tmp_path: Path) -> None:
     path = tmp_path / "a"
-    with WorkerPool(size=2) as own:
-        own.run(checkpoint_jobs.save_all, str(path), "deduped", world_size=2, init="gloo")
-        with pytest.raises(JobError, match="died with exit code 9") as caught:
-            own.run(checkpoint_jobs.leave_during_save, str(path), world_size=2, init="gloo", timeout=60)
-        assert list(caught.value.failures) == [1]  # rank 0 got a CheckpointError and returned
-        assert nnx.checkpoint.verify(path) == []
-        assert nnx.checkpoint.open_checkpoint(path).objects["version"] == 1
-        orphans = names(path) - {"manifest.json", nnx.checkpoint.open_checkpoint(path).manifest.save_id}
-        assert len(orphans) == 1
-        own.run(checkpoint_jobs.save_all, str(path), "deduped", world_size=2, init="gloo")
-        assert names(path) == {"manifest.json", nnx.checkpoint.open_checkpoint(path).manifest.save_id}
+    pool.run(checkpoint_jobs.save_all, str(path), "deduped", world_size=2, init="gloo")
+    with pytest.raises(JobError, match="died with exit code 9") as caught:
+        pool.run(checkpoint_jobs.leave_during_save, str(path), world_size=2, init="gloo", timeout=60)
+    assert list(caught.value.failures) == [1]  # rank 0 got a CheckpointError and returned
+    assert nnx.checkpoint.verify(path) == []
+    assert nnx.checkpoint.open_checkpoint(path).objects["version"] == 1
+    orphans = names(path) - {"manifest.json", nnx.checkpoint.open_checkpoint(path).manifest.save_id}
+    assert len(orphans) == 1
+    pool.run(checkpoint_jobs.save_all, str(path), "deduped", world_size=2, init="gloo")
+    assert names(path) == {"manifest.json", nnx.checkpoint.open_checkpoint(path).manifest.save_id}
 
 
 def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:

@@ -307,12 +307,13 @@ def test_an_upload_that_fails_is_abandoned(s3: dict[str, str]) -> None:
     assert "Uploads" not in filesystem.call_s3("list_multipart_uploads", Bucket="bucket")
 
 
-def test_a_rank_killed_while_saving_to_s3_leaves_the_old_checkpoint(s3: dict[str, str]) -> None:
+def test_a_rank_killed_while_saving_to_s3_leaves_the_old_checkpoint(
+    pool: WorkerPool, s3: dict[str, str]
+) -> None:
     url = "s3://bucket/killed/a.ckpt"
-    with WorkerPool(size=2) as own:
-        own.run(checkpoint_jobs.save_all, url, "deduped", world_size=2, init="gloo", env=s3)
-        with pytest.raises(JobError, match="died with exit code 9"):
-            own.run(checkpoint_jobs.leave_during_save, url, world_size=2, init="gloo", env=s3, timeout=60)
+    pool.run(checkpoint_jobs.save_all, url, "deduped", world_size=2, init="gloo", env=s3)
+    with pytest.raises(JobError, match="died with exit code 9"):
+        pool.run(checkpoint_jobs.leave_during_save, url, world_size=2, init="gloo", env=s3, timeout=60)
     assert nnx.checkpoint.verify(url) == []
     assert nnx.checkpoint.open_checkpoint(url).objects["version"] == 1
 

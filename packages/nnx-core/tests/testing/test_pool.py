@@ -86,18 +86,17 @@ def test_a_rank_that_dies_is_reported_and_replaced() -> None:
 
 
 @pytest.mark.parametrize("deaf", [False, True])
-def test_a_rank_that_hangs_is_reported_with_its_stack_and_killed(deaf: bool) -> None:
-    with WorkerPool(size=1) as own:
-        (before,) = own.run(pool_jobs.describe, world_size=1)
-        start = time.monotonic()
-        with pytest.raises(JobError, match="no answer in time") as caught:
-            own.run(pool_jobs.hang_on, 0, deaf, world_size=1, timeout=1)
-        assert time.monotonic() - start < 20
-        assert "hang_on" in caught.value.output[0]
-        with pytest.raises(ProcessLookupError):
-            os.kill(before["pid"], 0)
-        (after,) = own.run(pool_jobs.describe, world_size=1)
-        assert after["pid"] != before["pid"]
+def test_a_rank_that_hangs_is_reported_with_its_stack_and_killed(pool: WorkerPool, deaf: bool) -> None:
+    (before,) = pool.run(pool_jobs.describe, world_size=1)
+    start = time.monotonic()
+    with pytest.raises(JobError, match="no answer in time") as caught:
+        pool.run(pool_jobs.hang_on, 0, deaf, world_size=1, timeout=1)
+    assert time.monotonic() - start < 20
+    assert "hang_on" in caught.value.output[0]
+    with pytest.raises(ProcessLookupError):
+        os.kill(before["pid"], 0)
+    (after,) = pool.run(pool_jobs.describe, world_size=1)
+    assert after["pid"] != before["pid"]
 
 
 def test_too_many_ranks_are_refused() -> None:

@@ -29,12 +29,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
 
+from nnx.testing.template import ForkedProcess, Template
 from nnx.testing.worker import Job
 
 __all__ = ["JobError", "WorkerPool", "free_port", "shared_pool"]
 
 START_TIMEOUT = 120.0
 """Seconds that a worker may take to start and import torch, on a machine busy with other things."""
+PRELOAD = ("torch.distributed", "lightning.pytorch")
+"""What workers shared by a whole test session have in common."""
+TEMPLATES = 2
 GRACE = 10.0
 """Seconds that the other ranks get to notice that one of them failed."""
 
@@ -67,6 +71,9 @@ class WorkerPool:
 
     Args:
         size: Most ranks that a job may have.
+        preload: Modules that nearly every job needs. They are imported in two processes, of which the
+            workers are forked: two, so that ranks differ in the order of their sets, as they do in a cluster.
+            Workers import for themselves where a fork would not be sound.
 
     Example:
         >>> import math
@@ -75,11 +82,13 @@ class WorkerPool:
         [3.0]
     """
 
-    def __init__(self, size: int = 4) -> None:
+    def __init__(self, size: int = 4, *, preload: Sequence[str] = ()) -> None:
         self.size = size
+        self.preload = tuple(preload)
         self.output: list[str] = []
         """What each rank of the latest job printed."""
         self._workers: dict[int, _Worker] = {}
+        self._templates: dict[int, Template] = {}
 
     def run(
         self,
@@ -131,6 +140,9 @@ class WorkerPool:
         workers, self._workers = self._workers, {}
         for worker in workers.values():
             worker.kill()
+        templates, self._templates = self._templates, {}
+        for template in templates.values():
+            template.kill()
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -143,14 +155,29 @@ class WorkerPool:
     def _start(self, count: int) -> None:
         """Start the workers that a job needs and that are not there."""
         self._drop_the_lost()
-        new = {rank: _Worker() for rank in range(count) if rank not in self._workers}
-        self._workers |= new
+        missing = [rank for rank in range(count) if rank not in self._workers]
+        self._start_templates({rank % TEMPLATES for rank in missing})
         try:
-            for worker in new.values():
-                worker.wait_until_ready()
+            for rank in missing:
+                self._workers[rank] = _Worker(self._template_of(rank))
+            for rank in missing:
+                self._workers[rank].wait_until_ready()
         except BaseException:
             self.close()  # the others have not been waited for
             raise
+
+    def _start_templates(self, turns: set[int]) -> None:
+        """Start the templates that are needed and not there, all before the first is waited for."""
+        for turn in turns if self.preload else ():
+            if turn in self._templates and not self._templates[turn].is_alive:
+                self._templates.pop(turn).kill()
+            if turn not in self._templates:
+                self._templates[turn] = Template(self.preload, _inherited())
+
+    def _template_of(self, rank: int) -> Template | None:
+        """Where a rank is forked from; None if it has to start from nothing."""
+        template = self._templates.get(rank % TEMPLATES)
+        return template if template and template.may_be_forked else None
 
     def _drop_the_lost(self) -> None:
         """Kill what is left of workers that died or hung."""
@@ -166,32 +193,24 @@ def shared_pool(size: int = 4) -> WorkerPool:
     Args:
         size: Most ranks that a job may have.
     """
-    pool = WorkerPool(size)
+    pool = WorkerPool(size, preload=PRELOAD)
     atexit.register(pool.close)
     return pool
 
 
 class _Worker:
-    """The parent's side of one worker process."""
+    """The parent's side of one worker process, forked of a template where there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, template: Template | None) -> None:
         self.connection, theirs = Pipe()
         self.healthy = True
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
         self._log_start = 0
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from nnx.testing.worker import serve; serve({theirs.fileno()})"
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
+        self.process: subprocess.Popen[bytes] | ForkedProcess
+        if template:
+            self.process = template.fork(theirs.fileno(), self._log.fileno(), _inherited())
+        else:
+            self.process = _start_from_nothing(theirs.fileno(), self._log)
         theirs.close()
 
     def wait_until_ready(self) -> None:
@@ -222,6 +241,25 @@ class _Worker:
         self.process.wait()
         self.connection.close()
         self._log.close()
+
+
+def _start_from_nothing(connection: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; from nnx.testing.worker import serve; serve({connection})"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=_inherited(),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        pass_fds=[connection],
+        start_new_session=True,
+    )
+
+
+def _inherited() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def _collect(workers: Sequence[_Worker], timeout: float) -> tuple[list[Any], dict[int, str]]:
