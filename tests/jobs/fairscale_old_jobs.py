@@ -37,7 +37,7 @@ MODELS["whole"] = Whole
 
 
 def save_oss(path: str) -> list[float]:
-    """Train with OSS under stock Lightning's DDP, which consolidates it to save; the losses of a longer run."""
+    """Save what stock Lightning has trained with OSS, which it consolidates; the losses of a longer run."""
     run = Run(strategy="ddp", steps=STEP)
     module = Sharded(run)
     trainer = make_trainer(run)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -14,7 +16,6 @@ from typer.testing import CliRunner
 import nnx
 from jobs.fairscale_old_jobs import STEP, STEPS, error_of, evaluate, loss_of, losses_of, save_fsdp, save_oss
 from jobs.training import Net, Run
-from nnx.checkpoint import open_checkpoint
 from nnx.cli.ckpt import app
 from nnx.errors import CheckpointError
 from nnx.testing.pool import WorkerPool
@@ -31,16 +32,6 @@ class Saved:
 
     folder: Path
     weights: dict[str, Tensor]
-
-    def copy(self, target: Path) -> list[Path]:
-        """The files of all ranks, copied."""
-        target.mkdir()
-        sources = sorted((self.folder / "shards").iterdir())
-        return [
-            Path(target / source.name)
-            for source in sources
-            if (target / source.name).write_bytes(source.read_bytes())
-        ]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["flat", "each parameter by itself"])
@@ -69,7 +60,7 @@ def test_a_model_is_loaded_from_what_fairscale_saved(saved: Saved, name: str) ->
 def test_trainer_evaluates_the_weights_and_says_that_they_cannot_resume(
     pool: WorkerPool, saved: Saved, name: str
 ) -> None:
-    run = Run(strategy="fairscale_fsdp", options=UNITS, steps=2, resume=str(saved.folder / name))
+    run = replace(ON_TWO, resume=str(saved.folder / name))
     expected = pool.run(loss_of, saved.weights, run, world_size=2)
     for rank, (loss, error) in enumerate(pool.run(evaluate, run, world_size=2)):
         assert loss == pytest.approx(expected[rank], abs=1e-6)
@@ -98,3 +89,72 @@ def test_inspect_shows_the_weights_under_their_names(saved: Saved) -> None:
         word in shown.output
         for word in ("format:               fairscale", "blocks.0.up", "weight  float32 31x10")
     )
+
+
+def _cut(file: Path, held: Any) -> None:
+    file.write_bytes(file.read_bytes()[:5000])
+
+
+def _text(file: Path, held: Any) -> None:
+    file.write_text("it was here yesterday")
+
+
+def _missing(file: Path, held: Any) -> None:
+    file.unlink()
+
+
+def _shorter(file: Path, held: Any) -> None:
+    name = next(name for name in held["weights"] if name.startswith("blocks.0"))
+    held["weights"][name] = held["weights"][name].flatten()[:3].clone()
+    torch.save(held, file)
+
+
+def _other_dtype(file: Path, held: Any) -> None:
+    held["weights"] = {name: value.half() for name, value in held["weights"].items()}
+    torch.save(held, file)
+
+
+def _nothing_known(file: Path, held: Any) -> None:
+    for unit in held["meta"]["param_metadata"]:
+        unit["params"] = {name: {} for name in unit["params"]}
+    torch.save(held, file)
+
+
+def _not_a_list(file: Path, held: Any) -> None:
+    held["meta"]["param_metadata"] = 3
+    torch.save(held, file)
+
+
+DAMAGE: list[tuple[Callable[[Path, Any], None], int, str]] = [
+    (_cut, 0, "shards"),
+    (_cut, 1, "model-shard1.pt"),
+    (_text, 1, "model-shard1.pt"),
+    (_missing, 0, "Make sure that the files of all ranks are there"),
+    (_missing, 1, "Make sure that the files of all ranks are there"),
+    (_shorter, 0, "shards"),
+    (_shorter, 1, "shards"),
+    (_other_dtype, 1, "model-shard1.pt"),
+    (_nothing_known, 0, "shards"),
+    (_nothing_known, 1, "shards"),
+    (_not_a_list, 0, "shards"),
+    (_not_a_list, 1, "shards"),
+]
+
+
+@pytest.mark.parametrize(("damage", "rank", "named"), DAMAGE)
+def test_damage_is_one_error_that_names_the_files(
+    saved: Saved, tmp_path: Path, damage: Callable[[Path, Any], None], rank: int, named: str
+) -> None:
+    shards = copytree(saved.folder / "shards", tmp_path / "shards")
+    file = shards / f"model-shard{rank}.pt"
+    damage(file, torch.load(file, weights_only=True))
+    with pytest.raises(CheckpointError) as caught:
+        nnx.load_from_checkpoint(Net, shards, run=Run())
+    assert named in str(caught.value)
+
+
+def test_trainer_raises_it_on_every_rank(pool: WorkerPool, saved: Saved, tmp_path: Path) -> None:
+    shards = copytree(saved.folder / "shards", tmp_path / "shards")
+    _text(shards / "model-shard1.pt", None)
+    for error in pool.run(error_of, replace(ON_TWO, resume=str(shards)), world_size=2):
+        assert error.startswith("CheckpointError") and "model-shard1.pt" in error

@@ -16,7 +16,7 @@ pytest.importorskip("fairscale", reason="fairscale is not installed")
 from nnx_fairscale.fsdp import FairscaleFSDPBackend
 from nnx_fairscale.options import FairscaleFSDPOptions, OSSOptions, ShardedOptions
 from nnx_fairscale.ownership import Ownership
-from nnx_fairscale.strategies import DDPFullyShardedStrategy, DDPSpawnShardedStrategy, DDPShardedStrategy
+from nnx_fairscale.strategies import DDPFullyShardedStrategy, DDPShardedStrategy, DDPSpawnShardedStrategy
 from nnx_fairscale.wrapping import as_classes, choose_units
 
 

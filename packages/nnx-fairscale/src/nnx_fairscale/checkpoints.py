@@ -17,6 +17,7 @@ from typing import Any
 
 from nnx.box import Box
 from nnx.checkpoint import Checkpoint, CheckpointFormat, Contents
+from nnx.checkpoint.foreign.faults import malformed_explained
 from nnx.checkpoint.foreign.flat import pieces_of_range
 from nnx.checkpoint.foreign.torch_file import FileTensor, load_torch_file
 from nnx.checkpoint.index import Piece
@@ -55,15 +56,8 @@ class FairscaleShards(CheckpointFormat):
         """
         ranks = [_read(file, weights_only=weights_only) for file in _files(Path(path))]
         contents = Contents(path, self.name)
-        for index, unit in enumerate(ranks[0].metadata["param_metadata"]):
-            for flat_name in unit["params"]:
-                _add_flat(contents, ranks, index, flat_name)
-        for unit in ranks[0].metadata["param_metadata"]:
-            for source, alias in unit.get("shared_param_info", ()):
-                contents.aliases[_key(unit, alias)] = _key(unit, source)
-        for name in ranks[0].metadata["buffer_names"]:
-            if name in ranks[0].weights:  # persistent ones; every rank has the same
-                contents.add(f"model.{name}", ranks[0].weights[name])
+        with malformed_explained(path, "fairscale"):
+            _fill(contents, ranks)
         return contents.opened(world_size=len(ranks), provenance={"strategy": "fairscale FSDP"})
 
 
@@ -99,13 +93,26 @@ def _read(file: Path, *, weights_only: bool) -> _Rank:
     return _Rank(file, weights, metadata)
 
 
+def _fill(contents: Contents, ranks: Sequence[_Rank]) -> None:
+    units, weights = ranks[0].metadata["param_metadata"], ranks[0].weights
+    for index, unit in enumerate(units):
+        for flat_name in unit["params"]:
+            _add_flat(contents, ranks, index, flat_name)
+    for unit in units:
+        for source, alias in unit.get("shared_param_info", ()):
+            contents.aliases[_key(unit, alias)] = _key(unit, source)
+    for name in ranks[0].metadata["buffer_names"]:
+        if name in weights:  # persistent ones; every rank has the same
+            contents.add(f"model.{name}", weights[name])
+
+
 def _add_flat(contents: Contents, ranks: Sequence[_Rank], unit: int, flat_name: str) -> None:
     """Add the parameters that were flattened into one, each as pieces of the ranks' shards."""
     metadata = ranks[0].metadata["param_metadata"][unit]
     layout = metadata["params"][flat_name]
     path = metadata["fsdp_path"]
     name = f"{path}.{flat_name}" if path else flat_name
-    shards = list(_shards(contents.path, ranks, unit, flat_name, name))
+    shards = list(_shards(ranks, unit, flat_name, name))
     begin = 0
     for own, shape, numel in zip(layout["names"], layout["shapes"], layout["numels"], strict=True):
         dtype = str(shards[0][0].dtype).removeprefix("torch.")
@@ -114,15 +121,14 @@ def _add_flat(contents: Contents, ranks: Sequence[_Rank], unit: int, flat_name: 
         begin += numel
 
 
-def _shards(
-    path: Path, ranks: Sequence[_Rank], unit: int, flat_name: str, name: str
-) -> Iterator[tuple[FileTensor, int]]:
+def _shards(ranks: Sequence[_Rank], unit: int, flat_name: str, name: str) -> Iterator[tuple[FileTensor, int]]:
     for rank in ranks:
         units = rank.metadata["param_metadata"]
         tensor = rank.weights.get(name)
-        if tensor is None or unit >= len(units) or flat_name not in units[unit]["params"]:
+        is_known = unit < len(units) and flat_name in units[unit]["params"]
+        if tensor is None or not is_known or tensor.dtype != ranks[0].weights[name].dtype:
             raise CheckpointError(
-                f"'{rank.path}' has no '{name}', which '{ranks[0].path.name}' in '{path}' has.",
+                f"'{rank.path}' has no '{name}' like that of '{ranks[0].path.name}'.",
                 remedy="Keep one checkpoint's files, of all of its ranks, in a directory of their own.",
             )
         yield tensor, tensor.numel - units[unit]["params"][flat_name]["padding"]

@@ -57,8 +57,8 @@ class DDPFullyShardedStrategy(_OfTrainer):
             ``activation_checkpointing``, ``auto_wrap_policy``, ``timeout`` and ``async_save``.
 
     Example:
-        >>> from torch import nn
-        >>> strategy = DDPFullyShardedStrategy(cpu_offload=True, activation_checkpointing=nn.TransformerEncoderLayer)
+        >>> from torch.nn import Linear
+        >>> strategy = DDPFullyShardedStrategy(cpu_offload=True, activation_checkpointing=Linear)
         >>> strategy.name, strategy.backend.options.cpu_offload
         ('fairscale_fsdp', True)
     """

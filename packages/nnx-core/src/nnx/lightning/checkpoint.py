@@ -162,8 +162,8 @@ def open_together(
         strategy: It has the CheckpointIO that knows what nnx does not.
         path: A checkpoint of any format.
         weights_only: False executes what the checkpoint brings along.
-        is_for_trainer: Nobody will ask for the keys of a file that Trainer did not write, only for what is the
-            model and what the optimizers.
+        is_for_trainer: Of a file that Trainer did not write, nobody will ask for other keys than the model's
+            and the optimizers'.
 
     Returns:
         The open checkpoint; of a file of ``torch.save`` that Trainer did not write, and of what only the
