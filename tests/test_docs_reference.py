@@ -23,6 +23,8 @@ MODULES = {
     "fsdp.md": "nnx-fsdp/src/nnx_fsdp",
     "nnscaler.md": "nnx-nnscaler/src/nnx_nnscaler",
     "colossalai.md": "nnx-colossalai/src/nnx_colossalai",
+    "deepspeed.md": "nnx-deepspeed/src/nnx_deepspeed",
+    "fairscale.md": "nnx-fairscale/src/nnx_fairscale",
 }
 
 

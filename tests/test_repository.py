@@ -106,7 +106,8 @@ def test_every_package_is_typed_and_introduces_itself(package):
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
 def test_every_package_is_listed_in_the_requirements_and_searched_for_tests(package):
-    assert f"-e packages/{package.name}" in (ROOT / "requirements.txt").read_text().splitlines()
+    files = [ROOT / "requirements.txt", ROOT / "requirements-dev.txt"]
+    assert f"-e packages/{package.name}" in [line for file in files for line in file.read_text().splitlines()]
     paths = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["testpaths"]
     assert f"packages/{package.name}/tests" in paths
 
