@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
@@ -53,33 +53,34 @@ def will_run(node: Any) -> bool | None:
         return None
 
 
-def make_last(handle: RemovableHandle, parameter: nn.Parameter) -> None:
+def make_last(handle: RemovableHandle) -> None:
     """Make a hook that sees an accumulated gradient the last of its parameter's."""
-    hooks = parameter._post_accumulate_grad_hooks
+    hooks = handle.hooks_dict_ref()
     if hooks and len(hooks) > 1 and next(reversed(hooks)) != handle.id:
         # The engine goes by the order of insertion.
         hooks[handle.id] = hooks.pop(handle.id)
 
 
 class Silenced:
-    """A hook that is not called for a while.
+    """Hooks that are not called for a while.
 
     Args:
-        handle: Of the hook.
-        is_first: Whether it comes before all others then, and not after them.
+        handles: Of the hooks.
     """
 
-    __slots__ = ("_hook", "_hooks", "_id", "_is_first")
+    __slots__ = ("_taken",)
 
-    def __init__(self, handle: RemovableHandle, *, is_first: bool = False) -> None:
-        self._id, self._is_first = handle.id, is_first
-        self._hooks = handle.hooks_dict_ref()
-        self._hook = self._hooks.pop(self._id, None) if self._hooks is not None else None
+    def __init__(self, handles: Iterable[RemovableHandle]) -> None:
+        self._taken = []
+        for handle in handles:
+            hooks, number = handle.hooks_dict_ref(), handle.id
+            if hooks is not None and number in hooks:
+                self._taken.append((hooks, number, hooks.pop(number)))
 
-    def end(self) -> None:
-        """Let it be called again."""
-        if self._hooks is None or self._hook is None:
-            return
-        self._hooks[self._id] = self._hook
-        if self._is_first:
-            self._hooks.move_to_end(self._id, last=False)
+    def end(self, *, are_first: bool = False) -> None:
+        """Let them be called again, after all others or, with `are_first`, before them."""
+        for hooks, number, hook in self._taken:
+            hooks[number] = hook
+            if are_first and len(hooks) > 1:
+                hooks.move_to_end(number, last=False)
+        self._taken.clear()

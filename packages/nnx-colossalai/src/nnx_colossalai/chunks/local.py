@@ -146,7 +146,9 @@ class LocalEngine(ChunkEngine):
             self._hooks += (first, last)
             if module not in unit_of.values() and len(chunks) == 1 and not chunks[0].is_streamed:
                 # Whatever its unit runs finds the chunk ready, and nothing of it changes meanwhile.
-                enters[unit_of[chunks[0]]].inner += ((first, True), (last, False))
+                before, after = enters[unit_of[chunks[0]]].inner
+                before.append(first)
+                after.append(last)
         # Two chunks on their way: one that is being added up, one that travels.
         self._gradients.limit = 2 * max((chunk.nbytes for chunk in self.chunks), default=0)
 

@@ -11,6 +11,8 @@ This file owns staging memory; it never decides when a backward has ended.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +26,9 @@ __all__ = ["Gradients", "Slot"]
 
 _BATCH = 1 << 18
 """Elements that wait to be converted together: Python between two kernels costs more than its own time."""
+
+_LARGE = 1 << 14
+"""Elements from which a total has memory of its own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,10 +56,13 @@ class Slot:
     version: int = 0
     accumulator: Any = None
     handles: tuple[Any, ...] = ()
+    numel: int = field(init=False)
+    dtype: torch.dtype = field(init=False)
     geometry: tuple[torch.Size, tuple[int, ...]] = field(init=False)
-    """Shape and strides of the template, which the template takes longer to tell."""
+    """Shape and strides of the template; tensors take longer to tell these, and the master's dtype."""
 
     def __post_init__(self) -> None:
+        self.numel, self.dtype = self.template.numel(), self.master.dtype
         self.geometry = (self.template.shape, self.template.stride())
 
 
@@ -104,18 +112,18 @@ class Gradients:
 
     def take(self, slot: Slot) -> None:
         """After autograd has accumulated: take the gradient, and free it as soon as it is where it goes."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                self._take(slot)
-        else:
-            self._take(slot)
+        self.take_all((slot,))
 
-    def _take(self, slot: Slot) -> None:
-        parameter = slot.parameter
-        gradient = parameter.grad
-        if gradient is None:
-            return
-        parameter.grad = None
+    def take_all(self, slots: Iterable[Slot]) -> None:
+        """The same for several."""
+        with torch.set_grad_enabled(False) if torch.is_grad_enabled() else nullcontext():
+            for slot in slots:
+                gradient = slot.parameter.grad
+                if gradient is not None:
+                    slot.parameter.grad = None
+                    self._take(slot, gradient)
+
+    def _take(self, slot: Slot, gradient: Tensor) -> None:
         if slot in self._unconverted:
             self._convert()
         if gradient.layout is not torch.strided or gradient.requires_grad:
@@ -124,25 +132,40 @@ class Gradients:
             self._send(slot, gradient)
         elif slot.total is None:
             self._unconverted[slot] = gradient
-            self._elements_unconverted += gradient.numel()
+            self._elements_unconverted += slot.numel
             if self._elements_unconverted >= _BATCH:
                 self._convert()
         else:
             slot.total = self._sum(slot, slot.total, gradient)
 
-    @torch.no_grad()
     def _convert(self) -> None:
-        """Make totals of the gradients that wait for it.
-
-        Each has memory of its own: what is freed in few large pieces goes back to the system, and coming by
-        it again in every step takes longer than the conversion.
-        """
+        """Make totals of the gradients that wait for it."""
         waiting = self._unconverted
         self._unconverted, self._elements_unconverted = {}, 0
-        totals = [self._new(slot) for slot in waiting]
-        torch._foreach_copy_(totals, list(waiting.values()))
+        with torch.no_grad():
+            totals = self._new_together(list(waiting))
+            torch._foreach_copy_(totals, list(waiting.values()))
         for slot, total in zip(waiting, totals, strict=True):
             slot.total = total
+
+    def _new_together(self, slots: list[Slot]) -> list[Tensor]:
+        """Memory for totals on the device; small ones lie one after the other.
+
+        Each large one has its own: what is freed in few large pieces goes back to the system, and coming by
+        it again in every step takes longer than the conversion.
+        """
+        ends: dict[torch.dtype, int] = {}
+        offsets = []
+        for slot in slots:
+            offset = ends.get(slot.dtype, 0) if slot.numel < _LARGE else None
+            offsets.append(offset)
+            if offset is not None:
+                ends[slot.dtype] = offset + slot.numel
+        flat = {dtype: self._device.empty(numel, dtype) for dtype, numel in ends.items()}
+        return [
+            self._new(slot) if offset is None else flat[slot.dtype].as_strided(*slot.geometry, offset)
+            for slot, offset in zip(slots, offsets, strict=True)
+        ]
 
     def _take_unusual(self, slot: Slot, gradient: Tensor) -> None:
         """One that is sparse, or itself to be differentiated: without staging."""
@@ -158,7 +181,7 @@ class Gradients:
         return total.add_(gradient.to(total.device, total.dtype))
 
     def _new(self, slot: Slot) -> Tensor:
-        numel, dtype = slot.template.numel(), slot.master.dtype
+        numel, dtype = slot.numel, slot.dtype
         flat = torch.empty(numel, dtype=dtype) if slot.on_host else self._device.empty(numel, dtype)
         return flat.as_strided(*slot.geometry)
 

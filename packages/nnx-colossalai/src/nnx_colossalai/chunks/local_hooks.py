@@ -33,12 +33,12 @@ class Enter(_Hook):
         dtype: What its floating-point inputs are cast to, if anything.
 
     Attributes:
-        inner: Hooks of modules inside that do nothing while it runs, and whether each comes first.
+        inner: Hooks of modules inside that do nothing while it runs: those before forwards, and those after.
     """
 
     def __init__(self, step: Step, chunks: Sequence[LocalChunk], dtype: torch.dtype | None) -> None:
         self._step, self._chunks, self._dtype = step, chunks, dtype
-        self.inner: list[tuple[RemovableHandle, bool]] = []
+        self.inner: tuple[list[RemovableHandle], list[RemovableHandle]] = ([], [])
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """What the forward is called with instead, if that is anything else."""

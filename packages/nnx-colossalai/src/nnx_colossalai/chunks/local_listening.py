@@ -51,7 +51,7 @@ class Listener:
         self._last: dict[LocalChunk, Slot] = {}
         self._heard: set[Slot] = set()
         self._together: dict[LocalChunk, list[Slot]] = {}
-        self._silenced: list[Silenced] = []
+        self._silenced = Silenced(())
         self._may_group = True
 
     # --- hooks --------------------------------------------------------------------------------
@@ -61,13 +61,14 @@ class Listener:
         for slot in chunk.slots:
             parameter = slot.parameter
             if slot.handles:
-                make_last(slot.handles[0], parameter)
+                make_last(slot.handles[0])
             elif parameter.requires_grad:
                 after = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     lambda _, chunk=chunk, slot=slot: self._after(chunk, slot)
                 )
                 slot.handles = (after,)
-            self.listen_before(slot)
+            if parameter.grad is not None:
+                self.listen_before(slot)
 
     def listen_before(self, slot: Slot) -> None:
         """Where a gradient is there already: put it aside before another comes."""
@@ -96,8 +97,7 @@ class Listener:
         if not self._is_active():
             return
         if chunk in self._together and self._last[chunk] is slot:
-            for other in self._together[chunk]:
-                self._gradients.take(other)
+            self._gradients.take_all(self._together[chunk])
         # Before the hooks of others are taken off, and gradients that are there are put aside.
         self._gradients.take(slot)
         self._notice()
@@ -128,23 +128,21 @@ class Listener:
                     for slot in chunk.slots
                     if slot is not last and slot.handles and slot.parameter.requires_grad and _may_wait(slot)
                 ]
-        for together in self._together.values():
-            for slot in together:
+        waiting = [slot for together in self._together.values() for slot in together]
+        for slot in waiting:
+            if slot.parameter.grad is not None:
                 self._gradients.put_aside(slot)
-                self._silenced += map(Silenced, slot.handles)
+        self._silenced = Silenced(handle for slot in waiting for handle in slot.handles)
 
     def end_backward(self) -> bool:
         """Put them back, and take what has come after the last one; whether there was any."""
-        for silenced in self._silenced:
-            silenced.end()
-        self._silenced.clear()
+        self._silenced.end()
         together, self._together = self._together, {}
         is_late = False
         for chunk, slots in together.items():
             late = [slot for slot in slots if slot.parameter.grad is not None]
-            for slot in late:
-                self._gradients.take(slot)
             if late:
+                self._gradients.take_all(late)
                 is_late = True
                 del self._last[chunk]  # the next backward shows which one is the last now
         return is_late
@@ -157,4 +155,4 @@ class Listener:
 
 
 def _may_wait(slot: Slot) -> bool:
-    return not slot.on_host and slot.master.numel() <= _SMALL
+    return not slot.on_host and slot.numel <= _SMALL

@@ -47,12 +47,12 @@ class _Frame:
     module: nn.Module
     chunks: list[LocalChunk] = field(default_factory=list)
     windows: list[_Window] = field(default_factory=list)
-    silenced: list[Silenced] = field(default_factory=list)
+    silenced: tuple[Silenced, ...] = ()
 
     def end(self) -> None:
         """Let the hooks of modules inside be called again."""
-        for silenced in self.silenced:
-            silenced.end()
+        for number, silenced in enumerate(self.silenced):
+            silenced.end(are_first=number == 0)
 
 
 class _Window:
@@ -263,7 +263,7 @@ class Step:
         args: Any,
         kwargs: Any,
         *,
-        inner: Sequence[tuple[RemovableHandle, bool]] = (),
+        inner: Sequence[Sequence[RemovableHandle]] = (),
     ) -> Any:
         """A forward begins that uses chunks.
 
@@ -273,7 +273,7 @@ class Step:
             module: Whose forward.
             args: Of the forward.
             kwargs: Of the forward.
-            inner: Hooks of modules inside that do nothing meanwhile, and whether each comes first.
+            inner: Hooks of modules inside that do nothing meanwhile: those before forwards, and those after.
         """
         if dtype is None and self._is_inside(chunks, module):
             return None
@@ -293,7 +293,7 @@ class Step:
                 window = _Window(self, chunk, tensors_with_gradient((args, kwargs)))
                 frame.windows.append(window)
                 self._windows.append(window)
-        frame.silenced = [Silenced(handle, is_first=is_first) for handle, is_first in inner]
+        frame.silenced = tuple(map(Silenced, inner))
         return None if dtype is None else (args, kwargs)
 
     def _is_inside(self, chunks: Sequence[LocalChunk], module: nn.Module) -> bool:

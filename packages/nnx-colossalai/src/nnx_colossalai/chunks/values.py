@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,14 @@ def cast_to(dtype: torch.dtype, value: Any) -> Any:
         >>> cast_to(torch.bfloat16, (torch.ones(1), torch.tensor([2]), "three"))
         (tensor([1.], dtype=torch.bfloat16), tensor([2]), 'three')
     """
-    return tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, value)
+    # The usual first: looking into any value takes longer than a small kernel.
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) is tuple:
+        return tuple([cast_to(dtype, one) for one in value])
+    if type(value) is dict and not value:
+        return value
+    return tree_map_only(Tensor, partial(cast_to, dtype), value)
 
 
 def tensors_with_gradient(value: Any) -> list[Tensor]:
