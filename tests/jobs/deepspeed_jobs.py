@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -56,6 +58,10 @@ class Doubled(Net):
         self.embed.double()
 
 
+def _configured(config: dict[str, Any], **options: Any) -> Run:
+    return replace(SHORT, options={"config": config, **options})
+
+
 REFUSED: dict[str, tuple[type[Net], Run]] = {
     "lbfgs": (_with(torch.optim.LBFGS), SHORT),
     "adafactor": (_with(torch.optim.Adafactor), SHORT),
@@ -66,6 +72,11 @@ REFUSED: dict[str, tuple[type[Net], Run]] = {
     "arguments of backward": (Weighted, SHORT),
     "mixed dtypes": (Doubled, SHORT),
     "64-true": (Net, replace(SHORT, precision="64-true")),
+    "untested": (_with(torch.optim.SGD), replace(SHORT, options={"zero_allow_untested_optimizer": False})),
+    "forced": (Net, _configured({"zero_force_ds_cpu_optimizer": True}, offload_optimizer=True)),
+    "another stage": (Net, _configured({"zero_optimization": {"stage": 3}})),
+    "clipping twice": (Net, _configured({"gradient_clipping": 1.0})),
+    "misspelt": (Net, _configured({"zero_optimization": {"reduce_bucket_sise": 7}})),
 }
 
 
@@ -77,6 +88,31 @@ def refused(kind: str) -> str:
     except NnxError as error:
         return f"{type(error).__name__}: {error}"
     return "it trained"
+
+
+class HostAdam(Net):
+    """Makes DeepSpeed's Adam once, for all its runs."""
+
+    def configure_optimizers(self) -> Any:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        if not hasattr(self, "_adam"):
+            trained = [p for p in self.parameters() if p.requires_grad]
+            self._adam = [DeepSpeedCPUAdam(trained, lr=0.02, weight_decay=0.1)]
+        return self._adam[0]
+
+
+def refused_without_a_compiler(extensions: str) -> str:
+    """The error that `refused` ends with where no program is on the path and nothing is compiled yet."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    REFUSED["no compiler"] = HostAdam, SHORT
+    loaded = OpBuilder._loaded_ops.pop("cpu_adam", None)
+    with mock.patch.dict(os.environ, PATH="", TORCH_EXTENSIONS_DIR=extensions):
+        error = refused("no compiler")
+    if loaded is not None:
+        OpBuilder._loaded_ops["cpu_adam"] = loaded
+    return error
 
 
 class Writing(Callback):
@@ -118,18 +154,6 @@ def masters(run: Run) -> tuple[bool, bool]:
     callback = Masters()
     make_trainer(run, callbacks=[callback]).fit(Net(run))
     return callback.exact, callback.rounded
-
-
-class HostAdam(Net):
-    """Makes DeepSpeed's Adam once, for all its runs."""
-
-    def configure_optimizers(self) -> Any:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        if not hasattr(self, "_adam"):
-            trained = [p for p in self.parameters() if p.requires_grad]
-            self._adam = [DeepSpeedCPUAdam(trained, lr=0.02, weight_decay=0.1)]
-        return self._adam[0]
 
 
 class TorchAdam(Net):

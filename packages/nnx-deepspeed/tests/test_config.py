@@ -63,8 +63,16 @@ def test_a_users_config_is_not_changed() -> None:
 @pytest.mark.parametrize(
     ("users", "message"),
     [
-        ({"optimizer": {"type": "Adam"}}, "has a section 'optimizer'"),
-        ({"scheduler": {}}, "has a section 'scheduler'"),
+        ({"optimizer": {"type": "Adam"}}, "has 'optimizer', which is not its to decide"),
+        ({"scheduler": {}}, "has 'scheduler'"),
+        ({"train_batch_size": 64}, "has 'train_batch_size'.*DataLoader"),
+        ({"amp": {"enabled": True}}, "has 'amp'.*precision="),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "has 'torch_autocast'.*precision="),
+        ({"tensor_parallel": {"autotp_size": 2}}, "has 'tensor_parallel'.*ZeRO alone"),
+        ({"sequence_parallel_size": 2}, "has 'sequence_parallel_size'.*ZeRO alone"),
+        ({"zero_optimization": {"mics_shard_size": 2}}, "says mics_shard_size=2, expected -1"),
+        ({"zero_optimization": True}, "says zero_optimization=True, expected a section"),
+        ({"bfloat16": {"enabled": True}}, "says bfloat16.enabled=True, this run's precision says otherwise"),
         ({"gradient_accumulation_steps": 4}, "says gradient_accumulation_steps=4, expected 1"),
         ({"gradient_clipping": 0.5}, "says gradient_clipping=0.5, expected 0"),
         ({"zero_optimization": {"stage": 3}}, "says stage=3, expected 2"),
@@ -75,6 +83,38 @@ def test_a_users_config_is_not_changed() -> None:
 def test_a_config_that_contradicts_trainer_is_refused(users: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         config_of(config=users)
+
+
+@pytest.mark.parametrize(
+    ("options", "users", "key"),
+    [
+        ({"reduce_bucket_size": 5}, {"zero_optimization": {"reduce_bucket_size": 7}}, "reduce_bucket_size=7"),
+        ({"zero_allow_untested_optimizer": False}, {"zero_allow_untested_optimizer": True}, "says False"),
+        (
+            {"stage": 3, "offload_optimizer": True},
+            {"zero_optimization": {"offload_optimizer": {"device": "none"}}},
+            "device='none', an option of the strategy says 'cpu'",
+        ),
+        ({"block_size": 1}, {"aio": {"block_size": 2}}, "block_size=2"),
+    ],
+)
+def test_a_config_that_contradicts_an_option_that_was_set_is_refused(
+    options: dict[str, Any], users: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(OptionError, match=key):
+        config_of(config=users, **options)
+
+
+def test_a_config_may_repeat_an_option_and_turn_off_what_trainer_decides() -> None:
+    users = {
+        "zero_optimization": {"reduce_bucket_size": 5, "stage": 2},
+        "train_batch_size": "auto",
+        "amp": {"enabled": False},
+        "fp16": {"enabled": False},
+        "gradient_clipping": 0,
+    }
+    zero = config_of(config=users, reduce_bucket_size=5)["zero_optimization"]
+    assert (zero["reduce_bucket_size"], zero["stage"]) == (5, 2)
 
 
 def test_a_config_that_turns_the_runs_precision_off_is_refused() -> None:

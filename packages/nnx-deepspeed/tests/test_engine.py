@@ -7,11 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from jobs.deepspeed_jobs import SHORT, clamp, masters, refused, train_twice
+from jobs.deepspeed_jobs import SHORT, clamp, masters, refused, refused_without_a_compiler, train_twice
 from jobs.engine_resume_jobs import run_and_save
 from jobs.training import Run
+from nnx.errors import UnsupportedError
 from nnx.testing.pool import WorkerPool
+from nnx_deepspeed._deepspeed_compat import explain_failed_builds
+from nnx_deepspeed.refusals import refuse_unfit
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
@@ -33,6 +37,11 @@ HOST = ("nnx_deepspeed_3_cpu", PARTS)
         ("arguments of backward", "takes a loss and `retain_graph`, nothing else"),
         ("mixed dtypes", "DeepSpeed trains float32 parameters; embed.weight is float64"),
         ("64-true", "DeepSpeed keeps float32 masters; precision='64-true' asks for others"),
+        ("untested", "DeepSpeed has not tested SGD with ZeRO, and zero_allow_untested_optimizer is False"),
+        (
+            "forced",
+            "the config forces DeepSpeed's own optimizers where they are offloaded; this one is AdamW",
+        ),
     ],
 )
 def test_what_deepspeed_cannot_train_is_refused_on_every_rank(
@@ -41,6 +50,50 @@ def test_what_deepspeed_cannot_train_is_refused_on_every_rank(
     for error in pool.run(refused, kind, world_size=2):
         assert message in error
         assert error.startswith("UnsupportedError")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("another stage", "the DeepSpeed config says stage=3, expected 2"),
+        ("clipping twice", "the DeepSpeed config says gradient_clipping=1.0, expected 0"),
+        ("misspelt", "DeepSpeed refuses its config: reduce_bucket_sise: Extra inputs are not permitted"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused_on_every_rank(pool: WorkerPool, kind: str, message: str) -> None:
+    for error in pool.run(refused, kind, world_size=2):
+        assert message in error
+        assert error.startswith("OptionError")
+
+
+def test_an_operator_that_cannot_be_compiled_is_named_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
+    for error in pool.run(refused_without_a_compiler, str(tmp_path), world_size=2):
+        assert error.startswith("UnsupportedError: DeepSpeed's operator 'cpu_adam' has to be compiled")
+        assert "c++ cannot be found" in error
+        assert "or use what needs no compiler, such as an optimizer of torch.optim" in error
+
+
+def test_where_ninja_is_missing_too_both_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    explain_failed_builds()
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UnsupportedError, match=r"ninja and c\+\+ cannot be found"):
+        CPUAdamBuilder().jit_load(verbose=False)
+
+
+class DeepSpeedCPUAdam(torch.optim.AdamW):
+    """Stands for DeepSpeed's, which only its name tells apart, and which needs a compiler."""
+
+
+def test_an_optimizer_of_the_host_is_refused_where_the_state_is_on_a_device() -> None:
+    optimizer = DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))])
+    offloaded = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    refuse_unfit(optimizer, config=offloaded, device=torch.device("cuda", 0))
+    refuse_unfit(optimizer, config={}, device=torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match=r"DeepSpeedCPUAdam steps on the host.*is on cuda:0"):
+        refuse_unfit(optimizer, config={}, device=torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(("strategy", "options"), [*STAGES, WHOLE, HOST])

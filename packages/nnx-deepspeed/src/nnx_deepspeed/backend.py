@@ -18,7 +18,7 @@ from nnx.layout import Shard, shard_of
 from nnx.materialize import broadcast_module, materialize, move_to
 from nnx.restore import fill_optimizer_tensors, restore_groups
 from nnx.state import ModelState, OptimizerState, parameter_names
-from nnx_deepspeed._deepspeed_compat import join_world
+from nnx_deepspeed._deepspeed_compat import explain_failed_builds, join_world
 from nnx_deepspeed.config import make_config
 from nnx_deepspeed.engine import ZeroEngine
 from nnx_deepspeed.options import DeepSpeedOptions
@@ -62,6 +62,7 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
         # that Trainer clips, and its state in no checkpoint.
         self._config = make_config(self.options, bf16=context.precision == "bf16-mixed")
         join_world()
+        explain_failed_builds()
 
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
         """Give every rank rank 0's weights, on its device; `setup_optimizers` lays them out."""
@@ -81,7 +82,13 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
                 f"DeepSpeed trains one module with one optimizer; there are {count} optimizers.",
                 remedy="Use one optimizer with several param groups, or a strategy such as 'fsdp_auto'.",
             )
-        self._engine = ZeroEngine(module, optimizers[0], config=self._config, rank=self.context.rank)
+        self._engine = ZeroEngine(
+            module,
+            optimizers[0],
+            config=self._config,
+            rank=self.context.rank,
+            device=self.context.device,
+        )
 
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """Gather the masters into the user's parameters and take DeepSpeed off the module."""

@@ -21,7 +21,13 @@ _AUTO = "auto"
 _OWNED = {
     "optimizer": "Return the optimizer from `configure_optimizers`; it may be `DeepSpeedCPUAdam`.",
     "scheduler": "Return the scheduler from `configure_optimizers`.",
+    "train_batch_size": "Leave it out: the batch is what your DataLoader gives.",
+    "amp": "Leave it out; precision= of Trainer or Fabric chooses the types.",
+    "torch_autocast": "Leave it out; precision= of Trainer or Fabric chooses the types.",
+    "tensor_parallel": "Leave it out: nnx runs DeepSpeed's ZeRO alone.",
+    "sequence_parallel_size": "Leave it out: nnx runs DeepSpeed's ZeRO alone.",
 }
+"""What is decided elsewhere, and where."""
 
 
 def make_config(options: DeepSpeedOptions, *, bf16: bool) -> dict[str, Any]:
@@ -120,24 +126,59 @@ def _read(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _refuse_contradictions(users: Mapping[str, Any], options: DeepSpeedOptions, bf16: bool) -> None:
-    for section, remedy in _OWNED.items():
-        if section in users:
-            raise OptionError(f"the DeepSpeed config has a section {section!r}.", remedy=remedy)
+    for key, remedy in _OWNED.items():
+        if _is_said(users.get(key, _AUTO)):
+            raise OptionError(f"the DeepSpeed config has {key!r}, which is not its to decide.", remedy=remedy)
     _must_be(users, "gradient_accumulation_steps", (1,), "Use Trainer(accumulate_grad_batches=...).")
     _must_be(users, "gradient_clipping", (0, 0.0), "Use Trainer(gradient_clip_val=...).")
-    zero = users.get("zero_optimization", {})
+    zero = _section(users, "zero_optimization")
     _must_be(zero, "stage", (options.stage,), f"This strategy is stage {options.stage}; choose another name.")
-    enabled = users.get("bf16", {}).get("enabled", _AUTO)
-    if enabled != _AUTO and bool(enabled) != bf16:
-        raise OptionError(
-            f"the DeepSpeed config says bf16.enabled={enabled}, this run's precision says otherwise.",
-            remedy="Leave it out; precision='bf16-mixed' of Trainer or Fabric turns it on.",
-        )
-    if users.get("fp16", {}).get("enabled", _AUTO) not in (_AUTO, False):
+    _must_be(zero, "mics_shard_size", (-1,), "nnx shards over all ranks; 'fsdp_hybrid' shards over some.")
+    for name in ("bf16", "bfloat16"):
+        enabled = _section(users, name).get("enabled", _AUTO)
+        if enabled != _AUTO and bool(enabled) != bf16:
+            raise OptionError(
+                f"the DeepSpeed config says {name}.enabled={enabled}, this run's precision says otherwise.",
+                remedy="Leave it out; precision='bf16-mixed' of Trainer or Fabric turns it on.",
+            )
+    if _section(users, "fp16").get("enabled", _AUTO) not in (_AUTO, False):
         raise OptionError(
             "the DeepSpeed config turns fp16 on; its loss scale would be in the gradients that are clipped.",
             remedy="Use precision='16-mixed', which computes in float16, or 'bf16-mixed'.",
         )
+    _refuse_other_values(users, _defaults(options), _defaults(DeepSpeedOptions(stage=options.stage)))
+
+
+def _is_said(value: Any) -> bool:
+    """Whether a config decides something: ``"auto"`` and what is turned off do not."""
+    if isinstance(value, Mapping) and "enabled" in value:
+        value = value["enabled"]
+    return value not in (_AUTO, None, False)
+
+
+def _section(users: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = users.get(name, {})
+    if section == _AUTO:
+        return {}
+    if not isinstance(section, Mapping):
+        raise OptionError(
+            f"the DeepSpeed config says {name}={section!r}, expected a section.",
+            remedy=f'Write {{"{name}": {{...}}}}, with the keys of DeepSpeed\'s documentation.',
+        )
+    return section
+
+
+def _refuse_other_values(users: Mapping[str, Any], ours: Mapping[str, Any], unset: Mapping[str, Any]) -> None:
+    """Refuse what is said twice and differently: in the config, and by an option that is not its default."""
+    for key, value in users.items():
+        mine, default = ours.get(key), unset.get(key)
+        if isinstance(value, Mapping) and isinstance(mine, Mapping):
+            _refuse_other_values(value, mine, default if isinstance(default, Mapping) else {})
+        elif mine != default and value not in (_AUTO, mine):
+            raise OptionError(
+                f"the DeepSpeed config says {key}={value!r}, an option of the strategy says {mine!r}.",
+                remedy="Say it in one of the two places.",
+            )
 
 
 def _must_be(section: Mapping[str, Any], key: str, allowed: tuple[Any, ...], remedy: str) -> None:

@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 import deepspeed
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx.errors import UnsupportedError
+from nnx.errors import OptionError, UnsupportedError
 from nnx.materialize import lay_in_order
 from nnx_deepspeed._deepspeed_compat import (
     forget_gradients,
@@ -21,13 +22,15 @@ from nnx_deepspeed._deepspeed_compat import (
     reload_weights,
     remove_from_module,
     see_empty_parameters,
+    share_masters,
     show_partitions,
     take_persistent,
     weights_agree_already,
     weights_and_masters,
 )
 from nnx_deepspeed.partitions import Partitions
-from nnx_deepspeed.shadow import copy_hyperparameters, refuse_other_dtypes, refuse_unfit, shadow_of
+from nnx_deepspeed.refusals import refuse_other_dtypes, refuse_unfit
+from nnx_deepspeed.shadow import copy_hyperparameters, shadow_of
 
 __all__ = ["ZeroEngine"]
 
@@ -42,12 +45,23 @@ class ZeroEngine:
         optimizer: The user's; it keeps the module's parameters and steps through the engine from now on.
         config: What ``deepspeed.initialize`` gets.
         rank: This rank.
+        device: Where the module is.
+
+    Raises:
+        UnsupportedError: DeepSpeed cannot train this module with this optimizer.
+        OptionError: DeepSpeed refuses the config.
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: Optimizer, *, config: Mapping[str, Any], rank: int
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        *,
+        config: Mapping[str, Any],
+        rank: int,
+        device: torch.device,
     ) -> None:
-        refuse_unfit(optimizer)
+        refuse_unfit(optimizer, config=config, device=device)
         refuse_other_dtypes(module)
         self.module = module
         self.optimizer = optimizer
@@ -59,14 +73,12 @@ class ZeroEngine:
         exact = _exact_weights(module, config)
         self.shadow = shadow_of(optimizer)
         number_alike()
-        with weights_agree_already():
-            self._engine = deepspeed.initialize(
-                model=module, optimizer=self.shadow, config=dict(config), dist_init_required=False
-            )[0]
+        self._engine = _initialize(module, self.shadow, config)
         self._left = {p: set(vars(p)) - self._attributes[p] for p in module.parameters()}
         self._is_boundary = self._has_reduced = False
         self.set_boundary(True)
         self.zero: Any = self._engine.optimizer
+        share_masters(self.zero)
         self.partitions = Partitions(self.zero, rank=rank, module=module)
         for parameter, value in exact.items():
             self.partitions.master(parameter).fill_from(value)
@@ -183,6 +195,21 @@ class ZeroEngine:
         return full
 
 
+def _initialize(module: nn.Module, optimizer: Optimizer, config: Mapping[str, Any]) -> Any:
+    """DeepSpeed's own engine."""
+    try:
+        with weights_agree_already():
+            return deepspeed.initialize(
+                model=module, optimizer=optimizer, config=dict(config), dist_init_required=False
+            )[0]
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, at['loc']))}: {at['msg']}" for at in error.errors())
+        raise OptionError(
+            f"DeepSpeed refuses its config: {wrong}.",
+            remedy="Correct what you pass as `config`, or the option of that name.",
+        ) from error
+
+
 def _follow(masters: Tensor, weights: Tensor) -> None:
     """Take over the weights that are not the masters, rounded."""
     if masters.data_ptr() == weights.data_ptr():
@@ -191,7 +218,10 @@ def _follow(masters: Tensor, weights: Tensor) -> None:
         masters.copy_(weights)
         return
     weights = weights.to(masters.device)
-    masters.copy_(torch.where(masters.to(weights.dtype) == weights, masters, weights.to(masters.dtype)))
+    rounded = masters.to(weights.dtype)
+    if masters.device.type == "cpu" and torch.equal(rounded, weights):
+        return  # the most common case by far; to ask an accelerator would mean to wait for it
+    torch.where(rounded == weights, masters, weights.to(masters.dtype), out=masters)
 
 
 def _exact_weights(module: nn.Module, config: Mapping[str, Any]) -> dict[nn.Parameter, Tensor]:

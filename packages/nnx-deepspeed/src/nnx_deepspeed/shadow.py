@@ -13,17 +13,12 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import torch
-from torch import nn
-from torch.optim import LBFGS, Adafactor, Adagrad, Optimizer, SparseAdam
+from torch.optim import Optimizer
 
-from nnx.errors import UnsupportedError
-
-__all__ = ["copy_hyperparameters", "refuse_other_dtypes", "refuse_unfit", "shadow_of"]
+__all__ = ["copy_hyperparameters", "shadow_of"]
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
-_NOT_BY_ELEMENT = ("Muon", LBFGS.__name__, Adafactor.__name__, SparseAdam.__name__)
 _HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -32,40 +27,6 @@ _HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-
-
-def refuse_unfit(optimizer: Optimizer) -> None:
-    """Refuse optimizers whose update of an element depends on more than that element.
-
-    Raises:
-        UnsupportedError: With what can be used instead.
-    """
-    name = type(optimizer).__name__
-    if name in _NOT_BY_ELEMENT:
-        raise UnsupportedError(
-            f"{name} cannot work on DeepSpeed's flat partitions: its update needs more than single elements.",
-            remedy="Use one that works element by element (Adam, AdamW, SGD, ...), or strategy 'fsdp_auto'.",
-        )
-    if isinstance(optimizer, Adagrad) and len(optimizer.param_groups) > 1:
-        raise UnsupportedError(
-            f"DeepSpeed rebuilds Adagrad with one param group; this one has {len(optimizer.param_groups)}.",
-            remedy="Use one group, or another optimizer.",
-        )
-
-
-def refuse_other_dtypes(module: nn.Module) -> None:
-    """Refuse trained parameters that are not float32, in which DeepSpeed keeps its masters.
-
-    Raises:
-        UnsupportedError: With the first of them.
-    """
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and parameter.dtype != torch.float32:
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            raise UnsupportedError(
-                f"DeepSpeed trains float32 parameters; {name} is {dtype}.",
-                remedy="Convert it, and let precision='bf16-mixed' choose smaller types, or use 'fsdp_auto'.",
-            )
 
 
 class _Borrowed:
