@@ -31,12 +31,12 @@ MODULES = {
 def public(module: Path) -> set[str]:
     """The names in a package's `__all__`."""
     tree = ast.parse((module / "__init__.py").read_text(encoding="utf-8"))
-    lists = (
-        node.value
+    assigned = [
+        (ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target), node.value)
         for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    )
-    return set(ast.literal_eval(next(lists)))
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+    ]
+    return set(ast.literal_eval(dict(assigned)["__all__"]))
 
 
 def described() -> set[str]:
