@@ -12,9 +12,10 @@ import tempfile
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,19 +61,24 @@ def changes(subject: Subject) -> dict[str, Change]:
     """What three runs change, by what is looked at; of what may grow once, only what grows with each run."""
     settings = {name: probe() for name, probe in SETTINGS.items()}
     fit(subject, TASK)
-    counts = _counts()
+    counts = [_counts()]
     for _ in range(FURTHER_RUNS):
         fit(subject, TASK)
-    grown = {name: after - counts[name] for name, after in _counts().items()}
+        counts.append(_counts())
     return {
         **{name: Change.between(settings[name], probe()) for name, probe in SETTINGS.items()},
-        **{name: Change(_with_each_run(new), {}) for name, new in grown.items()},
+        **{name: Change(_with_each_run([one[name] for one in counts]), {}) for name in GROWING},
     }
 
 
-def _with_each_run(new: Counter[str]) -> dict[str, int]:
-    """Without what came once: torch's threads may hold the latest tensor, and make things when first used."""
-    return {name: count for name, count in new.items() if count >= FURTHER_RUNS}
+def _with_each_run(counts: Sequence[Counter[str]]) -> dict[str, int]:
+    """What every run added to, and by how much all of them did.
+
+    What came once does not count: torch's threads may hold the tensors of the latest call, and make things
+    when first used.
+    """
+    added = [after - before for before, after in pairwise(counts)]
+    return {name: counts[-1][name] - counts[0][name] for name in added[0] if all(name in a for a in added)}
 
 
 def _counts() -> dict[str, Counter[str]]:
