@@ -23,7 +23,7 @@ from jobs.training import Run
 from nnx.testing.pool import WorkerPool
 
 STEP, STEPS = 2, 4
-"""Steps before the checkpoint, and in all. The last one's loss depends on restored hyperparameters too."""
+"""Steps before the checkpoint, and in all. The last one's loss depends on the restored moments too."""
 UNITS = {"min_num_params": 100}
 PARTS = {"persistence_threshold": 0}
 TIERS = {"blocks.0": "streamed", "blocks.1": "offloaded", "blocks.2": "gathered", "": "sharded"}
