@@ -10,7 +10,6 @@ from __future__ import annotations
 from nnx.testing import StrategyConformance
 
 UNITS = {"min_num_params": 100}
-OF_THE_ENGINE = ("numbers", "structure")
 
 
 class TestFsdpAuto(StrategyConformance):
@@ -19,17 +18,23 @@ class TestFsdpAuto(StrategyConformance):
 
 
 class TestFsdpManual(StrategyConformance):
+    """Its units are the user's, or the module as a whole: it differs in what becomes of modules."""
+
     strategy = "fsdp_manual"
-    only = OF_THE_ENGINE
+    only = ("structure", "losses_float64", "accumulation", "clip_by_norm", "several_optimizers")
 
 
 class TestFsdpOffload(StrategyConformance):
+    """Parameters, gradients and moments are elsewhere: it differs in both."""
+
     strategy = "fsdp_offload"
     options = UNITS
-    only = OF_THE_ENGINE
+    only = ("numbers", "structure")
 
 
 class TestFsdpHybrid(StrategyConformance):
+    """It shards the same units over part of the ranks: it differs in how gradients are summed."""
+
     strategy = "fsdp_hybrid"
     options = UNITS
-    only = OF_THE_ENGINE
+    only = ("numbers", "tied_parameters", "mixed_dtypes", "batch_norm", "built_on_meta_in_configure_model")

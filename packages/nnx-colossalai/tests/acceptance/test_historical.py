@@ -1,9 +1,9 @@
 """What lightning-ColossalAI's nine tests tried, each with a numerical reference and its restriction lifted.
 
 In the order of `shared/facts/colossalai.md` §1b. The reference is a plain loop over float32 masters.
-By default the torch optimizers meet two policies each, and each policy two of them: an optimizer steps the
-same float32 masters wherever a policy puts them, which the mixes of tiers hold to the bit. With
-NNX_MATRIX=full all meet all.
+By default the torch optimizers meet two policies each, and each policy two of them, and so do precisions and
+ways of clipping: the same float32 masters are clipped and stepped wherever a policy puts them, which the
+mixes of tiers hold to the bit. With NNX_MATRIX=full all meet all.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ POLICIES = ("auto", "cuda", "cpu", "offloaded")
 """The three of the historical strategy, and the tier between them."""
 OPTIMIZERS = ("Adam", "AdamW", "SGD", "RMSprop")
 PRECISIONS = ("32-true", "16-mixed")
+MIXED = ("16-mixed", "bf16-mixed")
+CLIPPED = {"value": 0.01, "norm": 0.1}
 
 
 def in_turns(rows: tuple[str, ...], columns: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -129,12 +131,9 @@ def test_the_strategy_is_given_as_an_object_with_any_precision() -> None:
 # --- test_gradient_clip_algorithm_error -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("algorithm", "clip"), [("value", 0.01), ("norm", 0.1)])
-def test_gradients_are_clipped_by_value_and_by_norm(
-    pool: WorkerPool, policy: str, algorithm: str, clip: float
-) -> None:
-    settings = {"clip": clip, "clip_algorithm": algorithm}
+@pytest.mark.parametrize(("algorithm", "policy"), in_turns(tuple(CLIPPED), POLICIES))
+def test_gradients_are_clipped_by_value_and_by_norm(pool: WorkerPool, policy: str, algorithm: str) -> None:
+    settings = {"clip": CLIPPED[algorithm], "clip_algorithm": algorithm}
     expected = by_hand(**settings)
     assert expected["losses"] != pytest.approx(by_hand()["losses"], abs=1e-4), "nothing was clipped"
     for seen in trained(pool, policy, **settings):
@@ -223,8 +222,7 @@ def test_fit_and_test_in_16_bits_learn_as_the_plain_loop_does(pool: WorkerPool, 
         assert ranks[0][name] == pytest.approx(value, rel=1e-4), name
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize(("precision", "policy"), in_turns(MIXED, POLICIES))
 def test_masters_in_mixed_precision_are_those_of_the_plain_loop_to_the_bit(
     pool: WorkerPool, policy: str, precision: str
 ) -> None:
