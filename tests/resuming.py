@@ -119,7 +119,7 @@ class Resuming:
         found = self._run(target, f"resumed-{next(self._resumed)}", resume=saved.path)
         assert found.tensors.keys() == saved.tensors.keys()
         differ = [key for key, value in saved.tensors.items() if not torch.equal(found.tensors[key], value)]
-        assert differ == [], f"{target} does not hold what {source} saved"
+        assert differ == [], f"{target} does not hold what {source} saved: {differ}"
         assert any("exp_avg_sq" in name for name in found.tensors), "there are no moments to compare"
         assert found.losses == pytest.approx(saved.losses[STEP:], abs=1e-5)
 
