@@ -26,7 +26,7 @@ def explain(name: str, *, usable: Sequence[str]) -> NnxError:
         usable: The names that are.
 
     Example:
-        >>> explain("ddp_sharded", usable=["fsdp_auto"]).remedy
+        >>> explain("fsdp_native", usable=["fsdp_auto"]).remedy
         "Use 'fsdp_auto' instead."
     """
     if name in historical():

@@ -131,7 +131,7 @@ def test_a_name_of_the_past_says_what_it_was_and_what_to_use(name, was, remedy):
 def test_the_successor_of_an_old_name_comes_with_its_package(site, monkeypatch):
     monkeypatch.setattr("importlib.metadata.EntryPoints.select", lambda self, **_: ())
     with pytest.raises(StrategyNotFoundError) as caught:
-        Registry.get("ddp_sharded")
+        Registry.get("fsdp_native")
     assert caught.value.remedy == "Use 'fsdp_auto' instead. It comes with `pip install nnx-fsdp`."
 
 
