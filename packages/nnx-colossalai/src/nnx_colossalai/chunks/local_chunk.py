@@ -309,13 +309,14 @@ class LocalChunk(Chunk):
 
     def _make_new(self) -> None:
         """Let working weights, or what they are fetched from, have the masters' values."""
-        for buffers in self._buffers:
-            self._make_new_buffers(buffers)
+        # Guarded parameters tell their version, but each takes a call of Python for it.
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for buffers in self._buffers:
+                self._make_new_buffers(buffers)
+            for slot in self.slots:
+                slot.version = slot.parameter._version
         self._stale = False
-        for slot in self.slots:
-            slot.version = slot.parameter._version
 
-    @torch.no_grad()
     def _make_new_buffers(self, buffers: _Buffers) -> None:
         if buffers.working is None:
             return
@@ -380,10 +381,11 @@ class LocalChunk(Chunk):
                 self._device.host_waits(buffers.event)
                 buffers.event = None
 
-    @torch.no_grad()
     def _keep_changes(self) -> None:
         """Working weights that the user has changed in place are the masters' new values."""
-        for slot in self.slots:
-            if slot.parameter._version != slot.version:
-                slot.master.copy_(slot.working)  # type: ignore[arg-type] # slots have working weights
-                self._stale = True
+        changed = [slot for slot in self.slots if slot.parameter._version != slot.version]
+        if changed:
+            self._stale = True
+            with torch.no_grad():
+                for slot in changed:
+                    slot.master.copy_(slot.working)  # type: ignore[arg-type] # slots have working weights

@@ -7,6 +7,7 @@ no thread, and never keeps memory alive.
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -105,7 +106,7 @@ class HostDevice(Device[None]):
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         try:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
                 return torch.empty(numel, dtype=dtype, device="cpu")
         except RuntimeError as error:
             if "allocate memory" not in str(error):

@@ -44,8 +44,8 @@ class Stepper:
 
     Args:
         chunks: Of the model. The attribute may be set again when chunks have moved.
-        overlap: "exact" steps chunks in host memory in a background thread, in the order of the next
-            forward; each waits for its own only. The numbers are those of "none".
+        overlap: "exact" steps chunks of the tiers that step on the host in a background thread, in the order
+            of the next forward; each waits for its own only. The numbers are those of "none".
         cpu_adam: What steps Adam and AdamW in host memory.
         device: This rank's.
         show_masters: Called before masters are looked at, when a closure has run: working weights may be
@@ -165,7 +165,7 @@ class Stepper:
         now: dict[Chunk, Part] = {}
         later: dict[Chunk, Part] = {}
         for chunk, part in parts.items():
-            if goes_on and _lies_in_host_memory(part):
+            if goes_on and chunk.tier.steps_on_host and _lies_in_host_memory(part):
                 later[chunk] = part
                 continue
             touched.append(chunk)
@@ -181,13 +181,13 @@ class Stepper:
 
     def _goes_by_shares(self, optimizer: Optimizer, part: Part) -> bool:
         """Whether something else than the optimizer's own step must step a chunk at once."""
-        if not _lies_in_host_memory(part):
-            return False
         if self._deepspeed is not None and self._deepspeed.serves(optimizer):
-            return True
+            return _lies_in_host_memory(part)
         # Most fused kernels do not know sharded parameters, but all can step one rank's part.
+        if not _is_sharded(parameter for _, parameters in part for parameter in parameters):
+            return False
         whole = needs_whole_tensors(optimizer) or _reason_to_step_whole(optimizer) is not None
-        return not whole and _is_sharded(parameter for _, parameters in part for parameter in parameters)
+        return not whole and _lies_in_host_memory(part)
 
     def _take_shares(self, optimizer: Optimizer, parts: Mapping[Chunk, Part]) -> list[Share]:
         """Taken when no earlier step of the same parameters is still to come: its state would be missing."""
