@@ -1,6 +1,6 @@
 """The defects that were reproduced in Microsoft's integration, each as a promise of this one.
 
-In the order of `shared/facts/nnscaler.md` §5.
+In the order of `shared/facts/nnscaler.md` §5. Tests that are not about programs share those that are there.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import math
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,26 @@ EVERY = pytest.mark.parametrize("name", NAMES)
 
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, Any]:
+    """Of a strategy that makes its programs anew."""
     return {"gen_savedir": str(tmp_path / "gen")}
 
 
+@pytest.fixture(scope="module")
+def sharing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of strategies that find the programs of the tests before, for modules and plans that are the same."""
+    return {"gen_savedir": str(tmp_path_factory.mktemp("gen"))}
+
+
+@cache
 def alone(pool: WorkerPool, **settings: Any) -> dict[str, Any]:
     """What one plain process computes."""
     return pool.run(_losses, ALONE, 1, settings, world_size=1)[0]
+
+
+@cache
+def evaluated_alone(pool: WorkerPool, job: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """What a job of one plain process reports."""
+    return pool.run(job, ALONE, 1, world_size=1)[0]
 
 
 def together(pool: WorkerPool, strategy: Strategy, devices: int = 2, **settings: Any) -> list[dict[str, Any]]:
@@ -52,11 +68,11 @@ def _losses(strategy: Strategy, devices: int, settings: dict[str, Any]) -> dict[
 
 @EVERY
 def test_validate_after_fit_uses_the_trained_weights_and_a_second_fit_goes_on(
-    pool: WorkerPool, options: dict[str, Any], name: str
+    pool: WorkerPool, sharing: dict[str, Any], name: str
 ) -> None:
-    (expected,) = pool.run(fit_and_evaluate, ALONE, 1, world_size=1)
+    expected = evaluated_alone(pool, fit_and_evaluate)
     assert expected["after"] == expected["end"] and len(expected["losses"]) == 8
-    for seen in pool.run(fit_and_evaluate, (name, options), 2, world_size=2):
+    for seen in pool.run(fit_and_evaluate, (name, sharing), 2, world_size=2):
         assert seen["after"] == seen["end"]
         assert seen["end"] == pytest.approx(expected["end"], abs=1e-6)
         assert seen["losses"] == pytest.approx(expected["losses"], abs=1e-6)
@@ -83,9 +99,9 @@ def test_programs_are_not_reused_for_another_policy(pool: WorkerPool, options: d
 
 @pytest.mark.parametrize("name", ["nnscaler_dp", "nnscaler_tp", "nnscaler_zero"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(
-    pool: WorkerPool, options: dict[str, Any], name: str
+    pool: WorkerPool, sharing: dict[str, Any], name: str
 ) -> None:
-    for scales, steps in pool.run(overflow_on_one_rank, (name, options), 2, world_size=2):
+    for scales, steps in pool.run(overflow_on_one_rank, (name, sharing), 2, world_size=2):
         assert scales == [8.0, 4.0, 4.0, 4.0]
         assert set(steps) == {3.0}
 
@@ -102,13 +118,13 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
 )
 def test_another_plan_world_or_strategy_resumes_without_a_merge(
     pool: WorkerPool,
-    options: dict[str, Any],
+    sharing: dict[str, Any],
     tmp_path: Path,
     saved_by: tuple[str, int],
     resumed_by: tuple[str, int],
 ) -> None:
     def strategy(name: str) -> Strategy:
-        return (name, options if name.startswith("nnscaler") else {})
+        return (name, sharing if name.startswith("nnscaler") else {})
 
     path = str(tmp_path / "last.ckpt")
     saved = together(pool, strategy(saved_by[0]), saved_by[1], save=path, max_epochs=1)
@@ -121,10 +137,10 @@ def test_another_plan_world_or_strategy_resumes_without_a_merge(
 
 @pytest.mark.parametrize("name", ["nnscaler_deduped", "nnscaler_dp", "nnscaler_tp", "nnscaler_zero"])
 def test_deduped_stores_each_element_once(
-    pool: WorkerPool, options: dict[str, Any], tmp_path: Path, name: str
+    pool: WorkerPool, sharing: dict[str, Any], tmp_path: Path, name: str
 ) -> None:
     path = tmp_path / "last.ckpt"
-    together(pool, (name, options), save=str(path))
+    together(pool, (name, sharing), save=str(path))
     tensors = nnx.checkpoint.open_checkpoint(path).tensors
     ideal = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in tensors.values())
     stored = sum(p.box.numel * entry.dtype.itemsize for entry in tensors.values() for p in entry.pieces)
@@ -133,22 +149,22 @@ def test_deduped_stores_each_element_once(
 
 @pytest.mark.parametrize("name", ["nnscaler_deduped", "nnscaler_tp"])
 def test_saving_weights_only_saves_no_optimizer(
-    pool: WorkerPool, options: dict[str, Any], tmp_path: Path, name: str
+    pool: WorkerPool, sharing: dict[str, Any], tmp_path: Path, name: str
 ) -> None:
     path = tmp_path / "weights.ckpt"
-    together(pool, (name, options), save=str(path), save_weights_only=True)
+    together(pool, (name, sharing), save=str(path), save_weights_only=True)
     names = list(nnx.checkpoint.open_checkpoint(path).tensors)
     assert names and not [each for each in names if each.startswith("optim")]
 
 
-def test_sgd_resumes_and_merges(pool: WorkerPool, options: dict[str, Any], tmp_path: Path) -> None:
+def test_sgd_resumes_and_merges(pool: WorkerPool, sharing: dict[str, Any], tmp_path: Path) -> None:
     from nnx_nnscaler import NnScalerStrategy
 
     path, merged = tmp_path / "last.ckpt", tmp_path / "merged.ckpt"
     settings = {"optimizer": "sgd"}
-    saved = together(pool, ("nnscaler_tp", options), save=str(path), **settings)
+    saved = together(pool, ("nnscaler_tp", sharing), save=str(path), **settings)
     expected = alone(pool, max_epochs=2, **settings)["losses"]
-    for seen in together(pool, ("nnscaler_zero", options), resume=str(path), max_epochs=2, **settings):
+    for seen in together(pool, ("nnscaler_zero", sharing), resume=str(path), max_epochs=2, **settings):
         assert seen["losses"] == pytest.approx(expected[4:], abs=1e-5)
     NnScalerStrategy.merge_checkpoint([path], merged)
     loaded = torch.load(merged, weights_only=True)
@@ -161,21 +177,21 @@ def test_sgd_resumes_and_merges(pool: WorkerPool, options: dict[str, Any], tmp_p
 @EVERY
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_two_param_groups_train_and_are_clipped(
-    pool: WorkerPool, options: dict[str, Any], name: str, algorithm: str
+    pool: WorkerPool, sharing: dict[str, Any], name: str, algorithm: str
 ) -> None:
     settings = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
     expected = alone(pool, **settings)["losses"]
     assert expected != pytest.approx(alone(pool)["losses"], abs=1e-5), "nothing was clipped"
-    for seen in together(pool, (name, options), **settings):
+    for seen in together(pool, (name, sharing), **settings):
         assert seen["losses"] == pytest.approx(expected, abs=1e-6)
 
 
 @EVERY
 def test_names_stay_and_layers_can_be_used_outside_the_forward(
-    pool: WorkerPool, options: dict[str, Any], name: str
+    pool: WorkerPool, sharing: dict[str, Any], name: str
 ) -> None:
     expected = alone(pool, model="Reaching")
-    for seen in together(pool, (name, options), model="Reaching"):
+    for seen in together(pool, (name, sharing), model="Reaching"):
         assert seen["names"] == ["first.weight", "first.bias", "second.weight", "second.bias"]
         assert seen["losses"] == pytest.approx(expected["losses"], abs=1e-6)
         for key, value in expected["weights"].items():
@@ -183,30 +199,30 @@ def test_names_stay_and_layers_can_be_used_outside_the_forward(
 
 
 @EVERY
-def test_validation_takes_the_eval_branch(pool: WorkerPool, options: dict[str, Any], name: str) -> None:
+def test_validation_takes_the_eval_branch(pool: WorkerPool, sharing: dict[str, Any], name: str) -> None:
     expected = alone(pool, model="Moody")
     assert expected["validated"][0] > 10 * expected["losses"][-1]
-    for seen in together(pool, (name, options), model="Moody"):
+    for seen in together(pool, (name, sharing), model="Moody"):
         assert seen["validated"] == pytest.approx(expected["validated"], rel=1e-5)
 
 
 @EVERY
 @pytest.mark.parametrize("last", [4, 2])
-def test_a_smaller_last_batch_works(pool: WorkerPool, options: dict[str, Any], name: str, last: int) -> None:
+def test_a_smaller_last_batch_works(pool: WorkerPool, sharing: dict[str, Any], name: str, last: int) -> None:
     settings = {"samples": 16 + last}
     expected = alone(pool, **settings)["losses"]
     assert len(expected) == 3
-    for seen in together(pool, (name, options), **settings):
+    for seen in together(pool, (name, sharing), **settings):
         assert seen["losses"] == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["nnscaler", "nnscaler_tp"])
 def test_a_last_batch_that_no_unit_can_split_works(
-    pool: WorkerPool, options: dict[str, Any], name: str
+    pool: WorkerPool, sharing: dict[str, Any], name: str
 ) -> None:
     """15 samples: the last batch has 7, which two ranks of a unit cannot share."""
     expected = alone(pool, samples=15)["losses"]
-    for seen in together(pool, (name, options), samples=15):
+    for seen in together(pool, (name, sharing), samples=15):
         assert seen["losses"] == pytest.approx(expected, abs=1e-6)
 
 
@@ -237,10 +253,10 @@ def test_a_plain_script_starts_its_own_processes(tmp_path: Path) -> None:
 
 @EVERY
 def test_validate_and_predict_need_no_training_loader(
-    pool: WorkerPool, options: dict[str, Any], name: str
+    pool: WorkerPool, sharing: dict[str, Any], name: str
 ) -> None:
-    (expected,) = pool.run(evaluate_only, ALONE, 1, world_size=1)
-    for seen in pool.run(evaluate_only, (name, options), 2, world_size=2):
+    expected = evaluated_alone(pool, evaluate_only)
+    for seen in pool.run(evaluate_only, (name, sharing), 2, world_size=2):
         assert seen["validated"] == pytest.approx(expected["validated"], abs=1e-6)
         rows = 8 if name in ("nnscaler", "nnscaler_deduped", "nnscaler_tp") else 4
         assert seen["shapes"] == [(rows, 8)] * 2
@@ -249,10 +265,10 @@ def test_validate_and_predict_need_no_training_loader(
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "16-mixed", "64-true"])
 @pytest.mark.parametrize("name", ["nnscaler_tp", "nnscaler_zero"])
 def test_the_precision_flag_works_on_cpu(
-    pool: WorkerPool, options: dict[str, Any], name: str, precision: str
+    pool: WorkerPool, sharing: dict[str, Any], name: str, precision: str
 ) -> None:
     expected = alone(pool, precision=precision)["losses"]
-    for seen in together(pool, (name, options), precision=precision):
+    for seen in together(pool, (name, sharing), precision=precision):
         assert seen["losses"] == pytest.approx(expected, rel=2e-2)
 
 
