@@ -22,7 +22,7 @@ from faults import Fault, all_faults
 from nnx.registry import StrategyRegistry
 from nnx.testing.conformance import Session, Subject, all_checks, select_checks
 from nnx.testing.conformance.bench import Reference
-from nnx.testing.pool import WorkerPool
+from nnx.testing.pool import PRELOAD, WorkerPool
 
 CHECKS = {check.name: check for check in all_checks()}
 FAST = [check.name for check in select_checks()]
@@ -115,7 +115,7 @@ def main() -> int:
     )
     print("|---|---|---|---|---|---|", flush=True)
     wrong = 0
-    with WorkerPool(size=3) as pool:
+    with WorkerPool(size=3, preload=PRELOAD) as pool:
         laboratory = Laboratory(pool)
         for fault in chosen:
             names = to_try(fault, wide=arguments.wide, own_group=arguments.own_group)

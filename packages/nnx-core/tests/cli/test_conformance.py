@@ -28,7 +28,7 @@ def nnx_conformance(
     monkeypatch.setenv("COLUMNS", "110")  # pytest-xdist sets what it likes
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(runner, "WorkerPool", lambda size: nullcontext(pool))
+        monkeypatch.setattr(runner, "WorkerPool", lambda **_: nullcontext(pool))
         monkeypatch.setattr(sys, "argv", ["nnx", "conformance", *arguments])
         with pytest.raises(SystemExit) as caught:
             main()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jobs import pool_jobs
+from nnx.testing import template
 from nnx.testing.pool import JobError, WorkerPool
 
 
@@ -96,6 +97,15 @@ def test_a_template_with_threads_is_not_forked() -> None:
     with WorkerPool(size=1, preload=("jobs.starts_a_thread",)) as own:
         (found,) = own.run(pool_jobs.origin, world_size=1)
         assert found["parent"] == os.getpid()
+
+
+def test_beside_a_gpu_workers_import_for_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = tmp_path / "device"
+    device.touch()
+    monkeypatch.setattr(template, "GPU_DEVICES", (str(device),))
+    with WorkerPool(size=1, preload=("jobs.pool_jobs",)) as own:
+        (found,) = own.run(pool_jobs.origin, world_size=1)
+    assert found["parent"] == os.getpid()
 
 
 def test_closing_leaves_neither_workers_nor_templates(own: WorkerPool) -> None:

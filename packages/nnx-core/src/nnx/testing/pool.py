@@ -29,15 +29,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
 
-from nnx.testing.template import ForkedProcess, Template
+from nnx.testing.template import ForkedProcess, Template, has_gpu
 from nnx.testing.worker import Job
 
-__all__ = ["JobError", "WorkerPool", "free_port", "shared_pool"]
+__all__ = ["PRELOAD", "JobError", "WorkerPool", "free_port", "shared_pool"]
 
 START_TIMEOUT = 120.0
 """Seconds that a worker may take to start and import torch, on a machine busy with other things."""
 PRELOAD = ("torch.distributed", "lightning.pytorch")
-"""What workers shared by a whole test session have in common."""
+"""What jobs on strategies have in common."""
 TEMPLATES = 2
 GRACE = 10.0
 """Seconds that the other ranks get to notice that one of them failed."""
@@ -73,7 +73,7 @@ class WorkerPool:
         size: Most ranks that a job may have.
         preload: Modules that nearly every job needs. They are imported in two processes, of which the
             workers are forked: two, so that ranks differ in the order of their sets, as they do in a cluster.
-            Workers import for themselves where a fork would not be sound.
+            Workers import for themselves where a fork is not sound: beside a GPU, or with threads.
 
     Example:
         >>> import math
@@ -168,7 +168,7 @@ class WorkerPool:
 
     def _start_templates(self, turns: set[int]) -> None:
         """Start the templates that are needed and not there, all before the first is waited for."""
-        for turn in turns if self.preload else ():
+        for turn in turns if self.preload and not has_gpu() else ():
             if turn in self._templates and not self._templates[turn].is_alive:
                 self._templates.pop(turn).kill()
             if turn not in self._templates:

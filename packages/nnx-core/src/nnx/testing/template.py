@@ -26,10 +26,11 @@ from typing import Any
 from nnx.testing.worker import COLLECT_AFTER
 from nnx.testing.worker import serve as serve_jobs
 
-__all__ = ["ForkedProcess", "Template", "serve"]
+__all__ = ["ForkedProcess", "Template", "has_gpu", "serve"]
 
 START_TIMEOUT = 120.0
 """Seconds that a template may take to import, on a machine busy with other things."""
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
 LOST = -signal.SIGKILL
 """The exit code of a worker whose template died: nobody can tell, and it kills itself."""
 
@@ -162,7 +163,7 @@ def serve(fd: int, modules: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()  # so that the collector of a worker does not copy what all of them share
     connection = Connection(fd)
-    connection.send(_may_fork())
+    connection.send(_is_one_thread())
     while True:
         try:
             request: Any = connection.recv()
@@ -174,14 +175,17 @@ def serve(fd: int, modules: Sequence[str]) -> None:
             connection.send(_exit_code(*request))
 
 
-def _may_fork() -> bool:
-    """Whether this process is one thread, and has not touched a GPU: neither lives on in a forked one."""
-    torch = sys.modules.get("torch")
+def has_gpu() -> bool:
+    """Whether there is a driver of GPUs. What an import makes of one does not live on in a forked process."""
+    return any(Path(device).exists() for device in GPU_DEVICES)
+
+
+def _is_one_thread() -> bool:
+    """Whether this process has no thread that would be missing in a forked one."""
     try:
-        threads = len(list(Path("/proc/self/task").iterdir()))
+        return len(list(Path("/proc/self/task").iterdir())) == 1
     except OSError:
         return False  # not Linux: nobody can tell
-    return threads == 1 and not (torch and torch.cuda.is_initialized())
 
 
 def _fork(connection: Connection, surroundings: Surroundings) -> int:

@@ -21,7 +21,7 @@ from nnx.testing.conformance.bench import Bench, Reference, exception_in
 from nnx.testing.conformance.check import Check, CheckFailed, NotApplicable, all_checks, missing_capability
 from nnx.testing.conformance.report import Report, Result, Verdict
 from nnx.testing.conformance.subject import Identity, Subject
-from nnx.testing.pool import JobError, WorkerPool
+from nnx.testing.pool import PRELOAD, JobError, WorkerPool
 
 __all__ = ["Session", "run_conformance", "select_checks"]
 
@@ -164,7 +164,10 @@ def run_conformance(
     started = time.monotonic()
     checks = select_checks(only, full=full)
     results = []
-    with WorkerPool(size=WORKERS) as pool, tempfile.TemporaryDirectory(prefix="nnx-conformance-") as top:
+    with (
+        WorkerPool(size=WORKERS, preload=PRELOAD) as pool,
+        tempfile.TemporaryDirectory(prefix="nnx-conformance-") as top,
+    ):
         session = Session(subject, pool=pool, full=full)
         for check in checks:
             directory = Path(top) / check.name
