@@ -80,9 +80,10 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def test_a_thousand_random_flips_in_a_trained_checkpoint_are_found_and_none_is_loaded(
+def test_random_flips_in_a_trained_checkpoint_are_found_and_none_is_loaded(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
+    """Some hundred of them; every single byte of a smaller checkpoint is flipped above."""
     path = tmp_path / "trained.ckpt"
     run = Run(options={"min_num_params": 100}, optimizer="mixed", optimizers=3, steps=2, save_at=6, devices=3)
     pool.run(train, replace(run, save=str(path)), world_size=3)
@@ -90,7 +91,7 @@ def test_a_thousand_random_flips_in_a_trained_checkpoint_are_found_and_none_is_l
     files = files_of(path)
     assert sum(file.suffix == ".safetensors" for file in files) == 3
     assert sum(name.startswith("optim.") for name in original) > 20
-    flips, refused = int(os.environ.get("NNX_FLIPS", "1000")), 0
+    flips, refused = int(os.environ.get("NNX_FLIPS", "300")), 0
     for number in range(flips):
         file = files[number % len(files)]
         position = dice.randrange(file.stat().st_size)
