@@ -64,6 +64,16 @@ def test_accumulated_and_clipped_an_engine_trains_as_ddp(pool: WorkerPool, case:
     assert max(_differences(pool, loop, devices=devices)) < 1e-6
 
 
+@pytest.mark.parametrize("more", [{}, {"fp32_reduce_scatter": True}, {"flatten_parameters": False}])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_fairscales_own_mixed_precision_trains_nearly_as_ddp(
+    pool: WorkerPool, devices: int, more: dict[str, Any]
+) -> None:
+    loop = Loop("fsdp", {**UNITS, "compute_dtype": "bfloat16", **more}, accumulate=2, clip=0.5)
+    losses, weights = _differences(pool, loop, devices=devices)
+    assert 1e-6 < losses < 0.1 and 1e-6 < weights < 0.05
+
+
 def test_sharded_ddp_equals_ddp_over_twenty_steps_and_without_the_fix_it_does_not(pool: WorkerPool) -> None:
     loop = Loop("sharded", steps=20)
     assert _differences(pool, loop) == (0.0, 0.0)

@@ -218,19 +218,25 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
             self._use_fp32_param_shard()
 
     def _rebuild_full_params(self, force_full_precision: bool = False) -> Any:
+        self._notice_what_was_freed()
         gathered = super()._rebuild_full_params(force_full_precision)
         if self._views:  # backward begins: what is recomputed in it reads the attributes again
             self._show()
         return gathered
 
     def _use_full_params(self) -> None:
-        gathered = [p._full_param_padded for p in self.params if p._is_sharded and p._orig_size.numel()]
-        if any(not whole.untyped_storage().nbytes() for whole in gathered):
-            self.has_full_params = False  # another backward since this forward has freed some of them
+        self._notice_what_was_freed()
+        if not self.has_full_params:
             self._rebuild_full_params()
         super()._use_full_params()
         if self._views:
             self._show()
+
+    def _notice_what_was_freed(self) -> None:
+        """Another backward since may have freed some of what was gathered, or cast, for this one."""
+        used = [p._full_param_padded if p._is_sharded else p._fp16_shard for p in self.params if p.numel()]
+        if any(whole is not None and not whole.untyped_storage().nbytes() for whole in used):
+            self.has_full_params = False
 
     def _prep_grads_for_backward(self) -> None:
         """When a backward begins, gradients that were dropped since the last one are dropped here too."""
@@ -258,12 +264,19 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
 
     @torch.no_grad()
     def _give_gradients(self) -> None:
-        """Make the user's gradients views on the flat one: its shard, or while accumulating, the whole."""
+        """Make the user's gradients views on the flat one: its shard, or while accumulating, the whole.
+
+        Under fairscale's mixed precision what it has not reduced is of another dtype, and they are copies.
+        """
         for flat in self.params[: self._num_flatten_params]:
             if flat.grad is None:
                 continue
             for piece, mine in zip(self.pieces, self._gradients(flat), strict=True):
-                piece.parameter.grad = mine if piece.parameter.requires_grad else None
+                parameter = piece.parameter
+                parameter.grad = mine.to(parameter.dtype) if parameter.requires_grad else None
+        for parameter in self.params[self._num_flatten_params :]:
+            if parameter.grad is not None and self._require_backward_grad_sync:
+                parameter.grad = parameter.grad.to(parameter.dtype)
 
     def _gradients(self, flat: Tensor) -> list[Tensor]:
         gradient = flat.grad
