@@ -28,6 +28,7 @@ def test_what_is_preloaded_is_there_before_the_first_job(own: WorkerPool) -> Non
         assert found["imported_by"] == found["parent"]
 
 
+@pytest.mark.skipif("PYTHONHASHSEED" in os.environ, reason="all processes are told to have one order")
 def test_ranks_next_to_each_other_differ_in_the_order_of_their_sets(own: WorkerPool) -> None:
     first, second = own.run(pool_jobs.origin)
     assert first["hash"] != second["hash"]

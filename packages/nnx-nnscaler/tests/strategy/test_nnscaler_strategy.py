@@ -54,9 +54,10 @@ def test_a_subclass_is_one_of_the_strategy():
     assert isinstance(strategy, Mine) and isinstance(strategy, Strategy) and strategy.own
 
 
-def test_it_is_of_the_copy_of_lightning_that_is_in_use():
+def test_it_and_its_precision_are_of_the_copy_of_lightning_that_is_in_use():
     code = (
-        "import pytorch_lightning as pl; from nnx_nnscaler import NnScalerStrategy;"
+        "import pytorch_lightning as pl; from nnx_nnscaler import NnScalerPrecision, NnScalerStrategy;"
+        "assert isinstance(NnScalerPrecision('bf16-true'), pl.plugins.precision.Precision);"
         "assert isinstance(NnScalerStrategy(), pl.strategies.Strategy);"
         "pl.Trainer(strategy=NnScalerStrategy(), accelerator='cpu', devices=2, logger=False)"
     )
