@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 import nnx
 from nnx import Capabilities
+from nnx.forwarding import forward_as
 from nnx.grad_scaler import ParallelGradScaler
 from nnx.gradients import clip_gradients_by_norm
 from nnx_fsdp.backend import FSDPBackend
-from nnx_fsdp.steps import forward_as
 from nnx_tiny.backend import TinyBackend
 
 # --- gradients ----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy
+import numpy.random
 import torch
 import torch.distributed as dist
 

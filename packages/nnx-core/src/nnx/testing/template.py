@@ -218,8 +218,8 @@ def _become_a_worker(jobs: int, log: int, alive: int, surroundings: Surroundings
         sys.path[:] = surroundings.path
         os.chdir(surroundings.directory)
         tempfile.tempdir = None  # the template may have asked under another TMPDIR
-        if numpy := sys.modules.get("numpy"):
-            numpy.random.seed()  # Python sees to its own generator, and every job to torch's
+        if numpy_random := sys.modules.get("numpy.random"):
+            numpy_random.seed()  # Python sees to its own generator, and every job to torch's
         serve_jobs(jobs)
         code = 0
     finally:
