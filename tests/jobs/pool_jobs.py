@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 IMPORTED_BY = os.getpid()
+TEMPORARY_AT_IMPORT = tempfile.gettempdir()
 SEEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR")
 
 
