@@ -14,7 +14,7 @@ from jobs.engine_resume_jobs import run_and_save
 from jobs.training import Run
 from nnx.errors import UnsupportedError
 from nnx.testing.pool import WorkerPool
-from nnx_deepspeed._deepspeed_compat import explain_failed_builds
+from nnx_deepspeed._deepspeed_operators import prepare_operators
 from nnx_deepspeed.refusals import refuse_unfit
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
@@ -76,7 +76,7 @@ def test_an_operator_that_cannot_be_compiled_is_named_on_every_rank(pool: Worker
 def test_where_ninja_is_missing_too_both_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
-    explain_failed_builds()
+    prepare_operators()
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UnsupportedError, match=r"ninja and c\+\+ cannot be found"):

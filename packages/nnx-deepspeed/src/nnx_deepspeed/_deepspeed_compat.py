@@ -1,16 +1,12 @@
-"""DeepSpeed 0.19.8's private parts that nnx needs: the only file that may touch them.
+"""DeepSpeed 0.19.8's private parts that nnx needs: with `_deepspeed_operators`, the only file that touches them.
 
 Each says what it is for; when DeepSpeed offers it publicly, the function goes.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
@@ -19,10 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx.collective import control_group, is_distributed
-from nnx.errors import UnsupportedError
 
 __all__ = [
-    "explain_failed_builds",
     "forget_gradients",
     "fragment",
     "gradient_tensors",
@@ -70,56 +64,6 @@ def join_world() -> None:
     comm.init_distributed(dist_init_required=False, auto_mpi_discovery=False, verbose=False)
 
 
-def explain_failed_builds() -> None:
-    """Let an operator that cannot be compiled be one clear error, and find ninja beside this interpreter.
-
-    DeepSpeed depends on ninja, which lies in an environment's own folder; where the environment is not
-    activated, that folder is not on the path.
-    """
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-    from deepspeed.ops.op_builder.builder import OpBuilder
-
-    if hasattr(OpBuilder, "_nnx_explains"):
-        return
-    load, make = OpBuilder.jit_load, DeepSpeedCPUAdam.__init__
-
-    @wraps(load)
-    def load_or_explain(self: Any, *args: Any, **kwargs: Any) -> Any:
-        path = os.environ.get("PATH", "")
-        os.environ["PATH"] = os.pathsep.join([path, sysconfig.get_path("scripts")]).lstrip(os.pathsep)
-        try:
-            return load(self, *args, **kwargs)
-        except Exception as error:
-            raise _not_built(self.name, error) from error
-        finally:
-            os.environ["PATH"] = path
-
-    @wraps(make)
-    def make_or_explain(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            make(self, *args, **kwargs)
-        except RuntimeError as error:
-            if isinstance(error.__cause__, UnsupportedError):  # it wraps whatever loading raised
-                raise error.__cause__ from error.__cause__.__cause__
-            raise
-
-    OpBuilder.jit_load, DeepSpeedCPUAdam.__init__ = load_or_explain, make_or_explain
-    OpBuilder._nnx_explains = True
-
-
-def _not_built(operator: str, error: Exception) -> UnsupportedError:
-    missing = [tool for tool in ("ninja", os.environ.get("CXX", "c++")) if shutil.which(tool) is None]
-    if missing:
-        why = f"{' and '.join(missing)} cannot be found"
-    else:
-        why = str(error).strip().partition("\n")[0] or type(error).__name__
-    return UnsupportedError(
-        f"DeepSpeed's operator {operator!r} has to be compiled on this machine, and was not: {why}.",
-        remedy="Put ninja (`pip install ninja`) and a C++ compiler (g++) on PATH, or use what needs no "
-        "compiler, such as an optimizer of torch.optim.",
-    )
-
-
 def is_tested_optimizer(optimizer: Optimizer) -> bool:
     """Whether DeepSpeed has tested it with ZeRO."""
     from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
@@ -149,19 +93,19 @@ def weights_and_masters(zero: Any) -> list[tuple[Tensor, Tensor]]:
 
 
 def share_masters(zero: Any) -> None:
-    """Stages 1 and 2: let float32 weights be their own masters, which DeepSpeed keeps as a second copy.
+    """Let float32 weights be their own masters, of which DeepSpeed makes a second copy.
 
     So nothing has to be compared or copied to notice what is written into the weights.
     """
-    if hasattr(zero, "fp16_groups") or hasattr(zero, "bf16_groups") or zero.cpu_offload:
+    if getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
         return
     shared = False
     for weights, masters in weights_and_masters(zero):
         if weights.dtype == masters.dtype and weights.device == masters.device:
             masters.data = weights.data
             shared = True
-    if shared:
-        zero._link_all_hp_params()  # as DeepSpeed does when it has moved the masters itself
+    if shared and hasattr(zero, "_link_all_hp_params"):
+        zero._link_all_hp_params()  # as stages 1 and 2 do when they have moved the masters themselves
 
 
 def take_persistent(zero: Any) -> None:

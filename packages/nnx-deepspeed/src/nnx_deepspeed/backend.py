@@ -18,7 +18,8 @@ from nnx.layout import Shard, shard_of
 from nnx.materialize import broadcast_module, materialize, move_to
 from nnx.restore import fill_optimizer_tensors, restore_groups
 from nnx.state import ModelState, OptimizerState, parameter_names
-from nnx_deepspeed._deepspeed_compat import explain_failed_builds, join_world
+from nnx_deepspeed._deepspeed_compat import join_world
+from nnx_deepspeed._deepspeed_operators import prepare_operators
 from nnx_deepspeed.config import make_config
 from nnx_deepspeed.engine import ZeroEngine
 from nnx_deepspeed.options import DeepSpeedOptions
@@ -62,7 +63,7 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
         # that Trainer clips, and its state in no checkpoint.
         self._config = make_config(self.options, bf16=context.precision == "bf16-mixed")
         join_world()
-        explain_failed_builds()
+        prepare_operators()
 
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
         """Give every rank rank 0's weights, on its device; `setup_optimizers` lays them out."""

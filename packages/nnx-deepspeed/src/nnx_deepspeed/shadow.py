@@ -29,29 +29,12 @@ _HOOKS = (
 )
 
 
-class _Borrowed:
-    """A compiled operator of DeepSpeed's own optimizers, which the user's object owns and frees."""
-
-    def __init__(self, operator: Any) -> None:
-        self._operator = operator
-
-    def __getattr__(self, name: str) -> Any:
-        return _nothing if name.startswith("destroy_") else getattr(self._operator, name)
-
-
-def _nothing(*_: Any) -> None:
-    pass
-
-
 def shadow_of(optimizer: OptimizerT) -> OptimizerT:
     """An optimizer of the same class and settings over the same parameters, without state or hooks."""
     shadow = object.__new__(type(optimizer))
     shadow.__dict__.update(optimizer.__dict__)
     for wrapped in ("step", "zero_grad"):  # what schedulers and strategies put on the user's object
         shadow.__dict__.pop(wrapped, None)
-    for name, operator in optimizer.__dict__.items():
-        if name.startswith("ds_opt_"):
-            shadow.__dict__[name] = _Borrowed(operator)
     for hooks in _HOOKS:
         shadow.__dict__[hooks] = OrderedDict()
     shadow.state = defaultdict(dict)
