@@ -195,6 +195,10 @@ def patched_names() -> tuple[bool, bool, bool]:
     import fairscale.internal.reduce_scatter_bucketer as bucketer
     import fairscale.nn.data_parallel.fully_sharded_data_parallel as fsdp
 
+    from nnx_fairscale._fairscale_compat import HostShim
+
+    while HostShim._users:  # jobs before this one with Fabric, which tears nothing down
+        HostShim.remove()
     own = Tensor.record_stream
     backend = make_backend(Loop("fsdp"))
 
