@@ -174,10 +174,11 @@ class Stepper:
         shares = self._take_shares(optimizer, {**now, **later})
         optimizer.param_groups = _without(optimizer, (*now.values(), *later.values()))
         optimizer.param_groups = groups_for_step(optimizer)
-        if later:
-            self._background.submit(optimizer, shares[len(now) :], self._step_and_refresh)
         for share in shares[: len(now)]:
             self._step_share(optimizer, share)
+        if later:
+            # Last, so that on all ranks the optimizer's state begins with the same parameters.
+            self._background.submit(optimizer, shares[len(now) :], self._step_and_refresh)
 
     def _goes_by_shares(self, optimizer: Optimizer, part: Part) -> bool:
         """Whether something else than the optimizer's own step must step a chunk at once."""
