@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
 
-from nnx.testing.template import ForkedProcess, Template, has_gpu
+from nnx.testing.template import ForkedProcess, Template, is_sound_here
 from nnx.testing.worker import Job
 
 __all__ = ["PRELOAD", "JobError", "WorkerPool", "free_port", "shared_pool"]
@@ -168,7 +168,7 @@ class WorkerPool:
 
     def _start_templates(self, turns: set[int]) -> None:
         """Start the templates that are needed and not there, all before the first is waited for."""
-        for turn in turns if self.preload and not has_gpu() else ():
+        for turn in turns if self.preload and is_sound_here() else ():
             if turn in self._templates and not self._templates[turn].is_alive:
                 self._templates.pop(turn).kill()
             if turn not in self._templates:

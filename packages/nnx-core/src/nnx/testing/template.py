@@ -26,7 +26,7 @@ from typing import Any
 from nnx.testing.worker import COLLECT_AFTER
 from nnx.testing.worker import serve as serve_jobs
 
-__all__ = ["ForkedProcess", "Template", "has_gpu", "serve"]
+__all__ = ["ForkedProcess", "Template", "is_sound_here", "serve"]
 
 START_TIMEOUT = 120.0
 """Seconds that a template may take to import, on a machine busy with other things."""
@@ -175,17 +175,17 @@ def serve(fd: int, modules: Sequence[str]) -> None:
             connection.send(_exit_code(*request))
 
 
-def has_gpu() -> bool:
-    """Whether there is a driver of GPUs. What an import makes of one does not live on in a forked process."""
-    return any(Path(device).exists() for device in GPU_DEVICES)
+def is_sound_here() -> bool:
+    """Whether processes may be forked after imports: on Linux, without a driver of GPUs.
+
+    What an import makes of a GPU does not live on in a forked process, and threads are only counted on Linux.
+    """
+    return sys.platform == "linux" and not any(Path(device).exists() for device in GPU_DEVICES)
 
 
 def _is_one_thread() -> bool:
     """Whether this process has no thread that would be missing in a forked one."""
-    try:
-        return len(list(Path("/proc/self/task").iterdir())) == 1
-    except OSError:
-        return False  # not Linux: nobody can tell
+    return len(list(Path("/proc/self/task").iterdir())) == 1
 
 
 def _fork(connection: Connection, surroundings: Surroundings) -> int:
