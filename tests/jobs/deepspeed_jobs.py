@@ -12,7 +12,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from jobs.training import Net, Run, make_trainer
+from jobs.engine_resume_jobs import Losses, run_and_save
+from jobs.training import MODELS, Net, Run, make_trainer
 from nnx.errors import NnxError
 
 SHORT = Run(strategy="nnx_deepspeed_2", steps=2)
@@ -175,3 +176,9 @@ def train_twice(run: Run, on_the_host: bool) -> list[float]:
     make_trainer(run).fit(module)
     make_trainer(run).fit(module)
     return module.losses
+
+
+def run_host_adam(run: Run, step: int, path: str) -> Losses:
+    """`run_and_save` with DeepSpeed's Adam."""
+    MODELS["host adam"] = HostAdam
+    return run_and_save(replace(run, model="host adam"), step, path)

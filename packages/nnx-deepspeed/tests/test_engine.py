@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.deepspeed_jobs import SHORT, clamp, masters, refused, refused_without_a_compiler, train_twice
-from jobs.engine_resume_jobs import run_and_save
+from jobs.deepspeed_jobs import (
+    SHORT,
+    clamp,
+    masters,
+    refused,
+    refused_without_a_compiler,
+    run_host_adam,
+    train_twice,
+)
+from jobs.engine_resume_jobs import run_and_save, tensors_of
 from jobs.training import Run
 from nnx.errors import UnsupportedError
 from nnx.testing.pool import WorkerPool
@@ -133,15 +141,38 @@ def _is_compiled(operator: str) -> bool:
     return any(Path(folder).expanduser().glob(f"**/{operator}.so"))
 
 
-@pytest.mark.skipif(
+needs_cpu_adam = pytest.mark.skipif(
     not _is_compiled("cpu_adam"),
     reason="DeepSpeedCPUAdam is not compiled, which takes minutes: make one with ninja and g++ on the path",
 )
+
+
+@needs_cpu_adam
 @pytest.mark.parametrize(("strategy", "options"), [STAGES[1], STAGES[2], HOST])
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 0.02)])
 def test_deepspeeds_adam_on_the_host_trains_like_torchs(
-    pool: WorkerPool, strategy: str, options: dict[str, int]
+    pool: WorkerPool, strategy: str, options: dict[str, int], precision: str, tolerance: float
 ) -> None:
-    run = Run(strategy=strategy, options=options, steps=3)
+    run = Run(strategy=strategy, options=options, steps=3, precision=precision)
     alone = pool.run(train_twice, replace(run, strategy="auto", options={}, devices=1), False, world_size=1)
     for losses in pool.run(train_twice, run, True, world_size=2):
-        assert losses == pytest.approx(alone[0], abs=1e-5)
+        assert losses == pytest.approx(alone[0], abs=tolerance)
+
+
+@needs_cpu_adam
+def test_torchs_adamw_and_deepspeeds_resume_each_other(pool: WorkerPool, tmp_path: Path) -> None:
+    theirs = Run(strategy="nnx_deepspeed_2", steps=4)
+    torchs = Run(strategy="fsdp_auto", options={"min_num_params": 100}, steps=4)
+    stage_3 = replace(theirs, strategy="nnx_deepspeed_3", options=PARTS)
+    for first, save, second, resume in (
+        (theirs, run_host_adam, torchs, run_and_save),
+        (torchs, run_and_save, stage_3, run_host_adam),
+    ):
+        saved, again = (tmp_path / f"{first.strategy}-{name}.ckpt" for name in ("saved", "again"))
+        whole = pool.run(save, first, 2, str(saved), world_size=2)
+        after = pool.run(resume, replace(second, resume=str(saved)), 2, str(again), world_size=2)
+        expected, found = tensors_of(saved), tensors_of(again)
+        assert any("exp_avg_sq" in name for name in found)
+        assert found.keys() == expected.keys()
+        assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+        assert after[0].losses == pytest.approx(whole[0].losses[2:], abs=1e-5)

@@ -1,4 +1,4 @@
-"""DeepSpeed 0.19.8's private parts that nnx needs: with `_deepspeed_operators`, the only file that touches them.
+"""DeepSpeed 0.19.8's private parts that nnx needs: only here and in `_deepspeed_operators` are they touched.
 
 Each says what it is for; when DeepSpeed offers it publicly, the function goes.
 """

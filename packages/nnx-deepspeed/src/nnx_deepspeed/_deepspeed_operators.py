@@ -12,9 +12,11 @@ import weakref
 from functools import wraps
 from typing import Any
 
+from torch.optim import Optimizer
+
 from nnx.errors import UnsupportedError
 
-__all__ = ["prepare_operators"]
+__all__ = ["counts_by_number", "prepare_operators"]
 
 
 def prepare_operators() -> None:
@@ -33,6 +35,11 @@ def prepare_operators() -> None:
         # Inherited by the class that Lightning makes for its wrapper, and by the shadow: the first of them to
         # go would free what the others step with, and the process would die.
         optimizer.__del__ = _nothing
+
+
+def counts_by_number(optimizer: Optimizer) -> bool:
+    """Whether its ``step`` is an int, which DeepSpeed's operators take, and not a tensor, as torch's."""
+    return any(base.__module__.startswith("deepspeed.") for base in type(optimizer).__mro__)
 
 
 def _built_or_explained(load: Any) -> Any:

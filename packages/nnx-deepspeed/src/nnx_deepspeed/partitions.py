@@ -26,6 +26,7 @@ from nnx_deepspeed._deepspeed_compat import (
     position,
     trainable_groups,
 )
+from nnx_deepspeed._deepspeed_operators import counts_by_number
 
 __all__ = ["Partitions"]
 
@@ -124,9 +125,12 @@ class Partitions:
         if parameter not in self._flat_of:
             return {}
         flat = self._flats[self._flat_of[parameter]]
+        held = dict(optimizer.state.get(flat, {}))
+        if "step" in held and counts_by_number(optimizer):
+            held["step"] = torch.tensor(float(held["step"]))  # as torch's optimizers have it
         return {
             name: self._shard(parameter, value) if _is_laid_out(value, flat) else _whole(value)
-            for name, value in optimizer.state.get(flat, {}).items()
+            for name, value in held.items()
         }
 
     def allocate(self, saved: Mapping[nn.Parameter, Mapping[str, Any]], optimizer: Optimizer) -> None:
@@ -140,12 +144,13 @@ class Partitions:
             CheckpointError: Parameters of one group differ in such a value; DeepSpeed has one for all.
         """
         optimizer.state.clear()
+        counts = counts_by_number(optimizer)
         for parameter, entries in saved.items():
             flat = self._flats[self._flat_of[parameter]]
             state = optimizer.state[flat]
             for name, value in entries.items():
                 if not self._goes_by_element(parameter, name, value):
-                    _take_over(state, name, value)
+                    _take_over(state, name, value, as_number=counts and name == "step")
                 elif name not in state:
                     state[name] = torch.zeros_like(flat, dtype=value.dtype, requires_grad=False)
 
@@ -214,8 +219,8 @@ def _whole(value: Any) -> Any:
     return Shard(tuple(value.shape), value.dtype, (Box.whole(tuple(value.shape)),), (value.detach(),))
 
 
-def _take_over(state: dict[str, Any], name: str, value: Any) -> None:
-    value = _read(value)
+def _take_over(state: dict[str, Any], name: str, value: Any, *, as_number: bool) -> None:
+    value = int(_read(value)) if as_number else _read(value)
     if name not in state:
         state[name] = value
         return
