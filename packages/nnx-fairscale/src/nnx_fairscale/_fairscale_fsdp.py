@@ -344,4 +344,5 @@ def _tell_recurrent(owner: nn.Module, name: str, value: Tensor) -> None:
     """Torch's recurrent layers keep a list of their weights beside the attributes."""
     names = getattr(owner, "_flat_weights_names", ())
     if name in names:
-        owner._flat_weights[names.index(name)] = value
+        weights: Any = owner._flat_weights
+        weights[names.index(name)] = value
