@@ -67,7 +67,7 @@ def refuse_unfit(optimizer: Optimizer, *, config: Mapping[str, Any], device: tor
 
 def _offloads(config: Mapping[str, Any]) -> bool:
     section = config.get("zero_optimization", {}).get("offload_optimizer") or {}
-    return section.get("device", "none") != "none"
+    return bool(section.get("device", "none") != "none")
 
 
 def refuse_other_dtypes(module: nn.Module) -> None:
