@@ -25,7 +25,7 @@ from nnx_fairscale._fairscale_compat import HostShim, NullStream
 from nnx_fairscale._fairscale_fsdp import Unit, is_taken, leave_out
 from nnx_fairscale.options import FairscaleFSDPOptions
 from nnx_fairscale.pieces import Piece
-from nnx_fairscale.replicate import ReplicatedParameters
+from nnx_fairscale.reducer import GradientReducer
 from nnx_fairscale.wrapping import as_classes, choose_units, wrap_with
 
 __all__ = ["FairscaleFSDPBackend"]
@@ -44,13 +44,13 @@ class _Layout:
         units: For each module that is a unit, its unit; nested ones first, the root last.
         changed: Modules whose forward was replaced on the instance.
         strides: Meta tensors with the strides of the user's parameters whose elements did not lie in order.
-        replicated: The parameters that fairscale cannot shard.
+        replicated: It averages the gradients of what fairscale cannot shard.
     """
 
     units: dict[nn.Module, Unit] = field(default_factory=dict)
     changed: set[nn.Module] = field(default_factory=set)
     strides: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    replicated: ReplicatedParameters | None = None
+    replicated: GradientReducer | None = None
 
 
 class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
@@ -106,7 +106,11 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
             for unit in choose_units(module, self.options):
                 self._make_unit(unit, name=type(unit).__name__)
         self._refuse_split_ties(module)
-        layout.replicated = self._replicate_odd_ones(module)
+        layout.replicated = GradientReducer(
+            (p for p in self._odd_ones(module) if p.is_floating_point() or p.is_complex()),
+            bucket_bytes=max(1, self.options.bucket_cap_mb) * 2**20,
+            device=self.context.device,
+        )
         self._make_unit(module, name="")
         self._route_calls(module, layout)
         self._layouts[module] = layout
@@ -201,9 +205,6 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
                     f"a unit shares parameters with modules outside of it: {shared}.",
                     remedy="Do not wrap it: what is not wrapped is sharded with the root, tied or not.",
                 )
-
-    def _replicate_odd_ones(self, root: nn.Module) -> ReplicatedParameters:
-        return ReplicatedParameters(self._odd_ones(root))
 
     def _odd_ones(self, module: nn.Module) -> list[nn.Parameter]:
         """What fairscale cannot shard: other dtypes, and alone what has no dimensions or no elements."""
