@@ -202,7 +202,11 @@ def remove_from_module(engine: Any, module: nn.Module, before: Mapping[nn.Module
         before: The attributes that each module had before the engine was made.
     """
     from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
 
+    if torch.nn.functional.linear is zero3_linear_wrap:  # stage 3 puts it there for the whole process
+        torch.nn.functional.linear = InsertPostInitMethodToModuleSubClasses.linear_bk
     for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
         if hook is not None:
             hook.remove()
