@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import warnings
 import weakref
@@ -470,6 +471,7 @@ def test_unknown_choices_are_refused(name: str, value: str) -> None:
         Stepper([], **{name: value})  # type: ignore[arg-type]
 
 
-def test_deepspeed_that_is_not_installed_is_named_with_the_extra() -> None:
+def test_deepspeed_that_is_not_installed_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed.ops.adam", None)
     with pytest.raises(OptionError, match=r"pip install nnx-colossalai\[deepspeed\]"):
         Stepper([], cpu_adam="deepspeed")
