@@ -128,6 +128,15 @@ def test_what_does_not_fit_is_refused_with_the_numbers(device: Device[Any]) -> N
     device.empty(CAPACITY // 2, torch.uint8)  # the refused bytes are not counted
 
 
+def test_several_have_memory_each_or_none_at_all(device: Device[Any]) -> None:
+    ones = [tensor.fill_(1) for tensor in device.empty_each((3, 5), torch.float32)]
+    assert [tensor.numel() for tensor in ones] == [3, 5]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in ones}) == 2
+    with pytest.raises(DeviceMemoryError):
+        device.empty_each((CAPACITY // 2, CAPACITY), torch.uint8)
+    device.empty(CAPACITY // 2, torch.uint8)  # nothing is left of those that were refused
+
+
 @pytest.mark.parametrize(
     ("kind", "names"), [("cpu", HostDevice), ("meta", None)], ids=["cpu", "neither cpu nor cuda"]
 )

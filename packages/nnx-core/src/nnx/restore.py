@@ -196,6 +196,16 @@ def fill_optimizer_tensors(state: OptimizerState, saved: OptimizerState) -> None
 def restore_groups(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], saved: Sequence[Mapping[str, Any]]
 ) -> None:
+    """Give an optimizer's param groups the learning rates, and all else, that were saved.
+
+    Args:
+        optimizer: Whose groups are filled.
+        names: Of its parameters.
+        saved: The groups of a checkpoint, with the names of their parameters under ``params``.
+
+    Raises:
+        CheckpointError: Their number or their parameters differ.
+    """
     current = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     if len(current) != len(saved):
         raise CheckpointError(

@@ -24,7 +24,7 @@ from nnx_colossalai.device.device import Device
 
 __all__ = ["Gradients", "Slot"]
 
-_BATCH = 1 << 18
+_BATCH = 1 << 20
 """Elements that wait to be converted together: Python between two kernels costs more than its own time."""
 
 _LARGE = 1 << 14
@@ -154,17 +154,22 @@ class Gradients:
         Each large one has its own: what is freed in few large pieces goes back to the system, and coming by
         it again in every step takes longer than the conversion.
         """
-        ends: dict[torch.dtype, int] = {}
-        offsets = []
+        small: dict[torch.dtype, int] = {}
+        offsets = {}
+        large: defaultdict[torch.dtype, list[int]] = defaultdict(list)
         for slot in slots:
-            offset = ends.get(slot.dtype, 0) if slot.numel < _LARGE else None
-            offsets.append(offset)
-            if offset is not None:
-                ends[slot.dtype] = offset + slot.numel
-        flat = {dtype: self._device.empty(numel, dtype) for dtype, numel in ends.items()}
+            if slot.numel < _LARGE:
+                offsets[slot] = small.get(slot.dtype, 0)
+                small[slot.dtype] = offsets[slot] + slot.numel
+            else:
+                large[slot.dtype].append(slot.numel)
+        shared = {dtype: self._device.empty(numel, dtype) for dtype, numel in small.items()}
+        own = {dtype: iter(self._device.empty_each(numels, dtype)) for dtype, numels in large.items()}
         return [
-            self._new(slot) if offset is None else flat[slot.dtype].as_strided(*slot.geometry, offset)
-            for slot, offset in zip(slots, offsets, strict=True)
+            shared[slot.dtype].as_strided(*slot.geometry, offsets[slot])
+            if slot in offsets
+            else next(own[slot.dtype]).as_strided(*slot.geometry)
+            for slot in slots
         ]
 
     def _take_unusual(self, slot: Slot, gradient: Tensor) -> None:

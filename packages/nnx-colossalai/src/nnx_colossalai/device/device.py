@@ -9,6 +9,7 @@ never calls ``torch.cuda`` itself.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -61,6 +62,14 @@ class Device(ABC, Generic[EventT]):
         Raises:
             DeviceMemoryError: It does not fit; the error names the bytes asked for, in use and allowed.
         """
+
+    def empty_each(self, numels: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """Several of `empty`, each with memory of its own: all of them, or none.
+
+        Raises:
+            DeviceMemoryError: As `empty`.
+        """
+        return [self.empty(numel, dtype) for numel in numels]
 
     @abstractmethod
     def release(self, tensor: Tensor) -> None:

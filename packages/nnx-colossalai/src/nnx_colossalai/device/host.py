@@ -7,6 +7,7 @@ no thread, and never keeps memory alive.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -58,15 +59,19 @@ class HostDevice(Device[None]):
 
     @override
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        nbytes = numel * dtype.itemsize
+        return self.empty_each((numel,), dtype)[0]
+
+    @override
+    def empty_each(self, numels: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        nbytes = sum(numels) * dtype.itemsize
         self._ledger.reserve(nbytes)
         try:
-            tensor = self._allocate(numel, dtype)
+            tensors = self._allocate(numels, dtype)
         except DeviceMemoryError:
             self._ledger.cancel(nbytes)
             raise
-        self._ledger.add_device(tensor)
-        return tensor
+        self._ledger.add_device(*tensors)
+        return tensors
 
     @override
     def release(self, tensor: Tensor) -> None:
@@ -79,7 +84,7 @@ class HostDevice(Device[None]):
 
     @override
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        tensor = self._allocate(numel, dtype)
+        tensor = self._allocate((numel,), dtype)[0]
         self._ledger.add_host(tensor)
         return tensor
 
@@ -104,13 +109,13 @@ class HostDevice(Device[None]):
     def host_waits(self, event: None) -> None:
         """Nothing: copies are over when `copy` returns."""
 
-    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def _allocate(self, numels: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         try:
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-                return torch.empty(numel, dtype=dtype, device="cpu")
+                return [torch.empty(numel, dtype=dtype, device="cpu") for numel in numels]
         except RuntimeError as error:
             if "allocate memory" not in str(error):
                 raise
             raise DeviceMemoryError.no_room(
-                "cpu", asked=numel * dtype.itemsize, used=self.used, allowed=self.capacity
+                "cpu", asked=sum(numels) * dtype.itemsize, used=self.used, allowed=self.capacity
             ) from error

@@ -6,6 +6,7 @@ storage, weakly: memory that is forgotten without being released is noticed. It 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from threading import RLock
@@ -77,13 +78,13 @@ class Ledger:
                 )
             self._used += nbytes
 
-    def add_device(self, tensor: Tensor) -> None:
+    def add_device(self, *tensors: Tensor) -> None:
         """Remember device memory whose bytes were reserved."""
-        self._add(tensor, on_device=True)
+        self._add(tensors, on_device=True)
 
     def add_host(self, tensor: Tensor) -> None:
         """Remember host memory."""
-        self._add(tensor, on_device=False)
+        self._add((tensor,), on_device=False)
 
     def release(self, tensor: Tensor) -> None:
         """Count a tensor's memory as free."""
@@ -141,12 +142,13 @@ class Ledger:
         entry = self._entries.get(storage_key(tensor))
         return None if entry is None else entry.on_device
 
-    def _add(self, tensor: Tensor, *, on_device: bool) -> None:
+    def _add(self, tensors: Iterable[Tensor], *, on_device: bool) -> None:
         with self._lock:
             if len(self._entries) >= self._most_entries:
                 self._forget_expired()
                 self._most_entries = max(_FEW, 2 * len(self._entries))
-            self._entries[storage_key(tensor)] = _Entry(_nbytes(tensor), on_device=on_device)
+            for tensor in tensors:
+                self._entries[storage_key(tensor)] = _Entry(tensor.nbytes, on_device)
 
     def _forget_expired(self) -> None:
         for key in [key for key in self._entries if is_gone(key)]:
@@ -169,7 +171,3 @@ def storage_key(tensor: Tensor) -> StorageKey:
 def is_gone(key: StorageKey) -> bool:
     """Whether nothing refers to the storage any more."""
     return bool(key.expired())  # type: ignore[no-untyped-call]
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
