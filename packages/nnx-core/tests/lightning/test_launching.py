@@ -153,3 +153,29 @@ def test_the_other_copy_of_lightning(launch: Launch, check: Callable[..., None])
 def test_lightning_cli(launch: Launch, check: Callable[..., None]) -> None:
     trainer = ("--trainer.strategy", "fsdp_auto", "--trainer.accelerator", "cpu", "--trainer.devices", "2")
     check(launch(CLI, "fit", *trainer))
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        'Fabric(strategy="fsdp_auto", accelerator="cpu", devices=1).launch()',
+        'lite = Lite("cpu", "ddp", devices=1); lite.launch(); lite.setup(nn.Linear(1, 1))',
+    ],
+    ids=["an engine of ours", "Lite with Lightning's"],
+)
+def test_a_process_leaves_its_group_before_the_interpreter_goes(train: str) -> None:
+    script = f"""
+import atexit
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import nn
+from nnx.lite import Lite
+
+atexit.register(lambda: print("in a group at exit:", dist.is_initialized()))
+{train}
+print("in a group:", dist.is_initialized())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.splitlines()[-2:] == ["in a group: True", "in a group at exit: False"]

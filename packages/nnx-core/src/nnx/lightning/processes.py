@@ -7,6 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from nnx.lightning.compat import make_launcher, reset_seed, seed_data_workers
 from nnx.lightning.messages import show_messages
 from nnx.options import CommonOptions
 
-__all__ = ["ParallelProcesses"]
+__all__ = ["ParallelProcesses", "leave_process_group_at_exit"]
 
 T = TypeVar("T")
 
@@ -166,8 +167,7 @@ class ParallelProcesses(ABC):
             timeout=timedelta(seconds=self.common.timeout),
             device_id=None if device.type == "cpu" else device,
         )
-        if self.process_group_backend == "nccl":
-            atexit.register(_leave_process_group)
+        leave_process_group_at_exit()
 
     @property
     def process_group_backend(self) -> str:
@@ -275,6 +275,15 @@ class _NormalNoGrad:
 
 def _name_of(op: Any) -> str:
     return next((name for name in ("sum", "product") if op == _REDUCTIONS[name]), "")
+
+
+@cache
+def leave_process_group_at_exit() -> None:
+    """Let this process leave its group before the interpreter is taken down.
+
+    A thread of the group that wants the interpreter after that is ended by force, and the process aborts.
+    """
+    atexit.register(_leave_process_group)
 
 
 def _leave_process_group() -> None:

@@ -16,6 +16,7 @@ from nnx.lightning.lite.checkpoint import is_plain, load_content, save_content, 
 from nnx.lightning.lite.flags import fabric_arguments
 from nnx.lightning.lite.tree import fabric_module
 from nnx.lightning.lite.wrapping import unwrap, wrap_module, wrap_optimizers
+from nnx.lightning.processes import leave_process_group_at_exit
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -130,6 +131,7 @@ class Lite(Fabric):
         return wrapped if len(wrapped) > 1 else wrapped[0]
 
     def _take(self, wrapped: Any) -> Any:
+        leave_process_group_at_exit()  # Lightning's strategies do so under NCCL only
         module = wrap_module(self, wrapped)
         self._set_up.append(module.module)
         return module
