@@ -23,8 +23,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 from nnscaler_step import GPT, Lap
+from pairs import compare
 from torch import Tensor, nn
 
 TIERS = {"resident": "gathered", "offloaded": "offloaded", "streamed": "streamed"}
@@ -184,28 +183,13 @@ def report(pairs: Sequence[Mapping[str, Lap]], arguments: argparse.Namespace) ->
         f"{arguments.threads} threads, {len(pairs)} pairs of laps of {arguments.lap} steps; "
         "weights equal to the bit"
     )
-    ratios = {clock: compare(pairs, clock) for clock in ("cpu", "wall")}
+    ours, theirs = ([pair[side] for pair in pairs] for side in ("ours", "theirs"))
+    ratios = {clock: compare(ours, theirs, clock) for clock in ("cpu", "wall")}
     if arguments.what != "resident" and not arguments.bar:
         return 0
     bar = arguments.bar or 1.03
     print(f"ratio of processor time {ratios['cpu']:.3f}, bar {bar}")
     return 0 if ratios["cpu"] <= bar else 1
-
-
-def compare(pairs: Sequence[Mapping[str, Lap]], clock: str) -> float:
-    """Print what one clock says; the median of the ratios of all pairs, with its standard error."""
-    times = {side: [getattr(pair[side], clock) * 1e3 for pair in pairs] for side in SIDES}
-    for what, of in (("median", statistics.median), ("least", min)):
-        ours, theirs = of(times["ours"]), of(times["theirs"])
-        ratio = ours / theirs
-        print(f"{clock:5}{what:7} ms per step: ours {ours:8.2f}  theirs {theirs:8.2f}  ratio {ratio:.3f}")
-    ratios = [mine / other for mine, other in zip(times["ours"], times["theirs"], strict=True)]
-    middle = statistics.median(ratios)
-    # Of a median, 1.25 times that of a mean; the quartiles are 1.35 standard deviations apart.
-    low, _, high = statistics.quantiles(ratios, n=4)
-    error = 1.25 * (high - low) / 1.35 / math.sqrt(len(ratios))
-    print(f"{clock:5}median of the ratios of all pairs {middle:.3f} +- {error:.3f}")
-    return middle
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -13,10 +13,8 @@ the losses of the two sides are not equal.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import socket
-import statistics
 import sys
 import time
 import warnings
@@ -26,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from nnscaler_step import Lap
+from pairs import compare
 from torch import Tensor, nn
 
 BAR = 1.03
@@ -48,7 +47,8 @@ def main() -> int:
                 return 2
             pairs += taken
         print(f"stage {stage}, {arguments.precision}: {len(pairs)} pairs of steps, losses equal to the bit")
-        ratios = {clock: compare(pairs, clock) for clock in Lap._fields}
+        ours, theirs = zip(*pairs, strict=True)
+        ratios = {clock: compare(ours, theirs, clock) for clock in Lap._fields}
         over += ratios["cpu"] > BAR
     print(f"{over} of {len(arguments.stages)} stages are over {BAR}x in processor time")
     return int(over > 0)
@@ -76,22 +76,6 @@ def measure(arguments: argparse.Namespace, stage: int) -> tuple[list[Pair], floa
     pairs: list[Pair]
     pairs, apart = results.get()
     return pairs, apart
-
-
-def compare(pairs: Sequence[Pair], clock: str) -> float:
-    """Print what one clock says; the median of the ratios of all pairs, with its standard error."""
-    ours, theirs = ([getattr(lap, clock) * 1e3 for lap in side] for side in zip(*pairs, strict=True))
-    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
-    middle = statistics.median(ratios)
-    # Of a median, 1.25 times that of a mean; the quartiles are 1.35 standard deviations apart.
-    low, _, high = statistics.quantiles(ratios, n=4)
-    error = 1.25 * (high - low) / 1.35 / math.sqrt(len(ratios))
-    print(
-        f"  {clock:4}: nnx {statistics.median(ours):.2f} ms, DeepSpeed {statistics.median(theirs):.2f} ms, "
-        f"median of the ratios of pairs {middle:.3f} +- {error:.3f}",
-        flush=True,
-    )
-    return middle
 
 
 # --- in each rank ---------------------------------------------------------------------------------

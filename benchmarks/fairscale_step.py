@@ -13,10 +13,8 @@ Exit code 1 if that of processor time is above the bar, 2 if the weights of the 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import socket
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from nnscaler_step import GPT, Lap
+from pairs import compare
 from torch import Tensor
 
 RANKS = 2
@@ -148,26 +147,10 @@ def report(pairs: Sequence[Mapping[str, Lap]], arguments: argparse.Namespace) ->
         f"batch {arguments.batch} x {arguments.context}, {arguments.threads} threads, "
         f"{len(pairs)} pairs of steps; weights equal to the bit"
     )
-    ratios = {clock: compare(pairs, clock) for clock in ("cpu", "wall")}
+    ours, theirs = ([pair[side] for pair in pairs] for side in ("ours", "theirs"))
+    ratios = {clock: compare(ours, theirs, clock) for clock in ("cpu", "wall")}
     print(f"ratio of processor time {ratios['cpu']:.3f}, bar {arguments.bar}")
     return 0 if ratios["cpu"] <= arguments.bar else 1
-
-
-def compare(pairs: Sequence[Mapping[str, Lap]], clock: str) -> float:
-    """Print what one clock says; the median of the ratios of all pairs, with its standard error."""
-    times = {side: [getattr(pair[side], clock) * 1e3 for pair in pairs] for side in SIDES}
-    for what, of in (("median", statistics.median), ("least", min)):
-        mine, other = of(times["ours"]), of(times["theirs"])
-        print(
-            f"{clock:5}{what:7} ms per step: ours {mine:8.2f}  theirs {other:8.2f}  ratio {mine / other:.3f}"
-        )
-    ratios = [mine / other for mine, other in zip(times["ours"], times["theirs"], strict=True)]
-    middle = statistics.median(ratios)
-    # Of a median, 1.25 times that of a mean; the quartiles are 1.35 standard deviations apart.
-    low, _, high = statistics.quantiles(ratios, n=4)
-    error = 1.25 * (high - low) / 1.35 / math.sqrt(len(ratios))
-    print(f"{clock:5}median of the ratios of all pairs {middle:.3f} +- {error:.3f}")
-    return middle
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -13,11 +13,12 @@ from nnx.errors import OptionError, UnsupportedError
 
 pytest.importorskip("fairscale", reason="fairscale is not installed")
 
+from nnx.layer_classes import as_classes
 from nnx_fairscale.fsdp import FairscaleFSDPBackend
 from nnx_fairscale.options import FairscaleFSDPOptions, OSSOptions, ShardedOptions
 from nnx_fairscale.ownership import Ownership
 from nnx_fairscale.strategies import DDPFullyShardedStrategy, DDPShardedStrategy, DDPSpawnShardedStrategy
-from nnx_fairscale.wrapping import as_classes, choose_units
+from nnx_fairscale.wrapping import choose_units
 
 
 @pytest.mark.parametrize(

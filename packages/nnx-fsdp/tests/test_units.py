@@ -6,7 +6,8 @@ import pytest
 from torch import nn
 
 from nnx.errors import OptionError
-from nnx_fsdp.units import as_classes, choose_units, tied_across
+from nnx.layer_classes import as_classes
+from nnx_fsdp.units import choose_units, tied_across
 
 
 def _names(model: nn.Module, **options: object) -> list[str]:

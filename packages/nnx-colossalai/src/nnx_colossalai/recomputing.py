@@ -11,7 +11,7 @@ from functools import partial
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nnx_fsdp.units import as_classes
+from nnx.layer_classes import as_classes
 
 __all__ = ["Recomputing"]
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from nnx.backend import Backend, ParallelContext, Sample
 from nnx.errors import UnsupportedError
 from nnx.gradients import Gradient
+from nnx.layer_classes import as_classes
 from nnx.layout import Shard, shard_of
 from nnx.materialize import broadcast_module, lay_in_order, materialize, move_to
 from nnx_fairscale._fairscale_compat import HostShim, NullStream
@@ -26,7 +27,7 @@ from nnx_fairscale._fairscale_fsdp import Unit, is_taken, leave_out
 from nnx_fairscale.options import FairscaleFSDPOptions
 from nnx_fairscale.pieces import Piece
 from nnx_fairscale.reducer import GradientReducer
-from nnx_fairscale.wrapping import as_classes, choose_units, wrap_with
+from nnx_fairscale.wrapping import choose_units, wrap_with
 
 __all__ = ["FairscaleFSDPBackend"]
 

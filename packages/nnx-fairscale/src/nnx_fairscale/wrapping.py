@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,31 +14,12 @@ from torch import nn
 from torch.distributed.fsdp.wrap import enable_wrap
 
 from nnx.errors import OptionError
+from nnx.layer_classes import as_classes
 from nnx_fairscale.options import FairscaleFSDPOptions
 
-__all__ = ["as_classes", "choose_units", "wrap_with"]
+__all__ = ["choose_units", "wrap_with"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-
-
-def as_classes(
-    value: type[nn.Module] | Iterable[type[nn.Module]], *, option: str
-) -> tuple[type[nn.Module], ...]:
-    """One layer class or several, as a tuple.
-
-    Raises:
-        OptionError: Something in it is not a module class.
-    """
-    classes: tuple[Any, ...] = (value,)
-    if isinstance(value, Iterable) and not isinstance(value, type):
-        classes = tuple(value)
-    for cls in classes:
-        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise OptionError(
-                f"{option} holds {cls!r}, which is not a module class.",
-                remedy="Pass a subclass of torch.nn.Module, such as TransformerBlock, or a list of them.",
-            )
-    return classes
 
 
 @contextmanager

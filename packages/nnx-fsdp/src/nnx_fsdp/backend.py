@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from nnx.backend import Backend, ParallelContext, Sample
 from nnx.errors import OptionError, UnsupportedError
 from nnx.forwarding import forward_as
+from nnx.layer_classes import as_classes
 from nnx.materialize import broadcast_module, lay_in_order, materialize, move_to
 from nnx.state import ModelState
 from nnx_fsdp._torch_compat import can_be_sharded, remove_fully_shard
@@ -36,7 +37,7 @@ from nnx_fsdp.optimizers import step_context
 from nnx_fsdp.options import FSDPOptions
 from nnx_fsdp.replicate import ReplicatedParameters, unshardable
 from nnx_fsdp.steps import PartsOfRoot
-from nnx_fsdp.units import UnitChoice, as_classes, choose_units
+from nnx_fsdp.units import UnitChoice, choose_units
 
 __all__ = ["FSDPBackend"]
 

@@ -7,15 +7,15 @@ collective worthwhile, small enough that one or two at a time fit beside the sha
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from nnx.errors import OptionError
+from nnx.layer_classes import as_classes
 
-__all__ = ["DEFAULT_MIN_NUM_PARAMS", "UnitChoice", "as_classes", "choose_units", "tied_across"]
+__all__ = ["DEFAULT_MIN_NUM_PARAMS", "UnitChoice", "choose_units", "tied_across"]
 
 DEFAULT_MIN_NUM_PARAMS = 100_000
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -45,26 +45,6 @@ class UnitChoice:
             f"fsdp_auto: {len(self.units)} units ({names}; the largest has {largest:,} parameters) and the "
             f"root, {total:,} parameters in all; {self.reason}"
         )
-
-
-def as_classes(
-    value: type[nn.Module] | Iterable[type[nn.Module]], *, option: str
-) -> tuple[type[nn.Module], ...]:
-    """One layer class or several, as a tuple.
-
-    Raises:
-        OptionError: Something in it is not a module class.
-    """
-    classes: tuple[Any, ...] = (value,)
-    if isinstance(value, Iterable) and not isinstance(value, type):
-        classes = tuple(value)
-    for cls in classes:
-        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise OptionError(
-                f"{option} holds {cls!r}, which is not a module class.",
-                remedy="Pass a subclass of torch.nn.Module, such as TransformerBlock, or a list of them.",
-            )
-    return classes
 
 
 def choose_units(root: nn.Module, *, policy: object = None, min_num_params: int | None = None) -> UnitChoice:
