@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 import time
 import warnings
@@ -26,6 +25,8 @@ import torch.multiprocessing as mp
 from nnscaler_step import Lap
 from pairs import compare
 from torch import Tensor, nn
+
+from nnx.testing.pool import free_port
 
 BAR = 1.03
 WARMUP = 5
@@ -72,7 +73,7 @@ def parse_arguments() -> argparse.Namespace:
 def measure(arguments: argparse.Namespace, stage: int) -> tuple[list[Pair], float]:
     """Train by both sides in new processes: the times of each pair of steps; how far losses are apart."""
     results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_rank, (arguments, stage, _free_port(), results), nprocs=arguments.world_size)
+    mp.spawn(_rank, (arguments, stage, free_port(), results), nprocs=arguments.world_size)
     pairs: list[Pair]
     pairs, apart = results.get()
     return pairs, apart
@@ -203,12 +204,6 @@ def _theirs(arguments: argparse.Namespace, stage: int) -> Step:
         return loss.item()
 
     return step
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,8 @@ import torch.multiprocessing as mp
 from nnscaler_step import GPT, Lap
 from pairs import compare
 from torch import Tensor
+
+from nnx.testing.pool import free_port
 
 RANKS = 2
 
@@ -83,9 +84,7 @@ SIDES: Mapping[str, Callable[[GPT], Step]] = {"ours": ours, "theirs": theirs}
 def main() -> int:
     """Let both sides take turns on two processes."""
     arguments = parse_arguments()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     verdict = mp.get_context("spawn").Value("i", 0)
     mp.spawn(run, args=(arguments, verdict), nprocs=RANKS)  # type: ignore[no-untyped-call]
     return int(verdict.value)

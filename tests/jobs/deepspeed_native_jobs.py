@@ -19,7 +19,7 @@ FIXTURES = (
 )
 
 
-def _script() -> Any:
+def script() -> Any:
     """The script that made the directories: it has their model and optimizer."""
     spec = importlib.util.spec_from_file_location("make_deepspeed", FIXTURES / "make_deepspeed.py")
     assert spec is not None and spec.loader is not None
@@ -33,7 +33,7 @@ class Native(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made = _script()
+        self.made = script()
         self.net = self.made.make_model()
         self.losses: list[float] = []
 

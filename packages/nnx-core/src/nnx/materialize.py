@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from nnx.collective import broadcast_tensor, is_distributed
 from nnx.errors import UnsupportedError
 
-__all__ = ["broadcast_module", "lay_in_order", "materialize", "move_to"]
+__all__ = ["broadcast_module", "lay_in_order", "materialize", "move_to", "with_strides"]
 
 
 def materialize(module: nn.Module, device: torch.device, *, name: str) -> None:
@@ -67,6 +67,16 @@ def lay_in_order(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tenso
             strides[parameter] = torch.empty_like(parameter, device="meta", requires_grad=False)
             parameter.data = parameter.data.contiguous()
     return strides
+
+
+def with_strides(value: Tensor, strided: Tensor | None) -> Tensor:
+    """Undo `lay_in_order` for a parameter's value.
+
+    Args:
+        value: With its elements in order.
+        strided: What `lay_in_order` returned for the parameter; None: it was not changed.
+    """
+    return value if strided is None else torch.empty_like(strided, device=value.device).copy_(value)
 
 
 @torch.no_grad()

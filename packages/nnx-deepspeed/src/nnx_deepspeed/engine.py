@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx.errors import OptionError, UnsupportedError
-from nnx.materialize import lay_in_order
+from nnx.materialize import lay_in_order, with_strides
 from nnx_deepspeed._deepspeed_compat import (
     forget_gradients,
     number_alike,
@@ -176,10 +176,7 @@ class ZeroEngine:
             for name in set(vars(parameter)) - self._attributes[parameter]:
                 if name in self._left[parameter] or name.startswith(("ds_", "_nnx_", "_hp_")):
                     delattr(parameter, name)
-            strided = self._strides.get(parameter)
-            parameter.data = (
-                value if strided is None else torch.empty_like(strided, device=value.device).copy_(value)
-            )
+            parameter.data = with_strides(value, self._strides.get(parameter))
             parameter.grad = None
         vars(self.optimizer).pop("zero_grad", None)
 

@@ -21,7 +21,7 @@ from nnx.errors import UnsupportedError
 from nnx.gradients import Gradient
 from nnx.layer_classes import as_classes
 from nnx.layout import Shard, shard_of
-from nnx.materialize import broadcast_module, lay_in_order, materialize, move_to
+from nnx.materialize import broadcast_module, lay_in_order, materialize, move_to, with_strides
 from nnx_fairscale._fairscale_compat import HostShim, NullStream
 from nnx_fairscale._fairscale_fsdp import Unit, is_taken, leave_out
 from nnx_fairscale.options import FairscaleFSDPOptions
@@ -251,10 +251,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
             unit.remove()
         for parameter, value in full.items():
             self._pieces.pop(parameter)
-            strides = layout.strides.get(parameter)
-            parameter.data = (
-                value if strides is None else torch.empty_like(strides, device=value.device).copy_(value)
-            )
+            parameter.data = with_strides(value, layout.strides.get(parameter))
         for changed in layout.changed:
             changed.__dict__.pop("forward", None)
         if layout.replicated is not None:

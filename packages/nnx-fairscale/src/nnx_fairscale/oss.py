@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx.backend import Backend, Sample
-from nnx.materialize import broadcast_module, lay_in_order, materialize, move_to
+from nnx.materialize import broadcast_module, lay_in_order, materialize, move_to, with_strides
 from nnx.state import OptimizerState
 from nnx_fairscale.options import OSSOptions
 from nnx_fairscale.owned_state import describe_owned, load_owned
@@ -54,7 +53,7 @@ class OwnedParameters(Backend[Any]):
         for optimizer in self._optimizers.pop(module, ()):
             self._owners.pop(optimizer).remove()
         for parameter, strided in self._strides.pop(module, {}).items():
-            parameter.data = torch.empty_like(strided, device=parameter.device).copy_(parameter.data)
+            parameter.data = with_strides(parameter.data, strided)
         for parameter in module.parameters():
             parameter.grad = None
         return {}

@@ -6,12 +6,10 @@ constructors; it never touches training.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, cast
 
-from nnx.lightning.namespaces import get_namespace
+from nnx.lightning.namespaces import strategy_class_of, trainer_tree
 from nnx.options import CommonOptions, split_options
-from nnx_fairscale.tree import trainer_tree
 
 __all__ = ["DDPFullyShardedStrategy", "DDPShardedStrategy", "DDPSpawnShardedStrategy"]
 
@@ -21,7 +19,7 @@ class _OfTrainer:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An object of this class and of nnx's strategy class."""
-        made = _class_for(cls, trainer_tree())  # type: ignore[arg-type] # mypy on hashes
+        made = strategy_class_of(cls, trainer_tree())  # type: ignore[arg-type] # mypy on hashes
         return object.__new__(made)
 
     def _build(self, backend: type[Any], name: str, given: dict[str, Any], lightning: dict[str, Any]) -> None:
@@ -162,9 +160,3 @@ class DDPSpawnShardedStrategy(DDPShardedStrategy):
     """
 
     _start_method = "spawn"
-
-
-@cache
-def _class_for(cls: type, root: str) -> type:
-    bases = (cls, get_namespace(root).strategy_class())
-    return type(cls.__name__, bases, {"__module__": cls.__module__, "__doc__": cls.__doc__})

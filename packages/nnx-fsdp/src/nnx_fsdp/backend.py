@@ -29,7 +29,7 @@ from nnx.backend import Backend, ParallelContext, Sample
 from nnx.errors import OptionError, UnsupportedError
 from nnx.forwarding import forward_as
 from nnx.layer_classes import as_classes
-from nnx.materialize import broadcast_module, lay_in_order, materialize, move_to
+from nnx.materialize import broadcast_module, lay_in_order, materialize, move_to, with_strides
 from nnx.state import ModelState
 from nnx_fsdp._torch_compat import can_be_sharded, remove_fully_shard
 from nnx_fsdp.mesh import mesh_of
@@ -251,9 +251,7 @@ class FSDPBackend(Backend[FSDPOptions]):
                 if parameter is not None and parameter in replaced:
                     submodule._parameters[name] = replaced[parameter]
         for sharded, plain in replaced.items():
-            plain.data = full[sharded]
-            if plain in layout.strides:
-                plain.data = torch.empty_like(layout.strides[plain], device="cpu").copy_(full[sharded])
+            plain.data = with_strides(full[sharded], layout.strides.get(plain))
             plain.requires_grad_(sharded.requires_grad)
         for changed in layout.compiled | layout.checkpointed:
             changed.__dict__.pop("forward", None)

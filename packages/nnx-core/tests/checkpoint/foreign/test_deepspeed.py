@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,27 +12,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import nnx.checkpoint as storage
+from jobs.deepspeed_native_jobs import FIXTURES, script
 from nnx.canonical import stored_optimizer_states
 from nnx.checkpoint.files import FileReader
 from nnx.checkpoint.foreign.deepspeed import DeepSpeed
 from nnx.errors import CheckpointError
 
-FIXTURES = Path(__file__).parent / "fixtures"
 HOME = FIXTURES / "deepspeed"
 Edit = Callable[[Path, Callable[[Any], None]], None]
 ALL = sorted(path.name for path in HOME.iterdir())
 ZERO = [name for name in ALL if not name.startswith("zero0")]
 PLAIN = [name for name in ALL if "lightning" not in name]
 GROUPS = [["embed.weight", "inner.weight"], ["inner.bias", "last.weight", "last.bias"]]
-
-
-def script() -> ModuleType:
-    """The script that made the fixtures: it has the model and the data."""
-    spec = importlib.util.spec_from_file_location("make_deepspeed", FIXTURES / "make_deepspeed.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 MADE = script()
