@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -185,20 +187,32 @@ def test_earlier_saves_can_be_kept(tmp_path: Path) -> None:
     assert nnx.checkpoint.open_checkpoint(tmp_path / "a").objects == {"step": 1}
 
 
+def test_a_clock_that_is_set_back_does_not_change_which_saves_are_the_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
+    for step, hours in enumerate((0, 1, -2, -3)):
+        monkeypatch.setattr("nnx.checkpoint.commit.now", lambda hours=hours: begun + timedelta(hours=hours))
+        save(tmp_path / "a", objects={"step": step}, keep_previous=1)
+    assert nnx.checkpoint.open_checkpoint(tmp_path / "a").objects == {"step": 3}
+    saves = sorted(path for path in (tmp_path / "a").iterdir() if path.is_dir())
+    assert [json.loads((path / "objects.json").read_text())["step"] for path in saves] == [2, 3]
+
+
 def test_everything_is_on_disk_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, order = tmp_path / "a", []
-    real_sync, real_replace = os.fsync, Path.replace
+    real_sync, real_replace = os.fsync, os.replace
 
     def sync(fd: int) -> None:
         order.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
         real_sync(fd)
 
-    def replace(self: Path, target: Path) -> Path:
+    def replace(*names: str, **directories: int) -> None:
         order.append("commit")
-        return real_replace(self, target)
+        real_replace(*names, **directories)
 
     monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(Path, "replace", replace)
+    monkeypatch.setattr(os, "replace", replace)
     save(path, rank_objects={"x": 1}, objects={"f": object}, opaque="pickle")
     before, after = set(order[: order.index("commit")]), order[order.index("commit") + 1 :]
     save_id = nnx.checkpoint.open_checkpoint(path).manifest.save_id
@@ -440,7 +454,7 @@ def test_a_directory_that_may_not_be_written_to_is_the_same_error_on_both_ranks(
         for directory in (path, *made_by_pytest):
             directory.chmod(0o755)
     assert first == second
-    assert "/a': Permission denied. Make the directory writable for this user" in first
+    assert "/a/.saving.lock': Permission denied. Make the directory writable for this user" in first
     assert "cannot create '" in other
     assert "/a-new': Permission denied. Make the directory writable for this user" in other
     assert nnx.checkpoint.verify(path) == []

@@ -54,15 +54,17 @@ def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:
 def test_a_file_system_without_direct_io_is_written_through_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, refused = os.open, []
+    import fcntl
 
-    def refuse(path: Any, flags: int, *more: Any) -> int:
-        if flags & os.O_DIRECT:
-            refused.append(path)
+    real, refused = fcntl.fcntl, []
+
+    def refuse(fd: int, command: int, flags: int = 0) -> int:
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
+            refused.append(fd)
             raise OSError(errno.EINVAL, "planted")
-        return real(path, flags, *more)
+        return real(fd, command, flags)
 
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
     write(tmp_path / "file", [b"x" * 5000])
     monkeypatch.undo()
     assert refused

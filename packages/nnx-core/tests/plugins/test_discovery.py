@@ -64,6 +64,16 @@ BROKEN = {
         "PluginValidationError",
     ),
     "no hook": ("x = 1", "result", "it implements no hook of nnx"),
+    "an error that cannot be shown": (
+        "class Mute(Exception):\n    def __str__(self): raise ValueError\nraise Mute",
+        "import",
+        "Mute: (its message cannot be shown)",
+    ),
+    "alters the list of importers": (
+        "import sys; sys.meta_path = [*sys.meta_path[1:]]; raise RuntimeError('altered')",
+        "import",
+        "RuntimeError: altered",
+    ),
 }
 
 

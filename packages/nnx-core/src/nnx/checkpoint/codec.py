@@ -15,6 +15,7 @@ import enum
 import json
 import math
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ __all__ = ["EnumName", "Encoder", "Opaque", "decode"]
 Opaque = Literal["error", "pickle", "skip"]
 
 _TAG = "$"
+_NUMPY_DTYPE = re.compile(r"[<>|=]?[?bBhHiIlLqQefdgFDGSUMmcu]\d{0,6}(\[\d{0,9}\w{1,2}\])?")
 _MAX_DEPTH = 200
 _LONG_INT = 4096
 """Bits above which Python refuses to print an int in decimal, with a margin."""
@@ -252,7 +254,7 @@ def decode(
 
     try:
         return visit(value)
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
         raise CheckpointError(
             f"'{source}' is malformed: {type(error).__name__}: {error}.",
             remedy="It was written by another program or a newer nnx; upgrade, or resume from another "
@@ -291,6 +293,8 @@ def _dtype(item: Any) -> torch.dtype:
 
 
 def _array(item: Any) -> Any:
+    if not _NUMPY_DTYPE.fullmatch(item["dtype"]):
+        raise ValueError(f"no dtype {item['dtype']!r}")
     return np.frombuffer(_data(item), dtype=np.dtype(item["dtype"]))
 
 

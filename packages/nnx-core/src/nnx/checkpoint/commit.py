@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 
 from nnx.checkpoint.locks import LOCK, Lock
 from nnx.checkpoint.manifest import MANIFEST, FileEntry, Manifest, encode_manifest, is_save_id
@@ -22,6 +22,8 @@ from nnx.checkpoint.places import Place
 from nnx.errors import CheckpointError
 
 __all__ = ["Attempt", "begin", "collect", "now"]
+
+_STAMP = "%Y%m%dT%H%M%S.%f"
 
 
 def now() -> datetime:
@@ -77,7 +79,7 @@ class Attempt:
     """
 
     def __init__(self, path: Place, lock: Lock | None, previous: bytes | None) -> None:
-        self.save_id = f"{now():%Y%m%dT%H%M%S.%f}-{secrets.token_hex(4)}"
+        self.save_id = _new_id(path)
         self.directory = path / self.save_id
         self._path = path
         self._lock = lock
@@ -135,6 +137,16 @@ class Attempt:
             self._lock.release()
 
 
+def _new_id(path: Place) -> str:
+    """An id behind those of all saves that are there, also after the clock has been set back."""
+    stamp = now().replace(tzinfo=None)
+    newest = max((name for name in path.names() if is_save_id(name)), default="")
+    if newest:
+        with contextlib.suppress(ValueError, OverflowError):  # a directory somebody named 99999999T...
+            stamp = max(stamp, datetime.strptime(newest[:22], _STAMP) + timedelta(microseconds=1))
+    return f"{stamp:{_STAMP}}-{secrets.token_hex(4)}"
+
+
 def _check_present(directory: Place, files: Mapping[str, FileEntry]) -> None:
     sizes = directory.sizes(files)
     for name, entry in files.items():
@@ -169,6 +181,8 @@ def collect(path: Place, save_id: str, *, keep_previous: int, until: str | None 
     for name in reversed(path.names()):
         if name in (save_id, LOCK) or not _is_ours(name):
             continue
+        if is_save_id(name) and (path / name).kind() == "other":
+            continue  # a link, which is not ours
         if is_save_id(name) and kept < keep_previous and (path / name / MANIFEST).kind() == "file":
             kept += 1
             continue

@@ -1,6 +1,8 @@
 """Files that are written once: created exclusively, forced to disk, and never touched again.
 
-This module owns errors of the operating system: each becomes a `CheckpointError` with path and remedy.
+This module owns errors of the operating system: each becomes a `CheckpointError` with path and remedy. It
+also keeps a checkpoint from leading elsewhere: below its root directory nothing is opened through a link, and
+nothing but regular files is read or written.
 """
 
 from __future__ import annotations
@@ -8,12 +10,27 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from nnx.errors import CheckpointError
 
-__all__ = ["FileReader", "explained", "read_exactly", "sync_directory", "truncated", "write_file"]
+__all__ = [
+    "FileReader",
+    "explained",
+    "is_file",
+    "look",
+    "open_file",
+    "parent_directory",
+    "read_exactly",
+    "sync_directory",
+    "truncated",
+    "write_file",
+]
+
+_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.EROFS}
+"""What file systems answer that cannot force the names of a directory to disk, and need not."""
 
 _REMEDIES = {
     errno.ENOSPC: "Free space there, or save elsewhere.",
@@ -26,6 +43,7 @@ _REMEDIES = {
     errno.EEXIST: "Let only one run save to this path.",
     errno.ENOTDIR: "Choose a path below directories only.",
     errno.EIO: "Check the disk, and save elsewhere.",
+    errno.ELOOP: "A checkpoint holds no links: copy it with what they lead to (`cp -rL`), or remove them.",
 }
 
 
@@ -48,10 +66,87 @@ def explained(doing: str, path: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
 
 
-def write_file(path: Path, data: bytes) -> None:
+@contextlib.contextmanager
+def parent_directory(path: Path, root: Path | None) -> Iterator[int | None]:
+    """A descriptor of the directory that a path lies in, reached from a root without following links.
+
+    Args:
+        path: The path, somewhere below the root.
+        root: The directory that the user named, which may be a link; None where the path itself was named,
+            and the system finds its way.
+    """
+    if root is None:
+        yield None
+        return
+    descriptors = [os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
+    try:
+        for name in path.parent.relative_to(root).parts:
+            descriptors.append(_open_directory(name, descriptors[-1]))
+        yield descriptors[-1]
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _open_directory(name: str, parent: int) -> int:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(name, flags, dir_fd=parent)
+    except NotADirectoryError:
+        if stat.S_ISLNK(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from None
+        raise
+
+
+def open_file(path: Path, flags: int, *, root: Path | None = None, doing: str = "read") -> int:
+    """Open a regular file; never a link below the root, and never a pipe, a socket or a device.
+
+    Args:
+        path: The file.
+        flags: As for ``os.open``.
+        root: See `parent_directory`.
+        doing: For the message of an error, such as ``"write"``.
+
+    Returns:
+        Its descriptor.
+    """
+    inside = os.O_NOFOLLOW if root is not None else 0
+    with explained(doing, path), parent_directory(path, root) as parent:
+        name = path if parent is None else Path(path.name)
+        # Without O_NONBLOCK a pipe would be waited for.
+        fd = os.open(name, flags | inside | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=parent)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CheckpointError(
+            f"cannot {doing} '{path}': it is no regular file.",
+            remedy="A checkpoint holds plain files and directories only; remove it.",
+        )
+    return fd
+
+
+def look(path: Path, root: Path | None) -> os.stat_result | None:
+    """What is at a path, links below the root not followed; None if nothing is."""
+    try:
+        with parent_directory(path, root) as parent:
+            if parent is None:
+                return path.stat()
+            return os.stat(path.name, dir_fd=parent, follow_symlinks=False)
+    except (OSError, ValueError):
+        return None
+
+
+def is_file(path: Path) -> bool:
+    """Whether a regular file is there; also for names that the system could not even look up."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def write_file(path: Path, data: bytes, *, root: Path | None = None) -> None:
     """Create a file that does not exist yet and force it to disk."""
+    fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, root=root, doing="write")
     with explained("write", path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             view = memoryview(data)
             while view:
@@ -66,8 +161,10 @@ def sync_directory(path: Path) -> None:
     with explained("sync", path):
         fd = os.open(path, os.O_RDONLY)
         try:
-            with contextlib.suppress(OSError):  # some network file systems cannot, and need not
-                os.fsync(fd)
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in _CANNOT_SYNC:
+                raise
         finally:
             os.close(fd)
 
@@ -77,6 +174,7 @@ class FileReader:
 
     Args:
         path: The file.
+        root: See `parent_directory`.
     """
 
     gap = 4096
@@ -84,10 +182,9 @@ class FileReader:
     parallel = 2
     """How many threads read faster than fewer."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, root: Path | None = None) -> None:
         self._path = os.fspath(path)
-        with explained("read", path):
-            self._fd = os.open(path, os.O_RDONLY)
+        self._fd = open_file(Path(path), os.O_RDONLY, root=root)
 
     def read_into(self, position: int, target: memoryview) -> None:
         """Fill memory with the bytes from a position on; all of them must be there."""
@@ -104,16 +201,20 @@ class FileReader:
         os.close(self._fd)
 
 
-def read_exactly(path: Path, size: int, *, start: int = 0) -> bytes:
+def read_exactly(path: Path, size: int, *, start: int = 0, root: Path | None = None) -> bytes:
     """Read bytes that must be there."""
-    with explained("read", path), path.open("rb", buffering=0) as file:
-        parts, position = [], start
-        while position < start + size:
-            part = os.pread(file.fileno(), min(start + size - position, 1 << 26), position)
-            if not part:
-                raise truncated(path, position, start + size)
-            parts.append(part)
-            position += len(part)
+    fd = open_file(path, os.O_RDONLY, root=root)
+    parts, position = [], start
+    with explained("read", path):
+        try:
+            while position < start + size:
+                part = os.pread(fd, min(start + size - position, 1 << 26), position)
+                if not part:
+                    raise truncated(path, position, start + size)
+                parts.append(part)
+                position += len(part)
+        finally:
+            os.close(fd)
     return b"".join(parts)
 
 

@@ -15,7 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nnx.checkpoint.source import is_checkpoint
-from nnx.errors import CheckpointError, PluginError
+from nnx.errors import CheckpointError, CheckpointNotFoundError, PluginError
 from nnx.plugins import checkpoint_formats
 from nnx.spec import CheckpointFormatSpec, import_reference
 
@@ -176,7 +176,7 @@ def find_format(path: str | os.PathLike[str]) -> CheckpointFormat:
 def _unknown(path: str | os.PathLike[str]) -> CheckpointError:
     place = os.fspath(path)
     if "://" not in place and not os.path.exists(place):  # noqa: PTH110 - `path` may be a URL
-        return CheckpointError(f"there is no checkpoint at '{place}'.", remedy="Check the path.")
+        return CheckpointNotFoundError(f"there is no checkpoint at '{place}'.", remedy="Check the path.")
     return CheckpointError(
         f"'{place}' is not a checkpoint of a known format: it has neither the manifest of an nnx checkpoint "
         "nor the files of another one. A first save that was interrupted leaves none.",

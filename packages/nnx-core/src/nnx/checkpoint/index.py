@@ -23,7 +23,7 @@ from nnx.box import Box, find_fault
 from nnx.checkpoint.cells import Cell, find_fault_of_grid, grid, trimmed
 from nnx.checkpoint.dtypes import DTYPES
 from nnx.checkpoint.entries import CellPieces, Piece, TensorEntry
-from nnx.checkpoint.manifest import KINDS, Manifest
+from nnx.checkpoint.manifest import KINDS, Manifest, load_json
 from nnx.checkpoint.placing import Kind, Layout, OddBox, OddTensor, Placement, Stored
 from nnx.errors import CheckpointError
 
@@ -184,7 +184,7 @@ def decode_index(raw: bytes, manifest: Manifest, *, source: str) -> Index:
         CheckpointError: Something in it cannot be true.
     """
     try:
-        body = json.loads(raw)
+        body = load_json(raw)
         stored = _stored(body)
         aliases = {str(a): str(b) for a, b in body["aliases"].items()}
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
@@ -261,8 +261,8 @@ def _odd_tensor(name: str, value: Mapping[str, Any], files: int) -> OddTensor:
 
 
 def _sizes(values: list[int]) -> tuple[int, ...]:
-    if any(type(value) is not int or value < 0 for value in values):
-        raise ValueError(f"not extents: {values!r}")
+    if any(type(value) is not int or not 0 <= value <= _MOST_ELEMENTS for value in values):
+        raise ValueError("not extents")
     return tuple(values)
 
 

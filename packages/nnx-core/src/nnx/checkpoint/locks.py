@@ -13,7 +13,7 @@ import os
 import socket
 from pathlib import Path
 
-from nnx.checkpoint.files import explained
+from nnx.checkpoint.files import explained, open_file
 from nnx.errors import CheckpointError
 
 __all__ = ["LOCK", "Lock"]
@@ -22,6 +22,7 @@ LOCK = ".saving.lock"
 
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _TAKEN = {errno.EWOULDBLOCK, errno.EACCES}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class Lock:
@@ -44,27 +45,32 @@ class Lock:
         """
         path = directory / LOCK
         while True:
-            with explained("write to", directory):
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fd = _open(path, directory)
+            if fd is None:
+                return None
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_current(path, fd):
-                    os.ftruncate(fd, 0)
-                    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-                    return cls(path, fd)
             except OSError as error:
-                owner = os.pread(fd, 200, 0).decode(errors="replace") or "another process"
+                owner = _printable(os.pread(fd, 200, 0)) or "another process"
                 os.close(fd)
                 if error.errno in _UNSUPPORTED:
                     path.unlink(missing_ok=True)
                     return None
                 if error.errno not in _TAKEN:
-                    raise
+                    with explained("lock", directory):
+                        raise
                 raise CheckpointError(
                     f"cannot save to '{directory}': another run is saving to it now ({owner}).",
                     remedy="Give every run a path of its own; what was saved there is intact.",
                 ) from error
-            os.close(fd)  # who held it removed the file meanwhile
+            if _is_current(path, fd):
+                with contextlib.suppress(
+                    OSError
+                ):  # who holds it is for people; a full disk has no place for it
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                return cls(path, fd)
+            os.close(fd)  # the run that held it removed the file meanwhile
 
     def release(self) -> None:
         """Let others save again; does nothing the second time."""
@@ -81,8 +87,34 @@ class Lock:
         self.release()
 
 
+def _open(path: Path, directory: Path) -> int | None:
+    """The lock's file, made if it is not there; None where a full disk has no room for one.
+
+    Raises:
+        CheckpointError: Something else stands in its place, or the directory cannot be written to.
+    """
+    try:
+        fd = open_file(path, os.O_RDWR | os.O_CREAT, root=directory, doing="write to")
+    except CheckpointError as error:
+        if getattr(error.__cause__, "errno", None) in _FULL:
+            return None
+        raise
+    if os.fstat(fd).st_nlink > 1:
+        os.close(fd)
+        raise CheckpointError(
+            f"cannot lock '{directory}': '{path.name}' has a second name elsewhere, which no save gives it.",
+            remedy=f"Remove '{path}'.",
+        )
+    return fd
+
+
+def _printable(raw: bytes) -> str:
+    """What a file that anybody may have written says, without what would steer a terminal."""
+    return "".join(char if char.isprintable() else "?" for char in raw.decode(errors="replace"))
+
+
 def _is_current(path: Path, fd: int) -> bool:
     try:
-        return os.path.samestat(path.stat(), os.fstat(fd))
+        return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(fd))
     except FileNotFoundError:
         return False

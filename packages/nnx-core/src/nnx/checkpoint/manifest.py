@@ -30,6 +30,8 @@ __all__ = [
     "digest",
     "encode_manifest",
     "is_save_id",
+    "load_json",
+    "unique_names",
 ]
 
 MANIFEST = "manifest.json"
@@ -42,6 +44,7 @@ BLOCK = 256 * 1024
 
 _HASH = "xxh3"
 _MAX_BLOCK = 1 << 30
+_MOST_RANKS = 10_000_000
 _SAVE_ID = re.compile(r"\d{8}T\d{6}\.\d{6}-[0-9a-f]{8}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -92,6 +95,27 @@ class Manifest:
 
 class DamagedManifestError(CheckpointError):
     """A manifest is there, but it is not what was written."""
+
+
+def load_json(raw: bytes) -> Any:
+    """Parse JSON as this format has it: UTF-8 without a byte order mark, no key twice, only finite numbers.
+
+    Raises:
+        ValueError: It is something else.
+    """
+
+    def constant(name: str) -> Any:
+        raise ValueError(f"{name} is no number of JSON")
+
+    return json.loads(raw.decode("utf-8"), object_pairs_hook=unique_names, parse_constant=constant)
+
+
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, in which no name occurs twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
@@ -167,7 +191,7 @@ def decode_manifest(raw: bytes, *, source: str) -> Manifest:
 
 def _parse(raw: bytes, source: str) -> dict[str, Any]:
     try:
-        body = json.loads(raw)
+        body = load_json(raw)
     except (ValueError, RecursionError) as error:
         raise _damaged(source, f"it is not JSON ({error})") from error
     if not isinstance(body, dict):
@@ -199,6 +223,9 @@ def _build(body: dict[str, Any]) -> Manifest:
         raise ValueError(f"save_id {save_id!r}")
     if algorithm != _HASH or type(block) is not int or not 0 < block <= _MAX_BLOCK:
         raise ValueError(f"hash {body['hash']!r}")
+    ranks = body["writer"].get("world_size", 1)
+    if type(ranks) is not int or not 1 <= ranks <= _MOST_RANKS:
+        raise ValueError(f"world_size {ranks!r}")
     files = {name: _file_entry(name, entry) for name, entry in body["files"].items()}
     return Manifest(
         save_id=save_id,

@@ -120,7 +120,18 @@ class Checkpoint(ABC):
         """Read one tensor, or one box of it, into new memory on the CPU."""
         entry = self.entry(name)
         box = box or Box.whole(entry.shape)
-        tensor = torch.empty(box.size, dtype=entry.dtype)
+        try:
+            tensor = torch.empty(box.size, dtype=entry.dtype)
+        except (
+            RuntimeError,
+            TypeError,
+            OverflowError,
+        ) as error:  # too much, or too large a number
+            raise CheckpointError(
+                f"tensor '{name}' of checkpoint '{self.path}' has shape {entry.shape}, of which "
+                f"{box.size} cannot be allocated here.",
+                remedy="Read a part of it, or use a machine with more memory.",
+            ) from error
         self.fill({name: Shard(entry.shape, entry.dtype, (box,), (tensor,))})
         return tensor
 

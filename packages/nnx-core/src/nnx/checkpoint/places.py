@@ -19,7 +19,16 @@ from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
 
 from typing_extensions import override
 
-from nnx.checkpoint.files import FileReader, explained, read_exactly, sync_directory, write_file
+from nnx.checkpoint.files import (
+    FileReader,
+    explained,
+    look,
+    open_file,
+    parent_directory,
+    read_exactly,
+    sync_directory,
+    write_file,
+)
 from nnx.checkpoint.locks import Lock
 from nnx.errors import CheckpointError
 
@@ -107,8 +116,8 @@ class Place(ABC):
     # --- looking ---------------------------------------------------------------------------------
 
     @abstractmethod
-    def kind(self) -> Literal["file", "directory"] | None:
-        """What is there."""
+    def kind(self) -> Literal["file", "directory", "other"] | None:
+        """What is there; ``other`` for what is neither, such as a link inside a directory that was named."""
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -192,10 +201,17 @@ class Place(ABC):
 
 
 class LocalPlace(Place):
-    """A path on a mounted file system."""
+    """A path on a mounted file system.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: The path.
+        root: The place that was named, and from which ``/`` led here. It may be a link; what lies below is
+            never reached through one.
+    """
+
+    def __init__(self, path: Path, *, root: Path | None = None) -> None:
         self.path = path
+        self._root = root
 
     @property
     @override
@@ -209,15 +225,16 @@ class LocalPlace(Place):
 
     @override
     def __truediv__(self, name: str) -> LocalPlace:
-        return LocalPlace(self.path / name)
+        return LocalPlace(self.path / name, root=self._root or self.path)
 
     @override
-    def kind(self) -> Literal["file", "directory"] | None:
-        try:  # one look: another run may make it between two
-            mode = self.path.stat().st_mode
-        except (OSError, ValueError):
+    def kind(self) -> Literal["file", "directory", "other"] | None:
+        found = look(self.path, self._root)  # one look: another run may make it between two
+        if found is None:
             return None
-        return "directory" if stat.S_ISDIR(mode) else "file"
+        if stat.S_ISDIR(found.st_mode):
+            return "directory"
+        return "file" if stat.S_ISREG(found.st_mode) else "other"
 
     @override
     def names(self) -> list[str]:
@@ -227,28 +244,37 @@ class LocalPlace(Place):
 
     @override
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
-        found = {}
-        for name in names:
-            with explained("read", self.path / name), contextlib.suppress(FileNotFoundError):
-                found[name] = (self.path / name).stat().st_size
+        found: dict[str, int] = {}
+        inside = self.path / "any name"
+        with (
+            self.explained("read"),
+            contextlib.suppress(FileNotFoundError),
+            parent_directory(inside, self._root or self.path) as directory,
+        ):
+            for name in names:
+                with explained("read", self.path / name), contextlib.suppress(FileNotFoundError):
+                    found[name] = os.stat(name, dir_fd=directory, follow_symlinks=False).st_size
         return found
 
     @override
     def _size(self) -> int:
-        return self.path.stat().st_size
+        fd = open_file(self.path, os.O_RDONLY, root=self._root)
+        try:
+            return os.fstat(fd).st_size
+        finally:
+            os.close(fd)
 
     @override
     def reader(self) -> FileReader:
-        return FileReader(self.path)
+        return FileReader(self.path, root=self._root)
 
     @override
     def read(self, size: int, *, start: int = 0) -> bytes:
-        return read_exactly(self.path, size, start=start)
+        return read_exactly(self.path, size, start=start, root=self._root)
 
     @override
     def open(self) -> BinaryIO:
-        with self.explained("read"):
-            return self.path.open("rb")
+        return os.fdopen(open_file(self.path, os.O_RDONLY, root=self._root), "rb")
 
     @override
     def make(self) -> None:
@@ -258,19 +284,19 @@ class LocalPlace(Place):
 
     @override
     def write(self, data: bytes) -> None:
-        write_file(self.path, data)
+        write_file(self.path, data, root=self._root)
 
     @override
     def stream(self, size: int) -> StreamWriter:
         from nnx.checkpoint.stream import DirectFile, StreamWriter
 
-        return StreamWriter(DirectFile(self.path), size=size)
+        return StreamWriter(DirectFile(self.path, root=self._root), size=size)
 
     @override
     def replace(self, data: bytes, *, temporary: str) -> None:
-        write_file(self.path.with_name(temporary), data)
-        with self.explained("replace"):
-            self.path.with_name(temporary).replace(self.path)
+        write_file(self.path.with_name(temporary), data, root=self._root)
+        with self.explained("replace"), self._in_parent() as parent:
+            os.replace(temporary, self.name, src_dir_fd=parent, dst_dir_fd=parent)
         with contextlib.suppress(CheckpointError):  # what is replaced stays replaced
             sync_directory(self.path.parent)
 
@@ -280,11 +306,19 @@ class LocalPlace(Place):
 
     @override
     def remove(self) -> None:
-        with self.explained("remove"):
-            if self.path.is_dir() and not self.path.is_symlink():
-                shutil.rmtree(self.path)
+        with (
+            self.explained("remove"),
+            contextlib.suppress(FileNotFoundError),
+            self._in_parent() as parent,
+        ):
+            if stat.S_ISDIR(os.stat(self.name, dir_fd=parent, follow_symlinks=False).st_mode):
+                shutil.rmtree(self.path)  # which does not follow links either
             else:
-                self.path.unlink(missing_ok=True)
+                os.unlink(self.name, dir_fd=parent)
+
+    def _in_parent(self) -> contextlib.AbstractContextManager[int | None]:
+        """For what is done to the name itself, so that a link is never followed."""
+        return parent_directory(self.path, self._root or self.path.parent)
 
     @override
     def remove_if_empty(self) -> None:

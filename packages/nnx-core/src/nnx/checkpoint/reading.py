@@ -8,7 +8,6 @@ communicates and no pickle is executed unless the caller allows it.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from typing_extensions import override
 
 from nnx.checkpoint.codec import decode
 from nnx.checkpoint.fetch import Fetcher, Wanted
+from nnx.checkpoint.foreign.restoring import refuse_endless
 from nnx.checkpoint.index import Index, TensorEntry
-from nnx.checkpoint.manifest import Manifest
+from nnx.checkpoint.manifest import Manifest, load_json
 from nnx.checkpoint.opened import Checkpoint
 from nnx.checkpoint.places import Location
 from nnx.checkpoint.saving import objects_file
@@ -103,7 +103,7 @@ class NativeCheckpoint(Checkpoint):
             return None
         place = str(self._source.directory / name)
         try:
-            tree = json.loads(self._source.read_file(name))
+            tree = load_json(self._source.read_file(name))
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"'{place}' is malformed: {error}.") from error
         opaque = _Opaque(self._source, f"{name.rsplit('.', 1)[0]}.bin", self._weights_only)
@@ -119,11 +119,13 @@ class _Opaque:
 
     def __call__(self, place: str) -> Any:
         if self._objects is None:
-            data = io.BytesIO(self._source.read_file(self._name))
+            raw = self._source.read_file(self._name)
             try:
-                self._objects = torch.load(data, map_location="cpu", weights_only=self._weights_only)
+                loaded = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=self._weights_only)
             except Exception as error:  # whatever the pickle makes it raise
                 raise self._refusal(place, error) from error
+            refuse_endless(loaded, nbytes=len(raw), source=str(self._source.directory / self._name))
+            self._objects = loaded
         assert self._objects is not None
         return self._objects[place]
 

@@ -148,6 +148,8 @@ def _candidates(place: Place, committed: str, keep_previous: int | None) -> Iter
             continue
         if name.startswith(f".{MANIFEST}.") and name.endswith(".tmp"):
             yield name, "temporary manifest"
+        elif is_save_id(name) and (place / name).kind() == "other":
+            yield name, "link"
         elif is_save_id(name) and (place / name / MANIFEST).kind() != "file":
             yield name, "unfinished save"
         elif is_save_id(name):
@@ -157,6 +159,8 @@ def _candidates(place: Place, committed: str, keep_previous: int | None) -> Iter
 
 
 def _reason_to_spare(name: str, kind: str, committed: str, locked: bool) -> str:
+    if kind == "link":
+        return "it is no directory but a link or the like, which no save makes; remove it by hand"
     if kind == "previous save" and not committed:
         return f"it is complete, and the checkpoint has no {MANIFEST}: copy this save's to restore it"
     if not locked and not name.lstrip(".").removeprefix(f"{MANIFEST}.") < committed:

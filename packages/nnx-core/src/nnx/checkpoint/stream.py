@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from nnx.checkpoint.files import explained
+from nnx.checkpoint.files import explained, open_file
 
 __all__ = ["ALIGNMENT", "DirectFile", "Sink", "StreamWriter"]
 
@@ -169,15 +169,16 @@ class DirectFile:
 
     Args:
         path: The file, which must not exist.
+        root: See `nnx.checkpoint.files.parent_directory`.
 
     Raises:
         CheckpointError: It cannot be created.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, root: Path | None = None) -> None:
         self._path = path
-        with explained("write", path):
-            self._fd = _create(path)
+        self._fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, root=root, doing="write")
+        _enter_direct(self._fd)
 
     def write(self, buffer: memoryview, length: int, position: int) -> None:
         """Write whole pages; what is too much is cut off again by `finish`."""
@@ -205,16 +206,11 @@ class DirectFile:
         os.close(self._fd)
 
 
-def _create(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    try:
-        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    with contextlib.suppress(FileNotFoundError):  # some kernels create it before they refuse
-        path.unlink()
-    return os.open(path, flags, 0o666)
+def _enter_direct(fd: int) -> None:
+    """Write around the page cache, where the file system can."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
 
 
 def _leave_direct(fd: int) -> bool:

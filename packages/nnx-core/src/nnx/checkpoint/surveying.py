@@ -68,7 +68,8 @@ def _visit(place: Place) -> Iterator[Found]:
     else:
         for name in names:
             if name.endswith(PARTIAL) or not (name.startswith(".") or _leads_away(place / name)):
-                yield from _visit(place / name)
+                # What is found is a root of its own, which may be a link; only below it none is followed.
+                yield from _visit(place_of((place / name).location))
 
 
 def _leads_away(place: Place) -> bool:

@@ -20,6 +20,7 @@ __all__ = [
     "print_pairs",
     "print_table",
     "print_text",
+    "printable",
 ]
 
 
@@ -30,12 +31,24 @@ def print_json(content: Any) -> None:
 
 def print_text(text: str) -> None:
     """Print a line of the answer."""
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(f"{printable(text)}\n")
 
 
 def print_note(text: str) -> None:
     """Print a line about the answer, where it does not disturb what reads the answer."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{printable(text)}\n")
+
+
+def printable(text: str) -> str:
+    r"""The text with everything spelled out that would steer a terminal: files and plugins may hold anything.
+
+    Example:
+        >>> printable("a\x1b[31m")
+        'a\\x1b[31m'
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
 
 
 def print_error(error: NnxError) -> None:
@@ -57,7 +70,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(*header, header_style="bold")
     for row in rows:
         # Text, because square brackets in a cell would be read as markup.
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     Console().print(table)
 
 

@@ -58,7 +58,8 @@ class _Barrier:
         sys.meta_path.insert(0, self)
 
     def __exit__(self, *_: object) -> None:
-        sys.meta_path.remove(self)
+        with contextlib.suppress(ValueError):  # the plugin has replaced what is in the list
+            sys.meta_path.remove(self)
 
 
 def new_manager() -> pluggy.PluginManager:
@@ -175,7 +176,15 @@ def _guarded(kind: str, plugin: Plugin, action: Callable[[], Any]) -> Any:
         raise RefusedError(kind, error.message, error.remedy) from error
     except BaseException as error:
         remedy = f"Reinstall or upgrade {plugin.distribution}, or set NNX_DISABLE_PLUGINS={plugin.name}."
-        raise RefusedError(kind, f"{type(error).__name__}: {error}.", remedy) from error
+        raise RefusedError(kind, f"{type(error).__name__}: {_text(error)}.", remedy) from error
+
+
+def _text(error: BaseException) -> str:
+    """What an error says, if it can say anything."""
+    try:
+        return str(error)
+    except Exception:  # of the plugin's own `__str__`
+        return "(its message cannot be shown)"
 
 
 def _key(plugin: Plugin) -> str:

@@ -22,7 +22,7 @@ from typing_extensions import Self
 
 from nnx.box import Box, find_fault
 from nnx.checkpoint.fetch import Fetcher, PlainFiles, Wanted
-from nnx.checkpoint.files import FileReader
+from nnx.checkpoint.files import FileReader, is_file
 from nnx.checkpoint.foreign.dcp_metadata import Item, StoredTensor
 from nnx.checkpoint.foreign.torch_archive import DescribedTensor, TorchArchive, describe_tensor
 from nnx.checkpoint.foreign.torch_file import load_torch_file
@@ -106,7 +106,7 @@ class Items:
             ends[item.file] = max(ends.get(item.file, 0), item.start + item.length)
         for file, end in sorted(ends.items()):
             path = self._directory / file
-            if not path.is_file():
+            if not is_file(path):
                 raise CheckpointError(
                     f"'{path}' is missing, and the metadata says that data is in it.",
                     remedy="Restore the files of all ranks, or resume from another checkpoint.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -323,5 +324,5 @@ def _item(info: _Record, name: str) -> Item:
 
 def _checked_keys(path: Sequence[Any]) -> Keys:
     if not path or not all(type(key) in (str, int) for key in path):
-        raise ValueError(f"path {path!r}")
+        raise ValueError(f"path {reprlib.repr(path)}")
     return tuple(path)

@@ -63,8 +63,15 @@ def tag_directory(path: Path, tag: str | None) -> Path:
     return path / tag
 
 
+_LONGEST_TAG = 256
+
+
 def _read_tag(file: Path) -> str | None:
-    return file.read_text(errors="replace").strip() if file.is_file() else None
+    """The name in a file; as it may be a link to anything, no more than a name's length is read of it."""
+    if not file.is_file():
+        return None
+    with file.open("rb") as opened:
+        return opened.read(_LONGEST_TAG).decode(errors="replace").strip()
 
 
 def scan(directory: Path) -> Files:

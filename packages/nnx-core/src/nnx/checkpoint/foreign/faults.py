@@ -16,7 +16,16 @@ def malformed_explained(path: Any, program: str) -> Iterator[None]:
     """Turn the errors of looking into nested data that is not as expected into one that names the files."""
     try:
         yield
-    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        IndexError,
+        KeyError,
+        OSError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise CheckpointError(
             f"'{path}' is not as {program} writes it: {type(error).__name__}: {error}.",
             remedy=f"Restore it from a backup; if it is whole, it is of a version of {program} that nnx does "

@@ -17,7 +17,11 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Inert", "StandIns", "harmless"]
+from nnx.errors import CheckpointError
+
+__all__ = ["Inert", "StandIns", "harmless", "refuse_endless"]
+
+_MOST_OBJECTS = 1_000_000
 
 _ATTRIBUTE_DICTS = (
     "lightning.fabric.utilities.data",
@@ -75,6 +79,40 @@ def _numpy() -> list[Any]:
         for pair in ((scalar, f"{core}.scalar"), (rebuild, f"{core}._reconstruct"))
     ]
     return [np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in _NUMPY_KINDS}, *functions]
+
+
+def refuse_endless(tree: Any, *, nbytes: int, source: str) -> None:
+    """Refuse nested containers with far more in them than the bytes they were read from can hold.
+
+    A list that holds another one twice, which holds the next one twice, and so on, has 2^40 leaves in two
+    kilobytes, and whoever walks over it never ends.
+
+    Args:
+        tree: What was read.
+        nbytes: From how many bytes.
+        source: Path of the file, for messages.
+
+    Raises:
+        CheckpointError: There are more objects in it than a million and than bytes.
+    """
+    left, pending = max(_MOST_OBJECTS, nbytes), [tree]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            inner = list(value.values())
+        elif isinstance(value, (list, tuple, collections.deque, set, frozenset)):
+            inner = list(value)
+        elif isinstance(value, (argparse.Namespace, Inert)):
+            inner = list(vars(value).values())
+        else:
+            continue
+        pending += inner
+        left -= len(inner)
+        if left < 0:
+            raise CheckpointError(
+                f"'{source}' nests more than {max(_MOST_OBJECTS, nbytes):,} objects in {nbytes:,} bytes.",
+                remedy="No training program writes that; use another checkpoint.",
+            )
 
 
 class StandIns:

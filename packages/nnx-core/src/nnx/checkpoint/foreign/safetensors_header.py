@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from nnx.checkpoint.dtypes import DTYPES
-from nnx.checkpoint.files import explained, read_exactly
+from nnx.checkpoint.files import explained, is_file, read_exactly
 from nnx.checkpoint.index import TensorEntry
+from nnx.checkpoint.manifest import unique_names
 from nnx.errors import CheckpointError
 
 __all__ = ["Header", "StoredTensor", "encode_header", "read_header"]
@@ -67,7 +68,7 @@ def read_header(file: Path) -> Header:
     Raises:
         CheckpointError: The file is missing or truncated, or its header cannot be true.
     """
-    if not file.is_file():
+    if not is_file(file):
         raise CheckpointError(f"'{file}' is missing.", remedy="Restore it, or use another checkpoint.")
     with explained("read", file):
         size = file.stat().st_size
@@ -77,7 +78,7 @@ def read_header(file: Path) -> Header:
     if length > min(_LIMIT, size - 8):
         raise _malformed(file, f"its header would have {length} bytes, and the file has {size}")
     try:
-        body = json.loads(read_exactly(file, length, start=8), object_pairs_hook=_unique)
+        body = json.loads(read_exactly(file, length, start=8), object_pairs_hook=unique_names)
         metadata = body.pop("__metadata__", {})
         widened = json.loads(metadata.pop(_COMPLEX_KEY, "{}"))
         tensors = tuple(_tensor(name, value, 8 + length, widened.get(name)) for name, value in body.items())
@@ -87,16 +88,9 @@ def read_header(file: Path) -> Header:
     return Header(tensors, {str(key): str(value) for key, value in metadata.items()})
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return found
-
-
 def _tensor(name: str, value: dict[str, Any], base: int, widened: str | None) -> StoredTensor:
     code, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
-    if any(type(number) is not int or number < 0 for number in (*shape, start, stop)):
+    if any(type(number) is not int or not 0 <= number < 1 << 58 for number in (*shape, start, stop)):
         raise ValueError(f"tensor {name!r} has extents or positions that are not natural numbers")
     dtype = _NAMES.get(code, code)
     if widened is not None:

@@ -23,12 +23,16 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from nnx.box import Box
 from nnx.checkpoint._torch_compat import load_structure, position_in_file
-from nnx.checkpoint.files import read_exactly
-from nnx.checkpoint.foreign.restoring import Inert, StandIns, harmless
+from nnx.checkpoint.files import is_file, read_exactly
+from nnx.checkpoint.foreign.restoring import Inert, StandIns, harmless, refuse_endless
 from nnx.checkpoint.index import Piece, TensorEntry
 from nnx.errors import CheckpointError
 
 __all__ = ["FileTensor", "Inert", "load_torch_file", "map_paths", "map_tree", "read_tensors"]
+
+
+_SMALL = 64 << 20
+"""Bytes that an expanded tensor may take beyond its file's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ def load_torch_file(
     Raises:
         CheckpointError: The file is damaged, or names something that is not safe to restore.
     """
-    if not path.is_file():
+    if not is_file(path):
         raise CheckpointError(f"'{path}' is missing.", remedy="Restore it, or use another checkpoint.")
     zipped = zipfile.is_zipfile(path)
     _refuse_truncated(path, zipped=zipped)
@@ -146,8 +150,11 @@ def _load_safely(path: Path, *, zipped: bool, known: Sequence[Any], inert: Seque
         if refused:
             raise _unsafe(path, refused)
         if not (zipped and _is_mappable(path)):
-            return stand_ins.restore(torch.load(path, map_location="cpu", weights_only=True))
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+            refuse_endless(loaded, nbytes=path.stat().st_size, source=str(path))
+            return stand_ins.restore(loaded)
         structure = load_structure(path)
+    refuse_endless(structure, nbytes=path.stat().st_size, source=str(path))
     return map_tree(stand_ins.restore(structure), lambda value: _located(value, path))
 
 
@@ -164,13 +171,20 @@ def _is_mappable(path: Path) -> bool:
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         order = [entry for entry in entries if entry.filename.endswith("/byteorder")]
-        same = all(archive.read(entry) == sys.byteorder.encode() for entry in order)
+        expected = sys.byteorder.encode()
+        same = all(e.file_size == len(expected) and archive.read(e) == expected for e in order)
         return same and all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
 
 
 def _located(value: Any, path: Path) -> Any:
     if not isinstance(value, Tensor):
         return value
+    nbytes, most = value.numel() * value.dtype.itemsize, 4 * path.stat().st_size + _SMALL
+    if nbytes > most:
+        raise CheckpointError(
+            f"'{path}' claims a tensor of shape {tuple(value.shape)}, {nbytes:,} bytes, and is far smaller.",
+            remedy="It was expanded before it was saved; save it with `.contiguous()`, or use another file.",
+        )
     return FileTensor(
         tuple(value.shape),
         value.dtype,

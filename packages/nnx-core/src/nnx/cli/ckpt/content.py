@@ -6,11 +6,11 @@ Of our own format everything comes from its small files, without torch; other fo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from nnx.checkpoint.manifest import load_json
 from nnx.checkpoint.places import Place, place_of
 from nnx.checkpoint.source import Source, is_checkpoint
 from nnx.checkpoint.surveying import files_below
@@ -133,7 +133,7 @@ def read_objects(source: Source, name: str = _COMMON) -> Any:
         CheckpointError: The file is damaged.
     """
     try:
-        return plain(json.loads(source.read_file(name)))
+        return plain(load_json(source.read_file(name)))
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"'{source.directory / name}' is malformed: {type(error).__name__}: {error}.",
@@ -189,6 +189,8 @@ def optimizers_of(tensors: Mapping[str, TensorEntry]) -> dict[str, dict[str, Any
 def groups_of(objects: Any) -> list[list[dict[str, Any]]]:
     """The parameter groups of each optimizer, where the objects have them under their usual names."""
     optimizers = objects.get("optim") if isinstance(objects, dict) else None
+    if not isinstance(optimizers, list):
+        return []
     return [
         [
             {
@@ -196,7 +198,8 @@ def groups_of(objects: Any) -> list[list[dict[str, Any]]]:
                 "options": {key: value for key, value in group.items() if key != "params"},
             }
             for group in optimizer.get("groups", ())
+            if isinstance(group, dict) and isinstance(group.get("params", ()), (list, tuple))
         ]
-        for optimizer in optimizers or ()
-        if isinstance(optimizer, dict)
+        for optimizer in optimizers
+        if isinstance(optimizer, dict) and isinstance(optimizer.get("groups", ()), (list, tuple))
     ]

@@ -1,0 +1,157 @@
+"""Checkpoints whose checksums are right and whose content is not: one clear error, at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nnx.checkpoint
+from nnx.box import Box, find_fault
+from nnx.checkpoint.manifest import MANIFEST, _sign, digest
+from nnx.cli.output import printable
+from nnx.errors import CheckpointError
+from nnx.layout import shard_of
+
+_SIGNED = len(b'{\n "digest": "') + 32
+
+
+def save(path: Path) -> Path:
+    objects = {"trainer": {"epoch": 1}, "optim": [], "extra": {}}
+    nnx.checkpoint.save(path, tensors={"model.w": shard_of(torch.ones(3))}, objects=objects)
+    return path
+
+
+def sign(path: Path, text: str) -> None:
+    """Write a manifest as its owner would: its digest is right."""
+    body = b'{\n "digest": "' + b"0" * 32 + b'",' + text[1:].encode() + b"\n"
+    (path / MANIFEST).write_bytes(_sign(body))
+
+
+def alter_manifest(path: Path, alter: Callable[[dict[str, Any]], None]) -> None:
+    body = json.loads((path / MANIFEST).read_bytes())
+    del body["digest"]
+    alter(body)
+    sign(path, json.dumps(body, indent=1))
+
+
+def replace(path: Path, name: str, data: bytes) -> None:
+    """Replace a file of the save, with the right size and digest in the manifest."""
+    save_id = json.loads((path / MANIFEST).read_bytes())["save_id"]
+    (path / save_id / name).write_bytes(data)
+    entry = {"size": len(data), "digest": digest(data), "digested": len(data)}
+    alter_manifest(path, lambda body: body["files"].update({name: entry}))
+
+
+@pytest.mark.parametrize("ranks", [10**12, 0, -1, "abc", None, [1], 1e400, True])
+def test_no_number_of_ranks_is_believed_that_nobody_has(tmp_path: Path, ranks: Any) -> None:
+    path = save(tmp_path / "a.ckpt")
+    alter_manifest(path, lambda body: body["writer"].update(world_size=ranks))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        nnx.checkpoint.open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace('"created"', '"created": "twice",\n "created"'),
+        lambda text: text.replace('"block": 262144', '"block": NaN'),
+        lambda text: "\ufeff" + text,
+    ],
+)
+def test_json_is_strict(tmp_path: Path, change: Callable[[str], str]) -> None:
+    path = save(tmp_path / "a.ckpt")
+    text = "{" + (path / MANIFEST).read_text()[_SIGNED + 2 :].rstrip("\n")
+    sign(path, text)
+    nnx.checkpoint.open_checkpoint(path)  # as it was
+    sign(path, change(text))
+    with pytest.raises(CheckpointError):
+        nnx.checkpoint.open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$": "deque", "items": [], "maxlen": 2**70},
+        {"$": "float", "value": 10**400},
+        {"$": "complex", "value": [10**400, 0]},
+        {"$": "numpy.array", "dtype": "(3,", "shape": [1], "data": ""},
+        {"$": "numpy.array", "dtype": "<f4", "shape": [2**70], "data": ""},
+        {"$": "unknown"},
+        {"$": "int", "value": "zz"},
+    ],
+)
+def test_values_that_cannot_be_are_malformed(tmp_path: Path, value: Any) -> None:
+    path = save(tmp_path / "a.ckpt")
+    replace(path, "objects.json", json.dumps({"trainer": {"x": value}, "optim": []}).encode())
+    with pytest.raises(CheckpointError, match="is malformed"):
+        _ = nnx.checkpoint.open_checkpoint(path).objects
+
+
+@pytest.mark.parametrize("optimizers", [5, [5], [{"groups": [5]}], [{"values": {}}]])
+def test_optimizers_that_cannot_be_are_malformed(tmp_path: Path, optimizers: Any) -> None:
+    path = save(tmp_path / "a.ckpt")
+    replace(path, "objects.json", json.dumps({"trainer": {}, "optim": optimizers}).encode())
+    with pytest.raises(CheckpointError, match="is malformed"):
+        nnx.checkpoint.merge(path, tmp_path / "one.ckpt")
+
+
+def test_shapes_beyond_all_numbers_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.ckpt")
+    save_id = json.loads((path / MANIFEST).read_bytes())["save_id"]
+    index = json.loads((path / save_id / "index.json").read_bytes())
+    for kind in index["kinds"]:
+        kind["shape"], kind["chunk"] = [0, 2**70], [0, 2**70]
+    replace(path, "index.json", json.dumps(index).encode())
+    with pytest.raises(CheckpointError):
+        nnx.checkpoint.open_checkpoint(path)
+
+
+def nested_lists(depth: int) -> list[Any]:
+    tree: list[Any] = [0]
+    for _ in range(depth):
+        tree = [tree, tree]
+    return tree
+
+
+def test_two_kilobytes_with_a_million_million_leaves_are_refused(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"w": torch.ones(2)}, "x": nested_lists(40)}, tmp_path / "laughs.ckpt")
+    with pytest.raises(CheckpointError, match=r"nests more than 1,000,000 objects in \d,\d+ bytes"):
+        nnx.checkpoint.open_checkpoint(tmp_path / "laughs.ckpt")
+
+
+def test_objects_that_were_pickled_are_bounded_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    nnx.checkpoint.save(path, tensors={}, objects={"x": Path}, opaque="pickle")
+    torch.save({"x": nested_lists(40)}, tmp_path / "laughs")
+    replace(path, "objects.bin", (tmp_path / "laughs").read_bytes())
+    with pytest.raises(CheckpointError, match="nests more than"):
+        _ = nnx.checkpoint.open_checkpoint(path).objects
+
+
+def test_a_tensor_of_terabytes_in_a_kilobyte_is_refused_and_a_small_expanded_one_is_not(
+    tmp_path: Path,
+) -> None:
+    torch.save({"state_dict": {"w": torch.zeros(1).expand(1 << 40)}}, tmp_path / "wide.ckpt")
+    with pytest.raises(CheckpointError, match="claims a tensor"):
+        nnx.checkpoint.open_checkpoint(tmp_path / "wide.ckpt")
+    torch.save({"state_dict": {"w": torch.ones(1).expand(1000)}}, tmp_path / "small.ckpt")
+    assert nnx.checkpoint.open_checkpoint(tmp_path / "small.ckpt").read("model.w").sum() == 1000
+
+
+def test_twenty_thousand_boxes_are_compared_quickly() -> None:
+    count = 20_000
+    stairs = [Box((0, i), (count - i, 1)) for i in range(count)]
+    assert "elements" in find_fault((count, count), stairs)
+
+
+@pytest.mark.parametrize("text", ["\x1b]0;title\x07", "\x1b[31mred", "a\rb", "\u202egnp.exe", "\x9b31m"])
+def test_nothing_that_steers_a_terminal_is_printed(text: str) -> None:
+    shown = printable(f"before {text}\nafter")
+    assert shown.replace("\n", "").isprintable()
+    assert shown.startswith("before ")
+    assert shown.endswith("\nafter")
