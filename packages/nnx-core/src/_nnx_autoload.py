@@ -136,7 +136,15 @@ def _callbacks(maker: str) -> list[Any]:
     # A Trainer that has nothing to do with nnx must not import it, nor fail because it is broken.
     if "nnx.lightning.checkpoint_io" not in sys.modules:
         return []
+    import logging
+
     from nnx.lightning import parameter_names
 
+    for tree in ("lightning.fabric", "lightning_fabric"):  # which names them, on every rank
+        logging.getLogger(f"{tree}.utilities.registry").addFilter(_is_not_about_us)
     found: list[Any] = getattr(parameter_names, maker)()
     return found
+
+
+def _is_not_about_us(record: Any) -> bool:
+    return "entry point 'nnx'" not in record.getMessage()

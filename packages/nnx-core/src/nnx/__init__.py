@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from nnx.lightning.checkpoint_io import CheckpointIO
     from nnx.lightning.factory import strategy
     from nnx.lightning.loading import load_from_checkpoint
+    from nnx.lightning.rank_comparison import compare_ranks
     from nnx.lite import LightningLite, Lite
     from nnx.plugins.hookspecs import hookimpl
     from nnx.random_state import RandomState
@@ -46,6 +47,7 @@ __all__ = [
     "CheckpointIO",
     "RandomState",
     "load_from_checkpoint",
+    "compare_ranks",
     "Lite",
     "LightningLite",
     "NnxError",
@@ -71,6 +73,7 @@ _HOME = {
     "CheckpointIO": "nnx.lightning.checkpoint_io",
     "RandomState": "nnx.random_state",
     "load_from_checkpoint": "nnx.lightning.loading",
+    "compare_ranks": "nnx.lightning.rank_comparison",
     "Lite": "nnx.lite",
     "LightningLite": "nnx.lite",
     "NnxError": "nnx.errors",

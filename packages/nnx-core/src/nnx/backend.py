@@ -6,7 +6,8 @@ The core calls a backend in this order::
     module_init_context()            while the user builds the module
     parallelize(module, sample)      lay parameters out; returns old -> new parameters
     setup_optimizers(module, optimizers)
-    per step:  run_step, no_sync, backward, clip_grad_norm / clip_grad_value, optimizer_step
+    per step:  run_step, no_sync, backward, clip_grad_norm / clip_grad_value, optimizer_step;
+               publish_gradients and collect_gradients around code of the user's that may look at ``p.grad``
     state(), allocate_optimizer_state(), finish_load()
     teardown(module)
 
@@ -21,7 +22,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from functools import partial
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +31,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nnx.collective import broadcast_tensor, is_distributed
-from nnx.gradients import Gradient, clip_gradients_by_norm, gradients_of
+from nnx.gradients import (
+    Gradient,
+    clip_gradients_by_norm,
+    clip_gradients_by_value,
+    gradients_of,
+    refuse_complex_clamp,
+)
 from nnx.layout import Shard, shard_of
 from nnx.state import (
     ModelState,
@@ -115,14 +123,21 @@ class Backend(ABC, Generic[OptionsT]):
         context: Set by `setup`.
         evaluation_without_inference_mode: Whether evaluation must run under ``no_grad``, because tensors
             made in inference mode would end up in the engine's parameters.
+        reduces_in_backward: Whether gradients are reduced only where they come by `backward`. Trainer then
+            refuses ``loss.backward()`` in manual optimization, where nothing would reduce them.
     """
 
     Options: ClassVar[type[Any]] = NoOptions
     evaluation_without_inference_mode: ClassVar[bool] = True
+    reduces_in_backward: ClassVar[bool] = False
     context: ParallelContext
 
     def __init__(self, options: OptionsT) -> None:
         self.options = options
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what it is made of: groups, hooks and laid-out modules stay in this process."""
+        return type(self), (self.options,)
 
     # --- set up -------------------------------------------------------------------------------
 
@@ -138,6 +153,16 @@ class Backend(ABC, Generic[OptionsT]):
     def data_parallel_rank_and_size(self) -> tuple[int, int]:
         """Which share of the data this rank reads: ranks that work on one sample together agree."""
         return self.context.rank, self.context.world_size
+
+    def share_before_setup(
+        self, *, rank: int, world_size: int, local_world_size: int
+    ) -> tuple[int, int] | None:
+        """What `data_parallel_rank_and_size` will be after `setup`, for loaders that are made before.
+
+        By default None, for not known yet, where the engine has a `data_parallel_rank_and_size` of its own.
+        """
+        has_own = type(self).data_parallel_rank_and_size is not Backend.data_parallel_rank_and_size
+        return None if has_own else (rank, world_size)
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         """Active while the user's module is built, for engines that shard or wrap at construction."""
@@ -191,8 +216,31 @@ class Backend(ABC, Generic[OptionsT]):
         return nullcontext()
 
     def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients; arguments after the loss are those of ``Tensor.backward``."""
-        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        """Compute gradients; arguments after the loss are those of ``Tensor.backward``.
+
+        A LightningModule's own ``backward`` is called where a Trainer runs it. Engines that override this
+        method come here in its middle, so that they honour it as well.
+        """
+        run: Callable[..., Any] = loss.backward
+        if getattr(module, "fabric", module) is None:  # a LightningModule, in which Fabric names itself
+            run = partial(cast(Any, module).backward, loss)
+        run(*args, **kwargs)
+
+    def publish_gradients(self, module: nn.Module) -> None:
+        """Put into each ``p.grad`` what PyTorch would have there now: whole and reduced. Collective.
+
+        Called after a backward that reduced gradients, where user code may look at them before the step: a
+        hook of the module or of a callback is overridden, or the user optimizes by hand. From now on until
+        `collect_gradients` the engine's `gradients` are those in ``p.grad``, and another backward adds to
+        what user code left there. By default nothing, as gradients are in ``p.grad`` anyway.
+        """
+
+    def collect_gradients(self, module: nn.Module) -> None:
+        """Take over what user code left in published gradients: scaled, clipped, zeroed or None. Collective.
+
+        Called right before each step of an optimizer, after the last code of the user's; it does nothing
+        where nothing was published since the last call.
+        """
 
     def gradients(self, optimizer: Optimizer) -> list[Gradient]:
         """Handles on the local gradients of the optimizer's parameters, where they live.
@@ -224,9 +272,13 @@ class Backend(ABC, Generic[OptionsT]):
         )
 
     def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
-        """Clamp every gradient element into ``[-clip_value, clip_value]``."""
-        for gradient in self.gradients(optimizer):
-            gradient.local.clamp_(-clip_value, clip_value)
+        """Clamp every gradient element into ``[-clip_value, clip_value]``.
+
+        Raises:
+            UnsupportedError: A parameter is complex, or a gradient sparse.
+        """
+        refuse_complex_clamp(optimizer)
+        clip_gradients_by_value(self.gradients(optimizer), clip_value)
 
     def grad_scaler(self, default: torch.amp.GradScaler) -> torch.amp.GradScaler | None:
         """The loss scaler to use where Lightning would use `default`; None if the engine scales by itself.
@@ -244,6 +296,13 @@ class Backend(ABC, Generic[OptionsT]):
         return step(*args, **kwargs)
 
     # --- state --------------------------------------------------------------------------------
+
+    def decisions(self, module: nn.Module) -> str:
+        """What the engine decided about a laid-out module and all ranks must have decided alike, as text.
+
+        `nnx.watch` compares it over the ranks: a plan, or the names of the units.
+        """
+        return ""
 
     def shard(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
         """Where a tensor of this rank lies in its logical tensor.

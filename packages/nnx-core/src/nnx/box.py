@@ -174,14 +174,18 @@ def _range_of(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
 
 def _sweep(dims: int, boxes: list[Box]) -> tuple[Box, Box] | None:
     """Sweep along the tensor dim that is cut most often, comparing only boxes that meet there."""
+    import numpy as np  # not needed for whole tensors, which is what a listing sees
+
     dim = max(range(dims), key=lambda d: len({box.offset[d] for box in boxes}))
-    active: list[Box] = []
-    for box in sorted(boxes, key=lambda b: (b.offset[dim], b)):
-        active = [other for other in active if other.offset[dim] + other.size[dim] > box.offset[dim]]
-        for other in active:
-            if other.intersection(box) is not None:
-                return other, box
-        active.append(box)
+    boxes = sorted(boxes, key=lambda b: (b.offset[dim], b))
+    starts = np.array([box.offset for box in boxes], np.int64)
+    stops = starts + np.array([box.size for box in boxes], np.int64)
+    following = np.searchsorted(starts[:, dim], stops[:, dim])  # of each box, the first that begins behind it
+    for index, stop in enumerate(following):
+        near = slice(index + 1, int(stop))
+        meets = (starts[near] < stops[index]).all(1) & (starts[index] < stops[near]).all(1)
+        if meets.any():
+            return boxes[index], boxes[index + 1 + int(meets.argmax())]
     return None
 
 

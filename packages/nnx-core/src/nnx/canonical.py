@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nnx.checkpoint import Checkpoint
+from nnx.errors import CheckpointError
 from nnx.layout import Shard, shard_of
 from nnx.state import OptimizerState
 
@@ -195,9 +196,14 @@ class LazyStateDict(MutableMapping[str, Any]):
         made._values = {name: value for name, value in entries.items() if name not in made._names}
         return made
 
+    def __copy__(self) -> LazyStateDict:
+        made = type(self).__new__(type(self))
+        made.stored, made._names, made._values = self.stored, dict(self._names), dict(self._values)
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyStateDict:
         made = copy(self)
-        made._names, made._values = dict(self._names), deepcopy(self._values, memo)
+        made._values = deepcopy(self._values, memo)
         return made
 
     def untouched(self, name: str) -> str | None:
@@ -296,6 +302,16 @@ def stored_optimizer_states(stored: Checkpoint) -> list[OptimizerState] | None:
     described = stored.objects.get("optim")
     if described is None:
         return None
+    try:
+        return _optimizer_states(stored, described)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the optimizer state in '{stored.path}' is malformed: {type(error).__name__}: {error}.",
+            remedy="It was not written by a working nnx; resume from another checkpoint.",
+        ) from error
+
+
+def _optimizer_states(stored: Checkpoint, described: Any) -> list[OptimizerState]:
     states = [
         OptimizerState(
             state={parameter: dict(values) for parameter, values in entry["values"].items()},

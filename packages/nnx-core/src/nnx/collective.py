@@ -24,6 +24,7 @@ __all__ = [
     "background_group",
     "broadcast_tensor",
     "control_group",
+    "engine_group",
     "gather_object",
     "is_distributed",
     "together",
@@ -33,6 +34,7 @@ T = TypeVar("T")
 
 _control_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 _background_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+_engine_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 def is_distributed() -> bool:
@@ -61,6 +63,17 @@ def background_group() -> dist.ProcessGroup | None:
         if is_distributed()
         else None
     )
+
+
+def engine_group() -> dist.ProcessGroup | None:
+    """A gloo group over all ranks for what engines do in the middle of user code; None in a single process.
+
+    On the world's group, a gather of one rank would pair with a reduction in the user code of another
+    rank, which does not come to that gather. The first call is collective.
+    """
+    if not is_distributed():
+        return None
+    return _gloo_group(dist.distributed_c10d._get_default_group(), _engine_groups)
 
 
 def _gloo_group(

@@ -6,8 +6,12 @@ remedy is kept apart so that the command line can print it on a line of its own.
 
 from __future__ import annotations
 
+import errno
+
 __all__ = [
     "CheckpointError",
+    "CheckpointNotFoundError",
+    "DisagreementError",
     "NnxError",
     "OptionError",
     "PlanError",
@@ -72,5 +76,17 @@ class PlanError(NnxError):
     """No plan fits what was asked for, or a stored plan does not fit the model or the world."""
 
 
+class DisagreementError(NnxError, RuntimeError):
+    """The ranks differ in what they must have in common; the message names the first thing and the rank."""
+
+
 class CheckpointError(NnxError):
     """A checkpoint could not be written, read or verified; nothing committed before is lost."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint where one was to be read; Lightning's own strategies raise the other base."""
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.errno, self.strerror = errno.ENOENT, message

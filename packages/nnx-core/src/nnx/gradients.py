@@ -12,14 +12,24 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from nnx.collective import is_distributed
 from nnx.errors import UnsupportedError
 
-__all__ = ["Gradient", "clip_gradients_by_norm", "gradients_of", "unscale_gradients"]
+__all__ = [
+    "Gradient",
+    "clip_gradients_by_norm",
+    "clip_gradients_by_value",
+    "gradients_of",
+    "refuse_complex_clamp",
+    "refuse_sparse_layers",
+    "unscale_gradients",
+]
+
+_WIDE = (torch.float64, torch.complex128)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +95,9 @@ def clip_gradients_by_norm(
 
     Raises:
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set.
+        UnsupportedError: A gradient is sparse, of which torch has no norm.
     """
+    _refuse_sparse(gradients)
     total = _global_norm(gradients, norm_type, device)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
@@ -97,6 +109,64 @@ def clip_gradients_by_norm(
     return total
 
 
+@torch.no_grad()
+def clip_gradients_by_value(gradients: Sequence[Gradient], clip_value: float) -> None:
+    """Clamp every element of gradients in place.
+
+    Raises:
+        UnsupportedError: A gradient is sparse, which torch does not clamp.
+    """
+    _refuse_sparse(gradients)
+    for gradient in gradients:
+        gradient.local.clamp_(-clip_value, clip_value)
+
+
+def refuse_complex_clamp(optimizer: Optimizer) -> None:
+    """Complex numbers have no order; torch refuses to clamp them too.
+
+    Looks at parameters, which every rank has, so that no rank goes on alone.
+
+    Raises:
+        UnsupportedError: The optimizer has complex parameters.
+    """
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if parameter.is_complex():
+            raise UnsupportedError(
+                f"the gradient of a complex parameter of shape {tuple(parameter.shape)} cannot be clipped by "
+                "value, as torch cannot clamp complex numbers.",
+                remedy="Clip by norm: gradient_clip_algorithm='norm'.",
+            )
+
+
+def refuse_sparse_layers(module: nn.Module, *, engine: str) -> None:
+    """For engines that cut gradients up, where a sparse one has no place.
+
+    Args:
+        module: What is to be trained.
+        engine: Names it in the message.
+
+    Raises:
+        UnsupportedError: An embedding that is trained was asked for sparse gradients.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad:
+            raise UnsupportedError(
+                f"{name or 'the model'} is an {type(layer).__name__} with sparse=True, and {engine} cuts "
+                "gradients up, which cannot be done with sparse ones.",
+                remedy=f"Pass sparse=False to {name or 'it'}, or use 'nnscaler_zero' or 'ddp'.",
+            )
+
+
+def _refuse_sparse(gradients: Sequence[Gradient]) -> None:
+    for gradient in gradients:
+        if gradient.local.layout is not torch.strided:
+            raise UnsupportedError(
+                f"a sparse gradient of shape {tuple(gradient.local.shape)} cannot be clipped: torch has no "
+                "norm of it and does not clamp it.",
+                remedy="Pass sparse=False to nn.Embedding and nn.EmbeddingBag, or do not clip.",
+            )
+
+
 def _scale(gradients: Sequence[Gradient], factor: Tensor) -> None:
     """Multiply in place; the factor travels once to each device, not once for each gradient."""
     factors = {device: factor.to(device) for device in {gradient.local.device for gradient in gradients}}
@@ -105,16 +175,23 @@ def _scale(gradients: Sequence[Gradient], factor: Tensor) -> None:
 
 
 def _global_norm(gradients: Sequence[Gradient], norm_type: float, device: torch.device) -> Tensor:
-    wide = any(gradient.local.dtype == torch.float64 for gradient in gradients)
+    wide = any(gradient.local.dtype in _WIDE for gradient in gradients)
     dtype = torch.float64 if wide else torch.float32
     parts = [gradient for gradient in gradients if gradient.local.numel()]
-    norms = [torch.linalg.vector_norm(part.local, norm_type, dtype=dtype).to(device) for part in parts]
+    norms = [_norm(part.local, norm_type, dtype).to(device) for part in parts]
     if math.isinf(norm_type):
         total = torch.stack(norms).max() if norms else torch.zeros((), dtype=dtype, device=device)
         return _all_reduce(total, dist.ReduceOp.MAX)
     powers = [norm.pow(norm_type) / part.replicas for norm, part in zip(norms, parts, strict=True)]
     total = torch.stack(powers).sum() if powers else torch.zeros((), dtype=dtype, device=device)
     return _all_reduce(total, dist.ReduceOp.SUM).pow(1.0 / norm_type)
+
+
+def _norm(local: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
+    if local.is_complex():
+        local = local.abs()
+    norm: Tensor = torch.linalg.vector_norm(local, norm_type, dtype=dtype)
+    return norm
 
 
 def _all_reduce(value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
@@ -137,6 +214,8 @@ def unscale_gradients(gradients: Sequence[Gradient], inverse_scale: Tensor, devi
     found = torch.zeros(1, dtype=torch.float32, device=device)
     for gradient in gradients:
         local = gradient.local
+        if local.layout is not torch.strided:
+            local = local.coalesce().values()
         if local.numel():
             found = torch.maximum(found, (~torch.isfinite(local)).any().to(device, torch.float32).view(1))
     if is_distributed():

@@ -76,6 +76,11 @@ def shard_of(tensor: Tensor) -> Shard:
         >>> shard_of(torch.zeros(2, 3)).is_whole
         True
     """
+    with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter is a shard here, not the whole
+        return _shard_of(tensor)
+
+
+def _shard_of(tensor: Tensor) -> Shard:
     shape, dtype = tuple(tensor.shape), tensor.dtype
     if not isinstance(tensor, DTensor):
         return Shard(shape, dtype, (Box.whole(shape),), (tensor.detach(),))

@@ -77,6 +77,13 @@ class CommonOptions:
         help="Refuse to resume where the random state cannot go on exactly, as with another number of ranks.",
         types=(bool,),
     )
+    check_every: int | None = option(
+        None,
+        help="After how many steps the ranks compare checksums of what they must have in common: parameters "
+        "and buffers that several of them hold, optimizer options and counters, which gradients there are, "
+        "the plan. By default after the first two steps only, without buffers; 0 is never.",
+        types=(int,),
+    )
     opaque_objects: Literal["error", "pickle"] = option(
         "error",
         help="What to do with objects in a checkpoint that have no JSON form: refuse to save them, or pickle "
@@ -89,6 +96,10 @@ class CommonOptions:
         if self.timeout <= 0:
             raise OptionError(
                 f"timeout={self.timeout!r} is not a positive number of seconds.", remedy="Pass, say, 1800."
+            )
+        if self.check_every is not None and self.check_every < 0:
+            raise OptionError(
+                f"check_every={self.check_every!r} is not a number of steps.", remedy="Pass, say, 100."
             )
 
 

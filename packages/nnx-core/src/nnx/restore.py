@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,6 @@ from nnx.checkpoint import Checkpoint
 from nnx.errors import CheckpointError
 from nnx.layout import Shard
 from nnx.state import ModelState, OptimizerState, parameter_names
-
-if TYPE_CHECKING:
-    from nnx.backend import Backend
 
 __all__ = ["fill_model", "fill_optimizer", "fill_optimizer_tensors", "restore_groups"]
 
@@ -128,8 +125,28 @@ def _fill_casting(stored: Checkpoint, shards: Mapping[str, Shard]) -> None:
             view.copy_(stored.read(key, box))
 
 
+class AllocatesState(Protocol):
+    """The part of `Backend` that allocates and describes an optimizer's state."""
+
+    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
+        """See `Backend.optimizer_state`."""
+        ...
+
+    def new_optimizer_state(
+        self,
+        parameter: nn.Parameter,
+        name: str,
+        *,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        group: Mapping[str, Any],
+    ) -> Tensor:
+        """See `Backend.new_optimizer_state`."""
+        ...
+
+
 def fill_optimizer(
-    backend: Backend[Any], module: nn.Module, optimizer: Optimizer, saved: OptimizerState
+    backend: AllocatesState, module: nn.Module, optimizer: Optimizer, saved: OptimizerState
 ) -> None:
     """Restore an optimizer in place, by parameter name, allocating what it does not have yet.
 
@@ -153,7 +170,7 @@ def fill_optimizer(
 
 
 def _place(
-    backend: Backend[Any], parameter: nn.Parameter, name: str, value: Any, group: Mapping[str, Any]
+    backend: AllocatesState, parameter: nn.Parameter, name: str, value: Any, group: Mapping[str, Any]
 ) -> Any:
     if not isinstance(value, (StoredName, Tensor)):
         return value

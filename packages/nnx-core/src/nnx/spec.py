@@ -100,6 +100,9 @@ class Capabilities:
     leaves_no_files: bool = _capability(True, "a run that saves nothing leaves no file behind")
     submodule_hooks: bool = _capability(True, "hooks on submodules run in every step")
     manual_optimization: bool = _capability(True, "LightningModules with automatic_optimization=False")
+    refuses: tuple[str, ...] = _capability(
+        (), "habits of user code, by the names of the conformance checks, that it refuses with a remedy"
+    )
     trainer: bool = _capability(True, "usable as Trainer(strategy=...)")
     fabric: bool = _capability(True, "usable as Fabric(strategy=...)")
 

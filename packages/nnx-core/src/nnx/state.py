@@ -83,7 +83,7 @@ def describe_model(module: nn.Module, shard_of: ShardOf) -> ModelState:
     state = ModelState()
     stored: dict[int, str] = {}
     owned = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    for name, value in module.state_dict(keep_vars=True).items():
+    for name, value in _state_dict(module).items():
         if not isinstance(value, Tensor):
             state.extra[name] = value
         elif id(value) in stored:
@@ -93,6 +93,20 @@ def describe_model(module: nn.Module, shard_of: ShardOf) -> ModelState:
                 stored[id(value)] = name
             state.tensors[name] = shard_of(value)
     return state
+
+
+def _state_dict(module: nn.Module) -> dict[str, Any]:
+    """The module's own parameters and buffers; a `state_dict` that copies them finds no gradients to copy."""
+    if type(module).state_dict is nn.Module.state_dict:
+        return module.state_dict(keep_vars=True)
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        return module.state_dict(keep_vars=True)
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
@@ -156,6 +170,13 @@ def new_state_tensor(
     if name == "step" and shape == () and not (group.get("fused") or group.get("capturable")):
         # Step counters stay on the host unless the kernels read them on the device.
         return torch.zeros((), dtype=dtype)
+    with torch._C.DisableTorchFunctionSubclass():  # like what this rank holds of the parameter, not the whole
+        return _new_like(parameter, shape=shape, like_parameter=like_parameter, dtype=dtype)
+
+
+def _new_like(
+    parameter: nn.Parameter, *, shape: tuple[int, ...], like_parameter: bool, dtype: torch.dtype
+) -> Tensor:
     if like_parameter:
         return torch.zeros_like(parameter.detach(), dtype=dtype, memory_format=torch.preserve_format)
     if shape:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 import logging
+import math
 from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -336,22 +340,122 @@ def test_what_is_not_there_or_no_class_is_refused(tmp_path: Path) -> None:
             nnx.load_from_checkpoint(wrong, tmp_path)  # type: ignore[arg-type]
 
 
-def test_a_configuration_of_lightning_cli_is_instantiated_by_lightning_only(tmp_path: Path) -> None:
-    net = randomized(Net(3))
-    net._set_hparams({"width": 3, "depth": 2, "_instantiator": "lightning.pytorch.cli.instantiate_module"})
-    loaded = nnx.load_from_checkpoint(Net, save(net, tmp_path / "a.ckpt"))
-    assert equal(loaded, net)
-    net._set_hparams({"width": 3, "_instantiator": "os.system"})
-    with pytest.raises(CheckpointError, match=r"its instantiator 'os\.system' is not Lightning's own"):
-        nnx.load_from_checkpoint(Net, save(net, tmp_path / "b.ckpt"))
-    net._set_hparams(
-        {
-            "_instantiator": "lightning.pytorch.cli.instantiate_module",
-            "_class_path": "not.imported.Class",
-        }
+CLI = "lightning.pytorch.cli.instantiate_module"
+
+
+class Activation(enum.Enum):
+    relu = 1
+    tanh = 2
+
+
+@dataclass
+class Sizes:
+    hidden: int
+    shape: tuple[int, int] = (1, 1)
+
+
+class Configured(LightningModule):
+    """What LightningCLI builds: its arguments are typed."""
+
+    def __init__(
+        self,
+        sizes: Sizes | None = None,
+        activation: Activation = Activation.relu,
+        folder: Path | None = None,
+        encoder: nn.Module | None = None,
+        function: Callable[..., Any] | None = None,
+        anything: Any = None,
+        rates: list[float] | None = None,
+    ) -> None:
+        super().__init__()
+        self.given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+
+
+def configured(path: Path, **arguments: Any) -> Path:
+    content = {"state_dict": {}, "hyper_parameters": {"_instantiator": CLI, **arguments}}
+    torch.save({**content, "pytorch-lightning_version": "2.6.4"}, path)
+    return path
+
+
+def test_a_configuration_of_lightning_cli_is_plain_data_in_the_types_that_the_class_declares(
+    tmp_path: Path,
+) -> None:
+    path = configured(
+        tmp_path / "a.ckpt",
+        sizes={"hidden": 3, "shape": [2, 4]},
+        activation="tanh",
+        folder="data",
+        anything={"any": ["thing"]},
+        rates=[0.1, 1],
     )
-    with pytest.raises(CheckpointError, match=r"'not\.imported\.Class' is not a subclass of it"):
-        nnx.load_from_checkpoint(Net, save(net, tmp_path / "c.ckpt"))
+    assert nnx.load_from_checkpoint(Configured, path).given == {
+        "sizes": Sizes(3, (2, 4)),
+        "activation": Activation.tanh,
+        "folder": Path("data"),
+        "encoder": None,
+        "function": None,
+        "anything": {"any": ["thing"]},
+        "rates": [0.1, 1],
+    }
+
+
+POPEN = {"class_path": "subprocess.Popen", "init_args": {"args": "touch ran", "shell": True}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ({"anything": POPEN}, ["subprocess.Popen"]),
+        ({"anything": {"deep": [POPEN]}}, ["subprocess.Popen"]),
+        ({"encoder": {"class_path": "evil_side_effect.Evil"}}, ["evil_side_effect.Evil"]),
+        ({"encoder": "Evil"}, ["Evil"]),
+        ({"function": "os.system"}, ["os.system"]),
+        ({"function": {"class_path": "logging.FileHandler"}}, ["logging.FileHandler"]),
+        ({"sizes": POPEN}, ["subprocess.Popen"]),
+        ({"_class_path": "not.imported.Class"}, ["not.imported.Class"]),
+    ],
+)
+def test_what_a_configuration_names_is_not_imported_without_trust(
+    tmp_path: Path, arguments: dict[str, Any], names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("evil_side_effect.py").write_text("open('imported', 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = configured(tmp_path / "a.ckpt", **arguments)
+    for trust in (False, ["torch.nn.ReLU"], ["subprocess"]):
+        with pytest.raises(CheckpointError, match=f"names.*{names[0]!r}") as caught:
+            nnx.load_from_checkpoint(Configured, path, trust=trust)
+        assert f"trust={names!r}" in str(caught.value)
+    assert not Path("ran").exists()
+    assert not Path("imported").exists()
+
+
+def test_a_name_inside_of_a_trusted_one_and_yaml_in_a_string_must_be_trusted_too(tmp_path: Path) -> None:
+    inner = {"class_path": "torch.nn.Sequential", "dict_kwargs": {"function": "os.system"}}
+    hidden = '{"class\\u005fpath": "subprocess.Popen"}'
+    for arguments in ({"encoder": inner}, {"anything": hidden}):
+        path = configured(tmp_path / "a.ckpt", **arguments)
+        with pytest.raises(CheckpointError, match="have to be imported or called"):
+            nnx.load_from_checkpoint(Configured, path, trust=["torch.nn.Sequential"])
+
+
+def test_what_is_trusted_is_built_and_what_the_caller_passes_needs_no_trust(tmp_path: Path) -> None:
+    relu = {"class_path": "torch.nn.ReLU", "init_args": {"inplace": True}}
+    path = configured(tmp_path / "a.ckpt", encoder=relu, function="math.sqrt")
+    for trust in (True, ["torch.nn.ReLU", "math.sqrt"]):
+        given = nnx.load_from_checkpoint(Configured, path, trust=trust).given
+        assert isinstance(given["encoder"], nn.ReLU)
+        assert given["function"] is math.sqrt
+    encoder = nn.Tanh()
+    given = nnx.load_from_checkpoint(Configured, path, encoder=encoder, function=math.exp).given
+    assert given["encoder"] is encoder
+    assert given["function"] is math.exp
+
+
+def test_no_other_instantiator_than_lightnings_is_called(tmp_path: Path) -> None:
+    path = configured(tmp_path / "a.ckpt", _instantiator="os.system")
+    with pytest.raises(CheckpointError, match=r"its instantiator 'os\.system' is not Lightning's own"):
+        nnx.load_from_checkpoint(Configured, path, trust=True)
 
 
 def test_it_is_a_name_of_the_package() -> None:

@@ -23,6 +23,13 @@ from jobs.unit_jobs import (
     train_buffers,
     unscale,
 )
+from nnx.errors import UnsupportedError
+from nnx.gradients import (
+    Gradient,
+    clip_gradients_by_norm,
+    clip_gradients_by_value,
+    refuse_complex_clamp,
+)
 from nnx.testing.pool import WorkerPool
 
 INF = float("inf")
@@ -41,6 +48,26 @@ def test_clipping_mixed_layouts_in_double_precision_equals_torch_on_complete_ten
     assert reports[0]["expected"] > 0.7
     if world_size == 4:
         assert reports[3]["empty"] >= 1  # three rows on four ranks
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, INF])
+def test_clipping_counts_the_magnitude_of_complex_gradients_as_torch_does(
+    pool: WorkerPool, norm_type: float
+) -> None:
+    for report in pool.run(clip, torch.complex128, norm_type, 0.7, world_size=2, init="gloo"):
+        assert report["norm"] == pytest.approx(report["expected"], rel=1e-13)
+        assert report["error"] < 1e-12
+
+
+def test_what_torch_cannot_clip_is_refused_with_a_way_out() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.cfloat))
+    with pytest.raises(UnsupportedError, match="gradient_clip_algorithm='norm'"):
+        refuse_complex_clamp(torch.optim.SGD([weight], lr=0.1))
+    sparse = Gradient(torch.eye(3).to_sparse(), 1)
+    with pytest.raises(UnsupportedError, match="sparse=False"):
+        clip_gradients_by_norm([sparse], max_norm=1.0, device=torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match="sparse=False"):
+        clip_gradients_by_value([sparse], 1.0)
 
 
 def test_clipping_leaves_small_gradients_alone_and_works_in_low_precision(pool: WorkerPool) -> None:

@@ -47,6 +47,27 @@ class FailsBefore(Model):
         return super().training_step(batch, batch_idx)
 
 
+class WritesBefore(Model):
+    """Clamps, scales and swaps weights and counts before it calls the model, in every way that torch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count += 1
+        first, last = self.net[0], self.net[2]
+        with torch.no_grad():
+            first.weight.mul_(0.5)
+            first.bias.data.add_(1.0)
+            last.weight.data = last.weight.data * 2
+            nn.init.zeros_(last.bias)
+            torch._foreach_mul_(list(self.net.parameters()), 3.0)
+            torch.add(first.bias, 1.0, out=first.bias)
+            first.weight[0] = 7.0
+        return super().training_step(batch, batch_idx)
+
+
 class Declares(Model):
     @property
     def dummy_forward_args(self) -> dict[str, Any]:
@@ -61,8 +82,10 @@ class Converts(Model):
 class Look(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         before = torch.get_rng_state()
+        weights = {name: tensor.clone() for name, tensor in pl_module.state_dict().items()}
         self.call = first_call(pl_module, TrainerSample(trainer, pl_module))
         assert torch.equal(before, torch.get_rng_state())
+        assert all(torch.equal(weights[name], now) for name, now in pl_module.state_dict().items())
 
 
 def call_of(model: Model) -> Call:
@@ -76,13 +99,13 @@ def call_of(model: Model) -> Call:
     return look.call
 
 
-@pytest.mark.parametrize("kind", [Model, CallsForward])
+@pytest.mark.parametrize("kind", [Model, CallsForward, WritesBefore])
 def test_the_inputs_are_those_that_the_step_passes(kind: type[Model]) -> None:
     model = kind()
     call = call_of(model)
     assert call.module is model
     assert torch.equal(call.args[0], torch.arange(12.0).view(3, 4))
-    assert call.kwargs == ({"scale": 2.0} if kind is Model else {})
+    assert call.kwargs == ({} if kind is CallsForward else {"scale": 2.0})
 
 
 def test_a_step_that_calls_a_part_instead_names_it() -> None:

@@ -152,7 +152,8 @@ def test_an_error_on_one_rank_is_seen_and_neither_hangs_nor_kills_the_process(po
     assert failures[1] == "the process died with exit code 3"
     assert "ValueError: bad sample on rank 1" in output[1]
     assert "The ranks did not fail together" in output[1]
-    assert "Connection" in failures[0]  # of its own accord: it neither hung nor crashed
+    # Of its own accord: it neither hung nor crashed.
+    assert "Connection" in failures[0] or "rank 1 ended with ValueError: bad sample" in failures[0]
 
 
 def test_an_error_on_all_ranks_leaves_a_plain_module_that_can_be_trained_again(pool: WorkerPool) -> None:

@@ -296,7 +296,7 @@ def test_other_optimizers_get_one_error_on_every_rank(
 def test_a_path_that_is_not_there_is_named(pool: WorkerPool, tmp_path: Path) -> None:
     path = str(tmp_path / "nowhere.ckpt")
     for error in pool.run(error_of, replace(RUN, resume=path), world_size=2, timeout=60):
-        assert error.startswith("CheckpointError: ") and path in error
+        assert error.startswith("CheckpointNotFoundError: ") and path in error
 
 
 def test_storage_options_are_refused_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ ABOUT = {
     "stages": "Fit, validate, test and predict, in any order, and what happens between batches.",
     "structure": "Modules of every shape: how they are built, and what is in them.",
     "names": "What a user's code sees of the module, of callbacks, logged values, collectives and samplers.",
+    "habits": "What people write around a model: equal, or refused with a remedy and named in `refuses`.",
     "checkpoints": "Saving and resuming, here, elsewhere and after an accident.",
     "manners": "Starting, ending, failing, and being used in other ways than by Trainer.",
 }

@@ -17,7 +17,10 @@ from nnx.testing.conformance.subject import Identity
 from nnx.testing.pool import WorkerPool
 
 CHECKS = {check.name: check for check in all_checks()}
-OF_PLUGINS = ("light_plugin", "described", "documented_options", "declared_options", "portable_spec")
+OF_PLUGINS = (
+    *("light_plugin", "described", "documented_options", "declared_options", "declared_refusals"),
+    "portable_spec",
+)
 
 PLUGIN = """
     from nnx import StrategySpec, hookimpl
@@ -112,6 +115,11 @@ def test_a_plugin_that_is_in_order_passes(install: Install, tmp_path: Path) -> N
             {"options": "NoOptions"},
             "declared_options",
             r"the engine takes \[\]",
+        ),
+        (
+            {"imports": "from nnx import Capabilities", "capabilities": Capabilities(refuses=("lfbgs",))},
+            "declared_refusals",
+            r"refuses=\['lfbgs'\]",
         ),
         ({"init_params": "{'bucket_megabytes': lambda: 1}"}, "portable_spec", "not plain data"),
     ],

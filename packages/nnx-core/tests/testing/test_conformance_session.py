@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,11 @@ from nnx.spec import Capabilities
 from nnx.testing.conformance import Check, Result, Session, Subject, all_checks, select_checks
 from nnx.testing.conformance.bench import Bench, Reference, exception_in
 from nnx.testing.conformance.check import GROUPS, check, expect, missing_capability
+from nnx.testing.conformance.checks.habits.attached import Parametrized
+from nnx.testing.conformance.checks.habits.weights import WeightsReadOnRankZero
+from nnx.testing.conformance.habits import try_habit
+from nnx.testing.conformance.models import Plain
+from nnx.testing.conformance.task import Task
 from nnx.testing.pool import WorkerPool
 
 NAMES = ("jobs.conformance_names",)
@@ -323,3 +329,51 @@ def test_what_cannot_be_built_is_explained_once(pool: WorkerPool, subject: Subje
 )
 def test_a_traceback_is_told_in_one_line(text: str, expected: str) -> None:
     assert exception_in(text) == expected
+
+
+# --- habits that a strategy refuses ---
+
+
+@pytest.mark.parametrize(
+    ("strategy", "verdict", "detail"),
+    [
+        ("refuses_as_declared", "skipped", "refused, as it declares: UnsupportedError: layer 'head'"),
+        ("refuses", "failed", "refused, but not named in its capabilities: UnsupportedError: layer 'head'"),
+        ("tinybackend_as_declared", "undeclared", "works, although it declares refuses='parametrized'"),
+        ("refuseslate_as_declared", "failed", "the loss of batch 0 is"),
+        ("refusesononerank_as_declared", "failed", "rank 0 of 2: "),
+        ("hasnoremedy_as_declared", "failed", "UnsupportedError: layer 'head' is parametrized."),
+        ("handson_as_declared", "failed", "IndexError"),
+        ("breaks_as_declared", "failed", "RuntimeError: Connection reset by peer"),
+    ],
+)
+def test_a_habit_is_kept_or_refused_with_a_remedy_as_declared(
+    pool: WorkerPool, tmp_path: Path, strategy: str, verdict: str, detail: str
+) -> None:
+    result = _result_of("parametrized", Parametrized, strategy, pool, tmp_path)
+    assert (result.verdict, detail in result.detail) == (verdict, True), result.detail
+
+
+@pytest.mark.parametrize(
+    ("strategy", "verdict", "detail"),
+    [
+        ("refusesononerank_as_declared", "skipped", "refused, as it declares: UnsupportedError: layer"),
+        ("refusesononerank", "failed", "refused, but not named in its capabilities: UnsupportedError: layer"),
+        ("failsbesidearefusal_as_declared", "failed", "rank 0 of 2: IndexError"),
+        ("breaks_as_declared", "failed", "RuntimeError: Connection reset by peer"),
+    ],
+)
+def test_where_ranks_differ_one_may_refuse_alone_and_its_end_releases_the_others(
+    pool: WorkerPool, tmp_path: Path, strategy: str, verdict: str, detail: str
+) -> None:
+    result = _result_of("weights_read_on_rank_zero", WeightsReadOnRankZero, strategy, pool, tmp_path)
+    assert (result.verdict, detail in result.detail) == (verdict, True), result.detail
+
+
+def _result_of(name: str, model: type[Plain], strategy: str, pool: WorkerPool, directory: Path) -> Result:
+    def run(bench: Bench) -> None:
+        try_habit(bench, {name: Task(model=model)}, name, 2)
+
+    one_habit = replace(next(one for one in all_checks() if one.name == name), run=run)
+    session = Session(Subject(strategy, imports=("jobs.refusing_strategies",)), pool=pool)
+    return session.try_check(one_habit, directory)

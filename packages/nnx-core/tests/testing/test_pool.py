@@ -99,6 +99,16 @@ def test_a_rank_that_hangs_is_reported_with_its_stack_and_killed(pool: WorkerPoo
     assert after["pid"] != before["pid"]
 
 
+def test_ranks_that_are_done_are_ended_where_the_others_wait_for_them(pool: WorkerPool) -> None:
+    before = [result["pid"] for result in pool.run(pool_jobs.describe)]
+    answers = pool.run(pool_jobs.leave_with_the_group, 0, init="gloo", end_after=0.5, timeout=30.0)
+    assert answers[0] == "left"
+    assert "Connection" in answers[1]
+    after = [result["pid"] for result in pool.run(pool_jobs.describe)]
+    assert before[0] != after[0]
+    assert before[1] == after[1]
+
+
 def test_too_many_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="world_size=3 but the pool has 2 workers"):
         WorkerPool(size=2).run(pool_jobs.describe, world_size=3)

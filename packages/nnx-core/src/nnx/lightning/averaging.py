@@ -29,9 +29,10 @@ from nnx.errors import UnsupportedError
 from nnx.layout import Shard
 from nnx.lightning.averaged_weights import AVERAGE, CURRENT, STATE
 from nnx.lightning.checkpoint import as_state_dict, restore_model
-from nnx.lightning.compat import average_of, averaging_callbacks, copies_only, forget_schedulers
+from nnx.lightning.compat import average_of, averaging_callbacks, copies_only
 from nnx.restore import fill_model
 from nnx.state import ModelState, describe_model
+from nnx.whole import as_stored
 
 __all__ = ["Averages"]
 
@@ -39,6 +40,8 @@ _UPDATING = ("on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end",
 _PUBLISHING = ("on_validation_epoch_start", "on_train_end")
 """The hooks in which the callbacks read or write the module's parameters, and those in which they give the
 module the average."""
+_LOADING = ("on_load_checkpoint", "load_state_dict")
+"""The methods in which they get weights out of a checkpoint, in Lightning's order."""
 
 
 class Averages:
@@ -52,25 +55,33 @@ class Averages:
         self._backend = backend
         self._averages: list[_Average] = []
         self._routes: list[_Route] = []
+        self._loads: list[tuple[Any, str, tuple[Any, ...]]] = []
 
     def prepare(self, root: str, trainer: Any) -> None:
         """Before the callbacks copy the module for training: let them copy it without its weights.
 
-        A complete copy would be in the device's memory, where the model need not fit.
+        A complete copy would be in the device's memory, where the model need not fit. What they would load
+        before the module is laid out waits until it is.
         """
-        if trainer.state.fn != "fit":
-            return
         for callback in averaging_callbacks(trainer):
-            if copies_only(root, callback):
+            if trainer.state.fn == "fit" and copies_only(root, callback):
                 self._routes.append(_Route(callback, "setup", _copy_lightly))
+            self._routes += [_Route(callback, n, partial(self._load_later, callback, n)) for n in _LOADING]
+
+    def _load_later(self, callback: Any, name: str, own: Callable[..., None], *args: Any) -> None:
+        self._loads.append((callback, name, args))
 
     def lay_out(self, trainer: Any, module: nn.Module) -> None:
-        """Lay each callback's copy out like the module, which has been laid out.
+        """Lay each callback's copy out like the module, and restore what was to be loaded before. Collective.
+
+        Args:
+            trainer: Whose callbacks they are.
+            module: The module, laid out and with the weights of the checkpoint.
 
         Raises:
             UnsupportedError: A callback averages something else than the module.
         """
-        light = [route.owner for route in self._routes]
+        light = [route.owner for route in self._routes if route.name == "setup"]
         self._unroute()
         for callback in averaging_callbacks(trainer):
             average = average_of(callback)
@@ -78,6 +89,9 @@ class Averages:
             if average is not None and used:
                 has_weights = not any(callback is owner for owner in light)
                 self._averages.append(_Average(callback, average, module, self._backend, has_weights))
+        loads, self._loads = self._loads, []
+        for callback, name, args in loads:
+            getattr(callback, name)(*args)
 
     def give_back(self, *, gather: bool) -> None:
         """Give the callbacks their own methods and complete tensors back, on the host. Collective.
@@ -86,6 +100,7 @@ class Averages:
             gather: False after an error that the other ranks did not have: the tensors stay as they are.
         """
         self._unroute()
+        self._loads.clear()
         for average in self._averages:
             average.give_back(gather=gather)
         self._averages.clear()
@@ -202,7 +217,8 @@ class _Average:
 
     def _laid_out_like(self, current: Tensor, old: Tensor) -> Tensor:
         device = getattr(self._callback, "_device", None)
-        data = current.detach().to(device=device or current.device, dtype=old.dtype, copy=True)
+        with as_stored(current):
+            data = current.detach().to(device=device or current.device, dtype=old.dtype, copy=True)
         new = _holding(old, data)
         if self._has_begun:
             self._shard_like(new, current).fill_from(old.detach())
@@ -265,7 +281,8 @@ class _Average:
         """Run a hook that goes over the module's parameters."""
         if any(a is not b for a, b in zip(self._module.parameters(), self._laid_out, strict=False)):
             self._backend.model_state(self._module)  # a forward without backward has left them gathered
-        return own(*args, **kwargs)
+        with as_stored(*self._module.parameters()):
+            return own(*args, **kwargs)
 
     def _publish(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a hook that makes the module the average."""
@@ -307,7 +324,8 @@ class _Average:
         read = {name: checkpoint[name] for name in shown}
         checkpoint.update(shown)
         try:
-            own(trainer, module, checkpoint)
+            with as_stored(*self._module.parameters()):
+                own(trainer, module, checkpoint)
         finally:
             checkpoint.update(read)
 
@@ -317,7 +335,6 @@ class _Average:
             self._restore(state[AVERAGE])
             state = {**state, AVERAGE: _own_state_dict(self._copy)}
         own(state)
-        forget_schedulers(self._callback, self._module.trainer)
 
     def _restore(self, source: Mapping[str, Any]) -> None:
         state = self._state()
@@ -339,7 +356,8 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 def _own_state_dict(module: nn.Module) -> dict[str, Any]:
     """What a module holds, as it holds it: loading it into the module changes nothing."""
-    return dict(module.state_dict())
+    with as_stored(*module.parameters()):
+        return dict(module.state_dict())
 
 
 def _apart(

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -41,6 +42,7 @@ from nnx.lightning.checkpoint_io import (
 )
 from nnx.lightning.routing import unwrap_optimizer
 from nnx.restore import fill_model
+from nnx.shares import of_process
 from nnx.state import ModelState
 
 __all__ = [
@@ -110,7 +112,7 @@ def save_lightning_checkpoint(
 def _provenance(strategy: Any) -> dict[str, Any]:
     return {
         "strategy": strategy.name,
-        "world_size": strategy.world_size,
+        "world_size": of_process(strategy.world_size),
         "torch": torch.__version__,
         "lightning": _lightning_version(strategy),
         "nnx": version("nnx-core"),
@@ -221,6 +223,13 @@ def restore_optimizers(
         optimizers: To be restored.
         saved: One state each: by name as ours, or numbered as torch's own.
     """
+    if optimizers and not saved:
+        rank_zero_warn(
+            f"The checkpoint holds no optimizer state, as one that was saved without training: "
+            f"{', '.join(type(unwrap_optimizer(each)).__name__ for each in optimizers)} begins anew."
+        )
+        return
+    backend.model_state(module)  # puts back what a forward without a backward, as of a summary, left gathered
     with together(control_group(), doing="restoring the optimizers"):
         if len(optimizers) != len(saved):
             raise CheckpointError(

@@ -18,10 +18,10 @@ from typing import Any
 from torch import nn
 
 __all__ = [
+    "attached_trainer",
     "average_of",
     "averaging_callbacks",
     "copies_only",
-    "forget_schedulers",
     "instantiate_from_config",
     "is_wrapping_checkpoint_io",
     "make_launcher",
@@ -52,6 +52,14 @@ def make_optimizers(root: str, module: Any) -> tuple[list[Any], list[Any]]:
     core = importlib.import_module(f"{root}.core.optimizer")
     optimizers, schedulers = core._init_optimizers_and_lr_schedulers(module)
     return optimizers, schedulers
+
+
+def attached_trainer(module: Any) -> Any:
+    """The Trainer that a module is attached to; None before a run, and where another process ran it.
+
+    Upstream: ``LightningModule._trainer``; ``LightningModule.trainer`` raises an error where there is none.
+    """
+    return getattr(module, "_trainer", None)
 
 
 def is_wrapping_checkpoint_io(root: str, checkpoint_io: Any) -> bool:
@@ -111,16 +119,6 @@ def copies_only(root: str, callback: Any) -> bool:
     callbacks = importlib.import_module(f"{root}.callbacks")
     known = (callbacks.WeightAveraging.setup, callbacks.StochasticWeightAveraging.setup)
     return type(callback).setup in known
-
-
-def forget_schedulers(callback: Any, trainer: Any) -> None:
-    """Drop the schedulers in whose place a restored ``StochasticWeightAveraging`` puts its own.
-
-    It does so when fit starts, which is too early where checkpoints are restored after that.
-    Upstream: ``StochasticWeightAveraging._clear_schedulers`` and ``_scheduler_state``.
-    """
-    if getattr(callback, "_scheduler_state", None) is not None:
-        callback._clear_schedulers(trainer)
 
 
 def running_stage_loader(trainer: Any) -> Iterable[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from nnx.backend import Backend
+from nnx.shares import SharedBatches
 
 __all__ = ["EngineModule", "unwrap_engine"]
 
@@ -17,15 +18,21 @@ class EngineModule(nn.Module):
     Args:
         module: The user's module, laid out in place.
         backend: The engine.
+        batches: Compares what ranks that compute one batch together are called with.
     """
 
-    def __init__(self, module: nn.Module, backend: Backend[Any]) -> None:
+    def __init__(
+        self, module: nn.Module, backend: Backend[Any], batches: SharedBatches | None = None
+    ) -> None:
         super().__init__()
         self.module = module
         self.backend = backend
+        self._batches = batches
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, through `Backend.run_step`."""
+        if self._batches is not None:
+            self._batches.compare((args, kwargs), where=f"the forward of {type(self.module).__name__}")
         return self.backend.run_step(self.module, self.module, *args, **kwargs)
 
 

@@ -21,6 +21,7 @@ from nnx.data_position import Position
 from nnx.errors import CheckpointError
 from nnx.lightning.loop_progress import Interruption, complete_batch, interruption
 from nnx.lightning.training_data import TrainingData, begin_late
+from nnx.shares import of_process
 
 __all__ = ["ExactResume"]
 _NO_DATA: Mapping[str, Any] = {"loaders": (), "stateful": ()}
@@ -36,6 +37,15 @@ class _Saved:
     step: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What resuming needs of a checkpoint that was opened."""
+
+    place: Interruption | None
+    saved: _Saved | None
+    said: list[str]
+
+
 class ExactResume:
     """Saves and restores random state and data position of one Trainer on this rank.
 
@@ -48,6 +58,10 @@ class ExactResume:
     def __init__(self, *, resume_data: str, strict_rng: bool) -> None:
         self.strict_rng = strict_rng
         self._data = TrainingData() if resume_data == "skip" else None
+        self._opened: _Opened | None = None
+        self._forget()
+
+    def _forget(self) -> None:
         self._saved: _Saved | None = None
         self._place: Interruption | None = None
         self._said: list[str] = []
@@ -68,7 +82,7 @@ class ExactResume:
     # --- resuming -----------------------------------------------------------------------------
 
     def load(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
-        """Take what concerns resuming out of an opened checkpoint; nothing is restored yet. Collective.
+        """Take what concerns resuming out of an opened checkpoint, for `activate`. Collective.
 
         Args:
             trainer: Only its ``fit`` resumes; evaluation leaves random numbers alone.
@@ -78,14 +92,27 @@ class ExactResume:
             CheckpointError: It holds no random state, and `strict_rng` asks for it.
         """
         ranks = checkpoint.pop(RANKS, ())
-        self._saved, self._place, self._said = None, None, []
+        self._opened = None
         if trainer.state.fn != "fit":
             return
-        self._place = interruption(checkpoint, iteration_based=trainer.max_steps != -1)
+        said: list[str] = []
+        place = interruption(checkpoint, iteration_based=trainer.max_steps != -1)
         with together(control_group(), doing="reading the random state"):
-            self._saved = self._read(ranks, trainer.global_rank, checkpoint.get("global_step", 0))
-            if self._saved is not None:
-                self._put_loader_states(trainer, self._saved, ranks, checkpoint)
+            saved = self._read(ranks, of_process(trainer.global_rank), checkpoint.get("global_step", 0))
+            if saved is not None and place is not None:
+                said += _put_loader_states(trainer, saved, ranks, checkpoint)
+        self._opened = _Opened(place, saved, said)
+
+    def activate(self) -> None:
+        """Let the training that begins next go on where that of the opened checkpoint stood.
+
+        Called when Trainer restores the training state. What trained before it, since the checkpoint was
+        opened, such as a search for a learning rate, began anew.
+        """
+        opened, self._opened = self._opened, None
+        if opened is None:
+            return
+        self._saved, self._place, self._said = opened.saved, opened.place, opened.said
         loaders = []
         if self._saved is not None:
             data = (self._saved.own or self._saved.first).get("data", _NO_DATA)
@@ -104,26 +131,6 @@ class ExactResume:
                 "pass strict_rng=False.",
             )
         return None
-
-    def _put_loader_states(self, trainer: Any, saved: _Saved, ranks: Any, checkpoint: dict[str, Any]) -> None:
-        """Lightning restores loaders that have a state; it would give every rank that of rank 0."""
-        if self._place is None or not saved.first.get("data", _NO_DATA)["stateful"]:
-            return
-        loops = checkpoint["loops"]["fit_loop"]["state_dict"]
-        size, saved_size = trainer.world_size, saved.first["world_size"]
-        if saved.own is not None and size == saved_size:
-            loops["combined_loader"] = saved.own["data"]["stateful"]
-        elif _all_equal([ranks[rank]["data"]["stateful"] for rank in range(saved_size)]):
-            self._said.append(
-                f"the states of the training loaders, the same on all {saved_size} ranks, are restored on "
-                f"{size} ranks: that is right unless they count what one rank has read."
-            )
-        else:
-            loops.pop("combined_loader", None)
-            self._said.append(
-                f"the training loaders start over, as each of {saved_size} ranks had a state of its own and "
-                f"this run has {size}."
-            )
 
     def process(self, trainer: Any, loader: Any) -> Any:
         """Prepare a loader that Trainer is about to use; returns it."""
@@ -149,8 +156,8 @@ class ExactResume:
             said = random_state.resume(
                 None if saved.own is None else saved.own["rng"],
                 seed=saved.first["rng"]["seed"],
-                rank=trainer.global_rank,
-                size=trainer.world_size,
+                rank=of_process(trainer.global_rank),
+                size=of_process(trainer.world_size),
                 saved_size=saved.first["world_size"],
                 step=saved.step,
                 strict=self.strict_rng,
@@ -161,9 +168,36 @@ class ExactResume:
         self._place, self._said = None, []
 
     def close(self, trainer: Any) -> None:
-        """Leave the user's loaders as they were."""
+        """Leave the user's loaders as they were; what was to be resumed and was not is forgotten."""
+        self._opened = None
+        self._forget()
         if self._data is not None:
             self._data.close(trainer)
+
+
+def _put_loader_states(trainer: Any, saved: _Saved, ranks: Any, checkpoint: dict[str, Any]) -> list[str]:
+    """Lightning restores loaders that have a state; it would give every rank that of rank 0.
+
+    Returns:
+        What the user should know about it.
+    """
+    if not saved.first.get("data", _NO_DATA)["stateful"]:
+        return []
+    loops = checkpoint["loops"]["fit_loop"]["state_dict"]
+    size, saved_size = of_process(trainer.world_size), saved.first["world_size"]
+    if saved.own is not None and size == saved_size:
+        loops["combined_loader"] = saved.own["data"]["stateful"]
+        return []
+    if _all_equal([ranks[rank]["data"]["stateful"] for rank in range(saved_size)]):
+        return [
+            f"the states of the training loaders, the same on all {saved_size} ranks, are restored on "
+            f"{size} ranks: that is right unless they count what one rank has read."
+        ]
+    loops.pop("combined_loader", None)
+    return [
+        f"the training loaders start over, as each of {saved_size} ranks had a state of its own and "
+        f"this run has {size}."
+    ]
 
 
 def _all_equal(states: Sequence[Any]) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +17,13 @@ from nnx.lightning.checkpoint import module_state_dict, restore_model
 from nnx.lightning.engine_module import EngineModule, unwrap_engine
 from nnx.lightning.fabric_checkpoint import load_fabric_checkpoint, save_fabric_checkpoint
 from nnx.lightning.processes import ParallelProcesses
-from nnx.lightning.routing import route_optimizer_steps, route_precision, unwrap_optimizer
+from nnx.lightning.routing import (
+    has_own_backward,
+    publishes_gradients,
+    route_optimizer_steps,
+    route_precision,
+    unwrap_optimizer,
+)
 from nnx.lightning.sample import example_inputs
 from nnx.state import repoint_optimizer
 
@@ -27,8 +33,20 @@ __all__ = ["FabricAdapter"]
 class _SyncControl:
     """Fabric's interface for skipping gradient synchronisation while accumulating."""
 
-    def no_backward_sync(self, module: EngineModule, enabled: bool) -> AbstractContextManager[Any]:
-        return module.backend.no_sync(module.module) if enabled else nullcontext()
+    def __init__(self) -> None:
+        self.is_accumulating = False
+
+    @contextmanager
+    def no_backward_sync(self, module: EngineModule, enabled: bool) -> Iterator[None]:
+        if not enabled:
+            yield
+            return
+        self.is_accumulating = True
+        try:
+            with module.backend.no_sync(module.module):
+                yield
+        finally:
+            self.is_accumulating = False
 
 
 class FabricAdapter(ParallelProcesses):
@@ -40,11 +58,12 @@ class FabricAdapter(ParallelProcesses):
     def __init__(self, backend: Backend[Any], **kwargs: Any) -> None:
         self._modules: list[nn.Module] = []
         self._owners: dict[Optimizer, nn.Module] = {}
+        self._sync_control = _SyncControl()
         super().__init__(backend, **kwargs)
 
     @property
     def _backward_sync_control(self) -> _SyncControl:
-        return _SyncControl()
+        return self._sync_control
 
     @_backward_sync_control.setter
     def _backward_sync_control(self, control: Any) -> None:
@@ -103,19 +122,19 @@ class FabricAdapter(ParallelProcesses):
             repoint_optimizer(optimizer, replaced)
             self._owners[optimizer] = module
         self.backend.setup_optimizers(module, optimizers)
-        route_optimizer_steps(optimizers, self.backend)
-        return EngineModule(module, self.backend), optimizers, scheduler
+        route_optimizer_steps(optimizers, self.backend, module)
+        return EngineModule(module, self.backend, self._batches), optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Lay the module out; optimizers may follow in `setup_optimizer`."""
         self._parallelize(module)
-        return EngineModule(module, self.backend)
+        return EngineModule(module, self.backend, self._batches)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Take over an optimizer over the parameters of a module that was set up before."""
         module = self._owners[optimizer] = self._owner(optimizer)
         self.backend.setup_optimizers(module, [optimizer])
-        route_optimizer_steps([optimizer], self.backend)
+        route_optimizer_steps([optimizer], self.backend, module)
         return optimizer
 
     def _parallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
@@ -138,15 +157,27 @@ class FabricAdapter(ParallelProcesses):
         )
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients; the engine gets the user's module, or all of them where Fabric names none."""
+        """Compute gradients; the engine gets the user's module, or all of them where Fabric names none.
+
+        What follows is the user's own loop, which may look at them.
+        """
         if module is None:
             module = self._modules[0] if len(self._modules) == 1 else nn.ModuleList(self._modules)
-        super().backward(tensor, unwrap_engine(module), *args, **kwargs)  # type: ignore[misc] # of the tree's
+        module = unwrap_engine(module)
+        scaler = getattr(self.precision, "scaler", None)
+        if scaler is not None and has_own_backward(self.backend):  # the plugin's, which scales, is replaced
+            tensor = scaler.scale(tensor)
+        super().backward(tensor, module, *args, **kwargs)  # type: ignore[misc] # of the tree's
+        if publishes_gradients(self.backend) and not self._sync_control.is_accumulating:
+            self.backend.publish_gradients(module)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step, after taking notice of a background save that has ended meanwhile."""
+        """Step, after taking notice of a background save that has ended meanwhile, and compare the ranks."""
         poll()
-        return super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc] # of the tree's Strategy
+        result = super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc] # of the tree's Strategy
+        module = self._owner(unwrap_optimizer(optimizer))
+        self.watch.after_step(module, lambda: [o for o, owner in self._owners.items() if owner is module])
+        return result
 
     # --- collectives --------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from nnx.lightning.checkpoint import (
 from nnx.lightning.engine_module import unwrap_engine
 from nnx.lightning.routing import unwrap_optimizer
 from nnx.random_state import RandomState
+from nnx.shares import of_process
 from nnx.state import parameter_names
 
 __all__ = ["StoredContent", "load_fabric_checkpoint", "rename_parameters", "save_fabric_checkpoint"]
@@ -142,7 +143,7 @@ class StoredContent:
         ranks: Any = self.rest.get(RANKS, ()) if self.stored is None else StoredRanks(self.stored)
         with together(control_group(), doing="restoring the random state"):
             if self._found(len(ranks) > 0, key, strict):
-                rank = self.strategy.global_rank
+                rank = of_process(self.strategy.global_rank)
                 random.load_state_dict(ranks[rank if rank < len(ranks) else 0])
 
     def has(self, key: str, strict: bool) -> bool:

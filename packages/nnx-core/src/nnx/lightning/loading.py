@@ -22,7 +22,7 @@ from nnx.errors import CheckpointError, OptionError
 from nnx.layout import Shard, shard_of
 from nnx.lightning.averaged_weights import WeightsOnDisk
 from nnx.lightning.compat import migrate_checkpoint
-from nnx.lightning.rebuilding import Kind, build, kind_of
+from nnx.lightning.rebuilding import Kind, Trust, build, kind_of
 from nnx.restore import fill_model
 from nnx.state import ModelState, describe_model
 
@@ -41,6 +41,7 @@ def load_from_checkpoint(
     map_location: MapLocation = None,
     strict: bool | None = None,
     weights_only: bool | None = None,
+    trust: Trust = False,
     **kwargs: Any,
 ) -> T:
     """Build a model, or a data module, from a checkpoint of any known format.
@@ -56,7 +57,11 @@ def load_from_checkpoint(
             stays where the class builds it.
         strict: Whether missing and unexpected names are an error; by default the module's ``strict_loading``,
             which is True unless it was set.
-        weights_only: False executes code that whoever wrote the checkpoint may have put there.
+        weights_only: False executes code that whoever wrote the checkpoint may have put there; it implies
+            ``trust=True``.
+        trust: The classes and functions that a configuration of LightningCLI in the checkpoint names and that
+            may be imported and called, as in ``["my.module.Encoder"]``; True for all of them. Without it
+            the class gets plain data only.
         **kwargs: Arguments for the class, in place of saved hyper-parameters or beside them.
 
     Returns:
@@ -73,7 +78,8 @@ def load_from_checkpoint(
     kind = kind_of(cls)
     stored = WeightsOnDisk(storage.open_checkpoint(path, weights_only=weights_only is not False))
     content = _lightning_dict(stored, kind)
-    made: T = build(cls, kind, content, kwargs, source=str(path))
+    trust = True if weights_only is False else trust
+    made: T = build(cls, kind, content, kwargs, source=str(path), trust=trust)
     if isinstance(made, nn.Module):
         _load_model(made, content, kind, _is_strict(made, kind, strict), _device(map_location))
     else:

@@ -14,14 +14,17 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from nnx.backend import Backend, ParallelContext
-from nnx.collective import all_gather_object, control_group
 from nnx.errors import UnsupportedError
 from nnx.lightning.checkpoint_io import CheckpointIO
 from nnx.lightning.compat import make_launcher, reset_seed, seed_data_workers
 from nnx.lightning.messages import show_messages
 from nnx.options import CommonOptions
+from nnx.shares import SharedBatches, SharedNumber, Shares, make_shares, of_process
+from nnx.used import before_reduction, end_run
+from nnx.watch import Watch
 
 __all__ = ["ParallelProcesses", "leave_process_group_at_exit"]
 
@@ -58,10 +61,8 @@ class ParallelProcesses(ABC):
     parallel_devices: list[torch.device] | None
     accelerator: Any
     _launcher: Any
-    global_rank: int
     local_rank: int
     node_rank: int
-    world_size: int
 
     def __init__(
         self, backend: Backend[Any], *, name: str, common: CommonOptions | None = None, **lightning: Any
@@ -72,7 +73,9 @@ class ParallelProcesses(ABC):
         show_messages()
         self._num_nodes = 1
         self._backend_is_set_up = False
-        self._first_of_share: bool | None = None
+        self._shares: Shares | None = None
+        self._batches = SharedBatches(None, every=0)
+        self.watch = Watch(backend, every=self.common.check_every)
         super().__init__(**lightning)  # the tree's ParallelStrategy
 
     # --- who is who ---------------------------------------------------------------------------
@@ -106,16 +109,34 @@ class ParallelProcesses(ABC):
             UnsupportedError: It depends on the backend's groups, which do not exist yet.
         """
         if self._backend_is_set_up:
-            rank, size = self.backend.data_parallel_rank_and_size
-        elif type(self.backend).data_parallel_rank_and_size is Backend.data_parallel_rank_and_size:
-            rank, size = self.global_rank, self.num_nodes * self.num_processes
+            share: tuple[int, int] | None = self.backend.data_parallel_rank_and_size
         else:
+            share = self.backend.share_before_setup(
+                rank=self.global_rank,
+                world_size=self.num_nodes * self.num_processes,
+                local_world_size=self.num_processes,
+            )
+        if share is None:
             raise UnsupportedError(
                 f"the share of the data that a rank reads under {self.name!r} is not known before its groups "
                 "exist.",
                 remedy="Build the loader in `train_dataloader` or after `fabric.launch()`, not before.",
             )
-        return {"num_replicas": size, "rank": rank}
+        return {"num_replicas": share[1], "rank": share[0]}
+
+    @property
+    def global_rank(self) -> int:
+        """The rank of this process; where ranks share data, that of its share if it is computed with."""
+        rank: int = super().global_rank  # type: ignore[misc] # of the tree's
+        shares = self._shares if self._backend_is_set_up else None
+        return rank if shares is None else SharedNumber(shares.rank, rank)
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes; where ranks share data, that of shares if it is computed with."""
+        size: int = super().world_size  # type: ignore[misc] # of the tree's
+        shares = self._shares if self._backend_is_set_up else None
+        return size if shares is None else SharedNumber(shares.size, size)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Make data workers of ranks that read the same samples draw the same random numbers."""
@@ -128,7 +149,7 @@ class ParallelProcesses(ABC):
             return
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        rank_zero_only.rank = of_process(self.global_rank)  # type: ignore[attr-defined]
 
     # --- start --------------------------------------------------------------------------------
 
@@ -150,9 +171,11 @@ class ParallelProcesses(ABC):
         self.set_world_ranks()
         self._join_process_group()
         if not self._backend_is_set_up:
+            end_run()
             self.backend.setup(self._parallel_context())
             self._backend_is_set_up = True
-            self._first_of_share = None
+            self._shares = make_shares(*self.backend.data_parallel_rank_and_size)
+            self._batches = SharedBatches(self._shares, every=self.common.check_every)
 
     def _join_process_group(self) -> None:
         if dist.is_initialized():
@@ -218,6 +241,8 @@ class ParallelProcesses(ABC):
         """
         if not isinstance(value, Tensor) or not dist.is_initialized():
             return value
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
         name = reduce_op.lower() if isinstance(reduce_op, str) else None
         op = _REDUCTIONS[name] if name is not None else (reduce_op or dist.ReduceOp.SUM)
         is_mean = name in ("mean", "avg") or op == dist.ReduceOp.AVG
@@ -228,20 +253,20 @@ class ParallelProcesses(ABC):
         if is_mean and not (result.is_floating_point() or result.is_complex()):
             result = result.float()
         neutral = {"sum": 0, "product": 1}.get(_name_of(op)) if group is None and not is_mean else None
-        if neutral is not None and not self._is_first_of_share():
+        if neutral is not None and self._shares is not None and not self._shares.is_first:
             result.fill_(neutral)
         dist.all_reduce(result, op=op, group=group)
         return result / dist.get_world_size(group) if is_mean else result
 
-    def _is_first_of_share(self) -> bool:
-        """Whether no lower rank reads the same share of the data as this one."""
-        rank, size = self.backend.data_parallel_rank_and_size
-        if size == dist.get_world_size():
-            return True
-        if self._first_of_share is None:
-            shares = all_gather_object(rank, control_group())
-            self._first_of_share = shares.index(rank) == dist.get_rank()
-        return self._first_of_share
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Stack what the ranks have; where ranks share data, what each share has, once."""
+        before_reduction("a gather over the ranks, as of self.all_gather")
+        if self._shares is not None and group in (None, dist.group.WORLD):
+            group = self._shares.across
+            if group is None:
+                return tensor.unsqueeze(0)
+        gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc] # of the tree's
+        return gathered
 
     # --- evaluation ---------------------------------------------------------------------------
 

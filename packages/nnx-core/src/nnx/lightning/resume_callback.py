@@ -59,6 +59,7 @@ class ResumeCallback:
         """Take what concerns resuming out of the checkpoint."""
         if self._resume is not None:
             self._resume.load(trainer, checkpoint)
+            self._resume.activate()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leave strategy and loaders as they were."""

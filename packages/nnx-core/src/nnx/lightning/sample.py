@@ -7,23 +7,26 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from nnx.backend import Call
 from nnx.errors import UnsupportedError
 from nnx.lightning.compat import running_stage_loader
 from nnx.random_state import host_state_kept
+from nnx.tensor_functions import Sees, what_it_sees
 
 __all__ = ["TrainerSample", "example_inputs"]
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 _STEPS = {
-    "fit": "training_step",
-    "validate": "validation_step",
-    "test": "test_step",
-    "predict": "predict_step",
+    "fit": ("training_step", "train_step_context"),
+    "validate": ("validation_step", "val_step_context"),
+    "test": ("test_step", "test_step_context"),
+    "predict": ("predict_step", "predict_step_context"),
 }
+"""Name of a step, and of the precision plugin's context for it."""
 
 
 def example_inputs(module: nn.Module) -> Inputs:
@@ -66,7 +69,8 @@ class TrainerSample:
         Raises:
             UnsupportedError: There are neither declared inputs nor a batch.
         """
-        return _declared(self._module) or self._of_batch(self._first_batch())
+        declared = _declared(self._module)
+        return self._of_batch(self._first_batch()) if declared is None else self._converted(declared)
 
     def first_call(self) -> Call:
         """The call that the running stage's step begins with; inputs that the module declares come first.
@@ -76,19 +80,25 @@ class TrainerSample:
         """
         module, declared = self._module, _declared(self._module)
         if declared is not None:
-            return Call(module, *declared)
+            return Call(module, *self._converted(declared))
         batch = self._first_batch()
         if callable(getattr(module, "dummy_forward_args_fn", None)):
             return Call(module, *self._of_batch(batch))
-        step = getattr(module, _STEPS[self._trainer.state.fn.value])
-        return _watch(module, step, batch, self._trainer) or Call(module, *self._of_batch(batch))
+        step, context = _STEPS[self._trainer.state.fn.value]
+        with getattr(self._trainer.precision_plugin, context)():  # as when Trainer calls it
+            found = _watch(module, getattr(module, step), batch)
+        return found or Call(module, *self._of_batch(batch))
 
     def _first_batch(self) -> Any:
         with host_state_kept():
             batch = next(iter(running_stage_loader(self._trainer)), None)
         if batch is None:
             example_inputs(self._module)  # it has none: says so
-        return self._trainer.strategy.batch_to_device(batch)
+        return self._trainer.strategy.batch_to_device(self._converted(batch))
+
+    def _converted(self, inputs: Any) -> Any:
+        """Inputs in the precision that steps get them in."""
+        return self._trainer.precision_plugin.convert_input(inputs)
 
     def _of_batch(self, batch: Any) -> Inputs:
         convert = getattr(self._module, "dummy_forward_args_fn", None)
@@ -117,17 +127,48 @@ class _Reached(BaseException):
         self.call = call
 
 
-def _watch(module: nn.Module, step: Any, batch: Any, trainer: Any) -> Call | None:
+def _watch(module: nn.Module, step: Any, batch: Any) -> Call | None:
     """Begin a step, and leave it where it calls the model. None where it fails before, or never does."""
-    batch = trainer.precision_plugin.convert_input(batch)
     try:
-        with host_state_kept(), torch.no_grad(), _leaving_at_the_model(module):
+        with host_state_kept(), torch.no_grad(), _leaving_at_the_model(module), _NothingWritten(module):
             step(batch, 0)
     except _Reached as reached:
         return reached.call
     except Exception:  # whatever it needs of a running loop; the step itself will say so
         return None
     return None
+
+
+class _NothingWritten(TorchFunctionMode):
+    """Leaves out what would write into the module's parameters and buffers, as the step itself will.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        tensors = (*module.parameters(), *module.buffers())
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        target = kwargs.get("out", args[0] if args and _writes(func) else None)
+        tensors = target if isinstance(target, (list, tuple)) else [target]
+        if any(isinstance(tensor, Tensor) and self._is_of_module(tensor) for tensor in tensors):
+            return target
+        return func(*args, **kwargs)
+
+    def _is_of_module(self, tensor: Tensor) -> bool:
+        return tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() in self._storages
+
+
+def _writes(func: Any) -> bool:
+    if getattr(func, "__name__", "").startswith("_foreach_"):
+        return bool(func.__name__.endswith("_"))
+    return what_it_sees(func) in (Sees.IN_PLACE, Sees.ASSIGNS, Sees.ASSIGNS_GRADIENT)
 
 
 @contextmanager

@@ -8,11 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from copy import copy
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from nnx.backend import Backend
 from nnx.checkpoint.background import poll
@@ -28,19 +31,26 @@ from nnx.lightning.checkpoint import (
     save_lightning_checkpoint,
 )
 from nnx.lightning.checkpoint_io import CheckpointIO
-from nnx.lightning.compat import is_wrapping_checkpoint_io, make_optimizers
+from nnx.lightning.compat import attached_trainer, is_wrapping_checkpoint_io, make_optimizers
 from nnx.lightning.even_prediction import EvenPrediction
 from nnx.lightning.exact_resume import ExactResume
+from nnx.lightning.gradient_access import looks_after_backward, looks_before_step
 from nnx.lightning.layer_sync import put_back, synchronize_layers
 from nnx.lightning.processes import ParallelProcesses
 from nnx.lightning.routing import (
+    publishes_gradients,
+    refuse_plain_backward,
     route_clipping,
     route_optimizer_steps,
     route_precision,
+    unroute_precision,
     unwrap_optimizer,
 )
 from nnx.lightning.sample import TrainerSample
+from nnx.shares import of_process
 from nnx.state import OptimizerState, repoint_optimizer
+from nnx.used import before_reduction, end_run
+from nnx.whole import as_stored
 
 __all__ = ["TrainerAdapter"]
 
@@ -48,6 +58,14 @@ log = logging.getLogger("nnx.lightning")
 
 _TIME_TO_FAIL_TOGETHER = 5.0
 """Seconds after an error in which the other ranks must have failed as well to count as failing together."""
+
+
+class _Phase(Enum):
+    """What a strategy has done for the module that is connected to it."""
+
+    APART = "no run goes on in this process, and the module is as the user built it"
+    JOINED = "the run has begun: hooks set the module up, and a checkpoint is restored, before it is laid out"
+    LAID_OUT = "the engine has the module"
 
 
 class TrainerAdapter(ParallelProcesses):
@@ -58,13 +76,18 @@ class TrainerAdapter(ParallelProcesses):
     optimizers: list[Optimizer]
     lr_scheduler_configs: list[Any]
     precision_plugin: Any
+    pre_backward: Any
+    post_backward: Any
     _precision_plugin: Any
     _checkpoint_io: Any
     _layer_sync: Any
 
     def __init__(self, backend: Backend[Any], **kwargs: Any) -> None:
         self._replaced_layers: dict[str, nn.Module] = {}
-        self._has_failed = False
+        self._hooks: list[RemovableHandle] = []
+        self._phase = _Phase.APART
+        self._weights_to_load: tuple[Mapping[str, Any], bool] | None = None
+        self._has_failed = self._accumulates = False
         self._even_prediction = EvenPrediction()
         self._optimizers_of_backend: list[Optimizer] = []
         self._final_states: dict[Optimizer, OptimizerState] = {}
@@ -94,6 +117,7 @@ class TrainerAdapter(ParallelProcesses):
     def setup_environment(self) -> None:
         """Join the process group; the callbacks are set up next. Collective."""
         super().setup_environment()
+        self._phase = _Phase.JOINED
         self._averages.prepare(self.root, self.lightning_module.trainer)
 
     @contextmanager
@@ -108,7 +132,7 @@ class TrainerAdapter(ParallelProcesses):
         return self.backend.module_init_context()
 
     def setup(self, trainer: Any) -> None:
-        """Lay the model out and build the optimizers. Collective."""
+        """Lay the model out, build the optimizers and fill in the weights of a checkpoint. Collective."""
         self.accelerator.setup(trainer)
         if isinstance(self.checkpoint_io, CheckpointIO):
             self.checkpoint_io.start_run()
@@ -125,14 +149,21 @@ class TrainerAdapter(ParallelProcesses):
             repoint_optimizer(optimizer, replaced)
         optimizers = [unwrap_optimizer(optimizer) for optimizer in self.optimizers] if fitting else []
         self.backend.setup_optimizers(module, optimizers)
+        self._phase = _Phase.LAID_OUT
+        weights, self._weights_to_load = self._weights_to_load, None
+        if weights is not None:
+            restore_model(self.backend, module, weights[0], strict=weights[1])
         self._averages.lay_out(trainer, module)
-        route_optimizer_steps(optimizers, self.backend)
+        route_optimizer_steps(optimizers, self.backend, module)
+        self._hooks = refuse_plain_backward(self.backend, module) if fitting else []
         self._optimizers_of_backend = optimizers
         self.setup_precision_plugin()
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Call ``configure_optimizers`` now that the parameters have their final objects."""
-        self.optimizers, self.lr_scheduler_configs = make_optimizers(self.root, self.lightning_module)
+        module = self.lightning_module
+        with as_stored(*module.parameters()):  # some optimizers make their state at once
+            self.optimizers, self.lr_scheduler_configs = make_optimizers(self.root, module)
 
     def model_to_device(self) -> None:
         """Nothing: `Backend.parallelize` moves the module, part by part if it must."""
@@ -144,9 +175,12 @@ class TrainerAdapter(ParallelProcesses):
             CheckpointError: The save in flight failed, and nothing else did.
         """
         save_error = self._end_saving()
+        self._phase, self._weights_to_load = _Phase.APART, None
+        end_run()
         module = self.lightning_module
-        if module is not None:
-            self._exact_resume.close(module.trainer)
+        trainer = attached_trainer(module)
+        if trainer is not None:  # the process that only launches others has attached none
+            self._exact_resume.close(trainer)
         if module is not None and self._backend_is_set_up and self._can_gather():
             self._keep_final_states(module)
             self._averages.give_back(gather=True)
@@ -160,6 +194,9 @@ class TrainerAdapter(ParallelProcesses):
         self.backend.teardown()
         self._backend_is_set_up = False
         self.cluster_environment.teardown()
+        unroute_precision(self.precision_plugin)
+        for hook in self._hooks:
+            hook.remove()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
@@ -194,7 +231,7 @@ class TrainerAdapter(ParallelProcesses):
         log.warning(
             "The ranks did not fail together, so the model of rank %d stays sharded. The error that "
             "follows, or another rank's, is the cause.",
-            self.global_rank,
+            of_process(self.global_rank),
         )
         return False
 
@@ -234,19 +271,52 @@ class TrainerAdapter(ParallelProcesses):
             return predicted
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step, after taking notice of a background save that has ended meanwhile."""
+        """Step, after taking notice of a background save that has ended meanwhile, and compare the ranks."""
         poll()
-        return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc] # of the tree's
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc] # of the tree's
+        self.watch.after_step(self.lightning_module, lambda: self._optimizers_of_backend)
+        return result
 
     def _step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step = getattr(self.lightning_module, name)
+        first, index, *loader = [*args, *kwargs.values(), None, None][:3]
+        where = name if not loader or loader[0] is None else f"{name} of loader {loader[0]}"
+        training = name == "training_step"
+        self._batches.compare(first, where=where, begins=index == 0, in_step=training)
         return self.backend.run_step(self.lightning_module, step, *args, **kwargs)
+
+    def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute gradients, and show them to user code where it may look at them."""
+        if self._accumulates or not self._shows_gradients():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[misc] # of the tree's
+        module, plugin = self.lightning_module, self.precision_plugin
+        self.pre_backward(closure_loss)
+        loss = plugin.pre_backward(closure_loss, module)
+        plugin.backward(loss, module, optimizer, *args, **kwargs)
+        self.backend.publish_gradients(module)
+        loss = plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
+
+    def _shows_gradients(self) -> bool:
+        if not publishes_gradients(self.backend):
+            return False
+        module = self.lightning_module
+        return looks_after_backward(self.root, module) or looks_before_step(self.root, module)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Within it backward only accumulates; Trainer enters it on all but the last micro batch."""
-        with self.backend.no_sync(self.lightning_module):
-            yield
+        module = self.lightning_module
+        if publishes_gradients(self.backend) and looks_after_backward(self.root, module):
+            yield  # what is shown after each backward is reduced
+            return
+        self._accumulates = True
+        try:
+            with self.backend.no_sync(module):
+                yield
+        finally:
+            self._accumulates = False
 
     def on_validation_start(self) -> None:
         """Evaluate with rank 0's buffers on every rank."""
@@ -267,6 +337,7 @@ class TrainerAdapter(ParallelProcesses):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks; the result reaches every rank."""
+        before_reduction("a reduction over the ranks, as of self.log(..., sync_dist=True)")
         return self._reduce(tensor, group, reduce_op)
 
     # --- checkpoints --------------------------------------------------------------------------
@@ -277,18 +348,15 @@ class TrainerAdapter(ParallelProcesses):
         io = self._checkpoint_io
         if io is None:
             self._checkpoint_io = self._own_checkpoint_io()
-        elif is_wrapping_checkpoint_io(self.root, io) and io.checkpoint_io is None:
-            io.checkpoint_io = self._own_checkpoint_io()
+        while is_wrapping_checkpoint_io(self.root, io):
+            if io.checkpoint_io is None:
+                io.checkpoint_io = self._own_checkpoint_io()
+            io = io.checkpoint_io
         return self._checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, checkpoint_io: Any) -> None:
         self._checkpoint_io = checkpoint_io
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Weights are read straight into the laid-out parameters."""
-        return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's shards by parameter name; handles, not copies."""
@@ -303,22 +371,34 @@ class TrainerAdapter(ParallelProcesses):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, all ranks together."""
+        trainer = attached_trainer(self.lightning_module)  # None where other processes ran it
         resumable = "optimizer_states" in checkpoint  # which one of weights only is not
-        own = self._exact_resume.state(self.lightning_module.trainer) if resumable else None
+        own = self._exact_resume.state(trainer) if resumable and trainer is not None else None
         save_lightning_checkpoint(self, checkpoint, self.broadcast(filepath), storage_options, own=own)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Open a checkpoint; its tensors are read later, in `load_model_state_dict`."""
+        """Open a checkpoint; its tensors are read when the module is laid out."""
         checkpoint = load_lightning_checkpoint(self, self.broadcast(checkpoint_path), weights_only)
-        self._exact_resume.load(self.lightning_module.trainer, checkpoint)
+        trainer = attached_trainer(self.lightning_module)
+        if trainer is not None:
+            self._exact_resume.load(trainer, checkpoint)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Read this rank's part of the weights in place."""
-        restore_model(self.backend, self.lightning_module, checkpoint["state_dict"], strict=strict)
+        """Read this rank's part of the weights in place; before the module is laid out, remember to do so.
+
+        Trainer calls it before `setup`, as it does under ``ddp``: callbacks and hooks have the state of the
+        checkpoint when they see the optimizers.
+        """
+        weights = checkpoint["state_dict"]
+        if self._phase is _Phase.JOINED:
+            self._weights_to_load = copy(weights), strict  # callbacks may take entries out of theirs
+            return
+        restore_model(self.backend, self.lightning_module, weights, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Read this rank's part of every optimizer's state in place."""
+        """Read this rank's part of every optimizer's state in place; the data goes on from there too."""
+        self._exact_resume.activate()
         restore_optimizers(
             self.backend, self.lightning_module, self.optimizers, checkpoint["optimizer_states"]
         )

@@ -59,11 +59,14 @@ class TrainingData:
         if begun is None or begun.epoch != fit.epoch_progress.current.ready:
             begun = _Beginning(0, 0, (0,) * len(loaders))
         since = fit.epoch_loop.batch_progress.current.processed - begun.batches
+        samplers = [tracked(loader) for loader in loaders]
+        if all(sampler is None for sampler in samplers):
+            return [None] * len(samplers)  # also after the run, when the share of the data is not known
         size = data_parallel_rank_and_size(trainer)[1]
         mode = fit._combined_loader._mode
         return [
             None if sampler is None else sampler.position(_in_pass(first + since, sampler, mode), size)
-            for sampler, first in zip(map(tracked, loaders), begun.items, strict=True)
+            for sampler, first in zip(samplers, begun.items, strict=True)
         ]
 
     def close(self, trainer: Any) -> None:
@@ -73,6 +76,7 @@ class TrainingData:
         for loader in self._loaders:
             untrack(loader)
         self._loaders = []
+        self.resume_at(None, ())
 
     # --- resuming -----------------------------------------------------------------------------
 
@@ -142,13 +146,13 @@ class TrainingData:
         place, self._place = self._place, None
         if place is None:
             return
-        if self._saved and len(self._saved) != self._index:
+        loaders = trainer.fit_loop._combined_loader.flattened
+        if self._saved and len(self._saved) != len(loaders):
             raise CheckpointError(
-                f"this run has {self._index} training loaders and the checkpoint has {len(self._saved)}.",
+                f"this run has {len(loaders)} training loaders and the checkpoint has {len(self._saved)}.",
                 remedy="Return the same loaders as when it was saved, or pass resume_data='restart'.",
             )
-        combined = trainer.fit_loop._combined_loader
-        samplers = [tracked(loader) for loader in combined.flattened]
+        samplers = [tracked(loader) for loader in loaders]
         for index, sampler in enumerate(samplers):
             if sampler is None:
                 continue

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import inspect
+import math
 import os
 import pickle
 import random
@@ -98,6 +99,7 @@ class WorkerPool:
         timeout: float = 120.0,
         env: Mapping[str, str] | None = None,
         init: Literal["gloo"] | None = None,
+        end_after: float = math.inf,
     ) -> list[Any]:
         """Call a function once per rank and collect what the ranks return.
 
@@ -112,6 +114,8 @@ class WorkerPool:
             timeout: Seconds after which the job counts as hung.
             env: Further environment variables for the job.
             init: ``"gloo"`` creates the default process group before the call.
+            end_after: Seconds after an answer until the workers that have answered are ended if others have
+                not, as the processes of a script end; what the others wait for then fails.
 
         Returns:
             The results in rank order.
@@ -128,7 +132,7 @@ class WorkerPool:
         for rank, worker in enumerate(workers):
             environment = _environment(rank, world_size, port) | dict(env or {})
             worker.submit(_job(fn, args, environment, init, timeout))
-        replies, failures = _collect(workers, timeout)
+        replies, failures = _collect(workers, timeout, end_after)
         self.output = [worker.output() for worker in workers]
         self._drop_the_lost()
         if failures:
@@ -234,11 +238,15 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
 
-    def kill(self) -> None:
+    def end(self) -> None:
+        """Kill the process and what it started; its output can still be read."""
         self.healthy = False
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+    def kill(self) -> None:
+        self.end()
         self.connection.close()
         self._log.close()
 
@@ -262,17 +270,26 @@ def _inherited() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def _collect(workers: Sequence[_Worker], timeout: float) -> tuple[list[Any], dict[int, str]]:
-    """Wait for every rank's answer, for a shorter while once one has failed."""
+def _collect(
+    workers: Sequence[_Worker], timeout: float, end_after: float
+) -> tuple[list[Any], dict[int, str]]:
+    """Wait for every rank's answer, for a shorter while once one has failed; end those that are done."""
     ranks = {worker.connection: rank for rank, worker in enumerate(workers)}
     waiting: set[Connection] = {worker.connection for worker in workers}
     replies: list[Any] = [None] * len(workers)
     failures: dict[int, str] = {}
-    deadline = time.monotonic() + timeout
+    deadline, ending = time.monotonic() + timeout, math.inf
     while waiting:
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        ready = wait(list(waiting), timeout=max(0.0, min(deadline, ending) - time.monotonic()))
+        if not ready and ending < deadline:
+            for worker in workers:
+                if worker.connection not in waiting:
+                    worker.end()
+            ending = math.inf
+            continue
         if not ready:
             break
+        ending = time.monotonic() + end_after
         for connection in ready:
             assert isinstance(connection, Connection)
             waiting.discard(connection)

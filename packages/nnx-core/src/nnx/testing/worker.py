@@ -143,4 +143,19 @@ def _clean_up(environment: dict[str, str], directory: Path) -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     gc.collect()
-    gc.freeze()  # what survives is modules; to search them again after each job takes longer than most jobs
+    _freeze_modules()
+
+
+_modules_frozen = 0
+
+
+def _freeze_modules() -> None:
+    """Spare the collector what new modules have brought, as to search it takes longer than most jobs.
+
+    Without new modules nothing is frozen. What a thread or a traceback holds right now would never be freed
+    again, with the process groups that it leads to, whose threads slow down everything that follows.
+    """
+    global _modules_frozen  # noqa: PLW0603 - of this process
+    if len(sys.modules) != _modules_frozen:
+        _modules_frozen = len(sys.modules)
+        gc.freeze()

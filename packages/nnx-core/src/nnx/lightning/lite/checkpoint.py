@@ -27,6 +27,7 @@ from nnx.lightning.lite.snapshots import ModuleState, OptimizerStateDict, holds_
 from nnx.lightning.lite.tree import FABRIC_ROOT, fabric_module
 from nnx.lightning.routing import unwrap_optimizer
 from nnx.random_state import RandomState
+from nnx.shares import of_process
 
 __all__ = ["WholeState", "is_plain", "load_content", "save_content", "save_file", "state_of"]
 
@@ -60,8 +61,8 @@ class WholeState:
         self.backend = _Replicated(NoOptions())
         self.checkpoint_io = innermost_checkpoint_io(strategy.checkpoint_io) or CheckpointIO()
         self.name = type(strategy).__name__
-        self.global_rank = strategy.global_rank
-        self.world_size = strategy.world_size
+        self.global_rank = of_process(strategy.global_rank)
+        self.world_size = of_process(strategy.world_size)
         self._modules = modules
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:

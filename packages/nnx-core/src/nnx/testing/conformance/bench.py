@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 import time
 from collections.abc import Callable
@@ -91,6 +92,8 @@ class Bench:
         *args: Any,
         world_size: int | None = None,
         subject: Subject | None = None,
+        timeout: float | None = None,
+        end_after: float = math.inf,
     ) -> list[Any]:
         """Call ``job(subject, *args)`` once per rank, in warm workers.
 
@@ -99,6 +102,8 @@ class Bench:
             *args: Its further arguments; they travel by pickle, as the results do.
             world_size: Ranks; two by default, or one where the strategy is tried on one.
             subject: Another strategy than the one under test, such as ``Subject("ddp")``.
+            timeout: Seconds after which the job counts as hung; by default what the check has left.
+            end_after: See `WorkerPool.run`.
 
         Returns:
             The results in rank order.
@@ -109,7 +114,10 @@ class Bench:
         """
         chosen, ranks = subject or self.subject, self._ranks(world_size)
         try:
-            return self._pool.run(_in_worker, job, chosen, args, world_size=ranks, timeout=self.remaining)
+            limit = min(self.remaining, timeout or self.remaining)
+            return self._pool.run(
+                _in_worker, job, chosen, args, world_size=ranks, timeout=limit, end_after=end_after
+            )
         except JobError as error:
             raise CheckFailed(summary_of(chosen, error)) from error
 
@@ -120,13 +128,22 @@ class Bench:
             raise NotApplicable(f"it takes {asked} ranks, and one_rank=True")
         return 1
 
-    def run_once(self, job: Callable[..., Any], *args: Any, world_size: int | None = None) -> list[Any]:
+    def run_once(
+        self,
+        job: Callable[..., Any],
+        *args: Any,
+        world_size: int | None = None,
+        timeout: float | None = None,
+        end_after: float = math.inf,
+    ) -> list[Any]:
         """Like `run`, for what several checks look at: only the first of them runs it.
 
         Args:
             job: See `run`.
             *args: See `run`; they need faithful reprs.
             world_size: See `run`.
+            timeout: See `run`.
+            end_after: See `run`.
 
         Returns:
             The results in rank order, which the check must not change.
@@ -137,7 +154,9 @@ class Bench:
         shared, key = self._reference.shared, (self.subject, job, repr(args), self._ranks(world_size))
         if key not in shared:
             try:
-                shared[key] = self.run(job, *args, world_size=world_size)
+                shared[key] = self.run(
+                    job, *args, world_size=world_size, timeout=timeout, end_after=end_after
+                )
             except CheckFailed as failure:
                 shared[key] = failure
         found = shared[key]

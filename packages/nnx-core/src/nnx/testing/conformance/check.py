@@ -24,13 +24,14 @@ __all__ = [
     "CheckFailed",
     "Kind",
     "NotApplicable",
+    "Refused",
     "all_checks",
     "check",
     "expect",
     "missing_capability",
 ]
 
-GROUPS = ("numbers", "stages", "structure", "names", "checkpoints", "manners")
+GROUPS = ("numbers", "stages", "structure", "names", "habits", "checkpoints", "manners")
 """The groups in the order in which they run: what fails first explains most."""
 
 Kind = Literal["backend", "strategy", "lightning"]
@@ -48,6 +49,10 @@ class NotApplicable(NnxError):  # noqa: N818
     """The check has nothing to try on this strategy; the message says why."""
 
 
+class Refused(NnxError):  # noqa: N818
+    """The strategy refuses what the check tries, on every rank and with a remedy; the message is its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """One promise.
@@ -61,6 +66,7 @@ class Check:
             ``"precisions:bf16-mixed"`` for an entry of a list.
         kinds: What the promise can be asked of.
         full: Only tried in the full profile.
+        refusable: Whether a strategy may name the check in `Capabilities.refuses`.
         deadline: Seconds after which it counts as hung.
     """
 
@@ -71,6 +77,7 @@ class Check:
     requires: tuple[str, ...] = ()
     kinds: tuple[Kind, ...] = ("backend", "strategy", "lightning")
     full: bool = False
+    refusable: bool = False
     deadline: float = DEADLINE
 
 
@@ -82,6 +89,7 @@ def check(
     name: str = "",
     kinds: tuple[Kind, ...] = ("backend", "strategy", "lightning"),
     full: bool = False,
+    refusable: bool = False,
     deadline: float = DEADLINE,
 ) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
     """Register a function as a check; its name and the first line of its docstring are the check's.
@@ -91,6 +99,7 @@ def check(
         name: Instead of the function's name, for functions made in a loop.
         kinds: See `Check`.
         full: See `Check`.
+        refusable: See `Check`.
         deadline: See `Check`.
     """
 
@@ -103,6 +112,7 @@ def check(
             requires=requires,
             kinds=kinds,
             full=full,
+            refusable=refusable,
             deadline=deadline,
         )
         if made.name in _CHECKS or not made.promise:

@@ -122,5 +122,6 @@ def _form(tensor: Tensor) -> str:
 def _difference(seen: Tensor, expected: Tensor) -> float:
     if not seen.numel():
         return 0.0
-    difference = (seen.double() - expected.double()).abs()
+    exact = torch.complex128 if expected.is_complex() else torch.float64
+    difference = (seen.to(exact) - expected.to(exact)).abs()
     return float(torch.nan_to_num(difference, nan=float("inf")).max())

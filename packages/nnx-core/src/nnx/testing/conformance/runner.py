@@ -18,7 +18,14 @@ from pathlib import Path
 from nnx.errors import NnxError, OptionError
 from nnx.registry import StrategyRegistry
 from nnx.testing.conformance.bench import Bench, Reference, exception_in
-from nnx.testing.conformance.check import Check, CheckFailed, NotApplicable, all_checks, missing_capability
+from nnx.testing.conformance.check import (
+    Check,
+    CheckFailed,
+    NotApplicable,
+    Refused,
+    all_checks,
+    missing_capability,
+)
 from nnx.testing.conformance.report import Report, Result, Verdict
 from nnx.testing.conformance.subject import Identity, Subject
 from nnx.testing.pool import PRELOAD, JobError, WorkerPool
@@ -90,8 +97,14 @@ class Session:
             self._run(check, directory)
         except NotApplicable as reason:
             return "skipped", str(reason), ""
+        except Refused as refusal:
+            is_declared = check.name in identity.capabilities.refuses
+            how = "as it declares" if is_declared else "but not named in its capabilities"
+            return "skipped" if is_declared else "failed", f"refused, {how}: {refusal}", ""
         except CheckFailed as failure:
             return ("skipped", declared, "") if missing else ("failed", str(failure), _log(failure))
+        if check.name in identity.capabilities.refuses:
+            missing, declared = [check.name], f"it declares refuses={check.name!r}"
         return ("undeclared", f"works, although {declared}", "") if missing else ("passed", "", "")
 
     def _run(self, check: Check, directory: Path) -> None:
@@ -107,7 +120,7 @@ class Session:
         )
         try:
             check.run(bench)
-        except (CheckFailed, NotApplicable):
+        except (CheckFailed, NotApplicable, Refused):
             raise
         except JobError as error:
             reason = exception_in(next(iter(error.failures.values())))

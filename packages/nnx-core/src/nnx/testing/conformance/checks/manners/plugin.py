@@ -14,7 +14,7 @@ from nnx.registry import StrategyRegistry
 from nnx.spec import StrategySpec, import_reference
 from nnx.testing.conformance import scripts
 from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import CheckFailed, Kind, check, expect
+from nnx.testing.conformance.check import CheckFailed, Kind, all_checks, check, expect
 from nnx.testing.conformance.launching import run_script
 
 _OF_PLUGINS: tuple[Kind, ...] = ("backend", "strategy")
@@ -83,6 +83,14 @@ def declared_options(bench: Bench) -> None:
     shown = fields(import_reference(spec.options, what=bench.subject.strategy)) if spec.options else ()
     told = [option.name for option in shown]
     expect(told == names, f"the spec's options {spec.options!r} are {told}, the engine takes {names}.")
+
+
+@check(kinds=_OF_PLUGINS)
+def declared_refusals(bench: Bench) -> None:
+    """The habits that the plugin declares as refused are habits that the suite knows."""
+    known = {one.name for one in all_checks() if one.refusable}
+    unknown = sorted(set(_spec(bench).capabilities.refuses) - known)
+    expect(not unknown, f"refuses={unknown}, which `nnx conformance --list` does not have as habits.")
 
 
 @check(kinds=_OF_PLUGINS)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch.distributed import ReduceOp
 
@@ -22,10 +23,13 @@ from nnx.testing.conformance.training import world_size
 
 @check()
 def all_gather(bench: Bench) -> None:
-    """`self.all_gather` stacks every rank's tensors, in tuples and dicts as well, on every rank."""
+    """`self.all_gather` stacks every rank's tensors, in tuples and dicts as well, on every rank.
+
+    Where several ranks work on one share of the data, what each share has comes once.
+    """
     for size in bench.world_sizes:
-        expected = [[rank, 10 * rank] for rank in range(size)]
-        for rank, gathered in enumerate(bench.run(_gather, world_size=size)):
+        for rank, (shares, gathered) in enumerate(bench.run(_gather, world_size=size)):
+            expected = [[share, 10 * share] for share in range(shares)]
             for what, seen in gathered.items():
                 expect(
                     seen == expected,
@@ -36,8 +40,8 @@ def all_gather(bench: Bench) -> None:
 @check()
 def all_gather_with_gradients(bench: Bench) -> None:
     """`self.all_gather(sync_grads=True)` sends each rank the gradient of its part, summed over the ranks."""
-    for rank, gradient in enumerate(bench.run(_gather_with_gradients, world_size=2)):
-        expected = [2.0 * (rank + 1)] * 2
+    for rank, (share, gradient) in enumerate(bench.run(_gather_with_gradients, world_size=2)):
+        expected = [float(share["num_replicas"] * (share["rank"] + 1))] * 2
         expect(gradient == expected, f"rank {rank}: the gradient is {gradient}, expected {expected}.")
 
 
@@ -107,11 +111,12 @@ def barrier(bench: Bench) -> None:
 # ---- what follows runs in the workers ----------------------------------------------------------------
 
 
-def _gather(subject: Subject) -> dict[str, Any]:
-    def look(trainer: Trainer, module: Plain) -> dict[str, Any]:
-        own = torch.tensor([module.global_rank, 10 * module.global_rank], device=module.device)
+def _gather(subject: Subject) -> tuple[int, dict[str, Any]]:
+    def look(trainer: Trainer, module: Plain) -> tuple[int, dict[str, Any]]:
+        share = share_of(trainer)
+        own = torch.tensor([share["rank"], 10 * share["rank"]], device=module.device)
         nested: Any = module.all_gather({"inside": (own, own.clone())})
-        return {
+        return share["num_replicas"], {
             "a tensor": _listed(module.all_gather(own)),
             "a tuple in a dict": _listed(nested["inside"][1]),
             "a tensor, by trainer.strategy": _listed(trainer.strategy.all_gather(own)),
@@ -125,14 +130,14 @@ def _listed(gathered: Any) -> list[Any]:
     return values
 
 
-def _gather_with_gradients(subject: Subject) -> list[float] | None:
-    def look(trainer: Trainer, module: Plain) -> list[float] | None:
+def _gather_with_gradients(subject: Subject) -> tuple[dict[str, int], list[float] | None]:
+    def look(trainer: Trainer, module: Plain) -> tuple[dict[str, int], list[float] | None]:
         with torch.enable_grad():
             own = torch.ones(2, device=module.device, requires_grad=True)
             gathered: Any = module.all_gather(own, sync_grads=True)
-            weights = torch.arange(1.0, trainer.world_size + 1, device=module.device)
+            weights = torch.arange(1.0, len(gathered) + 1, device=module.device)
             (gathered * weights[:, None]).sum().backward()
-        return None if own.grad is None else _listed(own.grad)
+        return share_of(trainer), None if own.grad is None else _listed(own.grad)
 
     return in_training(subject, look)
 
@@ -140,9 +145,9 @@ def _gather_with_gradients(subject: Subject) -> list[float] | None:
 def _broadcast(subject: Subject) -> list[tuple[str, list[float]]]:
     def look(trainer: Trainer, module: Plain) -> list[tuple[str, list[float]]]:
         received = []
-        for source in range(trainer.world_size):
+        for source in range(world_size()):
             text = trainer.strategy.broadcast(f"from {trainer.global_rank}", src=source)
-            own = torch.full((2,), float(trainer.global_rank), device=module.device)
+            own = torch.full((2,), float(dist.get_rank()), device=module.device)
             received.append((text, _listed(trainer.strategy.broadcast(own, src=source))))
         return received
 
@@ -189,7 +194,7 @@ def _wait(subject: Subject, folder: str) -> list[int]:
         marks = [Path(folder) / str(rank) for rank in range(world_size())]
         if trainer.global_rank > 0:
             time.sleep(0.2)
-        marks[trainer.global_rank].touch()
+        marks[dist.get_rank()].touch()
         trainer.strategy.barrier("until all have come")
         missing = [rank for rank, mark in enumerate(marks) if not mark.exists()]
         trainer.strategy.barrier()

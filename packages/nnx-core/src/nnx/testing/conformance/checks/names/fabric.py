@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nnx.testing.conformance.bench import Bench
 from nnx.testing.conformance.check import check, expect
-from nnx.testing.conformance.data import dataset
+from nnx.testing.conformance.data import dataset, share_of
 from nnx.testing.conformance.models import Block
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Task
@@ -44,13 +45,13 @@ def fabric_module(bench: Bench) -> None:
 def fabric_collectives(bench: Bench) -> None:
     """`fabric.all_gather`, `all_reduce`, `broadcast` and `barrier` reach every rank."""
     expected = {
-        "all_gather": [0.0, 1.0],
         "all_reduce to the mean": 0.5,
         "all_reduce to the sum": 1.0,
         "broadcast from rank 1": "from 1",
     }
-    for rank, seen in enumerate(bench.run(_talk, world_size=2)):
-        for what, wanted in expected.items():
+    for rank, (shares, seen) in enumerate(bench.run(_talk, world_size=2)):
+        gathered = [float(share) for share in range(shares)]  # what each share of the data has, once
+        for what, wanted in {"all_gather": gathered, **expected}.items():
             expect(seen[what] == wanted, f"rank {rank}: {what} gives {seen[what]}, expected {wanted}.")
 
 
@@ -136,14 +137,15 @@ def _set_up(subject: Subject) -> _SetUp:
     return _SetUp(before, names, facts)
 
 
-def _talk(subject: Subject) -> dict[str, Any]:
+def _talk(subject: Subject) -> tuple[int, dict[str, Any]]:
     fabric = _launch(subject)
-    own = torch.tensor(float(fabric.global_rank), device=fabric.device)
-    gathered: Any = fabric.all_gather(own)
+    own = torch.tensor(float(dist.get_rank()), device=fabric.device)
+    share = share_of(fabric)
+    gathered: Any = fabric.all_gather(torch.tensor(float(share["rank"]), device=fabric.device))
     mean: Any = fabric.all_reduce(own.clone(), reduce_op="mean")
     total: Any = fabric.all_reduce(own.clone(), reduce_op="sum")
     fabric.barrier()
-    return {
+    return share["num_replicas"], {
         "all_gather": gathered.tolist(),
         "all_reduce to the mean": mean.item(),
         "all_reduce to the sum": total.item(),

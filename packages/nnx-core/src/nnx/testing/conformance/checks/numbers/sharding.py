@@ -40,7 +40,7 @@ def shards_optimizer(bench: Bench) -> None:
 
 
 def _expect_shares(bench: Bench, what: str) -> None:
-    task = Task(optimizer="adamw", steps=2)
+    task = Task(optimizer="adamw", steps=2, clip=1.0)
     alone = bench.alone(_measure, task)[what]
     for world_size in bench.world_sizes:
         held = [found[what] for found in bench.run(_measure, task, world_size=world_size)]
@@ -64,20 +64,33 @@ def _measure(subject: Subject, task: Task) -> dict[str, int]:
 
 
 class _Measure(Callback):
-    """Counts the bytes behind the tensors that a rank holds."""
+    """Counts the bytes behind the tensors that a rank holds.
+
+    It overrides no hook that may look at gradients: an engine would put whole ones there.
+    """
 
     def __init__(self) -> None:
         self.held: dict[str, int] = {}
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
-        """Gradients are complete now: those of the module, and the engine's own."""
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count gradients when they are clipped, because they are complete then."""
         backend = getattr(trainer.strategy, "backend", None)
-        found = [p.grad for p in pl_module.parameters() if p.grad is not None]
-        if backend is not None:
-            found += [gradient.local for gradient in backend.gradients(optimizer)]
-        self.held["gradients"] = _bytes_behind(found)
+        if backend is None:
+            trainer.optimizers[0].register_step_post_hook(lambda optimizer, *_: self._count(pl_module, ()))
+            return
+        clip = backend.clip_grad_norm
+
+        def clip_grad_norm(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
+            self._count(pl_module, (gradient.local for gradient in backend.gradients(optimizer)))
+            norm: Tensor = clip(optimizer, *args, **kwargs)
+            return norm
+
+        backend.clip_grad_norm = clip_grad_norm
+
+    def _count(self, module: LightningModule, gradients: Iterable[Tensor]) -> None:
+        """Gradients of the module, and the engine's own."""
+        found = [p.grad for p in module.parameters() if p.grad is not None]
+        self.held["gradients"] = _bytes_behind([*found, *gradients])
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Between two steps."""
