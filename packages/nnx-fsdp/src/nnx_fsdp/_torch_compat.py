@@ -7,16 +7,31 @@ public way to begin and end what hangs on the root's forward where that is not c
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed import _composable_state
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["before_part", "can_be_sharded", "finish_after_backward", "prepare_root", "remove_fully_shard"]
+__all__ = [
+    "GatheredParameter",
+    "ParameterGroup",
+    "at_end_of_backward",
+    "before_part",
+    "can_be_sharded",
+    "finish_after_backward",
+    "groups_of",
+    "name_as_before",
+    "prepare_root",
+    "recover",
+    "remove_fully_shard",
+    "when_backward_ends",
+]
 
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
@@ -62,7 +77,27 @@ def remove_fully_shard(module: nn.Module) -> None:
     module.__dict__.pop(STATE_KEY, None)
     module.__dict__.pop(REGISTRY_KEY, None)
     _composable_state._module_state_mapping.pop(module, None)
-    module.__class__ = type(module).__mro__[2]  # [FSDP<Class>, FSDPModule, Class, ...]
+    module.__class__ = _without_fsdp(type(module))
+
+
+def _without_fsdp(cls: type[Any]) -> type[Any]:
+    """A class without FSDP2's prefix: [FSDP<Class>, FSDPModule, Class, ...], or one made of that since.
+
+    ``torch.nn.utils.parametrize`` derives a class when a parametrization is registered in a hook.
+    """
+    mro = cls.__mro__
+    prefix = mro.index(FSDPModule)
+    own: type[Any] = mro[prefix + 1]
+    for derived in reversed(mro[: prefix - 1]):
+        members = {k: v for k, v in vars(derived).items() if k not in ("__dict__", "__weakref__")}
+        own = type(derived.__name__, (own,), members)
+    return own
+
+
+def name_as_before(module: nn.Module) -> None:
+    """Let the class that ``fully_shard`` made for a module have the name of the module's own."""
+    made = type(module)
+    made.__name__, made.__qualname__ = made.__mro__[2].__name__, made.__mro__[2].__qualname__
 
 
 def prepare_root(root: FSDPModule) -> None:
@@ -84,6 +119,147 @@ def finish_after_backward(root: FSDPModule, output: Any) -> None:
     for value in tree_leaves(output):
         if isinstance(value, Tensor) and value.requires_grad:
             value.register_hook(state._pre_backward)  # type: ignore[no-untyped-call]
+
+
+class GatheredParameter:
+    """One parameter as FSDP2 holds it: complete while its unit computes, this rank's part otherwise.
+
+    Args:
+        inner: FSDP2's own description of it.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether this rank has a gradient of the complete parameter that is not reduced yet."""
+        whole = getattr(self._inner, "_unsharded_param", None)
+        accumulated = self._inner.unsharded_accumulated_grad is not None
+        return accumulated or (whole is not None and whole.grad is not None)
+
+    @property
+    def has_reduced_gradient(self) -> bool:
+        """Whether this rank's part has a gradient, of earlier backwards."""
+        return self._inner.sharded_param.grad is not None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it wants a gradient, and can be given one as it was complete before."""
+        return self._inner.sharded_param.requires_grad and hasattr(self._inner, "_unsharded_param")
+
+    def fill(self) -> None:
+        """Give the complete parameter a gradient of zeros."""
+        whole = self._inner._unsharded_param
+        whole.grad = torch.zeros_like(whole, requires_grad=False)
+
+    def drop_reduced_gradient(self) -> None:
+        """Leave this rank's part without a gradient."""
+        self._inner.sharded_param.grad = None
+
+
+class ParameterGroup:
+    """The parameters that FSDP2 gathers, and whose gradients it reduces, together.
+
+    Args:
+        inner: FSDP2's own group of them.
+
+    Attributes:
+        parameters: In FSDP2's order.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.parameters: Sequence[GatheredParameter] = [GatheredParameter(p) for p in inner.fsdp_params]
+
+    def watch(self, before_gather: Callable[[], None], before_reduction: Callable[[], None]) -> None:
+        """Call functions before a gather is launched, and before the group looks which gradients it has."""
+        inner, unshard, post_backward = self._inner, self._inner.unshard, self._inner.post_backward
+
+        def unshard_watched(async_op: bool = False) -> None:
+            if self._will_gather():
+                before_gather()
+            unshard(async_op)
+
+        def post_backward_watched(*unused: Any) -> None:
+            if inner.reduce_grads:
+                before_reduction()
+            post_backward(*unused)
+
+        inner.unshard, inner.post_backward = unshard_watched, post_backward_watched
+
+    def _will_gather(self) -> bool:
+        inner = self._inner
+        if inner._all_gather_result is not None or inner.is_unsharded:
+            return False
+        skipped = not inner.unshard_in_backward and inner._training_state.name == "PRE_BACKWARD"
+        return not skipped and inner._all_gather_process_group.size() > 1
+
+    def unify_gradients(self) -> bool:
+        """Give all gradients one dtype, as some may be accumulated and others new; whether there are any."""
+        inner = self._inner.fsdp_params
+        for parameter in inner:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.accumulate_unsharded_grad_if_needed()
+        if any(parameter.unsharded_accumulated_grad is not None for parameter in inner):
+            for parameter in inner:
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.to_accumulated_grad_if_needed()
+        return any(parameter.has_gradient for parameter in self.parameters)
+
+
+def groups_of(module: FSDPModule) -> list[ParameterGroup]:
+    """What FSDP2 gathers for one module; nothing where it has no parameters of its own."""
+    return [ParameterGroup(group) for group in _param_groups(_state(module))]
+
+
+def when_backward_ends(then: Callable[[], None]) -> None:
+    """Within a backward: call a function at its end, after those that were given before."""
+    Variable._execution_engine.queue_callback(then)
+
+
+def at_end_of_backward(
+    module: FSDPModule, begin: Callable[[], bool], before: Callable[[], None], after: Callable[[], None]
+) -> None:
+    """Call functions around what FSDP2 does when a backward that reached its units ends.
+
+    Args:
+        module: One that ``fully_shard`` was called on.
+        begin: Called when a backward reaches the first unit of a root; whether `before` is to be called.
+        before: Called at the end, before FSDP2 reduces what is left.
+        after: Called at the end, after that.
+    """
+    state = _state(module)
+    register = state._register_root_post_backward_final_callback
+
+    def registered() -> None:
+        if state._state_ctx.post_backward_final_callback_queued:
+            return
+        if begin():
+            when_backward_ends(before)
+        register()
+        when_backward_ends(after)
+
+    state._register_root_post_backward_final_callback = registered
+
+
+def recover(root: nn.Module) -> None:
+    """After an error in a step: let every unit begin anew with its part; accumulated gradients stay."""
+    states = [_state(module) for module in root.modules() if isinstance(module, FSDPModule)]
+    for state in states:
+        if state._is_root and hasattr(state, "_reset_iter_state"):
+            state._reset_iter_state()
+    for state in states:  # the rest is for torch before it had the above
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._comm_ctx.post_forward_order.clear()
+        idle = type(state._training_state).IDLE
+        state._training_state = idle
+        for group in _param_groups(state):
+            group._training_state = idle
+            group._all_gather_result = None
+            group._post_forward_indices.clear()
+            group._to_sharded()
 
 
 def _state(module: Any) -> Any:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -28,16 +28,21 @@ from torch.utils.checkpoint import checkpoint
 from nnx.backend import Backend, ParallelContext, Sample
 from nnx.errors import OptionError, UnsupportedError
 from nnx.forwarding import forward_as
+from nnx.gradients import Gradient, refuse_sparse_layers
 from nnx.layer_classes import as_classes
 from nnx.materialize import broadcast_module, lay_in_order, materialize, move_to, with_strides
-from nnx.state import ModelState
-from nnx_fsdp._torch_compat import can_be_sharded, remove_fully_shard
+from nnx.state import ModelState, OptimizerState
+from nnx.used import CollectiveOrder
+from nnx.whole_matrix import OwnerRanks
+from nnx_fsdp._torch_compat import can_be_sharded, name_as_before, recover, remove_fully_shard
+from nnx_fsdp.agreement import REMEDY, StepAgreement
 from nnx_fsdp.mesh import mesh_of
-from nnx_fsdp.optimizers import step_context
+from nnx_fsdp.optimizer_state import StateAfterwards, shard_state
 from nnx_fsdp.options import FSDPOptions
 from nnx_fsdp.replicate import ReplicatedParameters, unshardable
 from nnx_fsdp.steps import PartsOfRoot
 from nnx_fsdp.units import UnitChoice, choose_units
+from nnx_fsdp.weights import Weights
 
 __all__ = ["FSDPBackend"]
 
@@ -55,7 +60,10 @@ class _Layout:
         checkpointed: Modules whose forward was replaced by one that recomputes activations.
         strides: Meta tensors with the strides of the user's objects whose elements did not lie in order.
         replicated: The parameters that could not be sharded.
+        agreement: What the ranks agree on in a step.
+        optimizers: Those of its parameters.
         parts: What lets a step of manual optimization call submodules itself, once there was one.
+        weights: What user code sees of the sharded parameters, once all are sharded.
     """
 
     plain: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
@@ -63,7 +71,10 @@ class _Layout:
     checkpointed: set[nn.Module] = field(default_factory=set)
     strides: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     replicated: ReplicatedParameters | None = None
+    agreement: StepAgreement | None = None
+    optimizers: list[Optimizer] = field(default_factory=list)
     parts: PartsOfRoot | None = None
+    weights: Weights | None = None
 
 
 class FSDPBackend(Backend[FSDPOptions]):
@@ -80,12 +91,14 @@ class FSDPBackend(Backend[FSDPOptions]):
         self._layouts: dict[nn.Module, _Layout] = {}
         self._unfinished = _Layout()  # of units that were wrapped before their root is known
         self._mesh: DeviceMesh | None = None
+        self._order: CollectiveOrder | None = None
 
     # --- set up -------------------------------------------------------------------------------
 
     def setup(self, context: ParallelContext) -> None:
         """Make the mesh: one axis, or (replicate, shard) for hybrid sharding."""
         super().setup(context)
+        self._owner_ranks = OwnerRanks(self.shard, context.device)
         self._checkpointed = as_classes(
             self.options.activation_checkpointing or (), option="activation_checkpointing"
         )
@@ -121,13 +134,26 @@ class FSDPBackend(Backend[FSDPOptions]):
         """Shard the chosen units bottom-up and the rest with the root."""
         if module in self._layouts or isinstance(module, FSDPModule):
             return {}
+        refuse_sparse_layers(module, engine="FSDP2")
         for name, unit in self._choose_units(module).units:
             self._shard_unit(unit, name=name)
         self._refuse_split_ties(module)
         self._shard_root(module)
         layout = self._layouts[module] = self._unfinished
         self._unfinished = _Layout()
+        self._watch(module, layout)
+        layout.weights = Weights(
+            module, layout.plain, order=self._order, watch_data=self.options.compile is False
+        )
         return {plain: sharded for sharded, plain in layout.plain.items()}
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Keep a part of the state that optimizers bring; choose owners for what needs whole parameters."""
+        if module in self._layouts:
+            self._layouts[module].optimizers = list(optimizers)
+        for optimizer in optimizers:
+            shard_state(optimizer)
+        self._owner_ranks.setup(optimizers)
 
     def _refuse_split_ties(self, root: nn.Module) -> None:
         """A unit took a parameter away that a module outside of it still holds."""
@@ -138,6 +164,15 @@ class FSDPBackend(Backend[FSDPOptions]):
                 f"a unit shares parameters with modules outside of it: {', '.join(left)}.",
                 remedy="Do not wrap it: what is not wrapped is sharded with the root, tied or not.",
             )
+
+    def _watch(self, root: nn.Module, layout: _Layout) -> None:
+        """Let the ranks agree on what they do in a step, from now on."""
+        if self._order is None:
+            wait = 30.0 if self.options.compile is False else 600.0
+            self._order = CollectiveOrder(remedy=REMEDY, wait=wait)
+        assert layout.replicated is not None  # `_shard_root` made them
+        index = len(self._layouts) - 1
+        layout.agreement = StepAgreement(root, layout.replicated, self._order, index=index)
 
     def _choose_units(self, root: nn.Module) -> UnitChoice:
         if not self.options.auto_wrap:
@@ -166,7 +201,7 @@ class FSDPBackend(Backend[FSDPOptions]):
         else:
             self._shard_children(root)
             replicated |= {p for p in root.parameters() if not isinstance(p, DTensor)}
-        self._unfinished.replicated = ReplicatedParameters(replicated)
+        self._unfinished.replicated = ReplicatedParameters(p for p in root.parameters() if p in replicated)
 
     def _shard_children(self, root: nn.Module) -> None:
         """Where the root's class cannot take FSDP2's prefix, its children become units of their own."""
@@ -196,6 +231,7 @@ class FSDPBackend(Backend[FSDPOptions]):
             offload_policy=self._offload_policy(),
             ignored_params=ignored or None,
         )
+        name_as_before(module)
         for name, sharded in module.named_parameters():
             plain = before[name]
             if sharded is not plain:
@@ -243,6 +279,8 @@ class FSDPBackend(Backend[FSDPOptions]):
         layout = self._layouts.pop(module, self._unfinished)
         self._unfinished = _Layout()
         self._reshard(module)
+        if layout.weights is not None:
+            layout.weights.release()
         replaced = layout.plain
         full = {sharded: _gather(sharded) for sharded in replaced}
         for submodule in module.modules():
@@ -255,6 +293,8 @@ class FSDPBackend(Backend[FSDPOptions]):
             plain.requires_grad_(sharded.requires_grad)
         for changed in layout.compiled | layout.checkpointed:
             changed.__dict__.pop("forward", None)
+        for optimizer in layout.optimizers:
+            StateAfterwards(optimizer, _gather)
         if layout.replicated is not None:
             layout.replicated.remove()
         if layout.parts is not None:
@@ -265,6 +305,18 @@ class FSDPBackend(Backend[FSDPOptions]):
 
     def run_step(self, module: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the step inside the root's forward, because that is what FSDP2's root hooks hang on."""
+        layout = self._layouts.get(module)
+        if layout is None or layout.agreement is None or layout.weights is None:
+            return self._run(module, step, *args, **kwargs)
+        is_manual = torch.is_grad_enabled() and not getattr(module, "automatic_optimization", True)
+        with (
+            _recovering(module),
+            layout.agreement.step(getattr(step, "__name__", "a forward")),
+            layout.weights.step(inner_backwards=not is_manual),
+        ):
+            return self._run(module, step, *args, **kwargs)
+
+    def _run(self, module: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         result: T
         if torch.is_grad_enabled() and not getattr(module, "automatic_optimization", True):
             return self._run_manual(module, step, *args, **kwargs)
@@ -291,9 +343,22 @@ class FSDPBackend(Backend[FSDPOptions]):
         self._reshard(module)  # a forward that no backward followed left its units gathered
         return result
 
+    def backward(self, module: nn.Module, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients, and reduce them together with those that only other ranks have."""
+        with (
+            _recovering(module),
+            self._order.reporting() if self._order is not None else nullcontext(),
+            self.backward_pass(),
+        ):
+            super().backward(module, loss, *args, **kwargs)
+
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
-        """Keep gradients on this rank until the first backward outside of it."""
+        """Keep gradients on this rank until the first backward outside of it, unless a hook looks at them."""
+        layout = self._layouts.get(module)
+        if layout is not None and layout.weights is not None and layout.weights.has_hooks():
+            yield
+            return
         self._set_synchronize(module, False)
         try:
             yield
@@ -305,28 +370,90 @@ class FSDPBackend(Backend[FSDPOptions]):
             if isinstance(submodule, FSDPModule):
                 submodule.set_requires_gradient_sync(synchronize, recurse=False)
         layout = self._layouts.get(module)
-        if layout is not None and layout.replicated is not None:
-            layout.replicated.synchronize = synchronize
+        if layout is not None and layout.agreement is not None:
+            layout.agreement.synchronize = synchronize
 
     def _reshard(self, module: nn.Module) -> None:
         for submodule in module.modules():
             if isinstance(submodule, FSDPModule):
                 submodule.reshard()
 
+    def _all_weights(self) -> Iterator[Weights]:
+        return (layout.weights for layout in self._layouts.values() if layout.weights is not None)
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Around a backward."""
+        with ExitStack() as stack:
+            for weights in self._all_weights():
+                stack.enter_context(weights.backward())
+            yield
+
+    def gradients(self, optimizer: Optimizer) -> list[Gradient]:
+        """Handles on the local gradients, with what user code has written into whole ones."""
+        with self.stepping():
+            return super().gradients(optimizer)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around what works on the DTensors themselves."""
+        with ExitStack() as stack:
+            for weights in self._all_weights():
+                stack.enter_context(weights.stepping())
+            yield
+
+    def flush(self) -> None:
+        """Write back what user code has changed in whole parameters."""
+        for weights in self._all_weights():
+            weights.flush()
+
+    def for_user(self, argument: Any) -> Any:
+        """Within `stepping`: an argument of an optimizer's step, whose closure sees whole weights."""
+        for weights in self._all_weights():
+            argument = weights.for_user(argument)
+        return argument
+
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run the optimizer's step on DTensors; what is gathered of the old weights is freed."""
-        with step_context(optimizer):
-            result = step(*args, **kwargs)
+        """Run the step, on owner ranks if it needs whole parameters; gathered old weights are freed."""
+        args = tuple(self.for_user(argument) for argument in args)
+        kwargs = {name: self.for_user(argument) for name, argument in kwargs.items()}
+        with self.stepping():
+            result = self._owner_ranks.step(optimizer, step, *args, **kwargs)
         for module in self._layouts:  # a forward that no backward followed left its units gathered
             self._reshard(module)
         return result
 
     # --- state --------------------------------------------------------------------------------
 
+    def decisions(self, module: nn.Module) -> str:
+        """The units."""
+        return " ".join(name or "." for name, part in module.named_modules() if isinstance(part, FSDPModule))
+
     def model_state(self, module: nn.Module) -> ModelState:
         """Handles on the shards; whatever is gathered at the moment is freed first."""
         self._reshard(module)
-        return super().model_state(module)
+        with self.stepping():
+            return super().model_state(module)
+
+    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
+        """Handles on the shards, and on what owner ranks hold whole."""
+        with self.stepping():
+            return self._owner_ranks.describe(module, optimizer)
+
+    def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
+        """Restore the shards that this rank holds, and what it owns."""
+        with self.stepping():
+            self._owner_ranks.load(self, module, optimizer, saved)
+
+
+@contextmanager
+def _recovering(module: nn.Module) -> Iterator[None]:
+    """After an error every unit is what it is between steps, so that what was trained can still be saved."""
+    try:
+        yield
+    except BaseException:
+        recover(module)
+        raise
 
 
 def _parts_with_forward(module: nn.Module) -> Iterator[nn.Module]:
@@ -338,7 +465,7 @@ def _parts_with_forward(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _gather(parameter: nn.Parameter) -> torch.Tensor:
+def _gather(parameter: torch.Tensor) -> torch.Tensor:
     """The complete parameter in host memory. Collective."""
     shard: Any = parameter.detach()
     if shard.device.type != shard.device_mesh.device_type:  # offloaded: gathered through the device

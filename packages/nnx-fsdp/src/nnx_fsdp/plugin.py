@@ -15,6 +15,10 @@ _CAPABILITIES = Capabilities(
     activation_checkpointing=True,
     meta_initialization=True,
     torch_compile=True,
+    refuses=(
+        *("gradients_read_on_rank_zero", "weights_read_on_rank_zero"),  # all ranks gather
+        *("functional_gradients", "sparse_gradients"),
+    ),
 )
 
 

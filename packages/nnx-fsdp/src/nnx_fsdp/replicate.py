@@ -7,15 +7,13 @@ These are the `unshardable` ones, and parameters owned directly by a module whos
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
-
-from nnx.collective import is_distributed
 
 __all__ = ["ReplicatedParameters", "unshardable"]
 
@@ -40,31 +38,45 @@ def unshardable(module: nn.Module) -> set[nn.Parameter]:
 
 
 class ReplicatedParameters:
-    """Averages the gradients of plain parameters over the ranks at the end of each backward.
+    """Averages gradients over the ranks at the end of each backward.
 
     Args:
-        parameters: Parameters every rank holds whole.
+        parameters: Parameters every rank holds whole, in an order that is the same on every rank.
 
     Attributes:
-        synchronize: Off while gradients are only accumulated.
+        used: For each of them, whether some rank has a gradient; set before `average`.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.synchronize = True
-        self._handles: list[RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(self._average)  # type: ignore[no-untyped-call]
-            for parameter in parameters
-            if parameter.requires_grad
-        ]
+        self._parameters = list(parameters)
+        self.used: Sequence[bool] = [False] * len(self._parameters)
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def flags(self) -> list[bool]:
+        """For each of them, whether this rank has a gradient."""
+        return [parameter.grad is not None for parameter in self._parameters]
+
+    def watch(self, used: Callable[[], None]) -> None:
+        """Call a function within every backward that comes to one of them."""
+        for parameter in self._parameters:
+            if parameter.requires_grad:
+                register = parameter.register_post_accumulate_grad_hook
+                self._handles.append(register(lambda _: used()))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def _average(self, parameter: Tensor) -> None:
-        if self.synchronize and is_distributed() and parameter.grad is not None:
+    def average(self) -> None:
+        """Give those that some rank used the mean of all ranks' gradients. Collective."""
+        for parameter, is_used in zip(self._parameters, self.used, strict=True):
+            if not is_used:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
             parameter.grad.div_(dist.get_world_size())
 
     def remove(self) -> None:
-        """Stop doing so."""
+        """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -14,6 +14,7 @@ from torch import nn
 
 from nnx.errors import OptionError
 from nnx.layer_classes import as_classes
+from nnx_fsdp.choices import called_by_choice
 
 __all__ = ["DEFAULT_MIN_NUM_PARAMS", "UnitChoice", "choose_units", "tied_across"]
 
@@ -101,8 +102,13 @@ def _matching(root: nn.Module, wanted: Callable[[nn.Module], bool], minimum: int
 
 
 def _repeated_layers(root: nn.Module, minimum: int) -> UnitChoice:
-    """Layers of one class that repeat inside a container: blocks of a transformer, stages of a CNN."""
+    """Layers of one class that repeat inside a container: blocks of a transformer, stages of a CNN.
+
+    Experts repeat as well, but a forward chooses between them: they are gathered with what is around them.
+    """
     repeated: list[tuple[str, nn.Module]] = []
+    by_choice = called_by_choice(root)
+    left: list[tuple[str, nn.Module]] = []
     for name, container in root.named_modules():
         inside_a_unit = any(name.startswith(f"{unit}.") for unit, _ in repeated)
         if inside_a_unit or not isinstance(container, _CONTAINERS):
@@ -113,14 +119,18 @@ def _repeated_layers(root: nn.Module, minimum: int) -> UnitChoice:
         for layers in by_class.values():
             large = [layer for layer in layers if _is_unit(layer[1], minimum)]
             if len(layers) > 1 and not isinstance(layers[0][1], _CONTAINERS):
-                repeated += large
+                (left if container in by_choice else repeated).extend(large)
     untied = _without_tied(root, repeated)
+    beside = f"; {left[0][0]} and {len(left) - 1} more are called by choice and are no units" if left else ""
     if untied:
         return UnitChoice(
-            _bottom_up(untied), f"they repeat in a container and have at least {minimum:,} parameters each"
+            _bottom_up(untied),
+            f"they repeat in a container and have at least {minimum:,} parameters each{beside}",
         )
     if repeated:
-        return UnitChoice((), "every repeated layer shares parameters with modules outside of it")
+        return UnitChoice((), f"every repeated layer shares parameters with modules outside of it{beside}")
+    if left:
+        return UnitChoice((), f"its repeated layers, such as {left[0][0]}, are called by choice")
     return UnitChoice((), f"no layers of at least {minimum:,} parameters repeat in a container")
 
 

@@ -1,0 +1,148 @@
+"""What the ranks agree on while FSDP2 runs a step: the order of its collectives, and the parameters used.
+
+FSDP2 gathers a unit when its forward begins, and reduces the gradients that this rank has. Where ranks use
+different parameters it would pair the gathers of different units, and average the gradient of one parameter
+with that of another. `StepAgreement` watches the units' groups of parameters:
+
+- before a gather or a reduction is launched, `CollectiveOrder` makes sure that every rank launches the same;
+- a group whose backward ran reduces all of its trained parameters, with zeros for those without a gradient;
+- at the end of backward the ranks agree on the parameters that some rank used. What is reduced only then
+  gets zeros where it has to, and a parameter that no rank used has no gradient, as in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from nnx.collective import is_distributed
+from nnx.used import CollectiveOrder, used_anywhere
+from nnx_fsdp._torch_compat import (
+    GatheredParameter,
+    ParameterGroup,
+    at_end_of_backward,
+    groups_of,
+    when_backward_ends,
+)
+from nnx_fsdp.replicate import ReplicatedParameters
+
+__all__ = ["REMEDY", "StepAgreement"]
+
+REMEDY = (
+    "Call every unit on every rank, in one order, with a masked input if need be, and read weights and "
+    "gradients on every rank, also where only one prints them; or make the module that chooses between units "
+    "the unit, with auto_wrap_policy or a larger min_num_params; or use 'nnscaler_zero' or "
+    "'ddp_find_unused_parameters_true', which gather nothing in forward."
+)
+
+
+class StepAgreement:
+    """Watches one root and its units.
+
+    Args:
+        root: A module whose units and itself were given to ``fully_shard``.
+        replicated: Its parameters that every rank holds whole.
+        order: Shared by all roots of a backend, as their collectives are in one order.
+        index: Of this root among them.
+
+    Attributes:
+        synchronize: Off while gradients are only accumulated.
+    """
+
+    def __init__(
+        self, root: nn.Module, replicated: ReplicatedParameters, order: CollectiveOrder, *, index: int = 0
+    ) -> None:
+        self.synchronize = True
+        self._order, self._replicated = order, replicated
+        self._parameters: list[GatheredParameter] = []
+        self._used: set[GatheredParameter] = set()
+        self._filled: set[GatheredParameter] = set()
+        self._anywhere: set[GatheredParameter] | None = None
+        self._ends = 0
+        if not is_distributed():
+            return
+        of_which = f" of model {index}" if index else ""
+        for name, module in root.named_modules():
+            if isinstance(module, FSDPModule):
+                at_end_of_backward(module, self._begin, self._agree, self._finish)
+                for group in groups_of(module):
+                    self._watch(group, (name or "the root") + of_which)
+        replicated.watch(self._begin_without_units)
+
+    def _watch(self, group: ParameterGroup, name: str) -> None:
+        self._parameters += group.parameters
+        group.watch(
+            before_gather=partial(self._order.arrive, f"the gather of {name}"),
+            before_reduction=partial(self._before_reduction, group, f"the reduction of {name}'s gradients"),
+        )
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Around a step, or a forward, which a backward may follow."""
+        self._forget()  # an error may have kept the last backward from its end
+        with self._order.reporting():
+            with_gradients = torch.is_grad_enabled()
+            self._order.begin(name if with_gradients and self.synchronize else f"{name}, without reductions")
+            yield
+            if not with_gradients:
+                self._order.end()
+
+    def _forget(self) -> None:
+        self._used.clear()
+        self._filled.clear()
+        self._anywhere = None
+        self._ends = 0
+
+    # --- what happens in a backward, in this order ----------------------------------------------
+
+    def _begin(self) -> bool:
+        """Backward has come to the first unit of a root; whether it is the first root in this backward."""
+        self._ends += 1
+        return self._ends == 1
+
+    def _begin_without_units(self) -> None:
+        """As `_begin`, where the gradient of a parameter that every rank holds is what comes first."""
+        if not self._ends and self._begin():
+            when_backward_ends(self._agree)
+            when_backward_ends(self._finish)
+
+    def _before_reduction(self, group: ParameterGroup, name: str) -> None:
+        """Let the group reduce the same parameters as on every other rank, during backward or at its end."""
+        if not self.synchronize:
+            return
+        for parameter in group.parameters:
+            if parameter.has_gradient:
+                self._used.add(parameter)
+            elif parameter.is_trained and (self._anywhere is None or parameter in self._anywhere):
+                if not parameter.has_reduced_gradient:
+                    self._filled.add(parameter)
+                parameter.fill()
+        if group.unify_gradients():
+            self._order.arrive(name)
+
+    def _agree(self) -> None:
+        """Backward has ended, and what is left is about to be reduced."""
+        if not self.synchronize:
+            return
+        self._order.arrive("the end of backward")
+        flags = [parameter in self._used or parameter.has_gradient for parameter in self._parameters]
+        used = used_anywhere([*flags, *self._replicated.flags])
+        self._anywhere = {p for p, is_used in zip(self._parameters, used, strict=False) if is_used}
+        self._replicated.used = used[len(flags) :]
+
+    def _finish(self) -> None:
+        """Everything sharded is reduced: take back what no rank used, and average the rest."""
+        self._ends -= 1
+        if self._ends:
+            return
+        if self._anywhere is not None:
+            for parameter in self._filled - self._anywhere:
+                parameter.drop_reduced_gradient()
+            self._replicated.average()
+        self._forget()
+        self._order.end()

@@ -1,0 +1,440 @@
+"""What is known of one sharded tensor that user code may look at: a parameter, its data, its gradient.
+
+The guard (`nnx.whole`) asks a part for the whole; a part gathers it from the DTensor, and writes back what
+was changed. `weights` has all parts of a module and decides how long wholes are kept.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from nnx.errors import UnsupportedError
+from nnx.layout import shard_of
+from nnx.tensor_functions import is_elementwise_in_place
+from nnx.whole import Guard, Part, Source, guard, local_mode
+from nnx_fsdp._units_compat import HeldParameter, storage_users
+
+__all__ = ["ParameterPart", "ShardedPart", "gather"]
+
+
+class Keeper(Protocol):
+    """Decides how long gathered values are kept."""
+
+    def before_gather(self, part: ShardedPart) -> None:
+        """A part is about to be gathered on all ranks."""
+
+    def is_last(self, part: ShardedPart) -> bool:
+        """Whether a part was the last one to be gathered: what decides must be the same on all ranks."""
+
+    def keep(self, part: ShardedPart) -> None:
+        """A part has gathered its whole."""
+
+    def add_assigned(self, part: ShardedPart) -> None:
+        """Somebody has set a tensor's ``data``."""
+
+    def add_leaf(self, part: ParameterPart, leaf: Tensor) -> None:
+        """A loss may come to depend on a gathered parameter."""
+
+    def settle(self) -> None:
+        """Gradients are read: all that a backward has left must be in them."""
+
+
+class ShardedPart(Part):
+    """What is known of a DTensor.
+
+    Args:
+        tensor: The DTensor, which has placements `Shard` and `Replicate` only.
+        keeper: Decides how long the whole is kept.
+        name: For messages.
+    """
+
+    def __init__(self, tensor: Tensor, keeper: Keeper, name: str) -> None:
+        self.tensor = tensor
+        self.name = name
+        self._keeper = keeper
+        self._value: Tensor | None = None
+        self._made_of: tuple[int, int] = (0, 0)
+        self._version = 0  # of the whole when it was last equal to the shards
+        self._users = 0
+        self._slices: tuple[slice, ...] | None = None
+        self._aliases: list[weakref.ref[AliasPart]] = []
+        self._source: Source | None = None
+
+    # --- reading ------------------------------------------------------------------------------
+
+    @property
+    def dtensor(self) -> DTensor:
+        """The tensor as what it is."""
+        return cast(DTensor, self.tensor)
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's elements."""
+        return self.dtensor._local_tensor
+
+    @property
+    def description(self) -> Tensor:  # noqa: D102 # as the base says
+        with local_mode():
+            tensor = self.tensor
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    def whole(self) -> Tensor:  # noqa: D102
+        return self.value()
+
+    def value(self) -> Tensor:  # noqa: D102
+        with local_mode():
+            self.flush()
+            if self._value is None or not self._keeper.is_last(self) or self._made_of != self._local_state():
+                self._gather()
+            return cast(Tensor, self._value)
+
+    def _gather(self) -> None:
+        """Gather the whole; into the memory that others have views of, if there is such."""
+        self._keeper.before_gather(self)
+        with torch.inference_mode(False), torch.no_grad():
+            value = gather(self.dtensor)
+            if not self.is_viewed or (self._is_differentiated and self._made_of != self._local_state()):
+                self._value, self._users = value, storage_users(value)
+            elif self._made_of != self._local_state():
+                cast(Tensor, self._value).copy_(value)
+        self._made_of, self._version = self._local_state(), cast(Tensor, self._value)._version
+        self._keeper.keep(self)
+
+    def detached(self) -> Tensor:
+        """A guarded DTensor of the same memory: nothing is gathered before somebody looks at values."""
+        with local_mode():
+            self.flush()
+            alias = self.tensor.detach()
+        part = AliasPart(alias, self)
+        self._aliases = [ref for ref in self._aliases if ref() is not None]
+        self._aliases.append(weakref.ref(part))
+        guard(alias, part)
+        return alias
+
+    def own(self, whole: Tensor) -> Tensor:
+        """The view on this rank's elements of a plain tensor of the logical shape."""
+        if self._slices is None:
+            boxes = shard_of(self.tensor).boxes
+            self._slices = boxes[0].slices if boxes else (slice(0, 0),)
+        return whole[self._slices] if self.local.ndim else whole
+
+    # --- writing ------------------------------------------------------------------------------
+
+    def flush(self) -> None:  # noqa: D102
+        value = self._value
+        if value is not None and value._version != self._version:
+            with local_mode(), torch.no_grad():
+                self.local.copy_(self.own(value))
+                self._made_of, self._version = self._local_state(), value._version
+
+    def randomized(self) -> None:
+        """Make the whole what rank 0 has drawn."""
+        if self._value is not None and dist.is_initialized() and dist.get_world_size() > 1:
+            with torch.no_grad():
+                values = self._value.detach().to(self.dtensor.device_mesh.device_type)
+                dist.broadcast(values, src=0)
+                self._value.copy_(values)
+
+    def in_place(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Elements that do not depend on each other are changed on this rank alone."""
+        if not is_elementwise_in_place(func):
+            return False
+        first = args[0]
+        try:
+            if isinstance(first, (list, tuple)):
+                parts = [tensor._part for tensor in first]
+                own_args = [_own_lists(argument, parts) for argument in args]
+                own_kwargs = {name: _own_lists(argument, parts) for name, argument in kwargs.items()}
+            else:
+                parts = [self]
+                own_args = [_own(argument, self) for argument in args]
+                own_kwargs = {name: _own(argument, self) for name, argument in kwargs.items()}
+        except _NotHereError:
+            return False
+        for part in parts:
+            part.flush()
+        with local_mode(), torch.no_grad():
+            func(*own_args, **own_kwargs)
+        return True
+
+    def assign(self, whole: Tensor) -> None:  # noqa: D102
+        tensor = self.tensor
+        with local_mode():
+            if whole.shape != tensor.shape or whole.dtype != tensor.dtype:
+                raise UnsupportedError(
+                    f"{self.name!r}, a sharded {tensor.dtype} tensor of shape {tuple(tensor.shape)}, is "
+                    f"given data of shape {tuple(whole.shape)} and {whole.dtype}.",
+                    remedy="Give it data of the same shape and dtype, or change it before training.",
+                )
+        with local_mode(), torch.no_grad():
+            own = _own_values(whole, self)
+            is_plain = not isinstance(whole, DTensor)
+            if is_plain and self._source is not None and self._source.is_still(whole, own):
+                return
+            for ref in self._aliases:
+                alias = ref()
+                if alias is not None:
+                    alias.part_from()
+            self._aliases = []
+            self._forget()
+            self.local.copy_(own)
+            self._source = Source(whole, own) if is_plain else None
+        self._keeper.add_assigned(self)
+
+    def keeps_source(self) -> bool:
+        """Whether the tensor that ``data`` was set to is still somebody's."""
+        if self._source is not None and not self._source.is_shared:
+            self._source = None
+        return self._source is not None
+
+    @property
+    def _is_differentiated(self) -> bool:
+        """Whether a loss may depend on the whole, whose memory must not change then."""
+        return False
+
+    def forget(self) -> None:
+        """Write back what was changed, and free the whole."""
+        self.flush()
+        self._forget()
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether somebody else than this part holds the memory of the whole, and may write into it."""
+        if self._value is None:
+            return False
+        has_other_holder = sys.getrefcount(self._value) > 2  # than this part, and the call
+        return has_other_holder or storage_users(self._value) > self._users
+
+    def _forget(self) -> None:
+        self._value = None
+
+    def _local_state(self) -> tuple[int, int]:
+        return self.local._version, self.local.data_ptr()
+
+    # --- gradients ----------------------------------------------------------------------------
+
+    def gradient_shown(self) -> Tensor | None:  # noqa: D102
+        with local_mode():
+            return self.tensor.grad
+
+    def gradient_given(self, gradient: Any) -> None:  # noqa: D102
+        with local_mode():
+            self.tensor.grad = gradient
+
+    def hook(self, register: Callable[..., Any], hook: Callable[..., Any]) -> Any:  # noqa: D102
+        with local_mode():
+            return register(self.tensor, hook)
+
+
+class AliasPart(ShardedPart):
+    """What is known of a tensor that shares the memory of another: its ``data``, or what ``detach`` gave.
+
+    Args:
+        tensor: The DTensor.
+        of: What it shares memory with.
+    """
+
+    def __init__(self, tensor: Tensor, of: ShardedPart) -> None:
+        super().__init__(tensor, of._keeper, of.name)
+        self._of: ShardedPart | None = of
+
+    def value(self) -> Tensor:
+        return super().value() if self._of is None else self._of.value()
+
+    def flush(self) -> None:
+        if self._of is None:
+            super().flush()
+        else:
+            self._of.flush()
+
+    def randomized(self) -> None:
+        if self._of is None:
+            super().randomized()
+        else:
+            self._of.randomized()
+
+    def part_from(self) -> None:
+        """The other tensor is given other data: go on with what it was."""
+        self.flush()
+        with local_mode(), torch.no_grad():
+            self.dtensor._local_tensor = self.local.clone()
+        self._of = None
+
+
+class ParameterPart(ShardedPart):
+    """What is known of a sharded parameter.
+
+    Args:
+        plain: The user's own object, which has no values meanwhile.
+        held: How FSDP2 holds it.
+        keeper: Decides how long the whole is kept.
+        name: For messages.
+
+    Attributes:
+        may_be_written: Whether somebody has taken the memory of the gathered parameter.
+    """
+
+    def __init__(self, plain: nn.Parameter, held: HeldParameter, keeper: Keeper, name: str) -> None:
+        super().__init__(held.sharded, keeper, name)
+        self.plain = plain
+        self.held = held
+        self.may_be_written = False
+        self._leaf: Tensor | None = None
+
+    def whole(self) -> Tensor:  # noqa: D102
+        value = self.value()
+        if not (torch.is_grad_enabled() and self.tensor.requires_grad):
+            return value
+        if self._leaf is None or self._leaf.data_ptr() != value.data_ptr():
+            with local_mode():
+                self._leaf = value.detach().requires_grad_()
+            self._keeper.add_leaf(self, self._leaf)
+        return self._leaf
+
+    def differentiated(self) -> list[Tensor]:  # noqa: D102
+        return [tensor for tensor in (self.held.gathered, self._leaf) if tensor is not None]
+
+    @property
+    def _is_differentiated(self) -> bool:
+        return self._leaf is not None
+
+    def drop_leaf(self) -> None:
+        """No loss will come that depends on what was gathered."""
+        self._leaf = None
+
+    def release(self) -> None:
+        """When FSDP2 is off the module: hold no memory, whoever refers to this."""
+        self._value = self._leaf = self._source = None
+        self._aliases = []
+        self.held.release()
+        self.tensor = self.plain
+
+    # --- gradients ----------------------------------------------------------------------------
+
+    def gradient_shown(self) -> Tensor | None:
+        """The gradient, guarded like the parameter."""
+        with local_mode():
+            self._keeper.settle()
+            gradient = self.tensor.grad
+            if isinstance(gradient, DTensor) and not isinstance(gradient, Guard):
+                guard(gradient, ShardedPart(gradient, self._keeper, f"the gradient of {self.name}"))
+            return gradient
+
+    def gradient_given(self, gradient: Any) -> None:  # noqa: D102
+        with local_mode():
+            self._keeper.settle()
+            if isinstance(gradient, Tensor):
+                if gradient.shape != self.tensor.shape:
+                    raise RuntimeError(
+                        f"a gradient of shape {tuple(gradient.shape)} is given to a parameter of shape "
+                        f"{tuple(self.tensor.shape)}."
+                    )
+                if not isinstance(gradient, DTensor) or _is_elsewhere(gradient, self):
+                    gradient = self.like(_own_values(gradient.to(self.tensor.dtype), self).detach().clone())
+            self.tensor.grad = gradient
+
+    def like(self, local: Tensor) -> DTensor:
+        """A DTensor that is sharded as this parameter is."""
+        tensor = self.dtensor
+        return DTensor.from_local(
+            local,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+
+    def hook(self, register: Callable[..., Any], hook: Callable[..., Any]) -> Any:
+        """Hooks stay on the user's object: `Weights` calls them when the gradient is there."""
+        with local_mode():
+            nn.Parameter.requires_grad_(self.plain, self.tensor.requires_grad)
+            return register(self.plain, hook)
+
+    # --- the gathered parameter ---------------------------------------------------------------
+
+    @torch.no_grad()
+    def take_written(self) -> None:
+        """Write into the shard what a step has written into the gathered parameter."""
+        gathered = self.held.gathered
+        if gathered is None:
+            return
+        if gathered._version == self.held.gathered_version and not self.may_be_written:
+            return
+        with local_mode():
+            own, local = self.own(gathered.detach()), self.local
+            before = local.to(own.device, own.dtype)
+            changed = (own != before) & ~(own.isnan() & before.isnan())
+            if bool(changed.any()):
+                local.copy_(torch.where(changed.to(local.device), own.to(local.device, local.dtype), local))
+        self.held.gathered_version, self.may_be_written = gathered._version, False
+
+
+# --- arguments of functions -----------------------------------------------------------------------
+
+
+class _NotHereError(Exception):
+    """This rank alone does not have what a function needs."""
+
+
+def _own(argument: Any, part: ShardedPart) -> Any:
+    """This rank's elements of an argument of an elementwise function."""
+    if isinstance(argument, Guard):
+        argument._part.flush()
+        argument = argument._part.tensor
+    if isinstance(argument, DTensor):
+        if argument is not part.tensor and _is_elsewhere(argument, part):
+            raise _NotHereError
+        return argument._local_tensor
+    if isinstance(argument, Tensor):
+        if argument.ndim == 0:
+            return argument
+        with local_mode():
+            return part.own(argument.detach().expand(part.tensor.shape))
+    if isinstance(argument, (list, tuple)):
+        raise _NotHereError
+    return argument
+
+
+def _own_lists(argument: Any, parts: Sequence[ShardedPart]) -> Any:
+    if isinstance(argument, (list, tuple)) and len(argument) == len(parts):
+        return [_own(item, part) for item, part in zip(argument, parts, strict=True)]
+    if isinstance(argument, Tensor) and argument.ndim:
+        raise _NotHereError
+    return argument
+
+
+def _own_values(tensor: Tensor, part: ShardedPart) -> Tensor:
+    """This rank's elements of any tensor of the logical shape. Collective where it is sharded otherwise."""
+    with local_mode():
+        try:
+            return cast(Tensor, _own(tensor, part))
+        except _NotHereError:
+            return part.own(gather(cast(DTensor, tensor)))
+
+
+def _is_elsewhere(tensor: DTensor, part: ShardedPart) -> bool:
+    own = part.dtensor
+    return (tensor.shape, tensor.placements) != (own.shape, own.placements) or (
+        tensor.device_mesh != own.device_mesh
+    )
+
+
+def gather(tensor: DTensor) -> Tensor:
+    """The whole of a DTensor, in memory of its own, on the device of its shards. Collective."""
+    with local_mode():
+        shard: Any = tensor.detach()
+        if shard.device.type != shard.device_mesh.device_type:  # offloaded: gathered through the device
+            shard = shard.to(shard.device_mesh.device_type)
+        full: Tensor = shard.full_tensor().to(tensor.device)
+        own = tensor._local_tensor
+        shares = full.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+        return full.clone() if shares else full

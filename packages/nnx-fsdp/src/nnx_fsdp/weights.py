@@ -1,0 +1,358 @@
+"""The sharded parameters of one module, as user code sees and touches them between FSDP2's collectives.
+
+FSDP2 leaves DTensors on the module, and in a step the gathered weights of what is being computed. Neither is
+what code written for one process expects. So every sharded parameter is guarded (`nnx.whole`): it reads as
+whole, writes reach the shards, gradients of penalties are averaged over the ranks, hooks see whole gradients,
+and what a step writes into gathered weights is kept. FSDP2 itself, optimizers and checkpoints work on the
+DTensors in local mode.
+
+This module owns what concerns all parameters of a module: when a step or a backward begins and ends. One
+parameter is `parts`' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+
+from nnx.errors import UnsupportedError
+from nnx.used import CollectiveOrder, used_anywhere
+from nnx.whole import attributes_of, guard, guarded_mode, local_mode, show_plain, show_whole, unguard
+from nnx_fsdp._units_compat import Unit, is_in_transform, units_of
+from nnx_fsdp.parts import ParameterPart, ShardedPart, gather
+
+__all__ = ["Weights"]
+
+
+class Weights:
+    """All sharded parameters of one module. Making it guards them.
+
+    Args:
+        module: A module that FSDP2 has sharded.
+        plain: From each sharded parameter to the user's own object.
+        order: What the ranks agree on; a read on some ranks only is an error.
+        watch_data: Whether writes through ``data`` of gathered weights are noticed; not if they are compiled.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plain: Mapping[nn.Parameter, nn.Parameter],
+        *,
+        order: CollectiveOrder | None = None,
+        watch_data: bool = True,
+    ) -> None:
+        self._order = order
+        self._module = module
+        self._watch_data = watch_data
+        self._in_step = self._in_backward = False
+        self._leaves: list[tuple[ParameterPart, Tensor]] = []
+        self._kept: list[ShardedPart] = []
+        self._assigned: list[ShardedPart] = []
+        self._units = list(units_of(module))
+        self._parts: dict[nn.Parameter, ParameterPart] = {}
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        for unit in self._units:
+            unit.watch(
+                gathering=self._refuse_transforms, gathered=self._begin_using, freeing=self._take_written
+            )
+            unit.keep_when(lambda: self._in_step or torch.is_grad_enabled())
+            for held in unit.parameters:
+                sharded = held.sharded
+                if sharded in plain:
+                    part = ParameterPart(plain[sharded], held, self, names.get(sharded, "a parameter"))
+                    self._guard(part)
+
+    def _guard(self, part: ParameterPart) -> None:
+        """Guard a parameter, and the user's own object, which may be in a list of theirs."""
+        sharded: Any = part.tensor
+        vars(sharded).update(attributes_of(part.plain))
+        self._parts[sharded] = part
+        guard(sharded, part)
+        guard(part.plain, part)
+
+    def replace(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Other objects have taken the place of sharded parameters."""
+        for old, new in replaced.items():
+            part = self._parts.pop(old, None)
+            if part is not None:
+                part.forget()
+                unguard(old)
+                part.tensor = new
+                self._parts[new] = part
+                guard(new, part)
+
+    def release(self) -> None:
+        """Give the user's objects their class and attributes back, before they get their values."""
+        self.flush()
+        for sharded, part in self._parts.items():
+            unguard(part.plain)
+            unguard(sharded)
+            own = attributes_of(part.plain)
+            for name in own:
+                delattr(part.plain, name)
+            vars(part.plain).update(attributes_of(sharded))
+            part.release()
+        for unit in self._units:
+            unit.release()
+        self._parts.clear()
+        self._leaves.clear()
+        self._assigned.clear()
+        self._units.clear()
+
+    # --- wholes -------------------------------------------------------------------------------
+
+    def before_gather(self, part: ShardedPart) -> None:
+        """All ranks must come here."""
+        if self._order is not None:
+            self._order.arrive(f"the reading of {part.name}, outside of its layer's forward")
+
+    def keep(self, part: ShardedPart) -> None:
+        """Keep the last whole, and those that somebody has views of, until the next step."""
+        viewed = [kept for kept in self._kept if kept is not part and kept.is_viewed]
+        for kept in self._kept:
+            if kept is not part and kept not in viewed:
+                kept.forget()
+        self._kept = [*viewed, part]
+
+    def is_last(self, part: ShardedPart) -> bool:
+        """Whether a part was the last one to be gathered; who holds views may differ from rank to rank."""
+        return bool(self._kept) and self._kept[-1] is part
+
+    def flush(self) -> None:
+        """Write back what was changed in wholes, and free them."""
+        kept, self._kept = self._kept, []
+        for part in kept:
+            part.forget()
+        self._assigned = [part for part in self._assigned if part.keeps_source()]
+
+    def add_assigned(self, part: ShardedPart) -> None:
+        """Somebody has set a tensor's ``data``."""
+        self._assigned.append(part)
+
+    def add_leaf(self, part: ParameterPart, leaf: Tensor) -> None:
+        """Remember what a loss may depend on."""
+        self._leaves.append((part, leaf))
+
+    # --- step ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, *, inner_backwards: bool) -> Iterator[None]:
+        """Around a step.
+
+        Args:
+            inner_backwards: Whether no backward in it is the one that trains, so that weights stay gathered.
+        """
+        self.flush()
+        for part, _ in self._leaves:
+            part.drop_leaf()
+        self._leaves.clear()
+        self._follow_parameters()
+        self._in_step = inner_backwards
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    def _follow_parameters(self) -> None:
+        """Where user code has given a parameter another place, such as pruning does, gather it there."""
+        if all(part.held.is_in_place() for part in self._parts.values()):
+            return
+        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in self._module.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    places.setdefault(parameter, []).append((module, name))
+        for sharded, part in self._parts.items():
+            gathered = part.held.gathered
+            found = [*places.get(sharded, ()), *(places.get(gathered, ()) if gathered is not None else ())]
+            if found:
+                part.held.places = found
+            elif not part.held.is_in_place():
+                raise UnsupportedError(
+                    f"{part.name!r} was replaced by another object, or removed, while it is sharded.",
+                    remedy="Write into it under `torch.no_grad()`, with `copy_` for example, or replace it "
+                    "in `configure_model`.",
+                )
+
+    def _refuse_transforms(self, unit: Unit) -> None:
+        if is_in_transform():
+            names = [part.name for held in unit.parameters if (part := self._parts.get(held.sharded))]
+            raise UnsupportedError(
+                f"the layer of {' and '.join(names[:2])} is called within a transform of torch.func that "
+                "differentiates, such as grad or vjp, where it cannot be gathered.",
+                remedy="Use `torch.autograd.grad`, or give the weights to functions of "
+                "`torch.nn.functional`, or train under 'ddp'.",
+            )
+
+    def _begin_using(self, unit: Unit) -> None:
+        for held in unit.parameters:
+            gathered = held.gathered
+            if gathered is not None and "_part" not in vars(gathered):
+                held.share_attributes(watch_data=self._watch_data)
+                held.gathered_version = gathered._version
+
+    def _take_written(self, unit: Unit) -> None:
+        for held in unit.parameters:
+            part = self._parts.get(held.sharded)
+            if part is not None:
+                part.take_written()
+
+    # --- backward -----------------------------------------------------------------------------
+
+    def has_hooks(self) -> bool:
+        """Whether gradients must be reduced after every backward, because somebody sees them."""
+        return bool(self._hooked())
+
+    def _hooked(self) -> list[ParameterPart]:
+        with local_mode():
+            return [
+                part
+                for part in self._parts.values()
+                if part.plain._backward_hooks or part.plain._post_accumulate_grad_hooks
+            ]
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward: gradients are complete at its end, and hooks were called with them."""
+        hooked = self._hooked()
+        before: dict[ParameterPart, Tensor | None] = {}
+        with local_mode():
+            for part in hooked:
+                before[part] = part.tensor.grad
+                part.tensor.grad = None
+        self._in_backward = True
+        try:
+            yield
+            with local_mode():
+                self._reduce_rest()
+                self._collect()
+                for part in hooked:
+                    self._call_hooks(part, before.pop(part))
+        finally:
+            self._in_backward = False
+            with local_mode():
+                for part, gradient in before.items():  # it failed
+                    part.tensor.grad = gradient
+        kept = [unit for unit in self._units if unit.end_keeping()]
+        for unit in kept:
+            unit.free()
+
+    def _reduce_rest(self) -> None:
+        """Reduce what has come after its unit was done, as of a weight that others use before it."""
+        for unit in self._units:
+            if unit.reduces and any(held.has_gradient_left for held in unit.parameters):
+                unit.reduce_rest()
+
+    def settle(self) -> None:
+        """After a backward that did not go through the strategy: complete the gradients. Collective."""
+        if not self._in_backward and any(leaf.grad is not None for _, leaf in self._leaves):
+            self._collect()
+
+    def _collect(self) -> None:
+        """Average the gradients of wholes that a loss has depended on. Collective."""
+        if not self._leaves:
+            return
+        found: dict[ParameterPart, Tensor | None] = {}
+        for part, leaf in self._leaves:
+            gradient, leaf.grad = leaf.grad, None
+            known = found.get(part)
+            found[part] = gradient if known is None else known if gradient is None else known + gradient
+        somewhere = used_anywhere([gradient is not None for gradient in found.values()])
+        for (part, gradient), wanted in zip(found.items(), somewhere, strict=True):
+            if wanted:
+                self._add(part, _averaged(part, gradient))
+
+    def _add(self, part: ParameterPart, gradient: DTensor) -> None:
+        own = part.tensor.grad
+        if own is None:
+            part.tensor.grad = gradient
+        else:
+            with torch.no_grad():
+                own._local_tensor.add_(gradient._local_tensor)  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _call_hooks(self, part: ParameterPart, before: Tensor | None) -> None:
+        gradient = part.tensor.grad
+        if gradient is None:
+            part.tensor.grad = before
+            return
+        hooks = list((part.plain._backward_hooks or {}).values())
+        after = list((part.plain._post_accumulate_grad_hooks or {}).values())
+        if hooks:
+            whole = gather(gradient)  # type: ignore[arg-type]
+            with guarded_mode():
+                for hook in hooks:
+                    answer = hook(whole)
+                    whole = whole if answer is None else answer
+            gradient = part.like(part.own(whole).clone())
+            part.tensor.grad = gradient
+        if before is not None:
+            before._local_tensor.add_(gradient._local_tensor)  # type: ignore[attr-defined]
+            part.tensor.grad = before
+        with guarded_mode():
+            for hook in after:
+                hook(part.tensor)
+
+    # --- optimizers ---------------------------------------------------------------------------
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around an optimizer's step and the engine's own work: parameters are DTensors, on this thread."""
+        self.settle()
+        self.flush()
+        for sharded in self._parts:
+            show_plain(sharded)
+        try:
+            with local_mode():
+                yield
+        finally:
+            for sharded in self._parts:
+                show_whole(sharded)
+
+    @contextmanager
+    def closure(self) -> Iterator[None]:
+        """Inside `stepping`, around a closure of the user's: parameters look whole again."""
+        for sharded in self._parts:
+            show_whole(sharded)
+        try:
+            with guarded_mode():
+                yield
+        finally:
+            self.settle()
+            self.flush()
+            for sharded in self._parts:
+                show_plain(sharded)
+
+    def for_user(self, argument: Any) -> Any:
+        """An argument of an optimizer's step: a closure is the user's code again."""
+        return self._as_user(argument) if callable(argument) else argument
+
+    def _as_user(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.closure():
+                return function(*args, **kwargs)
+
+        return call
+
+
+def _averaged(part: ParameterPart, gradient: Tensor | None) -> DTensor:
+    """This rank's part of the mean of the ranks' gradients of a whole parameter. Collective."""
+    tensor = part.dtensor
+    mesh = tensor.device_mesh
+    if gradient is None:
+        gradient = torch.zeros(tensor.shape, dtype=tensor.dtype, device=mesh.device_type)
+    with torch.no_grad():
+        of_rank = DTensor.from_local(
+            gradient.to(mesh.device_type).contiguous(),
+            mesh,
+            [Partial()] * mesh.ndim,
+            run_check=False,
+        )
+        mean = of_rank.redistribute(placements=tensor.placements).to_local() / mesh.size()
+        return part.like(mean.to(tensor.device))

@@ -1,0 +1,26 @@
+"""Weights as user code sees and touches them under FSDP2: one process's numbers come out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jobs.weight_jobs import Attached, Differentiated, Written, train
+from nnx.testing.conformance.comparing import expect_same_run
+from nnx.testing.pool import WorkerPool
+
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "a root": ("fsdp_auto", {}),
+    "blocks": ("fsdp_auto", {"min_num_params": 1}),
+}
+
+
+@pytest.mark.parametrize(("strategy", "options"), ENGINES.values(), ids=list(ENGINES))
+@pytest.mark.parametrize("model", [Attached, Written, Differentiated])
+def test_what_is_attached_read_and_written_counts_as_in_one_process(
+    pool: WorkerPool, strategy: str, options: dict[str, Any], model: Any
+) -> None:
+    alone = pool.run(train, "auto", {}, model, world_size=1)[0]
+    ranks = pool.run(train, strategy, options, model, world_size=2)
+    expect_same_run(ranks, alone, tolerance=1e-5)
