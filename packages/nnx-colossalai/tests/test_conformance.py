@@ -11,6 +11,7 @@ from __future__ import annotations
 from nnx.testing import StrategyConformance
 
 UNITS = {"min_num_params": 100}
+STREAMED = {"min_num_params": 1, "placement_policy": "streamed"}
 MIXED = {**UNITS, "offload_fraction": 0.6, "stream_fraction": 0.3}
 
 
@@ -18,6 +19,17 @@ class TestColossalAI(StrategyConformance):
     strategy = "colossalai"
     options = MIXED
     only = ("numbers", "stages", "structure", "names")
+
+
+class TestColossalAIHabits(StrategyConformance):
+    """What ranks use, and what is attached to parameters; the rest is FSDP2's, which tries it."""
+
+    strategy = "colossalai"
+    options = STREAMED
+    only = (
+        *("swapped_experts", "layer_of_one_rank", "experts_in_a_list", "head_per_task", "skipped_blocks"),
+        *("gradient_hooks", "assigned_weights", "pruned_by_lightning", "parametrized", "functional_call"),
+    )
 
 
 class TestColossalAICpu(StrategyConformance):

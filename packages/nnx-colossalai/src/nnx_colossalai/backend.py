@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_map_only
 
 from nnx.backend import Backend, ParallelContext, Sample
 from nnx.errors import UnsupportedError
+from nnx.gradients import Gradient
 from nnx.layout import Shard
 from nnx.state import ModelState, OptimizerState
+from nnx.whole_matrix import OwnerRanks
 from nnx_colossalai.chunked import ChunkedModel
 from nnx_colossalai.device import HostDevice, make_device
 from nnx_colossalai.device.device import Device
@@ -53,6 +55,7 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
     def setup(self, context: ParallelContext) -> None:
         """Take the rank's device."""
         super().setup(context)
+        self._owner_ranks = OwnerRanks(self.shard, context.device)
         self._device = self._make_device(context)
         if self._is_limited(self._device):
             self._retrying = Retrying(context.world_size)
@@ -101,6 +104,7 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
             self._refuse_what_steps_others(optimizer, module)
         self._owners.update(dict.fromkeys(optimizers, model))
         model.setup_optimizers(optimizers)
+        self._owner_ranks.setup(optimizers)
 
     def _refuse_what_another_model_has(self, module: nn.Module) -> None:
         """Every chunk is one model's, and so is every optimizer's step."""
@@ -158,11 +162,14 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
 
     def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients; out of device memory, with a lower plan again."""
-        run = partial(_backward_of(module, loss), *args, **kwargs)
-        if self._retrying is None:
-            run()
-        else:
-            self._retrying.backward([model for _, model in self._of(module)], run)
+        run = partial(super().backward, module, loss, *args, **kwargs)
+        with ExitStack() as stack:
+            for _, model in self._of(module):
+                stack.enter_context(model.engine.backward_pass())
+            if self._retrying is None:
+                run()
+            else:
+                self._retrying.backward([model for _, model in self._of(module)], run)
 
     def _of(self, module: nn.Module) -> list[tuple[nn.Module, ChunkedModel]]:
         """What was laid out of what the core passes: a module, or several in one, as for Fabric."""
@@ -193,7 +200,20 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
         if not args and kwargs.get("closure") is None:
             # A forward since the last backward has left working weights, which hooks of the step would see.
             owner.engine.end_step()
-        return owner.stepper.step(optimizer, step, *args, **kwargs)
+        args = tuple(owner.engine.for_user(argument) for argument in args)
+        kwargs = {name: owner.engine.for_user(argument) for name, argument in kwargs.items()}
+        with owner.engine.stepping():
+            if self._owner_ranks.serves(optimizer):
+                step = partial(self._owner_ranks.step, optimizer, step)
+            return owner.stepper.step(optimizer, step, *args, **kwargs)
+
+    def gradients(self, optimizer: Optimizer) -> list[Gradient]:
+        """Handles on the local gradients, with what user code has written into whole ones."""
+        owner = self._owners.get(optimizer)
+        if owner is None:
+            return super().gradients(optimizer)
+        with owner.engine.stepping():
+            return super().gradients(optimizer)
 
     # --- state --------------------------------------------------------------------------------
 
@@ -211,12 +231,12 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
         """Handles on the optimizer's state, once all that is pending is over."""
         self._finish()
-        return super().optimizer_state(module, optimizer)
+        return self._owner_ranks.describe(module, optimizer)
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
         """Restore an optimizer, once all that is pending is over."""
         self._finish()
-        super().load_optimizer_state(module, optimizer, saved)
+        self._owner_ranks.load(self, module, optimizer, saved)
 
     def finish_load(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Make working weights of the masters that were loaded."""
@@ -232,14 +252,6 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
     def _finish(self) -> None:
         for model in self._models.values():
             model.finish()
-
-
-def _backward_of(module: nn.Module, loss: Tensor) -> Callable[..., Any]:
-    """The module's own backward, where a Trainer runs it and it has one; it may do more than the tensor's."""
-    own = getattr(module, "backward", None)
-    if own is None or getattr(module, "_trainer", None) is None:
-        return loss.backward
-    return partial(own, loss)
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nnx.backend import ParallelContext, Sample
-from nnx.errors import UnsupportedError
 from nnx.state import repoint_optimizer
 from nnx_colossalai.chunks.engine import ChunkEngine
 from nnx_colossalai.device.device import Device
@@ -82,17 +81,10 @@ class ChunkedModel:
             show_masters=self.engine.end_step,
         )
         self._optimizers: Sequence[Optimizer] = ()
-        self._world_size = context.world_size
         self._with_gradients: bool | None = None
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take over the optimizers, and correct the plan by the size of their state where that matters.
-
-        Raises:
-            UnsupportedError: One of them cannot work on each rank's part of the masters.
-        """
-        if self._world_size > 1:
-            _refuse_what_needs_one_vector(optimizers)
+        """Take over the optimizers, and correct the plan by the size of their state where that matters."""
         # One call for all of them, or one for each, as in Fabric.
         self._optimizers = [*dict.fromkeys([*self._optimizers, *optimizers])]
         if optimizers and self.placing.correct(self._optimizers):
@@ -157,16 +149,6 @@ class ChunkedModel:
         replaced = self.engine.unparallelize(self.module)
         self._recomputing.undo()
         return replaced
-
-
-def _refuse_what_needs_one_vector(optimizers: Sequence[Optimizer]) -> None:
-    for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UnsupportedError(
-                f"{type(optimizer).__name__} works on all parameters as one vector, and each rank holds only "
-                "its part of them.",
-                remedy="Use an optimizer that steps parameter by parameter, such as AdamW, or one rank.",
-            )
 
 
 def make_engine(context: ParallelContext, device: Device[Any], dtype: torch.dtype | None) -> ChunkEngine:

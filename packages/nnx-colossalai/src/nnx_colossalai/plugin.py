@@ -13,6 +13,10 @@ _CAPABILITIES = Capabilities(
     offload=True,
     activation_checkpointing=True,
     meta_initialization=True,
+    refuses=(
+        *("gradients_read_on_rank_zero", "weights_read_on_rank_zero"),  # all ranks gather
+        *("functional_gradients", "sparse_gradients"),
+    ),
 )
 
 

@@ -112,18 +112,6 @@ def test_a_host_too_small_for_what_the_device_cannot_hold_is_named_too(
         assert BYTES.search(last)
 
 
-# --- optimizers -----------------------------------------------------------------------------------
-
-
-def test_an_optimizer_that_looks_at_all_parameters_at_once_is_refused_by_name(pool: WorkerPool) -> None:
-    found = failures(pool, {"placement_policy": "cpu"}, 2, optimizer="lbfgs")
-    assert sorted(found) == [0, 1]
-    for failure in found.values():
-        last = failure.strip().splitlines()[-1]
-        assert "LBFGS" in last
-        assert "UnsupportedError" in last
-
-
 # --- out of memory in a step ----------------------------------------------------------------------
 
 

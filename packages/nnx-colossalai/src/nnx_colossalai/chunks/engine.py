@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -79,6 +79,18 @@ class ChunkEngine(ABC):
     @abstractmethod
     def no_sync(self, root: nn.Module) -> AbstractContextManager[Any]:
         """See `nnx.Backend.no_sync`."""
+
+    def backward_pass(self) -> AbstractContextManager[Any]:
+        """Around a backward: gradients are complete at its end."""
+        return nullcontext()
+
+    def stepping(self) -> AbstractContextManager[Any]:
+        """Around what works on this rank's part of masters, such as an optimizer's step."""
+        return nullcontext()
+
+    def for_user(self, argument: Any) -> Any:
+        """Within `stepping`: an argument of an optimizer's step, whose closure is the user's code again."""
+        return argument
 
     @abstractmethod
     def shard(self, tensor: torch.Tensor, *, parameter: nn.Parameter | None = None) -> Shard:

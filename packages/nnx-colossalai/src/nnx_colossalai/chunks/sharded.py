@@ -187,6 +187,18 @@ class ShardedEngine(ChunkEngine):
         return self._units.no_sync(root) if self._accumulates_complete else nullcontext()
 
     @override
+    def backward_pass(self) -> AbstractContextManager[Any]:
+        return self._units.backward_pass()
+
+    @override
+    def stepping(self) -> AbstractContextManager[Any]:
+        return self._units.stepping()
+
+    @override
+    def for_user(self, argument: Any) -> Any:
+        return self._units.for_user(argument)
+
+    @override
     def end_step(self) -> None:
         if self._root is None or is_under_way(self._root):
             return
@@ -205,6 +217,7 @@ class ShardedEngine(ChunkEngine):
             return
         self._recover()
         self._casts.hide()
+        self._units.flush()
         for chunk in self.chunks:
             chunk.settle()
         self._units.free_gathered(self._root)
@@ -268,6 +281,9 @@ class _Units(FSDPBackend):
         plain = self._layouts[root].plain
         for old, new in replaced.items():
             plain[new] = plain.pop(old)
+        weights = self._layouts[root].weights
+        if weights is not None:
+            weights.replace(replaced)
 
     def free_gathered(self, root: nn.Module) -> None:
         """Keep only this rank's part of the weights, in every unit."""

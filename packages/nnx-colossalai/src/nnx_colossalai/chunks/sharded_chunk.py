@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from nnx.whole import is_guarded, show_plain, show_whole
 from nnx_colossalai.chunks._torch_compat import Gathered, WaitingDTensor
 from nnx_colossalai.chunks.chunk import Chunk
 from nnx_colossalai.chunks.sharded_parts import segments_of
@@ -122,7 +123,7 @@ class ShardedChunk(Chunk):
                 _show_at_once(master)
             else:
                 master._nnx_wait = self._wait_for_masters  # type: ignore[attr-defined]
-                master.__class__ = WaitingDTensor  # type: ignore[assignment]
+                _give_class(master, WaitingDTensor)
 
     def _wait_for_masters(self) -> None:
         wait = self._wait
@@ -153,5 +154,14 @@ class ShardedChunk(Chunk):
 
 def _show_at_once(master: nn.Parameter) -> None:
     if isinstance(master, WaitingDTensor):
-        master.__class__ = DTensor  # type: ignore[assignment]
+        _give_class(master, DTensor)
         del vars(master)["_nnx_wait"]
+
+
+def _give_class(master: nn.Parameter, cls: type[DTensor]) -> None:
+    """Change what a master is, whether it is guarded at the moment or not."""
+    guarded = is_guarded(master)
+    show_plain(master)
+    master.__class__ = cls  # type: ignore[assignment]
+    if guarded:
+        show_whole(master)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import nn
 
 from nnx.errors import OptionError
+from nnx_fsdp.choices import called_by_choice
 from nnx_fsdp.units import DEFAULT_MIN_NUM_PARAMS, choose_units
 
 __all__ = ["FoundUnit", "find_units", "padded_numel", "waste"]
@@ -79,7 +80,8 @@ def find_units(
         [('0', 160400), ('2', 160400), ('', 802)]
     """
     least = _least(min_numel, max_numel, policy)
-    tree = _Tree(root, left=leave)
+    by_choice = called_by_choice(root) if policy is None else set()
+    tree = _Tree(root, left=leave, by_choice=by_choice)
     chosen = [module for _, module in choose_units(root, policy=policy, min_num_params=least).units]
     units = {tree.name_of(module): module for module in chosen if tree.can_be_unit(module)}
     if policy is None:
@@ -108,9 +110,10 @@ class _Tree:
     Args:
         root: The model.
         left: Names of modules that are not to be units, nor anything in them.
+        by_choice: Modules that are no units either, as other ranks may not call them in the same step.
     """
 
-    def __init__(self, root: nn.Module, *, left: Collection[str]) -> None:
+    def __init__(self, root: nn.Module, *, left: Collection[str], by_choice: Collection[nn.Module]) -> None:
         self.root = root
         self.names: dict[int, list[str]] = defaultdict(list)
         self._users: dict[int, list[str]] = defaultdict(list)
@@ -120,6 +123,7 @@ class _Tree:
                 if parameter is not None:
                     self._users[id(parameter)].append(name)
         self._left = {id(part) for name in left for part in root.get_submodule(name).modules()}
+        self._left |= set(map(id, by_choice))
 
     def name_of(self, module: nn.Module) -> str:
         """The first of its names, which a module that several others hold has too."""

@@ -29,7 +29,6 @@ from nnx_colossalai.optimizers.kernels import (
     steps_each_parameter,
 )
 from nnx_colossalai.optimizers.overlap import Background, Share, give_back_state, take_share
-from nnx_fsdp.optimizers import step_context
 
 __all__ = ["CpuAdam", "Overlap", "Stepper"]
 
@@ -113,7 +112,7 @@ class Stepper:
                 self._take_over(optimizer, touched)
             return loss
 
-        with step_context(optimizer), _groups_kept(optimizer):
+        with _groups_kept(optimizer):
             result = step(closure_then_take_over, *args, **kwargs)
         for chunk in touched:
             chunk.refresh()
