@@ -21,11 +21,12 @@ from nnx.errors import OptionError, UnsupportedError
 from nnx.gradients import Gradient
 from nnx.layout import Shard, shard_of
 from nnx.state import ModelState, OptimizerState
+from nnx.whole import local_mode
+from nnx.whole_matrix import OwnerRanks
 from nnx_nnscaler.axes import Axes, make_axes
 from nnx_nnscaler.laid_out import LaidOut
-from nnx_nnscaler.optimizers import Masters, refuse_unless_elementwise
+from nnx_nnscaler.optimizers import Masters
 from nnx_nnscaler.options import NnScalerOptions
-from nnx_nnscaler.runtime.part import local_mode
 from nnx_nnscaler.runtime.storage import Parameters
 from nnx_nnscaler.statistics import StatisticsOverUnits
 
@@ -56,6 +57,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
     def setup(self, context: ParallelContext) -> None:
         """Make the groups of units and of the outer axis."""
         super().setup(context)
+        self._owner_ranks = OwnerRanks(self.shard, context.device)
         unit_size = self.options.unit_size(
             world_size=context.world_size, local_world_size=context.local_world_size
         )
@@ -74,6 +76,13 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         """Ranks of one unit read the same data."""
         return self.axes.outer_rank, self.axes.outer_size
 
+    def share_before_setup(
+        self, *, rank: int, world_size: int, local_world_size: int
+    ) -> tuple[int, int] | None:
+        """Units are consecutive ranks, as many as the options say."""
+        unit_size = self.options.unit_size(world_size=world_size, local_world_size=local_world_size)
+        return rank // unit_size, world_size // unit_size
+
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
         """Compile what a unit runs, and store each parameter as the plan says; no object is replaced."""
         if module not in self._laid_out:
@@ -86,19 +95,18 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         return {}
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Check that every optimizer may step on parts, and make float32 masters if they are asked for.
+        """Choose owner ranks for optimizers that cannot step on parts, and make float32 masters if asked to.
 
         Raises:
-            UnsupportedError: An optimizer looks at more than the part that a rank holds; or the strategy was
-                set up for inference only.
+            UnsupportedError: The strategy was set up for inference only; or an optimizer calls collectives.
         """
         if optimizers and self.options.config.inference_only:
             raise UnsupportedError(
                 "the strategy was set up with inference_only=True, and there is something to train.",
                 remedy="Leave `inference_only` out of compute_config, or call validate, test or predict.",
             )
-        for optimizer in optimizers:
-            refuse_unless_elementwise(optimizer, self._is_in_parts)
+        with local_mode():
+            self._owner_ranks.setup(optimizers)
         if self.options.fp32_masters:
             groups = [group for optimizer in optimizers for group in optimizer.param_groups]
             with local_mode():
@@ -172,7 +180,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
             for laid_out in self._laid_out.values():
                 stack.enter_context(laid_out.parameters.stepping())
             stack.enter_context(self._masters.lent(optimizer))
-            return step(*args, **kwargs)
+            return self._owner_ranks.step(optimizer, step, *args, **kwargs)
 
     def _for_user(self, value: Any) -> Any:
         """A closure, for which parameters look whole again while it runs; other arguments as they are."""
@@ -190,6 +198,13 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         return closure
 
     # --- state --------------------------------------------------------------------------------
+
+    def decisions(self, module: nn.Module) -> str:
+        """Where the plan stores the parameters that it cuts."""
+        laid_out = self._laid_out.get(module)
+        programs = None if laid_out is None else laid_out.programs
+        stored = {} if programs is None else programs.layout.stored
+        return " ".join(f"{name} {placement}" for name, placement in sorted(stored.items()))
 
     def shard(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
         """Where a tensor of this rank lies: its own part of a parameter, or of a state that is like one."""
@@ -213,19 +228,15 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         parameters = self._parameters_with(parameter)
         return self.context.world_size if parameters is None else parameters.replicas(parameter)
 
-    def _is_in_parts(self, parameter: nn.Parameter) -> bool:
-        parameters = self._parameters_with(parameter)
-        return parameters is not None and not parameters.is_whole(parameter)
-
     def model_state(self, module: nn.Module) -> ModelState:
         """Handles on the parts; with float32 masters, on these."""
         with local_mode():
             return super().model_state(module)
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
-        """Handles on the parts of the optimizer's state."""
+        """Handles on the parts of the optimizer's state, and on what owner ranks hold whole."""
         with local_mode():
-            return super().optimizer_state(module, optimizer)
+            return self._owner_ranks.describe(module, optimizer)
 
     def new_optimizer_state(
         self,
@@ -243,9 +254,9 @@ class NnScalerBackend(Backend[NnScalerOptions]):
             return super().new_optimizer_state(parameter, name, shape=shape, dtype=dtype, group=group)
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
-        """Restore the parts that this rank holds."""
+        """Restore the parts that this rank holds, and what it owns."""
         with local_mode():
-            super().load_optimizer_state(module, optimizer, saved)
+            self._owner_ranks.load(self, module, optimizer, saved)
 
     def finish_load(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Give half precision parameters what their masters were loaded with."""

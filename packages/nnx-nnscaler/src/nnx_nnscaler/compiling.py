@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nnx.collective import all_gather_object, together
-from nnx.errors import PlanError
+from nnx.errors import NnxError, PlanError, UnsupportedError
 from nnx_nnscaler.codegen.emit import emit
 from nnx_nnscaler.codegen.load import Program, load_program
 from nnx_nnscaler.codegen.plan_text import plan_from_text, plan_to_text
@@ -183,6 +183,28 @@ class Compiler:
         traced_from: Mapping[str, Any],
         fixed_batch: bool,
     ) -> Entry:
+        """Trace, plan, check and emit; what fails unforeseen means that the forward runs whole."""
+        try:
+            return self._made(root, call, layout, traced_from, fixed_batch)
+        except NnxError:
+            raise
+        except Exception as error:
+            log.debug("compiling failed", exc_info=True)
+            first = next(iter(str(error).splitlines()), "")
+            raise UnsupportedError(
+                f"compiling it failed unforeseen, with {type(error).__name__}: {first}.",
+                remedy="Please report it with the model, and the traceback that logger 'nnx.nnscaler' shows "
+                "at level DEBUG.",
+            ) from error
+
+    def _made(
+        self,
+        root: nn.Module,
+        call: ModelCall,
+        layout: FixedLayout | None,
+        traced_from: Mapping[str, Any],
+        fixed_batch: bool,
+    ) -> Entry:
         text = self.store.find_graph(traced_from) if self.store and self.reuse == "graph" else None
         if text is None:
             graph = trace_forward(root, *call, batch_dims=None if fixed_batch else "auto")
@@ -197,9 +219,9 @@ class Compiler:
         return Entry(source=source, plan=plan_to_text(plan), graph=text)
 
     def _tell_unsupported(self, graph: Graph) -> None:
-        """Say once which operators nobody knows how to split."""
+        """Say once which operators nobody knows how to split, and not again of the evaluation."""
         message = unsupported_message(graph, self.size) if self.size > 1 else ""
-        if message and message not in self._told:
+        if message and message not in self._told and (graph.training or not self._told):
             log.warning(message)
         self._told.add(message)
 

@@ -82,7 +82,8 @@ def make_programs(
     with _autocast(context):
         compiled = programs.prepare(ModelCall(call.args, call.kwargs))
     if compiled is not None and context.rank == 0:
-        log.info(_summary(compiled, axes))
+        text = _summary(compiled, axes)
+        log.log(logging.INFO if compiled.graph.training else logging.DEBUG, text)
         if options.save_plan is not None:
             zero = axes.part_size > 1
             document = Plan.of(compiled.graph, compiled.plan, costs=costs, units=axes.outer_size, zero=zero)
@@ -100,9 +101,11 @@ def _summary(compiled: Compiled, axes: Axes) -> str:
     """One line for the log."""
     plan = compiled.plan
     parts = sum(placement.is_shard for placement in plan.stored.values())
+    why = f" ({plan.reason})" if plan.reason else ""
     where = f"; the code is {compiled.path}" if compiled.path is not None else ""
     return (
-        f"nnscaler: policy {plan.policy!r}, {axes.outer_size} x {plan.size} ranks, "
+        f"nnscaler: policy {plan.policy!r}{why}, {axes.outer_size} "
+        f"{'unit' if axes.outer_size == 1 else 'units'} of {plan.size} ranks that read one batch, "
         f"{parts} of {len(plan.stored)} parameters stored in parts{where}"
     )
 

@@ -17,11 +17,16 @@ _PLANNED = Capabilities(
     meta_initialization=True,
     needs_sample=True,
     leaves_no_files=False,  # the generated code is for the user to read
+    refuses=(
+        *("iterable_split_by_rank", "shuffled_by_rank"),  # ranks of a unit have to read one batch
+        *("gradient_of_a_weight", "gradient_penalty"),  # programs compute the forward in parts
+    ),
 )
 # A cost model stores in parts only what pays: of a model that fits easily, nothing.
 _CHOSEN = replace(_PLANNED, shards_parameters=False, shards_gradients=False, shards_optimizer=False)
 _REPLICATED = replace(
     _CHOSEN,
+    refuses=(),
     tensor_parallel=False,
     activation_checkpointing=False,
     needs_sample=False,
@@ -29,6 +34,7 @@ _REPLICATED = replace(
 )
 _IN_PARTS = replace(
     _PLANNED,
+    refuses=(),
     tensor_parallel=False,
     activation_checkpointing=False,
     needs_sample=False,

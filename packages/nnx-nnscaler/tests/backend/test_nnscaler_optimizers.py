@@ -1,85 +1,12 @@
-"""Which optimizers are found to be elementwise, and what float32 masters keep."""
+"""What float32 masters keep."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from nnx.errors import UnsupportedError
-from nnx_nnscaler.optimizers import Masters, is_elementwise, refuse_unless_elementwise
-
-ELEMENTWISE = {
-    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
-    "Adam": {"amsgrad": True},
-    "AdamW": {"fused": True},
-    "Adagrad": {},
-    "RMSprop": {"centered": True},
-    "Rprop": {},
-    "RAdam": {},
-    "ASGD": {},
-    "Adamax": {},
-}
-
-
-def parameter() -> nn.Parameter:
-    return nn.Parameter(torch.ones(4, 4))
-
-
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_an_optimizer_of_single_elements_is_allowed_and_left_alone(name):
-    optimizer = getattr(torch.optim, name)([parameter()], **ELEMENTWISE[name])
-    before = {key: dict(value) for key, value in optimizer.state.items()}
-    random_state = torch.get_rng_state()
-    assert is_elementwise(optimizer, optimizer.param_groups[0])
-    assert {key: dict(value) for key, value in optimizer.state.items()} == before
-    assert torch.equal(torch.get_rng_state(), random_state)
-
-
-@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon"])
-def test_an_optimizer_of_rows_or_norms_is_refused_on_parts_and_allowed_on_the_whole(name):
-    optimizer = getattr(torch.optim, name)([parameter()])
-    refuse_unless_elementwise(optimizer, lambda parameter: False)
-    with pytest.raises(UnsupportedError, match=rf"{name} looks at more than one element.*nnscaler_dp"):
-        refuse_unless_elementwise(optimizer, lambda parameter: True)
-
-
-class Normalized(Optimizer):
-    """Steps along the gradient divided by its norm, as many optimizers on the index do somewhere."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1})
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.add_(p.grad / p.grad.norm(), alpha=-group["lr"])
-
-
-class Signed(Normalized):
-    def __init__(self, params):
-        super().__init__(params)
-        self.steps = 0
-
-    def step(self, closure=None):
-        self.steps += 1
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.add_(p.grad.sign(), alpha=-group["lr"])
-
-
-def test_an_optimizer_of_your_own_is_tried_too():
-    normalized, signed = Normalized([parameter()]), Signed([parameter()])
-    assert not is_elementwise(normalized, normalized.param_groups[0])
-    assert is_elementwise(signed, signed.param_groups[0])
-    assert signed.steps == 0
-
-
-def test_an_optimizer_whose_step_a_scheduler_wrapped_can_be_tried():
-    optimizer = torch.optim.AdamW([parameter()], lr=torch.tensor(1e-3))
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert is_elementwise(optimizer, optimizer.param_groups[0])
+from nnx_nnscaler.optimizers import Masters
 
 
 def test_masters_keep_updates_that_half_precision_rounds_away():

@@ -98,7 +98,7 @@ def fail(where):
     ("where", "kind", "message"),
     [
         ("plan", "PlanError", "no plan fits. Use more ranks."),
-        ("mistake", "NnxError", "a mistake in the planner"),
+        ("mistake", "UnsupportedError", "a mistake in the planner"),
         ("module", "PlanError", "rank 0 has another one than rank 1 (code, shapes"),
         ("fingerprint", "NnxError", "reading the module failed on rank 1"),
     ],

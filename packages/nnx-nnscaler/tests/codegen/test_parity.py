@@ -183,3 +183,25 @@ def test_a_missing_collective_in_backward_is_found_out(monkeypatch, method, layo
     assert seen
     assert found.output < BOUND
     assert found.gradient > 1e-3
+
+
+class Odd(nn.Module):
+    """A sum over a parameter whose sizes no number of ranks divides, and sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.table = nn.Embedding(5, 8, sparse=True)
+        self.odd = nn.Parameter(torch.ones(3, 5))
+
+    def forward(self, x, index):
+        return self.second(self.first(x) + self.table(index)) + self.odd.neg().sum()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_partial_sums_of_a_whole_parameter_and_sparse_gradients(size):
+    call = ((torch.ones(8, 8, dtype=torch.float64), torch.arange(8) % 5), {})
+    module = made(4, Odd).double()
+    graph = trace_forward(module, *call)
+    found = compare(module, graph, plan_program(graph, size=size, policy="tp"), call)
+    assert found.error < BOUND, found.worst

@@ -187,6 +187,19 @@ def test_what_cannot_be_traced_runs_whole_and_names_the_line(caplog):
     assert len(made.causes) == 1
 
 
+def test_what_fails_to_compile_unforeseen_runs_whole_and_says_why(caplog):
+    def broken(graph, layout):
+        raise IndexError("tuple index out of range")
+
+    module = Counting()
+    inputs = torch.randn(3, 4)
+    expected = module(inputs)
+    with caplog.at_level(logging.WARNING, "nnx.nnscaler"):
+        attached(module, inputs, planner=broken)
+    assert torch.equal(module(inputs), expected)
+    assert "IndexError: tuple index out of range" in caplog.text
+
+
 def test_a_hook_on_a_submodule_is_honoured(counting):
     module, _ = counting
     x, seen = torch.randn(4, 4), []

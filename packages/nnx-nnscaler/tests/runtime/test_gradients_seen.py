@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from nnx.errors import UnsupportedError
+from nnx.whole import local_mode
 from nnx_nnscaler.axes import Axes, make_axes
 from nnx_nnscaler.placement import R, S
 from nnx_nnscaler.runtime.communicator import run_as_ranks
 from nnx_nnscaler.runtime.conversions import Conversions
-from nnx_nnscaler.runtime.part import local_mode
 from nnx_nnscaler.runtime.storage import Parameters
 
 DEADLINE = 60

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nnx.errors import UnsupportedError
+from nnx.whole import local_mode
 from nnx_nnscaler.axes import make_axes
 from nnx_nnscaler.placement import S
-from nnx_nnscaler.runtime.parameter import local_mode
 from nnx_nnscaler.runtime.storage import Parameters
 
 DEADLINE = 60

@@ -133,15 +133,6 @@ def test_inference_only_refuses_to_train(pool: WorkerPool):
         pool.run(train, Run(strategy="nnscaler_dp", options=options, steps=1), world_size=2)
 
 
-def test_an_optimizer_that_is_not_elementwise_is_refused_in_parts_and_trains_whole(pool: WorkerPool):
-    run = Run(strategy="nnscaler_zero", optimizer="mixed", optimizers=3, steps=2)
-    with pytest.raises(JobError, match=r"Adafactor looks at more than one element"):
-        pool.run(train, run, world_size=2)
-    expected = pool.run(train, replace(run, strategy="auto", devices=1), world_size=1)[0]
-    for outcome in pool.run(train, replace(run, strategy="nnscaler_dp"), world_size=2):
-        assert outcome.losses == pytest.approx(expected.losses, abs=1e-5)
-
-
 def test_recomputing_is_refused_where_no_program_could_do_it(pool: WorkerPool):
     run = Run(strategy="nnscaler_dp", options={"recompute": "blocks.*"}, steps=1)
     with pytest.raises(JobError, match=r"recompute has no effect with units of one rank"):

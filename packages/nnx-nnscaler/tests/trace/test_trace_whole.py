@@ -18,9 +18,10 @@ from jobs.nnscaler_trace_models import (
     Twice,
     WithRecomputing,
 )
+from nnx.whole import guard
 from nnx_nnscaler.placement import S
 from nnx_nnscaler.runtime.layout import ParameterLayout
-from nnx_nnscaler.runtime.parameter import LocalPart, Part, guard
+from nnx_nnscaler.runtime.part import LocalPart, Part
 from nnx_nnscaler.trace import TraceError, fingerprint, trace_forward
 
 
@@ -313,7 +314,7 @@ def test_parameters_in_parts_are_traced_as_wholes_without_a_collective(make):
     parameter = module.first.weight
     layout = ParameterLayout(shape=tuple(parameter.shape), placement=S(0), unit_rank=0, unit_size=2)
     parameter.data = parameter.data[: len(parameter) // 2].clone()
-    guard(Part(parameter, layout, unit=Unreachable(), source=LocalPart(parameter)))
+    guard(parameter, Part(parameter, layout, unit=Unreachable(), source=LocalPart(parameter)))
     graph = trace_forward(module, (torch.randn(4, 8),))
     assert graph == expected
     assert fingerprint(module, (torch.randn(4, 8),)) == key

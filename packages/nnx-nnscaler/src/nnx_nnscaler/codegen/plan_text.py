@@ -19,6 +19,7 @@ def plan_to_text(plan: ProgramPlan) -> str:
         "size": plan.size,
         "policy": plan.policy,
         "prediction": asdict(plan.prediction),
+        "reason": plan.reason,
         "divisible": [list(item) for item in plan.divisible],
         "synchronized": sorted(plan.synchronized),
     }
@@ -46,6 +47,7 @@ def plan_from_text(text: str) -> ProgramPlan:
         synchronized=frozenset(read["synchronized"]),
         divisible=tuple((expression, number) for expression, number in read["divisible"]),
         prediction=Prediction(**read["prediction"]),
+        reason=read.get("reason", ""),
     )
 
 

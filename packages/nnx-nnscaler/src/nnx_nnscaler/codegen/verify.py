@@ -172,7 +172,7 @@ def _run_module(module: nn.Module, call: Arguments, seed: int) -> Run:
         _backward(outputs)
     finally:
         torch.random.set_rng_state(generator)
-    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+    gradients = {name: _gradient(parameter) for name, parameter in module.named_parameters()}
     return Run(outputs, gradients, {}, dict(module.named_buffers()))
 
 
@@ -199,10 +199,15 @@ def _run_program(
     with _RankRandom(seed, alone):
         outputs = _tensors(program(runtime, module, weights, graph.constants, *tensors))
         _backward(outputs)
-    whole = {name: parameter.grad for name, parameter in module.named_parameters()}
-    return Run(
-        outputs, whole, {name: part.grad for name, part in parts.items()}, dict(module.named_buffers())
-    )
+    whole = {name: _gradient(parameter) for name, parameter in module.named_parameters()}
+    of_parts = {name: _gradient(part) for name, part in parts.items()}
+    return Run(outputs, whole, of_parts, dict(module.named_buffers()))
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    """A gradient whose elements can be compared: a sparse one is made dense."""
+    gradient = parameter.grad
+    return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()
 
 
 def _draw(draw: Callable[[], Tensor]) -> Tensor:

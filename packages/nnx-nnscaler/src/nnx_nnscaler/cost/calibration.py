@@ -122,14 +122,15 @@ def _collective_seconds(
 ) -> float:
     """One collective on activations: whole bytes of three dims, split or gathered along the middle one."""
     size = communicator.size
-    rows = max(whole // 4 // 64 // (2 * size), 1) * size
-    full = torch.ones(2, rows, 64, device=device)
-    part = torch.ones(2, rows // size, 64, device=device)
+    width = -(-64 // size) * size  # which every number of ranks divides
+    rows = max(whole // 4 // width // (2 * size), 1) * size
+    full = torch.ones(2, rows, width, device=device)
+    part = torch.ones(2, rows // size, width, device=device)
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: communicator.all_reduce(full),
         "all_gather": lambda: communicator.all_gather(part, 1),
         "reduce_scatter": lambda: communicator.reduce_scatter(full, 1),
-        "all_to_all": lambda: communicator.all_to_all(part, 2 if 64 % size == 0 else 1, 1),
+        "all_to_all": lambda: communicator.all_to_all(part, 2, 1),
     }
     return _seconds_amid(calls[kind], _some_work(device), clock)
 

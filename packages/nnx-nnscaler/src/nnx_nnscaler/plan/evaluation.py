@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nnx_nnscaler.cost.model import Price, Prices, Stored
-from nnx_nnscaler.placement import Placement, R
+from nnx_nnscaler.placement import P, Placement, R
 from nnx_nnscaler.plan.conversion import Conversion, Use, conversion, uses_of
 from nnx_nnscaler.plan.flow import Flow
 from nnx_nnscaler.plan.program_plan import Strategy
@@ -97,6 +97,8 @@ def price_of_change(
         use: What the consumer wants.
     """
     meta = prices.graph.meta(name)
+    if use.placement == P != source:
+        return None  # only operators make partial sums
     if stored is not None and stored.synchronized and prices.backward and meta.differentiable:
         return Price() if use.partial_gradient else prices.synchronized(meta, use.placement)
     try:

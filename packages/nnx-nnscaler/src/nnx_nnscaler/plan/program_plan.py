@@ -70,6 +70,7 @@ class ProgramPlan:
         divisible: Sizes that must be multiples of a number at run time, as ``(expression, number)``; another
             batch is run whole by every rank.
         prediction: What the cost model says of it.
+        reason: Why it and no other, where the planner had to choose.
     """
 
     size: int
@@ -79,3 +80,4 @@ class ProgramPlan:
     synchronized: frozenset[str] = frozenset()
     divisible: tuple[tuple[str, int], ...] = ()
     prediction: Prediction = Prediction()
+    reason: str = ""

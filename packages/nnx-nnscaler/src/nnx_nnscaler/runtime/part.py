@@ -1,27 +1,29 @@
 """What is known of a tensor that this rank stores in part: where the parts are, the whole while it is used.
 
-It owns gathering, keeping and writing back the whole of a parameter or a gradient. Who gets to see it is
-`parameter`'s business, where parts are stored `storage`'s, ZeRO's rows `zero`'s.
+It owns gathering, keeping and writing back the whole of a parameter or a gradient, and how gradients are
+shown: `parameter.grad` is a stand-in that answers as the whole gradient would, and gathers it only when a
+value is asked for; in local mode it is the gradient of the local part. Who gets to see the whole is
+`nnx.whole`'s business, where parts are stored `storage`'s, ZeRO's rows `zero`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from nnx import whole as guards
+from nnx.errors import UnsupportedError
+from nnx.whole import Guard, Source, guarded_mode, local_mode
 from nnx_nnscaler.runtime.conversions import Conversions
 from nnx_nnscaler.runtime.layout import ParameterLayout
 
-__all__ = ["GradientParts", "LocalPart", "Part", "Summand", "UnitPart", "guarded_mode", "local_mode"]
-
-local_mode = torch._C.DisableTorchFunctionSubclass
-"""Context in which parameters in parts are plain local tensors, on this thread."""
-guarded_mode = torch._C._EnableTorchFunction
-"""Context, within local mode, in which the user's code sees whole parameters again."""
+__all__ = ["GradientParts", "LocalPart", "Part", "Summand", "UnitPart"]
 
 
 class UnitPart(Protocol):
@@ -95,7 +97,7 @@ class GradientParts(Protocol):
         """Somebody gave the parameter another gradient."""
 
 
-class Part:
+class Part(guards.Part):
     """What is known of one guarded tensor, and its whole while someone uses it.
 
     Args:
@@ -113,6 +115,7 @@ class Part:
 
     gradients: GradientParts | None = None
     shown: Any = None
+    _source_of_data: Source | None = None
 
     def __init__(
         self,
@@ -142,6 +145,7 @@ class Part:
         return self._unit.size
 
     @property
+    @override
     def description(self) -> Tensor:
         """A tensor of the logical shape and no storage."""
         return torch.empty(self.layout.shape, dtype=self.tensor.dtype, device="meta")
@@ -151,6 +155,7 @@ class Part:
         """Whether the whole is there, so that it may have been changed."""
         return self._value is not None
 
+    @override
     def whole(self) -> Tensor:
         """The whole, differentiable where gradients are recorded and wanted. Collective."""
         with local_mode():
@@ -161,35 +166,45 @@ class Part:
                 self._node = self._differentiable(value)
             return self._node
 
+    @override
     def value(self) -> Tensor:
         """The whole, without gradient; changing it in place changes the parameter. Collective."""
         with local_mode():
             return self._gathered()
 
+    @override
     def flush(self) -> None:
         """Write back what was changed in place since."""
         with local_mode():
             if self._value is not None and self._value._version != self._version:
                 self._write(self._value)
 
+    @override
     def assign(self, whole: Tensor) -> None:
         """Take over a tensor of the logical shape, as ``parameter.data = whole`` does."""
+        if isinstance(whole, Guard):
+            whole = whole._part.value()
         if tuple(whole.shape) != self.layout.shape:
             raise ValueError(
                 f"a tensor of shape {tuple(whole.shape)} cannot become the data of a tensor of shape "
                 f"{self.layout.shape} that is stored in parts."
             )
         with local_mode(), torch.no_grad():
-            local = self.tensor
+            local, own = self.tensor, self.layout.unit_part(whole.detach())
+            if self._source_of_data is not None and self._source_of_data.is_still(whole, own):
+                return
+            self._source_of_data = Source(whole, own)
             if (whole.dtype, whole.device) == (local.dtype, local.device):
                 self._write(whole.detach())
             else:
-                self.source.replace(self.layout.unit_part(whole.detach()))
+                self.source.replace(own)
                 self._forget()
 
     def release(self) -> None:
         """Free the whole; who still needs it for a backward keeps it."""
         self.flush()
+        if self._source_of_data is not None and not self._source_of_data.is_shared:
+            self._source_of_data = None
         self._forget()
 
     def gradient(self, gradient: Tensor) -> Part:
@@ -205,6 +220,84 @@ class Part:
             unit=self._unit,
             source=Summand(gradient, self._unit) if self.synchronized else LocalPart(gradient),
         )
+
+    # --- what user code sees of gradients -----------------------------------------------------
+
+    @override
+    def gradient_shown(self) -> Tensor | None:
+        """What whoever reads the gradient of a parameter gets; nothing is gathered yet."""
+        with local_mode():
+            gradient = self.tensor.grad
+            if gradient is None or self.gradients is None or self.gradients.are_whole():
+                self.shown = None
+                return gradient
+            if self.shown is None or self.shown._local is not gradient:
+                self.shown = _show(self, gradient)
+            return cast(Tensor, self.shown)
+
+    @override
+    def gradient_given(self, gradient: Any) -> None:
+        """Let a parameter have another gradient, of which it gets its part; None for none."""
+        with local_mode():
+            if gradient is None:
+                self.tensor.grad = self.shown = None
+                return
+            if isinstance(gradient, _Shown):
+                gradient._part.flush()
+                if gradient._of is self:
+                    self.tensor.grad = gradient._local
+                    return
+                gradient = gradient._part.value().clone()
+            self.shown = None
+            if not isinstance(gradient, Tensor):
+                self.tensor.grad = gradient
+                return
+            if tuple(gradient.shape) != self.layout.shape:
+                raise RuntimeError(
+                    f"a gradient of shape {tuple(gradient.shape)} is given to a parameter of shape "
+                    f"{self.layout.shape}."
+                )
+            if not self.layout.is_whole:
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                gradient = self.layout.local_part(dense).clone()
+            self.tensor.grad = gradient
+            if self.gradients is not None:
+                self.gradients.assigned()
+
+    @override
+    def hook(self, register: Callable[..., Any], hook: Callable[..., Any]) -> Any:
+        """Register a hook that sees the whole gradient, and whose answer counts in part."""
+
+        def heard(gradient: Tensor | None) -> Tensor | None:
+            return None if gradient is None else self._hear(gradient, hook)
+
+        is_of_tensor = register is torch.Tensor.register_hook
+        with local_mode():
+            return register(self.tensor, heard if is_of_tensor else hook)
+
+    def _hear(self, gradient: Tensor, hook: Callable[..., Any]) -> Tensor | None:
+        with local_mode():
+            shown = _show(self, gradient)
+            shown._part = share = self.share(gradient)
+            with guarded_mode():
+                answer = hook(shown)
+            share.flush()
+            if answer is None or answer is shown:
+                return None
+            whole = answer._part.value() if isinstance(answer, Guard) else answer
+            changed = share.layout.unit_part(whole)
+            return changed / self.unit_size if self.synchronized else changed
+
+    @override
+    def differentiated(self) -> list[Tensor]:
+        if self.in_programs:
+            raise UnsupportedError(
+                "`torch.autograd.grad` is asked for gradients of a parameter that programs use in parts.",
+                remedy="Call `backward` and read `.grad`, or use strategy 'nnscaler_dp'.",
+            )
+        return [self.whole()]
+
+    # --- keeping ------------------------------------------------------------------------------
 
     def _forget(self) -> None:
         self._value = self._node = None
@@ -244,6 +337,30 @@ class Part:
             return
         self._node = None  # it is a view of what has changed
         self._made_of, self._version = self._local_state(), whole._version
+
+
+class _Shown(Guard, Tensor):  # type: ignore[misc] # their __repr__ differ
+    """Stands for the gradient of a guarded parameter, whole; it shares memory with the local one.
+
+    Attributes:
+        _of: The parameter's part.
+        _local: The gradient of the local part.
+    """
+
+    _of: Part
+    _local: Tensor
+
+    @cached_property
+    def _part(self) -> Part:  # type: ignore[override]
+        with local_mode():
+            return self._of.gradient(self._local)
+
+
+def _show(part: Part, gradient: Tensor) -> _Shown:
+    shown: Any = gradient.view_as(gradient) if gradient.requires_grad else gradient.detach()
+    shown.__class__ = _Shown
+    shown._of, shown._local = part, gradient
+    return cast(_Shown, shown)
 
 
 class _Whole(torch.autograd.Function):

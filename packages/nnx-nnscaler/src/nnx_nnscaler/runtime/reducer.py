@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from nnx.whole import local_mode
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.runtime.buckets import UNUSED, Bucket, GradientBucket, assign_buckets
-from nnx_nnscaler.runtime.part import local_mode
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

@@ -1,6 +1,6 @@
 """All parameters of one module as this rank stores them: laid out, used, reduced, described, given back.
 
-What the engine talks to. It ties together `layout` (which part), `parameter` (the guard), `reducer`
+What the engine talks to. It ties together `layout` (which part), `part` (what user code sees), `reducer`
 (gradients) and `zero` (rows), and owns none of their work.
 """
 
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from nnx.errors import UnsupportedError
 from nnx.layout import Shard, shard_of
+from nnx.whole import can_be_guarded, guard, guarded_mode, local_mode, show_plain, show_whole, unguard
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.placement import Placement, R
 from nnx_nnscaler.runtime.communicator import Communicator, GroupCommunicator
 from nnx_nnscaler.runtime.conversions import Conversions
 from nnx_nnscaler.runtime.gradient import OfParts, OfRows, OfSynchronized
 from nnx_nnscaler.runtime.layout import ParameterLayout, rows_of
-from nnx_nnscaler.runtime.parameter import can_be_guarded, guard, show_plain, show_whole, unguard
-from nnx_nnscaler.runtime.part import GradientParts, LocalPart, Part, guarded_mode, local_mode
+from nnx_nnscaler.runtime.part import GradientParts, LocalPart, Part
 from nnx_nnscaler.runtime.reducer import BUCKET_BYTES, Reducer
 from nnx_nnscaler.runtime.zero import RowBucket, RowPart, make_row_buckets
 
@@ -144,7 +144,7 @@ class Parameters:
             synchronized=parameter in self._synchronized,
             in_use=self._in_use,
         )
-        guard(part)
+        guard(parameter, part)
 
     def _gradients_of(self, part: Part) -> GradientParts:
         if isinstance(part.source, RowPart):

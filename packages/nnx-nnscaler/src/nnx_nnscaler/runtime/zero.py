@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nnx.errors import UnsupportedError
+from nnx.whole import guarded_mode, local_mode
 from nnx_nnscaler._torch_compat import all_gather_into, reduce_scatter_into
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.runtime.buckets import DENSE, Bucket, assign_buckets
 from nnx_nnscaler.runtime.layout import ParameterLayout
-from nnx_nnscaler.runtime.part import guarded_mode, local_mode
 
 if TYPE_CHECKING:
     from nnx_nnscaler.runtime.reducer import Reducer
