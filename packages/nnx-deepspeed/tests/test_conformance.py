@@ -29,6 +29,9 @@ class TestStage3(StrategyConformance):
         *("built_without_values", "buffers_in_validation", "validation_sees_current_weights", "fit_again"),
         *("average_by_name", "weight_averaging", "nothing_left_on_the_module", "module_after_an_error"),
         *("fabric_loop", "fabric_checkpoint", "no_tensors", "no_files", "undeclared_precisions"),
+        *("experts_in_a_list", "clipped_by_hand_while_accumulating", "sam_in_manual_optimization"),
+        *("reinitialized_layers", "functional_call", "weight_as_a_number", "weights_read_between_steps"),
+        "parameters_used_now_and_then",
     )
 
 
@@ -37,6 +40,8 @@ class TestStage1(StrategyConformance):
     only = (
         *("clip_by_norm", "parameter_groups", "precision_bf16_mixed", "shards_optimizer"),
         *("scalar_parameters", "ties_last", "weight_averaging", "nothing_left_on_the_module"),
+        *("swapped_while_accumulating", "experts_of_any_shape", "gradients_in_manual_optimization"),
+        *("parameters_used_now_and_then", "unused_parameters"),
     )
 
 
@@ -46,6 +51,7 @@ class TestStage2(StrategyConformance):
         *("accumulation", "clip_by_value", "parameter_groups", "overflow_on_one_rank", "shards_gradients"),
         *("precision_16_mixed", "precision_bf16_mixed", "uneven_dimensions", "empty_parameters"),
         *("frozen_parameters", "average_by_name", "fit_again", "fabric_loop"),
+        *("swapped_experts", "experts_in_a_list", "clipped_by_hand", "assigned_weights", "lamb"),
     )
 
 

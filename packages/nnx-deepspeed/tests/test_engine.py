@@ -12,10 +12,12 @@ import torch
 from jobs.deepspeed_jobs import (
     SHORT,
     clamp,
+    leave_parameters_out,
     masters,
     refused,
     refused_without_a_compiler,
     run_host_adam,
+    step_after_fit,
     train_twice,
 )
 from jobs.engine_resume_jobs import run_and_save, tensors_of
@@ -23,7 +25,9 @@ from jobs.training import Run
 from nnx.errors import UnsupportedError
 from nnx.testing.pool import WorkerPool
 from nnx_deepspeed._deepspeed_operators import prepare_operators
+from nnx_deepspeed.config import with_fitting_buckets
 from nnx_deepspeed.refusals import refuse_unfit
+from nnx_deepspeed.unused import allows_gaps
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
@@ -42,6 +46,10 @@ HOST = ("nnx_deepspeed_3_cpu", PARTS)
         ("adagrad in groups", "DeepSpeed rebuilds Adagrad with one param group; this one has 2"),
         ("two optimizers", "DeepSpeed trains one module with one optimizer; there are 2"),
         ("a group added", "a param group was added while training"),
+        ("another order", "the gradients came in another order on one rank than on another"),
+        ("another order in the last step", "the gradients came in another order on one rank"),
+        ("frozen in mid-run", "embed.weight was frozen while training"),
+        ("used again", "sometimes.weight is used in this step and was not in an earlier one"),
         ("arguments of backward", "takes a loss and `retain_graph`, nothing else"),
         ("mixed dtypes", "DeepSpeed trains float32 parameters; embed.weight is float64"),
         ("64-true", "DeepSpeed keeps float32 masters; precision='64-true' asks for others"),
@@ -115,6 +123,60 @@ def test_weights_written_through_data_count_from_then_on(
     for losses, largest in pool.run(clamp, replace(run, strategy=strategy, options=options), world_size=2):
         assert losses == pytest.approx(alone[0], abs=tolerance)
         assert largest <= 0.1004  # 0.1 as bfloat16
+
+
+@pytest.mark.parametrize(("strategy", "options"), STAGES)
+def test_the_optimizer_steps_by_hand_after_fit(
+    pool: WorkerPool, strategy: str, options: dict[str, int]
+) -> None:
+    run = Run(steps=2)
+    alone = pool.run(step_after_fit, replace(run, strategy="auto", devices=1), world_size=1)[0]
+    for weights in pool.run(step_after_fit, replace(run, strategy=strategy, options=options), world_size=2):
+        for mine, other in zip(weights, alone, strict=True):
+            torch.testing.assert_close(mine, other, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("strategy", "options"), STAGES)
+@pytest.mark.parametrize(
+    ("precision", "optimizer"), [("32-true", "adamw"), ("bf16-mixed", "adamw"), ("32-true", "sgd")]
+)
+def test_what_a_step_does_not_use_stays_as_it_is(
+    pool: WorkerPool, strategy: str, options: dict[str, int], precision: str, optimizer: str
+) -> None:
+    run = Run(steps=3, precision=precision, optimizer=optimizer)
+    plain = replace(run, strategy="auto", devices=1)
+    seen, weights, with_state = pool.run(leave_parameters_out, plain, world_size=1)[0]
+    assert seen == [True, False, optimizer == "sgd"]
+    tolerance = 2e-5 if precision == "32-true" else 0.1
+    mine = replace(run, strategy=strategy, options=options)
+    for others, found, found_state in pool.run(leave_parameters_out, mine, world_size=2):
+        assert others == seen
+        assert found_state == with_state
+        for name, weight in found.items():
+            expected = weights[name].to(weight.dtype)  # DeepSpeed keeps frozen ones in 16 bits
+            torch.testing.assert_close(weight, expected, atol=tolerance, rtol=0, msg=name)
+        assert torch.equal(found["pooler.weight"], weights["pooler.weight"])
+
+
+def test_whether_a_parameter_may_miss_steps_is_found_out_by_trying() -> None:
+    allowed = [
+        allows_gaps(kind([torch.nn.Parameter(torch.zeros(2))], **settings))
+        for kind, settings in (
+            (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+            (torch.optim.RMSprop, {}),
+            (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+            (torch.optim.AdamW, {}),
+            (torch.optim.Rprop, {}),
+        )
+    ]
+    assert allowed == [True, True, False, False, False]
+
+
+def test_buckets_are_no_larger_than_what_is_reduced() -> None:
+    config = {"zero_optimization": {"reduce_bucket_size": 200_000_000}}
+    fitting = with_fitting_buckets(config, torch.nn.Linear(3, 2))
+    assert fitting["zero_optimization"]["reduce_bucket_size"] == 8
+    assert config["zero_optimization"]["reduce_bucket_size"] == 200_000_000
 
 
 @pytest.mark.parametrize(("strategy", "options"), [*STAGES, HOST])

@@ -5,7 +5,7 @@ Each says what it is for; when DeepSpeed offers it publicly, the function goes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,24 +17,45 @@ from torch.optim import Optimizer
 from nnx.collective import control_group, is_distributed
 
 __all__ = [
+    "before_each_gather",
+    "count_backwards_anew",
+    "drop_stale_gradients",
     "forget_gradients",
     "fragment",
-    "gradient_tensors",
+    "gather_for_user",
+    "gather_persistent",
+    "gradient_pieces",
+    "has_gradient",
+    "have_sums",
+    "hold_back_reduction",
+    "is_cut",
     "is_tested_optimizer",
     "join_world",
+    "leave_loss_alone",
     "local_partition",
     "number_alike",
     "overwritten_gradients",
     "position",
+    "put_back_globals",
+    "reduce_at_once",
+    "reduces_whole_gradients",
+    "release_touched",
+    "watch_backward",
     "reload_weights",
     "remove_from_module",
     "see_empty_parameters",
     "share_masters",
+    "show_class",
     "show_partitions",
+    "skip_what_is_no_parameter",
+    "take_assigned",
     "take_persistent",
     "trainable_groups",
+    "watch_gradients",
     "weights_agree_already",
     "weights_and_masters",
+    "will_be_used",
+    "zero_gradient",
 ]
 
 _LEFT_ON_MODULES = (
@@ -123,6 +144,29 @@ def take_persistent(zero: Any) -> None:
         torch._foreach_copy_(parts, slices)
 
 
+_PERSISTENT = -1
+"""Stands for DeepSpeed itself among the modules that keep a parameter whole."""
+
+
+def gather_persistent(zero: Any) -> None:
+    """Stage 3: have the parameters whole that stay so, before ranks go different ways. Collective.
+
+    DeepSpeed would gather them one by one, and drops them too until it knows a model's order of layers.
+    """
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    persistent = getattr(zero, "persistent_parameters", ())
+    for parameter in persistent:
+        parameter.ds_active_sub_modules.add(_PERSISTENT)  # no module's, so that none releases it
+    missing = [
+        parameter
+        for parameter in persistent
+        if parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE and parameter.ds_numel
+    ]
+    if missing:
+        missing[0].all_gather(missing)
+
+
 def _own_range(parameter: nn.Parameter) -> tuple[int, Tensor]:
     """Stage 3: where this rank's part begins, and the part without its padding."""
     partition = local_partition(parameter)
@@ -160,33 +204,47 @@ def reload_weights(zero: Any) -> None:
     for index in range(len(zero.fp16_groups)):
         zero._reassign_or_swap_out_partitioned_parameters(index)
     if zero.persistent_parameters:
+        for parameter in zero.persistent_parameters:
+            parameter.ds_active_sub_modules.discard(_PERSISTENT)
         zero.persistent_parameters[0].partition(zero.persistent_parameters)
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
-def gradient_tensors(zero: Any) -> list[Tensor]:
-    """This rank's reduced gradients, flat or in pieces, as the step will take them."""
+def gradient_pieces(zero: Any) -> list[list[Tensor]]:
+    """This rank's reduced gradients as the step will take them.
+
+    For each flat partition, in the order of `trainable_groups`, pieces that follow each other in it; none
+    where there is no gradient.
+    """
     if hasattr(zero, "fp32_groups_gradient_flat_partition"):  # stage 1 with 16-bit weights
-        return list(zero.fp32_groups_gradient_flat_partition)
+        return [[flat] for flat in zero.fp32_groups_gradient_flat_partition]
+    flats = [flat for _, flat in trainable_groups(zero)]
     if getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
-        return [flat.grad for _, flat in trainable_groups(zero) if flat.grad is not None]
-    found: list[Tensor] = []
-    for pieces in zero.averaged_gradients.values():
-        if isinstance(pieces, Tensor):
-            found.append(pieces)
-        elif pieces is not None:
-            found += [piece for piece in pieces if piece is not None]
+        return [[] if flat.grad is None else [flat.grad] for flat in flats]
+    found: list[list[Tensor]] = []
+    for index in range(len(flats)):
+        pieces = zero.averaged_gradients.get(index)
+        if pieces is None:
+            pieces = []
+        found.append([pieces] if isinstance(pieces, Tensor) else [p for p in pieces if p is not None])
     return found
 
 
 def overwritten_gradients(zero: Any) -> list[Tensor]:
     """What a second backward before a step would overwrite; stage 3 and 16-bit stage 1 add to it."""
     adds = hasattr(zero, "fp16_groups") or hasattr(zero, "fp32_groups_gradient_flat_partition")
-    return [] if adds else gradient_tensors(zero)
+    return [] if adds else [piece for pieces in gradient_pieces(zero) for piece in pieces]
+
+
+def count_backwards_anew(zero: Any) -> None:
+    """Let stages 1 and 2 take the next backward for the first one, which overwrites."""
+    if hasattr(zero, "setup_buckets"):
+        zero.micro_step_id = -1
 
 
 def forget_gradients(zero: Any) -> None:
     """Drop gradients that were reduced and will not be stepped with."""
+    count_backwards_anew(zero)
     for name in ("averaged_gradients", "all_grad_tensors"):
         reduced = getattr(zero, name, {})
         for index in reduced:
@@ -202,15 +260,11 @@ def remove_from_module(engine: Any, module: nn.Module, before: Mapping[nn.Module
         before: The attributes that each module had before the engine was made.
     """
     from deepspeed.runtime.zero import parameter_offload
-    from deepspeed.runtime.zero.linear import zero3_linear_wrap
-    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
 
-    if torch.nn.functional.linear is zero3_linear_wrap:  # stage 3 puts it there for the whole process
-        torch.nn.functional.linear = InsertPostInitMethodToModuleSubClasses.linear_bk
+    put_back_globals()
     for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
         if hook is not None:
             hook.remove()
-    parameter_offload.FWD_MODULE_STACK.clear()
     for submodule in module.modules():
         if isinstance(submodule._parameters, parameter_offload.ZeROOrderedDict):
             # By items: an error in forward leaves it gathering whatever is looked up.
@@ -218,6 +272,17 @@ def remove_from_module(engine: Any, module: nn.Module, before: Mapping[nn.Module
         for name in set(vars(submodule)) - before.get(submodule, set(vars(submodule))):
             if name in _LEFT_ON_MODULES or name.startswith("ds_"):
                 del submodule.__dict__[name]
+
+
+def put_back_globals() -> None:
+    """Put back what stage 3 has changed for the whole process, also where its engine cannot be removed."""
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+
+    if torch.nn.functional.linear is zero3_linear_wrap:
+        torch.nn.functional.linear = InsertPostInitMethodToModuleSubClasses.linear_bk
+    parameter_offload.FWD_MODULE_STACK.clear()
 
 
 @contextmanager
@@ -253,10 +318,12 @@ def number_alike() -> None:
         Init.param_id, modules[0] = following.tolist()
 
 
-def show_partitions(module: nn.Module) -> None:
+def show_partitions(module: nn.Module, when_cut: type[nn.Parameter]) -> None:
     """Stage 3: from now on a parameter that is not gathered is this rank's part, 1-d, instead of nothing.
 
-    So callbacks that go from parameter to parameter, such as averages, work on parts.
+    Args:
+        module: The root.
+        when_cut: The class that a parameter has meanwhile.
     """
     from deepspeed.runtime.zero import partition_parameters
 
@@ -265,17 +332,21 @@ def show_partitions(module: nn.Module) -> None:
         partition_parameters.free_param = _free_and_show
     for parameter in module.parameters():
         if hasattr(parameter, "ds_tensor"):
-            parameter._nnx_shows_partition = True  # type: ignore[attr-defined]
+            parameter._nnx_classes = type(parameter), when_cut  # type: ignore[attr-defined]
             if parameter.shape != parameter.ds_shape:  # type: ignore[attr-defined]
                 _show(parameter)
 
 
 _frees: list[Any] = []
+_FOR_USER = -2
+"""Stands for user code among the modules that keep a parameter whole."""
 
 
 def _free_and_show(parameter: nn.Parameter) -> None:
+    if vars(parameter).pop("_nnx_touched", False):
+        _take_whole(parameter)
     _frees[0](parameter)
-    if hasattr(parameter, "_nnx_shows_partition"):
+    if hasattr(parameter, "_nnx_classes"):
         _show(parameter)
 
 
@@ -283,6 +354,86 @@ def _show(parameter: nn.Parameter) -> None:
     partition = local_partition(parameter)
     if partition.device == parameter.device and partition.numel():  # neither offloaded nor on disk
         parameter.data = _own_range(parameter)[1]
+    parameter.__class__ = parameter._nnx_classes[1]  # type: ignore[attr-defined]
+
+
+def _take_whole(parameter: nn.Parameter) -> None:
+    """Let this rank's part follow the whole."""
+    start, part = _own_range(parameter)
+    part.copy_(parameter.detach().flatten()[start : start + part.numel()])
+
+
+def show_class(parameter: nn.Parameter) -> None:
+    """Give a parameter back the class that it had."""
+    if hasattr(parameter, "_nnx_classes"):
+        parameter.__class__ = parameter._nnx_classes[0]
+
+
+def is_cut(parameter: nn.Parameter) -> bool:
+    """Stage 3: whether there is something to gather."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    return bool(getattr(parameter, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE)
+
+
+@torch.no_grad()
+def gather_for_user(parameters: Sequence[nn.Parameter]) -> None:
+    """Stage 3: make cut parameters whole until `release_touched`. Collective."""
+    cut = [parameter for parameter in parameters if is_cut(parameter) and parameter.ds_numel]  # type: ignore[attr-defined]
+    for parameter in cut:
+        parameter._nnx_touched = True  # type: ignore[attr-defined]
+    if cut:
+        cut[0].all_gather(cut)  # type: ignore[attr-defined]
+    for parameter in cut:
+        parameter.ds_active_sub_modules.add(_FOR_USER)  # type: ignore[attr-defined]
+    see_empty_parameters([p for p in parameters if is_cut(p)])
+    for parameter in parameters:
+        show_class(parameter)
+
+
+@torch.no_grad()
+def release_touched(parameters: Iterable[nn.Parameter]) -> None:
+    """Stage 3: cut what user code had whole; what it wrote counts."""
+    for parameter in parameters:
+        if "_nnx_touched" not in vars(parameter):
+            continue
+        parameter.ds_active_sub_modules.discard(_FOR_USER)  # type: ignore[attr-defined]
+        if parameter.ds_active_sub_modules - {_PERSISTENT}:  # type: ignore[attr-defined]
+            continue
+        if getattr(parameter, "ds_persist", False):
+            del parameter._nnx_touched  # type: ignore[attr-defined]
+            _take_whole(parameter)
+        else:
+            parameter.partition()  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def take_assigned(parameters: Mapping[nn.Parameter, Tensor]) -> list[nn.Parameter]:
+    """Notice parameters whose ``data`` was replaced, and bring the new values to where DeepSpeed looks.
+
+    Args:
+        parameters: With what each had as its data, for stages 1 and 2; stage 3 knows it.
+
+    Returns:
+        Those whose new data is of another size, which cannot be brought there.
+    """
+    misfits = []
+    for parameter, home in parameters.items():
+        is_cut = hasattr(parameter, "ds_tensor")
+        if is_cut and parameter.shape == getattr(parameter, "ds_shape", None):
+            continue  # `take_persistent` looks at these
+        start, place = _own_range(parameter) if is_cut else (0, home)
+        present = parameter.data
+        if present.data_ptr() == place.data_ptr() or not place.numel() or not present.numel():
+            continue
+        parameter.data = place
+        if is_cut and present.numel() == getattr(parameter, "ds_numel", None):
+            present = present.flatten()[start : start + place.numel()]
+        if present.numel() == place.numel():
+            parameter.copy_(present.view_as(place))
+        else:
+            misfits.append(parameter)
+    return misfits
 
 
 def see_empty_parameters(parameters: Sequence[nn.Parameter]) -> None:
@@ -292,3 +443,169 @@ def see_empty_parameters(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.data = parameter.data.new_empty(parameter.ds_shape)  # type: ignore[attr-defined]
         parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+
+
+def reduces_whole_gradients(zero: Any) -> bool:
+    """Whether every rank reduces all of its gradient sums at once: stage 1 with 16-bit weights."""
+    return not hasattr(zero, "_coalesce_grad_reduction")
+
+
+def will_be_used(parameters: Sequence[nn.Parameter]) -> list[bool]:
+    """Which parameters the backward that runs now comes to; called by one of its hooks."""
+    from torch.autograd.graph import _get_grad_fn_or_grad_acc
+
+    with torch.enable_grad():
+        nodes = [_get_grad_fn_or_grad_acc(parameter) for parameter in parameters]
+    return [bool(torch._C._will_engine_execute_node(node)) for node in nodes]
+
+
+def has_gradient(parameter: nn.Parameter) -> bool:
+    """Whether a gradient waits on this rank to be reduced."""
+    return parameter.grad is not None or getattr(parameter, "grad_accum", None) is not None
+
+
+def have_sums(zero: Any, parameters: Sequence[nn.Parameter]) -> list[bool]:
+    """Stage 1 with 16-bit weights: which parameters have had a gradient on this rank since the last step."""
+    had: dict[nn.Parameter, bool] = {}
+    for group, flags in zip(zero.bf16_groups, zero.fp32_groups_has_gradients, strict=True):
+        had.update(zip(group, flags, strict=True))
+    return [had[parameter] for parameter in parameters]
+
+
+@torch.no_grad()
+def zero_gradient(zero: Any, parameter: nn.Parameter) -> None:
+    """Give a parameter a gradient of zero to reduce, where DeepSpeed looks for it."""
+    if getattr(zero, "use_grad_accum_attribute", False):
+        dtype = zero.gradient_accumulation_dtype
+        parameter.grad_accum = torch.zeros_like(parameter, dtype=dtype)  # type: ignore[attr-defined]
+        return
+    present = parameter.data
+    shape = getattr(parameter, "ds_shape", present.shape)
+    parameter.data = present.new_empty(()).expand(shape)
+    parameter.grad = torch.zeros(shape, dtype=present.dtype, device=present.device)
+    parameter.data = present
+
+
+def hold_back_reduction(engine: Any) -> Callable[[], None]:
+    """Let this backward leave its gradients where they are; returns what reduces them, in one order.
+
+    Upstream: ``DeepSpeedEngine.coalesce_grad_reduction``, but for a backward that runs already.
+    """
+    zero = engine.optimizer
+    zero._coalesce_grad_reduction = engine.inside_no_sync_ctxt = True
+
+    def reduce() -> None:
+        reduce_at_once(engine)
+        zero.set_gradient_accumulation_boundary(engine.is_gradient_accumulation_boundary())
+        if hasattr(zero, "fp16_groups"):
+            engine._flush_coalesced_reduction_zero3(zero)
+        else:
+            engine._flush_coalesced_reduction_zero12(zero)
+
+    return reduce
+
+
+def reduce_at_once(engine: Any) -> None:
+    """Undo `hold_back_reduction`."""
+    engine.optimizer._coalesce_grad_reduction = engine.inside_no_sync_ctxt = False
+
+
+def watch_gradients(
+    zero: Any, numbers: Mapping[nn.Parameter, int], came: list[int], check: Callable[[], None]
+) -> None:
+    """Note the number of each parameter whose gradient DeepSpeed puts into a bucket, after a check."""
+    name = "reduce_ready_partitions_and_remove_grads"
+    own = getattr(zero, name)
+
+    def note(parameter: nn.Parameter, *args: Any) -> Any:
+        check()
+        is_reduced = getattr(zero, "partition_gradients", True) or zero.is_gradient_accumulation_boundary()
+        if is_reduced and not zero._coalesce_grad_reduction:
+            came.append(numbers.get(parameter, -1))
+        return own(parameter, *args)
+
+    setattr(zero, name, note)
+
+
+def drop_stale_gradients(zero: Any, parameters: Sequence[nn.Parameter]) -> None:
+    """Stage 3: zero what an earlier step left for parameters that no rank uses in this one."""
+    if not hasattr(zero, "fp16_groups") or zero.micro_step_id:
+        return
+    partitions = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+    for parameter in parameters:
+        partitions[parameter.ds_id].zero_()  # type: ignore[attr-defined]
+
+
+def before_each_gather(names: Mapping[nn.Parameter, str], announce: Callable[[str, bool], None]) -> None:
+    """Stage 3: announce each gather: by the names of what it gathers, and whether it is for user code."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    def name_of(parameters: Sequence[nn.Parameter]) -> str:
+        missing = [p for p in parameters if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]  # type: ignore[attr-defined]
+        return " and ".join(sorted(names[parameter] for parameter in missing))
+
+    def announced(gather: Any, own: Sequence[nn.Parameter]) -> Any:
+        def announce_and_gather(*args: Any, **kwargs: Any) -> Any:
+            listed = args[0] if args else kwargs.get("param_list", kwargs.get("params"))
+            if listed is None and not any("_nnx_touched" in vars(parameter) for parameter in own):
+                return gather_for_user(own)  # read off a layer in the middle of another one's forward
+            listed = own if listed is None else list(listed)
+            name = name_of(listed)
+            if name:
+                announce(name, any("_nnx_touched" in vars(parameter) for parameter in listed))
+            for parameter in listed:
+                show_class(parameter)
+            return gather(*args, **kwargs)
+
+        return announce_and_gather
+
+    def kept(partition: Any, own: nn.Parameter) -> Any:
+        def partition_others(param_list: Sequence[nn.Parameter] | None = None, **kwargs: Any) -> None:
+            listed = (own,) if param_list is None else param_list
+            others = [p for p in listed if _FOR_USER not in p.ds_active_sub_modules]  # type: ignore[attr-defined]
+            if others:
+                partition(param_list=others, **kwargs)
+
+        return partition_others
+
+    for parameter in names:
+        if hasattr(parameter, "ds_id"):
+            parameter.partition = kept(parameter.partition, parameter)  # type: ignore[attr-defined]
+            for gather in ("all_gather", "all_gather_coalesced"):
+                setattr(parameter, gather, announced(getattr(parameter, gather), (parameter,)))
+
+
+def leave_loss_alone(zero: Any) -> None:
+    """Let backward begin at the loss itself and not at one times the loss: nothing scales it here."""
+    zero.scale_if_loss = lambda loss: loss
+
+
+def skip_what_is_no_parameter() -> None:
+    """Stage 3: let modules hold tensors where they held parameters, as ``functional_call`` gives them.
+
+    Changes DeepSpeed's modules, once in a process.
+    """
+    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
+
+    own = partitioned_param_coordinator.iter_params
+    if hasattr(own, "_nnx_prepared"):
+        return
+
+    def laid_out(module: nn.Module, recurse: bool = False) -> Iterator[Any]:
+        return (parameter for parameter in own(module, recurse) if hasattr(parameter, "ds_status"))
+
+    laid_out._nnx_prepared = True  # type: ignore[attr-defined]
+    partitioned_param_coordinator.iter_params = parameter_offload.iter_params = laid_out
+
+
+def watch_backward(zero: Any, check: Callable[[], None]) -> None:
+    """Stage 3: call `check` where a backward comes to a layer whose weights are cut."""
+    offload = zero.parameter_offload
+    own = offload.pre_sub_module_backward_function
+
+    def before_backward(submodule: nn.Module) -> None:
+        if any(is_cut(p) for _, p in submodule.named_parameters(recurse=False)):
+            check()
+        own(submodule)
+
+    offload.pre_sub_module_backward_function = before_backward

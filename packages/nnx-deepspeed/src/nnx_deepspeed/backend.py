@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from nnx.layout import Shard, shard_of
 from nnx.materialize import broadcast_module, materialize, move_to
 from nnx.restore import fill_optimizer_tensors, restore_groups
 from nnx.state import ModelState, OptimizerState, parameter_names
-from nnx_deepspeed._deepspeed_compat import join_world
+from nnx_deepspeed._deepspeed_compat import join_world, put_back_globals
 from nnx_deepspeed._deepspeed_operators import prepare_operators
 from nnx_deepspeed.config import make_config
 from nnx_deepspeed.engine import ZeroEngine
@@ -28,6 +29,7 @@ __all__ = ["DeepSpeedBackend"]
 
 T = TypeVar("T")
 
+_LIGHTNING = ("lightning", "pytorch_lightning")
 _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 
 
@@ -98,6 +100,12 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
             engine.remove()
         return {}
 
+    def teardown(self) -> None:
+        """Leave the process as it was, also where an error on one rank has left the module sharded."""
+        if self._engine is not None:
+            put_back_globals()
+        super().teardown()
+
     # --- step ---------------------------------------------------------------------------------
 
     def run_step(self, module: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -139,11 +147,25 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
                 "DeepSpeed's backward takes a loss and `retain_graph`, nothing else.",
                 remedy="Reduce to a scalar loss before backward.",
             )
-        self._engine.backward(loss, retain_graph=retain_graph)
+        self._engine.backward(
+            loss,
+            partial(super().backward, module),
+            retain_graph=retain_graph,
+            in_one_go=not _has_own_backward(module),
+        )
 
     def gradients(self, optimizer: Optimizer) -> list[Gradient]:
-        """The reduced gradients of this rank's partitions."""
-        return [] if self._engine is None else self._engine.partitions.gradients()
+        """The reduced gradients of this rank's partitions; the whole ones while they are visible."""
+        if self._engine is None:
+            return []
+        if self._engine.whole_gradients.are_shown:
+            return super().gradients(optimizer)
+        return self._engine.partitions.gradients()
+
+    def publish_gradients(self, module: nn.Module) -> None:
+        """Gather the reduced gradients; `ZeroEngine.step` takes what is left of them."""
+        if self._engine is not None:
+            self._engine.whole_gradients.show(self._engine.agreement.unused)
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Step through DeepSpeed, with the user's hooks and closure."""
@@ -206,6 +228,12 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
         """Compute with the weights that were loaded."""
         if self._engine is not None:
             self._engine.reload()
+
+
+def _has_own_backward(module: nn.Module) -> bool:
+    """Whether a LightningModule overrides ``backward``, which may then go through the model several times."""
+    backward = getattr(type(module), "backward", None)
+    return backward is not None and backward.__module__.partition(".")[0] not in _LIGHTNING
 
 
 def _is_cut(value: Any) -> bool:

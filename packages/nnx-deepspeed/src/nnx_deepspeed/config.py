@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from nnx.errors import OptionError
 from nnx_deepspeed.options import DeepSpeedOptions
 
-__all__ = ["make_config"]
+__all__ = ["make_config", "with_fitting_buckets"]
 
 _AUTO = "auto"
 _OWNED = {
@@ -49,6 +51,17 @@ def make_config(options: DeepSpeedOptions, *, bf16: bool) -> dict[str, Any]:
         _refuse_contradictions(users, options, bf16)
         _merge(config, users)
     return config
+
+
+def with_fitting_buckets(config: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """The config with buckets that are no larger than what there is to reduce.
+
+    DeepSpeed allocates them anew in each backward, and torch fills them where it is to be deterministic.
+    """
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    zero = dict(config["zero_optimization"])
+    zero["reduce_bucket_size"] = int(min(zero["reduce_bucket_size"], max(trained, 1)))
+    return {**config, "zero_optimization": zero}
 
 
 def _defaults(options: DeepSpeedOptions) -> dict[str, Any]:

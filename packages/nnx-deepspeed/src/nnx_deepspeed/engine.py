@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -16,21 +17,34 @@ from torch.optim import Optimizer
 from nnx.errors import OptionError, UnsupportedError
 from nnx.materialize import lay_in_order, with_strides
 from nnx_deepspeed._deepspeed_compat import (
+    count_backwards_anew,
     forget_gradients,
+    gather_persistent,
+    leave_loss_alone,
     number_alike,
     overwritten_gradients,
+    release_touched,
     reload_weights,
     remove_from_module,
     see_empty_parameters,
     share_masters,
+    show_class,
     show_partitions,
+    skip_what_is_no_parameter,
+    take_assigned,
     take_persistent,
+    watch_backward,
     weights_agree_already,
     weights_and_masters,
 )
+from nnx_deepspeed.agreement import Agreement
+from nnx_deepspeed.config import with_fitting_buckets
+from nnx_deepspeed.partitioned import PartitionedParameter
 from nnx_deepspeed.partitions import Partitions
-from nnx_deepspeed.refusals import refuse_other_dtypes, refuse_unfit
+from nnx_deepspeed.refusals import FixedModel, refuse_other_dtypes, refuse_sparse, refuse_unfit
 from nnx_deepspeed.shadow import copy_hyperparameters, shadow_of
+from nnx_deepspeed.unused import UnusedParameters
+from nnx_deepspeed.whole_gradients import WholeGradients
 
 __all__ = ["ZeroEngine"]
 
@@ -63,6 +77,7 @@ class ZeroEngine:
     ) -> None:
         refuse_unfit(optimizer, config=config, device=device)
         refuse_other_dtypes(module)
+        refuse_sparse(module)
         self.module = module
         self.optimizer = optimizer
         self._groups = [g for g in optimizer.param_groups if any(p.requires_grad for p in g["params"])]
@@ -73,24 +88,44 @@ class ZeroEngine:
         exact = _exact_weights(module, config)
         self.shadow = shadow_of(optimizer)
         number_alike()
-        self._engine = _initialize(module, self.shadow, config)
+        skip_what_is_no_parameter()
+        self._engine = _initialize(module, self.shadow, with_fitting_buckets(config, module))
         self._left = {p: set(vars(p)) - self._attributes[p] for p in module.parameters()}
         self._is_boundary = self._has_reduced = False
         self.set_boundary(True)
         self.zero: Any = self._engine.optimizer
         share_masters(self.zero)
+        leave_loss_alone(self.zero)
         self.partitions = Partitions(self.zero, rank=rank, module=module)
         for parameter, value in exact.items():
             self.partitions.master(parameter).fill_from(value)
         self.partitions.take_state(optimizer, self.shadow)
         self._empty = [p for p in module.parameters() if hasattr(p, "ds_numel") and not p.ds_numel]
-        show_partitions(module)
+        show_partitions(module, PartitionedParameter)
+        if self.partitions.cuts_each_parameter:
+            watch_backward(self.zero, self._refuse_inner_backward)
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        self._names = names
+        self._fixed = FixedModel(module)
+        self._homes = {parameter: parameter.data for parameter in module.parameters()}
+        trained = [p for p in self.partitions.parameters() if self.partitions.shape(p).numel()]
+        self.agreement = Agreement(
+            self._engine, trained, names=names, waits_to_reduce=config["zero_optimization"]["stage"] == 1
+        )
+        self.whole_gradients = WholeGradients(self.partitions, device=device)
+        self._unused = UnusedParameters(self.partitions, self.shadow, names=names)
         self._versions = self._see_versions()
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = MethodType(self._routed_zero_grad, optimizer)  # type: ignore[method-assign]
 
     def _routed_zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        self.whole_gradients.forget()
         self._zero_grad(set_to_none=set_to_none)
+        self._forget_reduced()
+        if set_to_none:
+            self.agreement.used.clear()
+
+    def _forget_reduced(self) -> None:
         self.zero.zero_grad()
         forget_gradients(self.zero)
         self._has_reduced = False
@@ -99,46 +134,125 @@ class ZeroEngine:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module through DeepSpeed's hooks."""
+        self._refuse_changes()
+        release_touched(self._names)
+        self._take_assigned()
         take_persistent(self.zero)
+        gather_persistent(self.zero)
         see_empty_parameters(self._empty)
-        return self._engine(*args, **kwargs)
+        with self.agreement.step("training" if torch.is_grad_enabled() else "evaluation"):
+            return self._engine(*args, **kwargs)
+
+    def _refuse_inner_backward(self) -> None:
+        if torch.is_grad_enabled() or not self.agreement.runs_backward:
+            raise UnsupportedError(
+                "DeepSpeed's stage 3 goes back through its layers once; this step takes gradients inside, "
+                "as `torch.autograd.grad` does, or differentiates twice.",
+                remedy="Raise persistence_threshold, which keeps layers whole, or use 'nnx_deepspeed_2'.",
+            )
+
+    def _refuse_changes(self) -> None:
+        if len(self.optimizer.param_groups) != self._number_of_groups:
+            raise UnsupportedError(
+                "a param group was added while training; DeepSpeed's partitions are fixed when it starts.",
+                remedy="Give all parameters to the optimizer in `configure_optimizers`, or use 'fsdp_auto'.",
+            )
+        self._fixed.refuse_changes()
 
     def set_boundary(self, is_boundary: bool) -> None:
         """Whether the next backward is the last one before a step."""
         self._is_boundary = is_boundary
         self._engine.set_gradient_accumulation_boundary(is_boundary)
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Compute gradients, reduced into partitions unless more backwards were announced; they add up."""
+    def backward(
+        self,
+        loss: Tensor,
+        run: Callable[..., None],
+        *,
+        retain_graph: bool = False,
+        in_one_go: bool = True,
+    ) -> None:
+        """Compute gradients, reduced into partitions unless more backwards were announced; they add up.
+
+        Args:
+            loss: Where backward begins.
+            run: Runs backward from a tensor, with ``retain_graph``.
+            retain_graph: Whether another backward through this graph follows.
+            in_one_go: Whether `run` goes through the model at most once.
+
+        Raises:
+            UnsupportedError: Another backward would need weights that stage 3 has taken away.
+        """
+        if retain_graph and self.partitions.cuts_each_parameter:
+            raise UnsupportedError(
+                "DeepSpeed's stage 3 goes through a graph once; this backward is to keep it for another.",
+                remedy="Add the losses and call backward once, or use 'nnx_deepspeed_2' or 'fsdp_auto'.",
+            )
         see_empty_parameters(self._empty)
+        if self.whole_gradients.are_shown:
+            present = self.whole_gradients.put_aside()
+            self._forget_reduced()
+            self.agreement.used = set(present)
         earlier = [tensor.clone() for tensor in overwritten_gradients(self.zero)] if self._has_reduced else []
-        self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+        if self._has_reduced:
+            count_backwards_anew(self.zero)
+
+        def run_through_engine() -> None:
+            with torch.enable_grad():
+                begin = loss.view_as(loss)
+            loss.backward = partial(run, begin)  # type: ignore[method-assign] # DeepSpeed calls it
+            try:
+                self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+            finally:
+                del loss.backward
+
+        self.agreement.backward(loss, run_through_engine, is_boundary=self._is_boundary, in_one_go=in_one_go)
         if earlier:
             for tensor, before in zip(overwritten_gradients(self.zero), earlier, strict=True):
                 tensor.add_(before)
         self._has_reduced = self._is_boundary
+        if self._has_reduced:
+            self.partitions.drop_gradients(self.agreement.unused)
 
     def step(self, step: Callable[..., T], closure: Callable[[], Any] | None) -> T:
         """Run the user's optimizer step: its hooks, its closure, and in its middle DeepSpeed's own step."""
-        if len(self.optimizer.param_groups) != self._number_of_groups:
-            raise UnsupportedError(
-                "a param group was added while training; DeepSpeed's partitions are fixed when it starts.",
-                remedy="Give all parameters to the optimizer in `configure_optimizers`, or use 'fsdp_auto'.",
-            )
+        self._refuse_changes()
 
         def closure_and_step() -> Any:
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            copy_hyperparameters(self._groups, self.shadow)
-            self.take_written_weights()
-            self._engine.step()
-            self._versions = self._see_versions()
-            self._has_reduced = False
+            visible.update(self._step())
             return loss
 
-        return step(closure=closure_and_step)
+        visible: dict[nn.Parameter, Tensor] = {}
+        result = step(closure=closure_and_step)  # which must find no gradients
+        self.whole_gradients.show_again(visible)
+        return result
+
+    def _step(self) -> dict[nn.Parameter, Tensor]:
+        """Let DeepSpeed step; returns the gradients that user code sees."""
+        if not self._has_reduced:  # every gradient is None, with which no step changes anything
+            if self.whole_gradients.are_shown:
+                raise UnsupportedError(
+                    "DeepSpeed has stepped with these gradients; there was no backward since.",
+                    remedy="Call backward before each step, or use strategy 'fsdp_auto'.",
+                )
+            return {}
+        copy_hyperparameters(self._groups, self.shadow)
+        self.take_written_weights()
+        were_shown = self.whole_gradients.are_shown
+        visible = self.whole_gradients.write_back()
+        if visible is None:
+            return {}
+        if were_shown:  # what user code set to None counts as unused
+            self.agreement.used = set(visible)
+        with self._unused.left_alone(self.agreement.unused):
+            self._engine.step()
+        self._versions = self._see_versions()
+        self._has_reduced = False
+        return visible
 
     # --- state --------------------------------------------------------------------------------
 
@@ -150,12 +264,21 @@ class ZeroEngine:
             looking_everywhere: Also where masters lie on another device. Elsewhere only a change of version
                 counters, which writes through ``.data`` do not leave, makes it worth moving the weights.
         """
+        release_touched(self._names)
+        self._take_assigned()
         versions = self._see_versions()
         looking_everywhere = looking_everywhere or versions != self._versions
         for weights, masters in weights_and_masters(self.zero):
             if weights.device == masters.device or looking_everywhere:
                 _follow(masters, weights)
         self._versions = versions
+
+    def _take_assigned(self) -> None:
+        for parameter in take_assigned(self._homes):
+            raise UnsupportedError(
+                f"{self._names[parameter]}.data was replaced by a tensor of another size.",
+                remedy="Write in place, as `copy_` does.",
+            )
 
     def _see_versions(self) -> dict[nn.Parameter, int]:
         return {parameter: parameter._version for parameter in self.partitions.parameters()}
@@ -166,19 +289,26 @@ class ZeroEngine:
         self._versions = self._see_versions()
 
     def remove(self) -> None:
-        """Give the module plain parameters back, complete and as exact as the masters. Collective."""
+        """Give the module plain parameters back, complete and as exact as the masters. Collective.
+
+        Raises:
+            UnsupportedError: The last step was wrong, because ranks came to layers in different orders.
+        """
         self.take_written_weights(looking_everywhere=True)
         full = {parameter: self._gather(parameter) for parameter in self._attributes}
         self.partitions.leave_state(self.optimizer, self.shadow)
         self._engine.destroy()
         remove_from_module(self._engine, self.module, self._attributes_of_modules)
         for parameter, value in full.items():
+            show_class(parameter)
             for name in set(vars(parameter)) - self._attributes[parameter]:
                 if name in self._left[parameter] or name.startswith(("ds_", "_nnx_", "_hp_")):
                     delattr(parameter, name)
             parameter.data = with_strides(value, self._strides.get(parameter))
             parameter.grad = None
         vars(self.optimizer).pop("zero_grad", None)
+        if not self._has_reduced:
+            self.agreement.compare_last()
 
     def _gather(self, parameter: nn.Parameter) -> Tensor:
         shard = self.partitions.master(parameter)

@@ -8,11 +8,14 @@ communicates or copies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,7 +24,7 @@ from nnx.gradients import Gradient
 from nnx.layout import Box, Shard, shard_of, shard_of_range
 from nnx_deepspeed._deepspeed_compat import (
     fragment,
-    gradient_tensors,
+    gradient_pieces,
     local_partition,
     position,
     trainable_groups,
@@ -48,6 +51,9 @@ class Partitions:
         zero: DeepSpeed's ZeRO optimizer.
         rank: This rank.
         module: The module.
+
+    Attributes:
+        missed: How many steps of its group a parameter took no part in, of those that missed any.
     """
 
     def __init__(self, zero: Any, *, rank: int, module: nn.Module) -> None:
@@ -59,10 +65,12 @@ class Partitions:
         self._flats = [flat for _, flat in groups]
         self._parts: dict[nn.Parameter, _Part | None] = {}
         self._flat_of: dict[nn.Parameter, int] = {}
+        self.missed: dict[nn.Parameter, int] = {}
         for index, (parameters, _) in enumerate(groups):
             for parameter in parameters:
                 self._flat_of[parameter] = index
                 self._parts[parameter] = self._part(parameter, index)
+        self._unstepped = set(self._flat_of)
 
     def _part(self, parameter: nn.Parameter, flat: int) -> _Part | None:
         if self._is_stage_3:
@@ -85,7 +93,7 @@ class Partitions:
         shape = self._shapes[parameter]
         if tensor.shape == shape or not self._is_stage_3:
             return shard_of(tensor)
-        if not tensor.numel():
+        if not tensor.numel() or not shape.numel():  # DeepSpeed pads parameters without elements to one
             return Shard(tuple(shape), tensor.dtype, (), ())
         return shard_of_range(tensor.detach(), shape=shape, start=self._rank * self._padded(parameter))
 
@@ -107,6 +115,11 @@ class Partitions:
             return Shard(tuple(shape), local.dtype, (), ())
         return shard_of_range(local[:length], shape=shape, start=start)
 
+    @property
+    def cuts_each_parameter(self) -> bool:
+        """Whether each parameter lies in parts on the ranks, as in stage 3."""
+        return self._is_stage_3
+
     def is_cut(self, parameter: nn.Parameter) -> bool:
         """Whether ranks hold different parts of it; the same answer on all of them."""
         return self._is_stage_3 or parameter in self._flat_of
@@ -122,16 +135,37 @@ class Partitions:
 
     def state(self, parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of a parameter's optimizer state, by name; other values are the whole group's."""
-        if parameter not in self._flat_of:
+        if parameter not in self._flat_of or self._has_no_state(parameter):
             return {}
         flat = self._flats[self._flat_of[parameter]]
         held = dict(optimizer.state.get(flat, {}))
+        if "step" in held:
+            held["step"] = self._own_count(parameter, held["step"])
         if "step" in held and counts_by_number(optimizer):
             held["step"] = torch.tensor(float(held["step"]))  # as torch's optimizers have it
         return {
             name: self._shard(parameter, value) if _is_laid_out(value, flat) else _whole(value)
             for name, value in held.items()
         }
+
+    def range_of(self, parameter: nn.Parameter) -> tuple[Tensor, int, int] | None:
+        """The flat partition with this rank's part, where it begins there, and its length."""
+        part = self._parts[parameter]
+        return None if part is None else (self._flats[part.flat], part.offset, part.length)
+
+    def count_step(self, unused: Sequence[nn.Parameter]) -> None:
+        """A step was made that left some parameters alone."""
+        for parameter in unused:
+            self.missed[parameter] = self.missed.get(parameter, 0) + 1
+        if self._unstepped:
+            self._unstepped.intersection_update(unused)
+
+    def _has_no_state(self, parameter: nn.Parameter) -> bool:
+        return parameter in self.missed and parameter in self._unstepped
+
+    def _own_count(self, parameter: nn.Parameter, count: Any) -> Any:
+        missed = self.missed.get(parameter, 0)
+        return count - missed if missed else count
 
     def allocate(self, saved: Mapping[nn.Parameter, Mapping[str, Any]], optimizer: Optimizer) -> None:
         """Make room for state, and take over what does not go by element, such as ``step``.
@@ -144,6 +178,7 @@ class Partitions:
             CheckpointError: Parameters of one group differ in such a value; DeepSpeed has one for all.
         """
         optimizer.state.clear()
+        self._unstepped = {p for p in self._flat_of if not saved.get(p)}
         counts = counts_by_number(optimizer)
         for parameter, entries in saved.items():
             flat = self._flats[self._flat_of[parameter]]
@@ -153,6 +188,11 @@ class Partitions:
                     _take_over(state, name, value, as_number=counts and name == "step")
                 elif name not in state:
                     state[name] = torch.zeros_like(flat, dtype=value.dtype, requires_grad=False)
+        self.missed = {}
+        for parameter in self._unstepped:
+            beside = optimizer.state.get(self._flats[self._flat_of[parameter]])
+            if beside and self._shapes[parameter].numel():
+                self.missed[parameter] = int(beside.get("step", 1))
 
     def _goes_by_element(self, parameter: nn.Parameter, name: str, value: Any) -> bool:
         shape = getattr(value, "shape", None)
@@ -185,20 +225,57 @@ class Partitions:
         part = self._parts[parameter]
         return 0 if part is None else part.start
 
+    @torch.no_grad()
     def leave_state(self, optimizer: Optimizer, shadow: Optimizer) -> None:
-        """Give the user's optimizer this rank's part of its state, flat, for another run of these ranks."""
+        """Give the user's optimizer its state, whole and where the parameters are. Collective."""
         for parameter in self._flat_of:
+            if self._has_no_state(parameter):
+                continue
             flat, part = self._flats[self._flat_of[parameter]], self._parts[parameter]
-            offset, length = (part.offset, part.length) if part is not None else (0, 0)
             for name, value in shadow.state.get(flat, {}).items():
-                cut = _is_laid_out(value, flat)
-                optimizer.state[parameter][name] = value.narrow(0, offset, length).clone() if cut else value
+                if not _is_laid_out(value, flat):
+                    own = self._own_count(parameter, value) if name == "step" else value
+                    optimizer.state[parameter][name] = own.clone() if isinstance(own, Tensor) else own
+                    continue
+                whole = torch.zeros(
+                    self._shapes[parameter].numel(), dtype=value.dtype, device=parameter.device
+                )
+                if part is not None:
+                    mine = value.narrow(0, part.offset, part.length)
+                    whole.narrow(0, part.start, part.length).copy_(mine)
+                if dist.get_world_size() > 1:
+                    dist.all_reduce(whole)  # every element lies on one rank; adding zeros changes none
+                optimizer.state[parameter][name] = whole.view(self._shapes[parameter])
 
     # --- gradients ----------------------------------------------------------------------------
 
     def gradients(self) -> list[Gradient]:
         """What this rank holds of the reduced gradients, between the last backward and the step."""
-        return [Gradient(tensor, replicas=1) for tensor in gradient_tensors(self._zero)]
+        return [Gradient(piece, replicas=1) for pieces in gradient_pieces(self._zero) for piece in pieces]
+
+    def gradient_parts(self) -> dict[nn.Parameter, tuple[int, Tensor]]:
+        """This rank's part of each parameter's reduced gradient: where it begins, and a view on it."""
+        places = []
+        for pieces in gradient_pieces(self._zero):
+            ends = list(accumulate(piece.numel() for piece in pieces))
+            places.append((pieces, [0, *ends]))
+        found = {}
+        for parameter, part in self._parts.items():
+            if part is None:
+                continue
+            pieces, begins = places[part.flat]
+            index = bisect_right(begins, part.offset) - 1
+            if index < len(pieces):
+                piece = pieces[index].detach().view(-1)
+                found[parameter] = part.start, piece.narrow(0, part.offset - begins[index], part.length)
+        return found
+
+    def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Zero what earlier steps may have left for these."""
+        parts = self.gradient_parts() if parameters else {}
+        for parameter in parameters:
+            if parameter in parts:
+                parts[parameter][1].zero_()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Every parameter that has masters."""

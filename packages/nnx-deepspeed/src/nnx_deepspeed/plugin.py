@@ -13,13 +13,28 @@ _STAGE_1 = Capabilities(
     multiple_optimizers=False,
     added_parameter_groups=False,
     repeated_closures=False,
-    # They get gradients of zero, so that weight decay and momentum move them where a plain run leaves them.
-    unused_parameters=False,
     freezing_while_training=False,
     mixed_dtypes=False,
+    refuses=(
+        *("lamb", "muon", "muon_for_large_matrices", "muon_with_auxiliary_group", "shampoo", "adafactor"),
+        *("gradient_norm_optimizer", "sam_by_closure", "lbfgs", "complex_parameters", "sparse_gradients"),
+        *("frozen_in_mid_run", "pruned_while_training", "pruned_by_lightning", "zeroed_gradients"),
+        "backward_on_the_loss",
+    ),
 )
 _STAGE_2 = replace(_STAGE_1, shards_gradients=True)
-_STAGE_3 = replace(_STAGE_2, shards_parameters=True)
+_STAGE_3 = replace(
+    _STAGE_2,
+    shards_parameters=True,
+    refuses=(
+        *_STAGE_2.refuses,
+        # Ranks cannot gather different layers; layers below `persistence_threshold` are whole and may differ.
+        *("swapped_experts", "swapped_by_turns", "swapped_while_accumulating", "layer_of_one_rank"),
+        *("experts_in_a_list", "experts_of_any_shape", "head_per_task", "branches_per_sample"),
+        *("skipped_blocks", "gradient_penalty", "two_backward_passes", "gradient_of_a_weight"),
+        "weights_read_on_rank_zero",
+    ),
+)
 
 
 def _spec(

@@ -11,17 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import LBFGS, Adafactor, Adagrad, Optimizer, SparseAdam
+from torch.optim import Adagrad, Optimizer, SparseAdam
 
+from nnx.elementwise import Trial, try_optimizer
 from nnx.errors import UnsupportedError
 from nnx_deepspeed._deepspeed_compat import is_tested_optimizer
 
-__all__ = ["refuse_other_dtypes", "refuse_unfit"]
+__all__ = ["FixedModel", "refuse_other_dtypes", "refuse_sparse", "refuse_unfit"]
 
-_NOT_BY_ELEMENT = (
-    *(LBFGS.__name__, Adafactor.__name__, SparseAdam.__name__),
-    *("Muon", "FusedLamb", "OnebitAdam", "OnebitLamb", "ZeroOneAdam"),
-)
 _ON_THE_HOST = "DeepSpeedCPU"
 """What the names of DeepSpeed's optimizers begin with that step on the host only."""
 
@@ -38,11 +35,13 @@ def refuse_unfit(optimizer: Optimizer, *, config: Mapping[str, Any], device: tor
         UnsupportedError: With what can be used instead.
     """
     name, offloads = type(optimizer).__name__, _offloads(config)
-    if name in _NOT_BY_ELEMENT:
+    if isinstance(optimizer, SparseAdam):
         raise UnsupportedError(
-            f"{name} cannot work on DeepSpeed's flat partitions: its update needs more than single elements.",
-            remedy="Use one that works element by element (Adam, AdamW, SGD, ...), or strategy 'fsdp_auto'.",
+            f"{name} cannot work on DeepSpeed's flat partitions: it takes sparse gradients alone.",
+            remedy="Use Adam or AdamW and layers with sparse=False, or strategy 'nnscaler_zero'.",
         )
+    if not name.startswith(_ON_THE_HOST):  # DeepSpeed's own, whose operators take no tensors of a trial
+        _refuse_dependence(name, try_optimizer(optimizer))
     if isinstance(optimizer, Adagrad) and len(optimizer.param_groups) > 1:
         raise UnsupportedError(
             f"DeepSpeed rebuilds Adagrad with one param group; this one has {len(optimizer.param_groups)}.",
@@ -65,6 +64,22 @@ def refuse_unfit(optimizer: Optimizer, *, config: Mapping[str, Any], device: tor
         )
 
 
+def _refuse_dependence(name: str, trial: Trial) -> None:
+    """Refuse what is not right on flat partitions, each of them stepped alone."""
+    if trial.dependence == "element" and trial.evaluations <= 1:
+        return
+    if trial.error is not None:
+        found = f"what its update depends on could not be found out: {trial.error}"
+    elif trial.evaluations > 1:
+        found = f"its step evaluates its closure {trial.evaluations} times, DeepSpeed's step does so once"
+    else:
+        found = f"the update of an element depends on its whole {trial.dependence}, not on the element alone"
+    raise UnsupportedError(
+        f"{name} cannot work on DeepSpeed's flat partitions: {found}.",
+        remedy="Use one that works element by element (Adam, AdamW, SGD, ...), or strategy 'fsdp_auto'.",
+    )
+
+
 def _offloads(config: Mapping[str, Any]) -> bool:
     section = config.get("zero_optimization", {}).get("offload_optimizer") or {}
     return bool(section.get("device", "none") != "none")
@@ -83,3 +98,55 @@ def refuse_other_dtypes(module: nn.Module) -> None:
                 f"DeepSpeed trains float32 parameters; {name} is {dtype}.",
                 remedy="Convert it, and let precision='bf16-mixed' choose smaller types, or use 'fsdp_auto'.",
             )
+
+
+def refuse_sparse(module: nn.Module) -> None:
+    """Refuse layers with sparse gradients, which flat partitions cannot hold.
+
+    Raises:
+        UnsupportedError: With the first of them.
+    """
+    for name, submodule in module.named_modules():
+        if getattr(submodule, "sparse", False) is True and isinstance(
+            submodule, (nn.Embedding, nn.EmbeddingBag)
+        ):
+            raise UnsupportedError(
+                f"DeepSpeed's flat partitions hold no sparse gradients; {name or 'the model'} is a "
+                f"{type(submodule).__name__} with sparse=True.",
+                remedy="Use sparse=False, or a strategy that keeps them, such as 'nnscaler_zero'.",
+            )
+
+
+class FixedModel:
+    """What must stay as it was when DeepSpeed laid a model out: its parameters, and which of them train.
+
+    Args:
+        module: The model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._held = [(name, sub, dict(sub._parameters.items())) for name, sub in module.named_modules()]
+        self._trains = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
+
+    def refuse_changes(self) -> None:
+        """Refuse to go on if something has changed since.
+
+        Raises:
+            UnsupportedError: With the first change.
+        """
+        for name, submodule, parameters in self._held:
+            now = submodule._parameters
+            if parameters.keys() != now.keys() or any(one is not parameters[key] for key, one in now.items()):
+                raise UnsupportedError(
+                    f"the parameters of {name or 'the model'} were exchanged since training began: "
+                    f"{', '.join(parameters) or 'none'} before, {', '.join(submodule._parameters) or 'none'} "
+                    "now; DeepSpeed's partitions are fixed.",
+                    remedy="Prune or parametrize before training, or use strategy 'fairscale_oss' or 'ddp'.",
+                )
+        for name, parameter, trains in self._trains:
+            if parameter.requires_grad != trains:
+                raise UnsupportedError(
+                    f"{name} was {'unfrozen' if parameter.requires_grad else 'frozen'} while training; "
+                    "DeepSpeed's partitions are fixed.",
+                    remedy="Freeze in `configure_model` or `__init__`, or use strategy 'fsdp_auto'.",
+                )

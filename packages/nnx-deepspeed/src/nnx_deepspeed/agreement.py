@@ -1,0 +1,234 @@
+"""What the ranks agree on in a step, so that DeepSpeed never reduces or gathers different things together.
+
+DeepSpeed fills its buckets in the order in which gradients come on a rank, and gathers a layer (stage 3)
+where a rank comes to it. Ranks that go different ways through the model would mix up gradients and weights:
+
+- As backward begins, the ranks exchange which parameters each of them uses. Where these are the same, which
+  is the rule, DeepSpeed goes on as it likes. Where they differ, gradients stay where they are until backward
+  is over, missing ones become zeros, and all are reduced in one order.
+- Under stage 3 a layer that only some ranks come to is refused before its gather, and so is a weight that
+  only some ranks read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from zlib import crc32
+
+from torch import Tensor, nn
+
+from nnx.collective import is_distributed
+from nnx.errors import UnsupportedError
+from nnx.used import CollectiveOrder, used_anywhere
+from nnx_deepspeed._deepspeed_compat import (
+    before_each_gather,
+    drop_stale_gradients,
+    has_gradient,
+    have_sums,
+    hold_back_reduction,
+    reduce_at_once,
+    reduces_whole_gradients,
+    release_touched,
+    watch_gradients,
+    will_be_used,
+    zero_gradient,
+)
+
+__all__ = ["Agreement"]
+
+_REMEDY = (
+    "Call every layer on every rank, with a masked or empty input if need be, and read and write weights on "
+    "every rank, or use a strategy that gathers no layers, such as 'nnx_deepspeed_2' or 'nnscaler_zero'; "
+    "persistence_threshold keeps small layers whole."
+)
+_BITS = 32
+
+
+class Agreement:
+    """Keeps the ranks together while one engine runs its steps.
+
+    Args:
+        engine: DeepSpeed's.
+        parameters: The trained ones that have elements, in an order that is the same on every rank.
+        names: Of all parameters.
+        waits_to_reduce: Whether nothing is reduced before a step's last backward, as in stage 1.
+
+    Attributes:
+        used: The parameters that have a gradient on some rank.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        parameters: Sequence[nn.Parameter],
+        *,
+        names: Mapping[nn.Parameter, str],
+        waits_to_reduce: bool,
+    ) -> None:
+        self._engine, self._zero = engine, engine.optimizer
+        self._parameters = parameters
+        self._names = names
+        self._waits_to_reduce = waits_to_reduce
+        self._is_needed = not reduces_whole_gradients(self._zero)
+        self._came: list[int] = []
+        self.used: set[nn.Parameter] = set()
+        self.runs_backward = False
+        self._order: CollectiveOrder | None = None
+        if not self._is_needed:
+            return
+        numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        watch_gradients(self._zero, numbers, self._came, self._refuse_other_backward)
+        if hasattr(self._zero, "fp16_groups") and is_distributed():  # stage 3
+            self._order = CollectiveOrder(remedy=_REMEDY)
+            self._order.begin("the set-up")  # it knows of no collective before its first step
+            self._order.end()
+            before_each_gather(names, self._before_gather)
+
+    # --- steps --------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Around what gathers layers: the user's step, and a backward that is not in the middle of one."""
+        order = self._order
+        if order is None or order.in_step:
+            yield
+            return
+        with order.reporting():
+            order.begin(name)
+            yield
+            order.end()
+
+    def _before_gather(self, name: str, is_for_user: bool) -> None:
+        order = self._order
+        if order is not None and is_for_user:
+            order.arrive(f"the gather of {name}, which user code reads or writes")
+        elif order is not None and order.in_step:
+            order.arrive(f"the gather of {name}")
+
+    @property
+    def unused(self) -> list[nn.Parameter]:
+        """The parameters whose gradient is None on all ranks."""
+        return [parameter for parameter in self._parameters if parameter not in self.used]
+
+    # --- backward -----------------------------------------------------------------------------
+
+    def _refuse_other_backward(self) -> None:
+        if not self.runs_backward:
+            raise UnsupportedError(
+                "a gradient came from a backward that DeepSpeed does not know of, such as `loss.backward()`.",
+                remedy="Call `self.manual_backward(loss)`, or `fabric.backward(loss)`.",
+            )
+
+    def backward(
+        self, loss: Tensor, run: Callable[[], None], *, is_boundary: bool, in_one_go: bool = True
+    ) -> None:
+        """Run DeepSpeed's backward, which reduces gradients; the arguments are those of `_backward`."""
+        self.runs_backward = True
+        try:
+            self._backward(loss, run, is_boundary=is_boundary, in_one_go=in_one_go)
+        finally:
+            self.runs_backward = False
+
+    def _backward(
+        self, loss: Tensor, run: Callable[[], None], *, is_boundary: bool, in_one_go: bool = True
+    ) -> None:
+        """Keep the ranks together while DeepSpeed's backward runs.
+
+        Args:
+            loss: Where it begins.
+            run: Runs it.
+            is_boundary: Whether a step follows.
+            in_one_go: Whether it goes through the model at most once.
+        """
+        if not self._is_needed or not loss.requires_grad or (self._waits_to_reduce and not is_boundary):
+            run()
+            if is_boundary and not self._is_needed:
+                self._add_used(used_anywhere(have_sums(self._zero, self._parameters)))
+            return
+        backward = _Backward(self._engine, self._parameters)
+        hook = loss.register_hook(lambda _: self._begin(backward)) if in_one_go else None  # type: ignore[no-untyped-call]
+        if not in_one_go:
+            backward.hold_back()
+        try:
+            with self.step("backward"):
+                run()
+                if hook is None:
+                    self._exchange(backward, [False] * len(self._parameters))
+                backward.finish()
+                release_touched(self._names)
+        finally:
+            backward.release()
+            if hook is not None:
+                hook.remove()
+
+    def _begin(self, backward: _Backward) -> None:
+        self._exchange(backward, will_be_used(self._parameters))
+
+    def _exchange(self, backward: _Backward, used: Sequence[bool]) -> None:
+        """Exchange what each rank uses, and what has a gradient already; hold back what differs."""
+        has = [u or has_gradient(p) for u, p in zip(used, self._parameters, strict=True)]
+        flags = used_anywhere([*has, *(not one for one in used), *self._order_of_last()])
+        number = len(used)
+        backward.anywhere, missing = flags[:number], flags[number : 2 * number]
+        self._compare_orders(flags[2 * number :])
+        if any(a and m for a, m in zip(backward.anywhere, missing, strict=True)):
+            backward.hold_back()
+        self._add_used(backward.anywhere)
+        unused = [p for p, a in zip(self._parameters, backward.anywhere, strict=True) if not a]
+        if unused:
+            drop_stale_gradients(self._zero, unused)
+
+    def _add_used(self, flags: Sequence[bool]) -> None:
+        self.used.update(p for p, is_used in zip(self._parameters, flags, strict=True) if is_used)
+
+    # --- the order in which gradients came ----------------------------------------------------
+
+    def _order_of_last(self) -> list[bool]:
+        """The order of the last backward as bits, and inverted: by a maximum, ranks see any difference."""
+        number = crc32(",".join(map(str, self._came)).encode())
+        self._came.clear()
+        bits = [bool(number >> bit & 1) for bit in range(_BITS)]
+        return [*bits, *(not bit for bit in bits)]
+
+    def compare_last(self) -> None:
+        """After the last step, which no other backward follows. Collective."""
+        if self._is_needed:
+            self._compare_orders(used_anywhere(self._order_of_last()))
+
+    def _compare_orders(self, flags: Sequence[bool]) -> None:
+        if any(one and other for one, other in zip(flags[:_BITS], flags[_BITS:], strict=True)):
+            raise UnsupportedError(
+                "in the last backward the gradients came in another order on one rank than on another, so "
+                "DeepSpeed has reduced different parameters together.",
+                remedy="Call the layers in the same order on every rank, or use strategy 'fsdp_auto'.",
+            )
+
+
+class _Backward:
+    """One backward: what has a gradient on some rank, and whether gradients are held back until its end."""
+
+    def __init__(self, engine: Any, parameters: Sequence[nn.Parameter]) -> None:
+        self._engine, self._parameters = engine, parameters
+        self._reduce: Callable[[], None] | None = None
+        self.anywhere: Sequence[bool] = ()
+
+    def hold_back(self) -> None:
+        if self._reduce is None:
+            self._reduce = hold_back_reduction(self._engine)
+
+    def finish(self) -> None:
+        """Reduce what was held back; what only other ranks have counts as zero."""
+        if self._reduce is None:
+            return
+        for parameter, is_used in zip(self._parameters, self.anywhere, strict=True):
+            if is_used and not has_gradient(parameter):
+                zero_gradient(self._engine.optimizer, parameter)
+        self._reduce()
+        self._reduce = None
+
+    def release(self) -> None:
+        """After an error nothing is reduced."""
+        if self._reduce is not None:
+            reduce_at_once(self._engine)

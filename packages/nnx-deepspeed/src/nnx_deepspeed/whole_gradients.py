@@ -1,0 +1,131 @@
+"""Gradients as PyTorch has them, whole and in ``p.grad``, while user code may look at them.
+
+DeepSpeed keeps the reduced gradients in flat partitions. They are gathered from there where somebody may look
+(`show`), and what user code left is written back before the step (`write_back`). From then on until they are
+dropped, gradients stay visible, and another backward adds to them, as in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nnx_deepspeed.partitioned import assign_gradient
+from nnx_deepspeed.partitions import Partitions
+
+__all__ = ["WholeGradients"]
+
+_ELEMENTS_AT_ONCE = 2**24
+"""How many elements are gathered in one collective."""
+
+
+class WholeGradients:
+    """The gradients of a module that DeepSpeed trains, as user code sees them.
+
+    Args:
+        partitions: Where DeepSpeed keeps them.
+        device: Where the module is.
+    """
+
+    def __init__(self, partitions: Partitions, *, device: torch.device) -> None:
+        self._partitions = partitions
+        self._device = device
+        self._earlier: dict[nn.Parameter, Tensor] = {}
+        self.are_shown = False
+
+    @torch.no_grad()
+    def show(self, unused: Collection[nn.Parameter]) -> None:
+        """Put the reduced gradients into ``p.grad``, added to what user code left there. Collective.
+
+        Args:
+            unused: The parameters that have none.
+        """
+        for parameter, gradient in self._gather(unused):
+            earlier = self._earlier.pop(parameter, None)
+            assign_gradient(parameter, gradient if earlier is None else earlier.add_(gradient))
+        self.are_shown = True
+
+    def put_aside(self) -> Collection[nn.Parameter]:
+        """Before a backward: take the visible gradients away; they count again when it is over.
+
+        Returns:
+            The parameters that have one.
+        """
+        self._earlier = self._take()
+        self.are_shown = False
+        return self._earlier.keys()
+
+    @torch.no_grad()
+    def write_back(self) -> dict[nn.Parameter, Tensor] | None:
+        """Before the step: give the partitions what user code left.
+
+        Returns:
+            What was visible, for `show_again`; None where every gradient is None, with which no step changes
+            anything.
+        """
+        left = self._take()
+        if self.are_shown and not left:
+            return None
+        for parameter, (start, part) in self._partitions.gradient_parts().items():
+            if parameter in left:
+                part.copy_(left[parameter].reshape(-1).narrow(0, start, part.numel()))
+            elif parameter in self._earlier:
+                earlier = self._earlier[parameter].reshape(-1)
+                part.add_(earlier.narrow(0, start, part.numel()))
+        self._earlier = {}
+        return left
+
+    def show_again(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """After the step: gradients stay where they are until somebody drops them."""
+        for parameter, gradient in gradients.items():
+            assign_gradient(parameter, gradient)
+
+    def forget(self) -> None:
+        """Drop them."""
+        self._take()
+        self._earlier = {}
+        self.are_shown = False
+
+    def _take(self) -> dict[nn.Parameter, Tensor]:
+        if not self.are_shown:
+            return {}
+        taken = {}
+        for parameter in self._partitions.parameters():
+            if parameter.grad is not None:
+                taken[parameter] = parameter.grad
+                parameter.grad = None
+                parameter.grad_dtype = parameter.dtype
+        return taken
+
+    def _gather(self, unused: Collection[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        parts = self._partitions.gradient_parts()
+        for chunk in self._chunks(set(unused)):
+            sizes = [self._partitions.shape(parameter).numel() for parameter in chunk]
+            flat = torch.zeros(sum(sizes), dtype=torch.float32, device=self._device)
+            wholes = torch.split(flat, sizes)
+            for parameter, whole in zip(chunk, wholes, strict=True):
+                if parameter in parts:
+                    start, part = parts[parameter]
+                    whole.narrow(0, start, part.numel()).copy_(part)
+            if dist.get_world_size() > 1:
+                dist.all_reduce(flat)  # every element lies on one rank; adding zeros changes none
+            for parameter, whole in zip(chunk, wholes, strict=True):
+                yield parameter, whole.view(self._partitions.shape(parameter))
+
+    def _chunks(self, unused: Collection[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        chunk: list[nn.Parameter] = []
+        held = 0
+        for parameter in self._partitions.parameters():
+            if parameter in unused:
+                continue
+            numel = self._partitions.shape(parameter).numel()
+            if chunk and held + numel > _ELEMENTS_AT_ONCE:
+                yield chunk
+                chunk, held = [], 0
+            chunk.append(parameter)
+            held += numel
+        if chunk:
+            yield chunk
