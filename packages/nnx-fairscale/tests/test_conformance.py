@@ -13,6 +13,7 @@ from nnx.testing import StrategyConformance
 pytest.importorskip("fairscale", reason="fairscale is not installed")
 
 UNITS = {"min_num_params": 100}
+OF_ANY_SIZE = {"min_num_params": 1}
 BY_PARAMETER = {**UNITS, "flatten_parameters": False}
 OF_EVERY_ENGINE = (
     *("accumulation", "clip_by_value", "clip_accumulated", "parameter_group_added", "manual_accumulation"),
@@ -37,6 +38,18 @@ class TestFairscaleFsdp(StrategyConformance):
     only = (*OF_EVERY_ENGINE, *OF_UNITS)
 
 
+class TestFairscaleFsdpHabits(StrategyConformance):
+    """What is attached to parameters, or assigned to them."""
+
+    strategy = "fairscale_fsdp"
+    options = OF_ANY_SIZE
+    only = (
+        *("gradient_hooks", "post_accumulate_hooks", "attributes_of_parameters", "assigned_targets"),
+        *("assigned_weights", "written_weights", "reinitialized_layers", "pruned_layers", "functional_call"),
+        "parametrized",
+    )
+
+
 class TestFairscaleFsdpByParameter(StrategyConformance):
     strategy = "fairscale_fsdp"
     options = BY_PARAMETER
@@ -54,4 +67,7 @@ class TestFairscaleSharded(StrategyConformance):
         *OF_EVERY_ENGINE,
         *("gradients_zeroed_in_place", "several_optimizers_clipped", "shards_gradients"),
         *("gradient_norms_by_name", "validation_while_gradients_accumulate"),
+        *("clipped_by_hand", "clipped_in_manual_optimization", "configured_clipping", "scaled_gradients"),
+        *("zeroed_gradients", "assigned_gradients", "centralized_gradients", "logged_gradient_norms"),
+        *("skipped_large_gradients", "gradients_in_a_callback"),
     )

@@ -70,7 +70,10 @@ def test_optimizers_that_need_more_than_single_elements_are_refused_on_flat_shar
         backend.setup_optimizers(module, [optimizer(module.parameters())])
 
 
-def test_an_optimizer_that_needs_all_parameters_at_once_has_no_owners() -> None:
+def test_an_optimizer_that_needs_all_parameters_at_once_has_no_owners(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nnx_fairscale.ownership.is_distributed", lambda: True)
     with pytest.raises(UnsupportedError, match="LBFGS computes with all parameters at once"):
         Ownership(torch.optim.LBFGS(torch.nn.Linear(2, 2).parameters()), rank=0)
 

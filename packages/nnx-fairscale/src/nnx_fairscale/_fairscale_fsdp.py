@@ -4,7 +4,7 @@ fairscale's wrapper wants to replace a module in the tree, its parameters by one
 names by its own. Here it stands beside the tree instead. The user's parameter objects stay registered under
 their names; between steps their data are views on this rank's shard of the flat parameter, and so are their
 gradients, so that any element-wise optimizer over them updates the shard. During forward and backward the
-modules' attributes are the views on the gathered flat parameter that fairscale computes with.
+modules hold, in the parameters' places, views on the gathered flat parameter that fairscale computes with.
 
 Every private name of fairscale's FSDP that nnx uses is in this file.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,13 +23,16 @@ from fairscale.nn.data_parallel import FullyShardedDataParallel
 from fairscale.nn.data_parallel.fully_sharded_data_parallel import TrainingState, get_fsdp_instances
 from torch import Tensor, nn
 
+from nnx.errors import UnsupportedError
+from nnx.used import CollectiveOrder, used_anywhere
+from nnx.whole import local_mode
 from nnx_fairscale._fairscale_compat import STREAMS, NullStream
 from nnx_fairscale.pieces import Piece, cut
-from nnx_fairscale.touched import used_anywhere
 
 __all__ = ["Unit", "is_taken", "leave_out"]
 
 _MARK = "_is_sharded"
+_OURS = frozenset({_MARK, "_part"})
 _LEFT_BEHIND = ("_is_sharded", "_orig_size", "_fp32_shard", "_fp16_shard", "_full_param_padded", "_cpu_grad")
 
 
@@ -41,6 +44,62 @@ def is_taken(parameter: nn.Parameter) -> bool:
 def leave_out(parameter: nn.Parameter) -> None:
     """Let no unit take the parameter: it stays whole on every rank."""
     setattr(parameter, _MARK, False)
+
+
+class _View(nn.Parameter):
+    """A parameter while its unit is gathered: a view on the flat one, whose changes reach the shard."""
+
+    unit: Unit
+
+    @property
+    def data(self) -> Tensor:
+        """The same memory without a history; the unit cannot see what is done to it, and looks."""
+        self.unit.may_be_written = True
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.data.copy_(value)
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Call it only where there is a gradient: a node with many outputs has None for what is not used."""
+
+        def called(gradient: Tensor | None) -> Tensor | None:
+            return None if gradient is None else hook(gradient)
+
+        return super().register_hook(called)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A parameter of its own."""
+        copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+
+class _Unflatten(torch.autograd.Function):
+    """The parameters in a flat one, as tensors of its memory; in-place changes forbid views of one split."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, shapes: Sequence[torch.Size]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.shapes, ctx.options = shapes, {"dtype": flat.dtype, "device": flat.device}
+        storage, begin, found = flat.untyped_storage(), flat.storage_offset(), []
+        for shape in shapes:
+            found.append(flat.new_empty(0).set_(storage, begin, shape, _strides(shape)))
+            begin += shape.numel()
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
+        parts = [
+            torch.zeros(shape.numel(), **ctx.options) if gradient is None else gradient.reshape(-1)
+            for gradient, shape in zip(gradients, ctx.shapes, strict=True)
+        ]
+        return torch.cat(parts), None
+
+
+@cache
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
 
 
 class _Carrier(nn.Module):
@@ -79,6 +138,11 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         self._stream = stream
         self._views: list[Tensor] = []
         self._used: set[int] = set()
+        self._views_version = 0
+        self.may_be_written = self.is_shown = self.in_backward = False
+        self.order: CollectiveOrder | None = None
+        self.root: Unit | None = None
+        self.label = type(module).__name__
         for flat in self.params:
             self._init_param_attributes(flat)  # pins the shard before anything views it
         if self._num_flatten_params:
@@ -163,40 +227,131 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
     def _make_views(self) -> None:
         """What fairscale does in each forward: give the modules views on the gathered flat parameter."""
         flat = self.params[0]
-        self._views = [
-            view if piece.parameter.requires_grad else view.detach()
-            for view, piece in zip(flat.get_param_views(), self.pieces, strict=True)
-        ]
-        for index, view in enumerate(self._views):
-            if view.requires_grad and torch.is_grad_enabled():
-                view.register_hook(partial(self._note_use, index))  # type: ignore[no-untyped-call]
-        self._show()
+        with local_mode():
+            views = _Unflatten.apply(flat, [piece.shape for piece in self.pieces])  # type: ignore[no-untyped-call]
+            self._views = [
+                self._view(*each) for each in zip(views, self.pieces, range(len(views)), strict=True)
+            ]
+            self._views_version, self.may_be_written = self._version_of_views(), False
+            self._follow_places()
+            self._show()
+
+    def _version_of_views(self) -> int:
+        return sum(view._version for view in self._views)
+
+    def _view(self, view: Tensor, piece: Piece, index: int) -> Tensor:
+        """What takes a parameter's place in a forward, with the hooks and attributes of the parameter."""
+        parameter = piece.parameter
+        if not parameter.requires_grad:
+            view = view.detach()
+        view.__class__ = _View
+        view.unit = self  # type: ignore[attr-defined]
+        vars(view).update({name: value for name, value in vars(parameter).items() if name not in _OURS})
+        if view.requires_grad and torch.is_grad_enabled():
+            view.register_hook(partial(self._note_use, index))  # type: ignore[no-untyped-call]
+            for hook in (parameter._backward_hooks or {}).values():
+                view.register_hook(hook)  # type: ignore[no-untyped-call]
+        return view
 
     def _note_use(self, index: int, gradient: Tensor) -> None:
         self._used.add(index)
 
+    def _follow_places(self) -> None:
+        """Find parameters that user code has given other names, as pruning does."""
+        if all(piece.is_in_place() for piece in self.pieces):
+            return
+        found: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+        for owner in self.module.module.unit.modules():
+            for name, parameter in owner._parameters.items():
+                if parameter is not None:
+                    found[id(parameter)].append((owner, name))
+        for piece in self.pieces:
+            piece.places = found.get(id(piece.parameter)) or piece.places
+
     def _show(self) -> None:
+        """Put views in the parameters' places; what ``functional_call`` has put there stays."""
+        self.is_shown = True
         for view, piece in zip(self._views, self.pieces, strict=True):
+            before, piece.shown = piece.shown, view
             for owner, name in piece.places:
-                owner.__dict__[name] = view
-                _tell_recurrent(owner, name, view)
+                there = owner._parameters.get(name)
+                if there is piece.parameter or (there is not None and there is before):
+                    owner._parameters[name] = view  # type: ignore[assignment]
+                    _tell_recurrent(owner, name, view)
 
     def _hide(self) -> None:
+        self.is_shown = False
         if not self._num_flatten_params:
             return
         for piece in self.pieces:
+            view, piece.shown = piece.shown, None
             for owner, name in piece.places:
-                owner.__dict__.pop(name, None)
-                _tell_recurrent(owner, name, piece.parameter)
+                owner.__dict__.pop(name, None)  # fairscale's own views, before there were any of ours
+                if view is not None and owner._parameters.get(name) is view:
+                    owner._parameters[name] = piece.parameter
+                    _tell_recurrent(owner, name, piece.parameter)
+
+    @torch.no_grad()
+    def _take_written(self) -> None:
+        """Write into the shard what a forward has written into the gathered parameters."""
+        if not self._views or not (self.may_be_written or self._version_of_views() != self._views_version):
+            return
+        flat = self.params[0]
+        self.may_be_written = False
+        if not flat._is_sharded:
+            return
+        if self.mixed_precision:
+            raise UnsupportedError(
+                f"a weight of {self.label} was changed in a forward that computes in {self.compute_dtype}.",
+                remedy="Change weights between steps, as in `on_train_batch_start`.",
+            )
+        shard = flat._fp32_shard
+        shard.copy_(flat._full_param_padded[self.rank * shard.numel() :][: shard.numel()])
+
+    # --- what user code sees ------------------------------------------------------------------
+
+    @property
+    def flat_pieces(self) -> list[Piece]:
+        """The parameters that are pieces of a flat one."""
+        return self.pieces if self._num_flatten_params else []
+
+    @property
+    def shard_size(self) -> int:
+        """Elements of the flat parameter that each rank has."""
+        return int(self.params[0]._fp32_shard.numel())
+
+    def view_of(self, piece: Piece) -> Tensor | None:
+        """What the last forward computed with."""
+        views = zip(self._views, self.pieces, strict=False)
+        return next((view for view, other in views if other is piece), None)
+
+    def unreduced_gradient(self, piece: Piece) -> Tensor | None:
+        """This rank's own gradient of a parameter while gradients accumulate."""
+        flat = self.params[0]
+        if flat.grad is None or self.world_size == 1 or flat.grad.shape != flat._orig_size:
+            return None
+        part: Tensor = flat.grad[piece.begin : piece.begin + piece.shape.numel()]
+        return part.view(piece.shape)
+
+    def _arrive(self, what: str) -> None:
+        if self.order is not None and self.world_size > 1:
+            self.order.arrive(f"{what} of {self.label}")
 
     # --- steps --------------------------------------------------------------------------------
 
     def forward(self, call: Callable[[], Any]) -> Any:
         """Run a call with the unit's parameters gathered."""
-        for flat in self.params[: self._num_flatten_params]:
-            flat.requires_grad_(any(piece.parameter.requires_grad for piece in self.pieces))
+        with local_mode():
+            for flat in self.params[: self._num_flatten_params]:
+                flat.requires_grad_(any(piece.parameter.requires_grad for piece in self.pieces))
+
+        def run() -> Any:
+            result = call()
+            self._take_written()
+            return result
+
         try:
-            return super().forward(call)
+            return super().forward(run)
         finally:
             self._hide()
             if not torch.is_grad_enabled():
@@ -218,13 +373,17 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
             self._use_fp32_param_shard()
 
     def _rebuild_full_params(self, force_full_precision: bool = False) -> Any:
+        self._refuse_inner_gradients()
         self._notice_what_was_freed()
+        if self.params and not self.has_full_params:
+            self._arrive("the gather")
         gathered = super()._rebuild_full_params(force_full_precision)
         if self._views:  # backward begins: what is recomputed in it reads the attributes again
             self._show()
         return gathered
 
     def _use_full_params(self) -> None:
+        self._refuse_inner_gradients()
         self._notice_what_was_freed()
         if not self.has_full_params:
             self._rebuild_full_params()
@@ -232,35 +391,71 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         if self._views:
             self._show()
 
+    def _refuse_inner_gradients(self) -> None:
+        """What a gradient through this unit would gather, the backward of the loss would find freed."""
+        if self.root is None or self.training_state == TrainingState.FORWARD:
+            return
+        if self.root.training_state == TrainingState.FORWARD or not self.root.in_backward:
+            raise UnsupportedError(
+                f"a gradient through {self.label}, which is a unit, is computed other than by the backward "
+                "of the strategy.",
+                remedy="For `torch.autograd.grad` in `training_step`, optimize automatically and leave the "
+                "model without units (a larger min_num_params); in place of `loss.backward()`, call "
+                "`self.manual_backward(loss)`; or use strategy 'fairscale_sharded'.",
+            )
+
     def _notice_what_was_freed(self) -> None:
         """Another backward since may have freed some of what was gathered, or cast, for this one."""
         used = [p._full_param_padded if p._is_sharded else p._fp16_shard for p in self.params if p.numel()]
         if any(whole is not None and not whole.untyped_storage().nbytes() for whole in used):
             self.has_full_params = False
 
+    def _post_backward_hook(self, param: Tensor, *unused: Any) -> None:
+        if param.grad is not None and self._require_backward_grad_sync:
+            self._arrive("the reduction")
+        super()._post_backward_hook(param, *unused)
+
     def _prep_grads_for_backward(self) -> None:
         """When a backward begins, gradients that were dropped since the last one are dropped here too."""
-        for flat in self.params[: self._num_flatten_params]:
-            self._take_gradients(flat)
+        with local_mode():
+            for flat in self.params[: self._num_flatten_params]:
+                self._take_gradients(flat)
         super()._prep_grads_for_backward()
 
     @torch.no_grad()
     def _take_gradients(self, flat: Tensor) -> None:
+        has = {index for index, piece in enumerate(self.pieces) if piece.parameter.grad is not None}
         if flat.grad is None:
-            return
-        if all(piece.parameter.grad is None for piece in self.pieces):
+            self._used = has  # hooks of this backward's views have yet to fire
+            self._take_given(flat)
+        elif not has:
+            self._used.clear()
             flat.grad = None
             flat.__dict__.pop("_saved_grad_shard", None)
-            self._used.clear()  # hooks of this backward's views have yet to fire
-            return
-        for piece, mine in zip(self.pieces, self._gradients(flat), strict=True):
+        else:
+            self._used &= has
+            self._take_changed(flat)
+
+    def _take_changed(self, flat: Any) -> None:
+        """Let a backward add to what user code has made of gradients."""
+        for index, (piece, mine) in enumerate(zip(self.pieces, self._gradients(flat), strict=True)):
             given = piece.parameter.grad
             if given is None:
                 mine.zero_()
-                if flat.grad.shape == flat._orig_size:  # type: ignore[attr-defined]
+                if flat.grad.shape == flat._orig_size:
                     flat.grad[piece.begin : piece.begin + piece.shape.numel()].zero_()
             elif given.data_ptr() != mine.data_ptr():
                 mine.copy_(given)
+                self._used.add(index)
+
+    def _take_given(self, flat: Any) -> None:
+        """Let a backward add to gradients that user code has made."""
+        given = [piece for piece in self.pieces if piece.parameter.grad is not None and piece.length]
+        if given and flat._is_sharded:
+            flat._saved_grad_shard = torch.zeros_like(flat._fp32_shard)
+            for piece in given:
+                at = piece.begin + piece.start - self.rank * flat._fp32_shard.numel()
+                flat._saved_grad_shard[at : at + piece.length].copy_(piece.parameter.grad)
 
     @torch.no_grad()
     def _give_gradients(self) -> None:
@@ -291,17 +486,18 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         """When a backward ends, hand its gradients out."""
         units = [unit for unit in get_fsdp_instances(self) if unit._pre_backward_hook_has_run]
         super()._wait_for_post_backward()
-        for unit in units:
-            unit._hide()
-            unit._views.clear()
-            unit._give_gradients()
-        if self._require_backward_grad_sync:
-            self._drop_unused(get_fsdp_instances(self))
+        with local_mode():
+            for unit in units:
+                unit._hide()
+                unit._views.clear()
+                unit._give_gradients()
+            if self._require_backward_grad_sync:
+                self._drop_unused(get_fsdp_instances(self))
 
     def _drop_unused(self, units: Sequence[Unit]) -> None:
         """A parameter that no rank has used has zeros in the flat gradient, and none by itself."""
         pieces = [(unit, i) for unit in units if unit._num_flatten_params for i in range(len(unit.pieces))]
-        used = used_anywhere([i in unit._used for unit, i in pieces], self.compute_device)
+        used = used_anywhere([i in unit._used for unit, i in pieces])
         for (unit, i), is_used in zip(pieces, used, strict=True):
             if not is_used:
                 unit.pieces[i].parameter.grad = None

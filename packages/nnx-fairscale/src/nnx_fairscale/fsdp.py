@@ -12,21 +12,27 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import LBFGS, Adafactor, Optimizer, SparseAdam
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from nnx.backend import Backend, ParallelContext, Sample
+from nnx.collective import engine_group
+from nnx.elementwise import try_optimizer
 from nnx.errors import UnsupportedError
 from nnx.gradients import Gradient
 from nnx.layer_classes import as_classes
 from nnx.layout import Shard, shard_of
 from nnx.materialize import broadcast_module, lay_in_order, materialize, move_to, with_strides
+from nnx.state import ModelState, OptimizerState
+from nnx.used import CollectiveOrder
+from nnx.whole import local_mode
 from nnx_fairscale._fairscale_compat import HostShim, NullStream
 from nnx_fairscale._fairscale_fsdp import Unit, is_taken, leave_out
 from nnx_fairscale.options import FairscaleFSDPOptions
 from nnx_fairscale.pieces import Piece
 from nnx_fairscale.reducer import GradientReducer
+from nnx_fairscale.weights import Weights
 from nnx_fairscale.wrapping import choose_units, wrap_with
 
 __all__ = ["FairscaleFSDPBackend"]
@@ -34,7 +40,10 @@ __all__ = ["FairscaleFSDPBackend"]
 T = TypeVar("T")
 log = logging.getLogger("nnx.fairscale")
 
-_NOT_BY_ELEMENT = ("Muon", LBFGS.__name__, Adafactor.__name__, SparseAdam.__name__)
+_REMEDY = (
+    "Call every layer that is a unit on every rank in the same order; or make the layer that chooses between "
+    "them the unit, by `wrap()` or auto_wrap_policy; or use strategy 'fairscale_sharded'."
+)
 
 
 @dataclass(slots=True)
@@ -68,7 +77,12 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         self._unfinished = _Layout()  # of units that were wrapped before their root is known
         self._pieces: dict[nn.Parameter, Piece] = {}
         self._stream: NullStream | None = None
+        self._gather_group: dist.ProcessGroup | None = None
         self._reduce_group: dist.ProcessGroup | None = None
+        self._order: CollectiveOrder | None = None
+        self._weights: Weights | None = None
+        self._in_step = 0
+        self._accumulates = False
 
     # --- set up -------------------------------------------------------------------------------
 
@@ -80,15 +94,16 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         )
         if context.device.type == "cpu":
             self._stream = self._stream or HostShim.install()
+            self._gather_group = engine_group()
         elif self._reduce_group is None:
-            self._reduce_group = dist.new_group()
+            self._gather_group, self._reduce_group = dist.new_group(), dist.new_group()
 
     def teardown(self) -> None:
         """Take the CPU shim back."""
         if self._stream is not None:
             self._stream = None
             HostShim.remove()
-        self._reduce_group = None
+        self._gather_group = self._reduce_group = None
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         """Within it ``wrap()``, fairscale's or torch's, shards its module at once."""
@@ -103,6 +118,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         if module in self._layouts:
             return {}
         layout = self._unfinished
+        _refuse_sparse_gradients(module)
         if not layout.units and self.options.auto_wrap:
             for unit in choose_units(module, self.options):
                 self._make_unit(unit, name=type(unit).__name__)
@@ -116,9 +132,21 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         self._route_calls(module, layout)
         self._layouts[module] = layout
         self._unfinished = _Layout()
+        self._show_whole(module, layout)
         if self.context.rank == 0:
             log.info("fairscale_fsdp: %d units, the root among them", len(layout.units))
         return {}
+
+    def _show_whole(self, module: nn.Module, layout: _Layout) -> None:
+        """Let user code see whole parameters between steps, and units tell of their collectives."""
+        if self._order is None or self._weights is None:
+            self._order = CollectiveOrder(remedy=_REMEDY)
+            self._weights = Weights(self._order)
+        names = {submodule: name for name, submodule in module.named_modules()}
+        for owner, unit in layout.units.items():
+            unit.order, unit.root = self._order, layout.units[module]
+            unit.label = names.get(owner) or f"{type(module).__name__} (what is in no other unit)"
+        self._weights.show(layout.units.values(), {p: name for name, p in module.named_parameters()})
 
     def _make_unit(self, module: nn.Module, *, name: str) -> None:
         self._prepare(module, name=name)
@@ -148,6 +176,8 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
     def _through_root(self, root: Unit, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         if root.is_busy:
             return function(*args, **kwargs)
+        if self._weights is not None:
+            self._weights.flush()
         result = self._call(root, function, *args, **kwargs)
         if not torch.is_grad_enabled():
             for layout in self._layouts.values():
@@ -160,8 +190,8 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         offload = options.cpu_offload and self._stream is None
         dtype = "float16" if options.compute_dtype is None else options.compute_dtype
         return {
-            "process_group": dist.group.WORLD,
-            "process_group_reduce_scatter": self._reduce_group or dist.group.WORLD,
+            "process_group": self._gather_group or dist.group.WORLD,
+            "process_group_reduce_scatter": self._reduce_group or self._gather_group or dist.group.WORLD,
             "reshard_after_forward": options.reshard_after_forward,
             "mixed_precision": is_mixed,
             "fp32_reduce_scatter": bool(options.fp32_reduce_scatter),
@@ -232,18 +262,31 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Refuse optimizers whose update of an element depends on more than that element."""
         for optimizer in optimizers:
-            if type(optimizer).__name__ in _NOT_BY_ELEMENT:
+            with local_mode():
+                trial = try_optimizer(optimizer, shape_of=self._whole_shape)
+            if trial.dependence != "element":
+                needs = "whole parameters" if trial.dependence == "parameter" else "all parameters together"
+                untried = f", or cannot be tried ({trial.error})" if trial.error else ""
                 raise UnsupportedError(
                     f"{type(optimizer).__name__} cannot work on fairscale's flat shards: its update needs "
-                    "more than single elements.",
+                    f"{needs}{untried}.",
                     remedy="Use an optimizer that works element by element (Adam, AdamW, SGD, ...), or "
                     "strategy 'fsdp_auto' or 'fairscale_oss'.",
                 )
+
+    def _whole_shape(self, parameter: nn.Parameter) -> torch.Size:
+        piece = self._pieces.get(parameter)
+        shape = parameter.shape if piece is None else piece.shape
+        return torch.Size(max(1, size) for size in shape)  # a trial sees nothing where there are no elements
 
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """Gather every parameter into the user's own object, take fairscale off. Collective."""
         layout = self._layouts.pop(module, self._unfinished)
         self._unfinished = _Layout()
+        if self._weights is not None:
+            self._weights.release(
+                p for unit in layout.units.values() for p in (x.parameter for x in unit.pieces)
+            )
         full: dict[nn.Parameter, Tensor] = {}
         for unit in layout.units.values():
             full |= unit.gather()
@@ -265,11 +308,44 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
     def run_step(self, module: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the step inside the root's unit."""
         layout = self._layouts.get(module)
-        if layout is None:
+        if layout is None or self._order is None or self._weights is None:
             return step(*args, **kwargs)
-        if torch.is_grad_enabled() and not getattr(module, "automatic_optimization", True):
-            return step(*args, **kwargs)  # it calls backward itself, outside of the calls of the model
-        return self._through_root(layout.units[module], step, *args, **kwargs)
+        self._weights.begin_step()
+        with self._order.reporting():
+            if not self._in_step:
+                self._order.begin(getattr(step, "__name__", "a step"))
+            self._in_step += 1
+            try:
+                if torch.is_grad_enabled() and not getattr(module, "automatic_optimization", True):
+                    # it calls backward itself, outside of the calls of the model
+                    return self._ended(step(*args, **kwargs))
+                result = self._through_root(layout.units[module], step, *args, **kwargs)
+                return result if torch.is_grad_enabled() else self._ended(result)
+            finally:
+                self._in_step -= 1
+
+    def _ended(self, result: T) -> T:
+        if self._in_step == 1 and self._order is not None:
+            self._order.end()
+        return result
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients, those of weights that were read in plain code too."""
+        if self._order is None or self._weights is None:
+            super().backward(module, loss, *args, **kwargs)
+            return
+        self._weights.flush()
+        with self._order.reporting(), ExitStack() as stack:
+            for layout in self._layouts.values():
+                if layout.replicated is not None:
+                    stack.enter_context(layout.replicated.in_backward())
+            for layout in self._layouts.values():
+                stack.enter_context(_going_backward(list(layout.units.values())[-1]))
+            super().backward(module, loss, *args, **kwargs)
+        if not self._accumulates:
+            self._weights.end_backward()
+        if not self._in_step:
+            self._order.end()
 
     def _call(self, unit: Unit, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         if unit.mixed_precision:
@@ -283,29 +359,53 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
-        """Keep gradients, whole ones, on this rank until the first backward outside of it."""
+        """Keep gradients, whole ones, on this rank until the first backward outside of it.
+
+        Where somebody waits for accumulated gradients they are reduced after each backward.
+        """
+        if self._weights is not None and self._weights.has_hooks:
+            yield
+            return
+        self._accumulates = True
         layouts = list(self._layouts.values())
         with ExitStack() as stack:
             for layout in layouts:
                 stack.enter_context(list(layout.units.values())[-1].no_sync())
                 if layout.replicated is not None:
                     stack.enter_context(layout.replicated.no_sync())
+            stack.callback(setattr, self, "_accumulates", False)
             yield
+
+    @contextmanager
+    def _as_pieces(self) -> Iterator[None]:
+        """Around the engine's own work: parameters are what this rank holds of them."""
+        if self._weights is None:
+            yield
+        else:
+            with self._weights.as_pieces():
+                yield
 
     def gradients(self, optimizer: Optimizer) -> list[Gradient]:
         """Handles on this rank's parts of the gradients."""
         found = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    piece = self._pieces.get(parameter)
-                    is_cut = piece is not None and piece.is_cut
-                    found.append(Gradient(parameter.grad, 1 if is_cut else self.context.world_size))
+        with self._as_pieces():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        piece = self._pieces.get(parameter)
+                        is_cut = piece is not None and piece.is_cut
+                        found.append(Gradient(parameter.grad, 1 if is_cut else self.context.world_size))
         return found
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the optimizer's step on the shards; what is gathered of the old weights is freed."""
-        result = step(*args, **kwargs)
+        if self._weights is not None:
+            args = tuple(self._weights.for_user(argument) for argument in args)
+            kwargs = {name: self._weights.for_user(argument) for name, argument in kwargs.items()}
+        with self._as_pieces():
+            result = step(*args, **kwargs)
+        if self._weights is not None:
+            self._weights.refuse_shared_data()
         for layout in self._layouts.values():
             self._free(layout)
         return result
@@ -316,14 +416,49 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         """Where this rank's part of a parameter, or of its optimizer state, lies; other tensors are whole."""
         owner = tensor if isinstance(tensor, nn.Parameter) else parameter
         piece = None if owner is None else self._pieces.get(owner)
-        if piece is None or owner is None or (tensor is not owner and tensor.shape != owner.shape):
-            return shard_of(tensor)
-        return piece.shard(tensor)
+        with local_mode():
+            if piece is None or owner is None or (tensor is not owner and tensor.shape != owner.shape):
+                return shard_of(tensor)
+            return piece.shard(tensor)
+
+    def model_state(self, module: nn.Module) -> ModelState:
+        """Handles on the shards."""
+        with self._as_pieces():
+            return super().model_state(module)
+
+    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
+        """Handles on the optimizer's state."""
+        with self._as_pieces():
+            return super().optimizer_state(module, optimizer)
+
+    def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
+        """Restore one optimizer in place."""
+        with self._as_pieces():
+            super().load_optimizer_state(module, optimizer, saved)
 
     def finish_load(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Gather anew what was loaded."""
         for layout in self._layouts.values():
             self._free(layout)
+
+
+def _refuse_sparse_gradients(root: nn.Module) -> None:
+    """A unit's gradients are views on one flat tensor."""
+    for name, module in root.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise UnsupportedError(
+                f"'{name}' has sparse gradients, which fairscale's FSDP cannot flatten.",
+                remedy="Build it with `sparse=False`, or use strategy 'fairscale_sharded'.",
+            )
+
+
+@contextmanager
+def _going_backward(root: Unit) -> Iterator[None]:
+    root.in_backward = True
+    try:
+        yield
+    finally:
+        root.in_backward = False
 
 
 class _Only(nn.Module):

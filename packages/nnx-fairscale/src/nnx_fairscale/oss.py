@@ -107,6 +107,13 @@ class OSSBackend(OwnedParameters):
             reducer.remove()
         return super().unparallelize(module)
 
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients, averaged when it ends."""
+        with ExitStack() as stack:
+            for reducer in self._reducers.values():
+                stack.enter_context(reducer.in_backward())
+            super().backward(module, loss, *args, **kwargs)
+
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
         """Keep gradients on this rank until the first backward outside of it."""

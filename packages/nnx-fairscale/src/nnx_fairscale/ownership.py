@@ -8,14 +8,17 @@ and schedulers, hooks and callbacks see what they know. Private names of OSS are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from fairscale.optim import OSS
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
+from nnx.collective import is_distributed
+from nnx.elementwise import dependence
 from nnx.errors import UnsupportedError
 
 __all__ = ["Ownership"]
@@ -36,10 +39,12 @@ class Ownership:
     """
 
     def __init__(self, optimizer: Optimizer, *, rank: int, broadcast_fp16: bool = False) -> None:
-        if isinstance(optimizer, LBFGS):
+        if is_distributed() and dependence(optimizer) == "model":
             raise UnsupportedError(
-                "LBFGS computes with all parameters at once, so they cannot have different owners.",
-                remedy="Use another optimizer, or strategy 'ddp'.",
+                f"{type(optimizer).__name__} computes with all parameters at once, or by itself what is not "
+                "known, so they cannot have different owners.",
+                remedy="Use an optimizer that steps each parameter by itself (Adam, LAMB, Muon, ...), or "
+                "strategy 'ddp'; for the norm of all gradients, use `gradient_clip_val`.",
             )
         self.optimizer = optimizer
         self._rank = rank
@@ -49,6 +54,7 @@ class Ownership:
 
     def _share_out(self) -> None:
         self._parameters = _parameters(self.optimizer)
+        self._sizes = {parameter: parameter.numel() for parameter in self._parameters}
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self._parameters:
             if parameter.numel():
@@ -104,14 +110,58 @@ class Ownership:
         finally:
             for parameter, gradient in hidden.items():
                 parameter.grad = gradient
-        for part in self.parts:
-            part._broadcast_params()
+        with self._assigned_in_buffers():
+            for part in self.parts:
+                part._broadcast_params()
         return result
+
+    @contextmanager
+    def _assigned_in_buffers(self) -> Iterator[None]:
+        """Around the broadcast of the buffers: parameters whose ``data`` was assigned are no views on them.
+
+        They stay in the memory that they were given, which user code may hold as well.
+        """
+        apart: list[tuple[nn.Parameter, Any, int]] = []
+        for bucket in _buckets(self.parts):
+            begin = 0
+            address, size = bucket.buffer.data_ptr(), bucket.buffer.element_size()
+            for parameter in bucket._params:
+                numel = self._sizes[parameter]
+                if parameter.data_ptr() != address + begin * size or parameter.numel() != numel:
+                    _check_assigned(parameter, numel, bucket.buffer)
+                    apart.append((parameter, bucket, begin))
+                begin += numel
+        for parameter, bucket, begin in apart:
+            _part(bucket, begin, parameter).copy_(parameter.detach())
+        yield
+        for parameter, bucket, begin in apart:
+            parameter.data.copy_(_part(bucket, begin, parameter))
 
     def remove(self) -> None:
         """Give every parameter memory of its own again."""
         for parameter in self._parameters:
             parameter.data = parameter.data.clone()
+
+
+def _part(bucket: Any, begin: int, parameter: nn.Parameter) -> Tensor:
+    part: Tensor = bucket.buffer[begin : begin + parameter.numel()]
+    return part.view(parameter.shape)
+
+
+def _check_assigned(parameter: nn.Parameter, numel: int, buffer: Tensor) -> None:
+    if (parameter.numel(), parameter.dtype, parameter.device) != (numel, buffer.dtype, buffer.device):
+        raise UnsupportedError(
+            f"`data` with {parameter.numel()} elements of {parameter.dtype} on {parameter.device} was "
+            f"assigned to a parameter that has {numel} of {buffer.dtype} on {buffer.device}.",
+            remedy="Assign data of the same size and dtype, or change the parameter before training begins.",
+        )
+
+
+def _buckets(parts: Iterable[Any]) -> Iterator[Any]:
+    """The buffers that parameters which are trained are views on."""
+    for part in parts:
+        for of_device in part.buckets.values():
+            yield from of_device.values()
 
 
 def _after_closure(

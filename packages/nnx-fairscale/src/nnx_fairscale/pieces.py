@@ -24,6 +24,7 @@ class Piece:
         begin: Flat index, in the tensor that is communicated, of the whole parameter's first element.
         places: The modules that hold the parameter, each with the name it has there.
         is_cut: Whether other ranks hold other elements.
+        shown: What is in its places while it is gathered.
     """
 
     parameter: nn.Parameter
@@ -33,6 +34,12 @@ class Piece:
     begin: int = 0
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     is_cut: bool = True
+    shown: Tensor | None = None
+
+    def is_in_place(self) -> bool:
+        """Whether the modules that held the parameter still do, it or what is shown of it."""
+        there = [owner._parameters.get(name) for owner, name in self.places]
+        return all(held is not None and (held is self.parameter or held is self.shown) for held in there)
 
     def shard(self, tensor: Tensor) -> Shard:
         """Where a tensor with this rank's elements, of the parameter or of its optimizer state, lies."""

@@ -6,14 +6,19 @@ from dataclasses import replace
 
 from nnx import Capabilities, CheckpointFormatSpec, StrategySpec, hookimpl
 
+_OF_THE_MODEL = ("gradient_norm_optimizer", "sam_by_closure", "lbfgs")
+_OF_PARAMETERS = (
+    *("lamb", "muon", "muon_for_large_matrices", "muon_with_auxiliary_group", "shampoo", "adafactor"),
+)
 _OSS = Capabilities(
     accelerators=("cpu", "cuda"),
     precisions=("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"),
     shards_optimizer=True,
     meta_initialization=True,
     repeated_closures=False,
+    refuses=_OF_THE_MODEL,
 )
-_SHARDED = replace(_OSS, shards_gradients=True)
+_SHARDED = replace(_OSS, shards_gradients=True, refuses=(*_OF_THE_MODEL, "backward_on_the_loss"))
 _FSDP = Capabilities(
     accelerators=("cpu", "cuda"),
     precisions=("32-true", "16-mixed", "bf16-mixed"),
@@ -24,6 +29,11 @@ _FSDP = Capabilities(
     manual_wrap=True,
     activation_checkpointing=True,
     meta_initialization=True,
+    refuses=(
+        *_OF_PARAMETERS,
+        *_OF_THE_MODEL,
+        *("backward_on_the_loss", "pruned_by_lightning", "sparse_gradients", "weights_read_on_rank_zero"),
+    ),
 )
 
 

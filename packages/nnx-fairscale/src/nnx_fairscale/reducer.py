@@ -36,7 +36,7 @@ class GradientReducer:
         self._bucket_bytes = bucket_bytes
         self._device = device
         self._touched: set[Tensor] = set()
-        self._synchronize, self._is_queued = True, False
+        self._synchronize, self._is_queued, self._has_reduced = True, False, False
         self._handles: list[RemovableHandle] = []
         for parameter in self._parameters:
             was_trained = parameter.requires_grad
@@ -54,7 +54,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _reduce(self) -> None:
-        self._is_queued = False
+        self._is_queued, self._has_reduced = False, True
         flags = used_anywhere([parameter in self._touched for parameter in self._parameters], self._device)
         self._touched.clear()
         gradients = []
@@ -62,6 +62,8 @@ class GradientReducer:
             if used:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+                elif parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_dense()
                 gradients.append(parameter.grad)
         for bucket in _buckets(gradients, self._bucket_bytes):
             flat = torch.cat([gradient.flatten() for gradient in bucket]).div_(dist.get_world_size())
@@ -69,6 +71,14 @@ class GradientReducer:
             pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
             for gradient, piece in zip(bucket, pieces, strict=True):
                 gradient.copy_(piece.view(gradient.shape))
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Around a backward: ranks that use none of the parameters in it take part in the reduction too."""
+        self._has_reduced = False
+        yield
+        if self._synchronize and not self._has_reduced and is_distributed():
+            self._reduce()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

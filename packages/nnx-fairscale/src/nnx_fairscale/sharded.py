@@ -3,24 +3,27 @@
 It reduces each gradient to the rank that owns the parameter, in buffers that ``param.grad`` must be a view
 on. Since torch 2.0 ``zero_grad`` sets gradients to None; the next backward then makes new ones beside the
 buffers, and from the second step on every rank trains alone, silently. `_ShardedModule.prepare` makes
-gradients views again before each backward. Private names of ShardedDataParallel are used in this file only.
+gradients views again before each backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-from fairscale.nn.data_parallel import ShardedDataParallel
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nnx.collective import is_distributed
 from nnx.gradients import Gradient
+from nnx_fairscale._fairscale_sharded import BufferedGradients, Queue, Reduction, in_order_of_backward
 from nnx_fairscale.options import ShardedOptions
 from nnx_fairscale.oss import OwnedParameters
-from nnx_fairscale.touched import Touched
+from nnx_fairscale.touched import Touched, used_anywhere
 
 __all__ = ["ShardedBackend"]
 
@@ -28,11 +31,12 @@ T = TypeVar("T")
 
 
 class _ShardedModule:
-    """fairscale's wrapper beside a module: only its buffers and hooks are used, its forward is not.
+    """Gradients of one module's parameters, each reduced to the rank that owns the parameter.
 
     Args:
         module: The user's.
-        parts: The OSS of parameters of one dtype, of each optimizer: fairscale's buffers hold one dtype.
+        parts: The OSS of each optimizer's parameters, those of one dtype together.
+        complete: Called with each parameter whose gradient is there.
         rank: This rank.
         options: Of the strategy.
         device: Of this rank.
@@ -41,8 +45,9 @@ class _ShardedModule:
     def __init__(
         self,
         module: nn.Module,
-        parts: Sequence[Any],
+        parts: Sequence[Sequence[Any]],
         *,
+        complete: Callable[[nn.Parameter], None],
         rank: int,
         options: ShardedOptions,
         device: torch.device,
@@ -50,71 +55,60 @@ class _ShardedModule:
         self._rank = rank
         self._device = device
         self._owners: dict[nn.Parameter, int] = {}
-        for part in parts:
+        for part in chain.from_iterable(parts):
             self._owners |= part._param_to_rank
         self._parameters = list(self._owners)
-        self._wrapper = ShardedDataParallel(
-            module,
-            list(parts),
-            broadcast_buffers=False,
-            sync_models_at_startup=False,
-            reduce_buffer_size=options.reduce_buffer_size,
-            reduce_fp16=options.reduce_fp16,
-            auto_refresh_trainable=False,
-        )
+        self._order = {parameter: index for index, parameter in enumerate(module.parameters())}
+        self._buffers = [
+            BufferedGradients(
+                module,
+                same,
+                complete,
+                reduce_buffer_size=options.reduce_buffer_size,
+                reduce_fp16=options.reduce_fp16,
+            )
+            for same in parts
+        ]
         self._trainable: list[bool] = []
         self._touched = Touched()
         self._earlier: dict[nn.Parameter, Tensor] = {}
         self._has_reduced = False
+        self.is_published = False
+
+    def refresh(self) -> bool:
+        """Notice what was frozen or unfrozen; whether `reductions` are others than before."""
+        trainable = [parameter.requires_grad for parameter in self._parameters]
+        if trainable == self._trainable:
+            return False
+        self._trainable = trainable
+        for buffers in self._buffers:
+            buffers.refresh_trainable()
+        self._touched.watch(self._parameters)
+        return True
+
+    def reductions(self) -> list[Reduction]:
+        """What a backward reduces, in the order in which it is likely to be complete."""
+        found = chain.from_iterable(buffers.reductions() for buffers in self._buffers)
+        return in_order_of_backward(found, self._order)
 
     @torch.no_grad()
     def prepare(self, *, synchronize: bool) -> None:
-        """Before a backward: notice what was frozen, and make gradients views on the buffers again."""
-        trainable = [parameter.requires_grad for parameter in self._parameters]
-        if trainable != self._trainable:
-            self._trainable = trainable
-            with torch.enable_grad():  # it finds where hooks go through the graph of a tiny operation
-                self._wrapper.refresh_trainable()
-            self._touched.watch(self._parameters)
-        if (
-            self._has_reduced
-        ):  # what is there is the owners' average, and nothing that means anything elsewhere
+        """Before a backward: make gradients views on the buffers again."""
+        if self._has_reduced:  # what is there is the average, which only its owner keeps
             for parameter in self._parameters:
-                if parameter.grad is not None:
-                    if self._owners[parameter] == self._rank:
-                        self._earlier[parameter] = parameter.grad.clone()
-                    parameter.grad.zero_()
-            self._has_reduced = False
-        self._attach()
-        self._wrapper._should_accumulate_grads = not synchronize
-        self._wrapper._clear_counters()
-
-    def _attach(self) -> None:
-        for bucket in self._wrapper._bucket_list:
-            if not bucket.buffer.numel():
-                bucket.buffer = bucket.buffer.new_empty(bucket._fill)
-            begin = 0
-            for parameter in bucket._params:
-                view = bucket.buffer[begin : begin + parameter.numel()].view_as(parameter)
-                begin += parameter.numel()
-                if parameter.grad is None:
-                    view.zero_()
-                elif parameter.grad.data_ptr() != view.data_ptr():
-                    view.copy_(parameter.grad)
-                parameter.grad = view
+                if parameter.grad is not None and self._owners[parameter] == self._rank:
+                    self._earlier[parameter] = parameter.grad.clone()
+                parameter.grad = None
+            self._has_reduced = self.is_published = False
+        for buffers in self._buffers:
+            buffers.attach()
+            buffers.is_accumulating = not synchronize
 
     @torch.no_grad()
-    def finish(self, *, synchronize: bool) -> None:
-        """After a backward: add to what was reduced before, and drop zeros of what no rank has used."""
-        if not synchronize:
-            return
+    def finish(self) -> None:
+        """After all is reduced: add to what was reduced before, and drop zeros of what no rank has used."""
         self._has_reduced = True
         used = self._touched.anywhere(self._parameters, self._device)
-        for bucket in self._wrapper._bucket_list:
-            if bucket.destination != self._rank:  # fairscale's own `collapse` fails on views
-                bucket.buffer = bucket.buffer.new_empty(0)
-                for parameter in bucket._params:
-                    parameter.grad = None
         for parameter in self._parameters:
             earlier = self._earlier.pop(parameter, None)
             if earlier is not None:
@@ -122,10 +116,40 @@ class _ShardedModule:
             elif parameter not in used:
                 parameter.grad = None
 
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Give every rank the gradients that their owners have. Collective."""
+        if not self._has_reduced or self.is_published or not is_distributed():
+            return
+        self.is_published = True
+        mine = [self._owners[p] == self._rank and p.grad is not None for p in self._parameters]
+        shared: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
+        for parameter, has in zip(self._parameters, used_anywhere(mine, self._device), strict=True):
+            if has:
+                shared.setdefault((self._owners[parameter], parameter.dtype), []).append(parameter)
+        for (owner, dtype), parameters in shared.items():
+            if owner == self._rank:
+                flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+            else:
+                size = sum(parameter.numel() for parameter in parameters)
+                flat = torch.empty(size, dtype=dtype, device=self._device)
+            dist.broadcast(flat, owner)
+            parts = torch.split(flat, [parameter.numel() for parameter in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.grad = part.view_as(parameter)
+
+    def collect(self) -> None:
+        """Keep what this rank owns of the gradients."""
+        if self.is_published:
+            self.is_published = False
+            for parameter, owner in self._owners.items():
+                if owner != self._rank:
+                    parameter.grad = None
+
     def remove(self) -> None:
         """Take the hooks off."""
-        while self._wrapper._grad_hooks:
-            self._wrapper._grad_hooks.pop().remove()
+        for buffers in self._buffers:
+            buffers.remove()
         self._touched.remove()
 
 
@@ -137,8 +161,9 @@ class ShardedBackend(OwnedParameters):
 
     def __init__(self, options: ShardedOptions) -> None:
         super().__init__(options)
-        self._sharded: dict[nn.Module, list[_ShardedModule]] = {}
+        self._sharded: dict[nn.Module, _ShardedModule] = {}
         self._parts: dict[nn.Module, list[Any]] = {}
+        self._queue, self._is_stale = Queue(()), True
         self._synchronize = True
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -153,17 +178,24 @@ class ShardedBackend(OwnedParameters):
         for optimizer in self._optimizers[module]:
             for part in self._owners[optimizer].parts:
                 by_dtype.setdefault(part.param_groups[0]["params"][0].dtype, []).append(part)
-        self._sharded[module] = [
-            _ShardedModule(
-                module, same, rank=self.context.rank, options=self.options, device=self.context.device
-            )
-            for same in by_dtype.values()
-        ]
+        self._sharded[module] = _ShardedModule(
+            module,
+            list(by_dtype.values()),
+            complete=self._complete,
+            rank=self.context.rank,
+            options=self.options,
+            device=self.context.device,
+        )
+        self._sharded[module].refresh()  # hooks notice a backward that the strategy does not know of
         self._parts[module] = [part for same in by_dtype.values() for part in same]
 
     def _stop_reducing(self, module: nn.Module) -> None:
-        for sharded in self._sharded.pop(module, ()):
+        self._is_stale = True
+        if sharded := self._sharded.pop(module, None):
             sharded.remove()
+
+    def _complete(self, parameter: nn.Parameter) -> None:
+        self._queue.complete(parameter)
 
     def _follow_optimizers(self) -> None:
         """Notice parameters that were added to an optimizer since."""
@@ -192,16 +224,35 @@ class ShardedBackend(OwnedParameters):
     def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients, each reduced to its owner; they add up until they are dropped."""
         self._follow_optimizers()
-        every = [sharded for several in self._sharded.values() for sharded in several]
+        every = list(self._sharded.values())
+        has_changed = [sharded.refresh() for sharded in every]
+        if self._is_stale or any(has_changed):
+            self._is_stale = False
+            self._queue = Queue(chain.from_iterable(sharded.reductions() for sharded in every))
         for sharded in every:
             sharded.prepare(synchronize=self._synchronize)
+        if not self._synchronize:
+            super().backward(module, loss, *args, **kwargs)
+            return
+        self._queue.begin()
         super().backward(module, loss, *args, **kwargs)
+        self._queue.finish()
         for sharded in every:
-            sharded.finish(synchronize=self._synchronize)
+            sharded.finish()
+
+    def publish_gradients(self, module: nn.Module) -> None:
+        """Broadcast each gradient from its owner."""
+        for sharded in self._sharded.values():
+            sharded.publish()
+
+    def collect_gradients(self, module: nn.Module) -> None:
+        """Leave each gradient with its owner only."""
+        for sharded in self._sharded.values():
+            sharded.collect()
 
     def gradients(self, optimizer: Optimizer) -> list[Gradient]:
-        """The reduced gradients of what this rank owns; no other rank has them."""
+        """The reduced gradients of what this rank owns; no other rank has them, unless they are published."""
         owners = self._owners.get(optimizer)
-        if owners is None:
+        if owners is None or any(sharded.is_published for sharded in self._sharded.values()):
             return super().gradients(optimizer)
         return [Gradient(p.grad, 1) for p in owners.parameters() if p.grad is not None and owners.owns(p)]

@@ -1,0 +1,398 @@
+"""What user code sees of parameters in units: whole values and gradients, of which the rank's part is kept.
+
+Between steps a parameter's data is this rank's piece of it. Code written for one process expects the whole,
+so each is guarded (`nnx.whole`): a whole is gathered when somebody asks for values, and what is changed in it
+is written back. In a forward the modules have views on what their unit has gathered, which need no guard.
+
+`Weights` has all parts of a backend and knows when wholes end: before the engine works on pieces again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nnx.errors import UnsupportedError
+from nnx.used import CollectiveOrder, used_anywhere
+from nnx.whole import Part, guard, guarded_mode, local_mode, part_of, show_plain, show_whole, unguard
+from nnx_fairscale._fairscale_compat import storage_users
+from nnx_fairscale._fairscale_fsdp import Unit
+from nnx_fairscale.pieces import Piece, cut
+
+__all__ = ["Weights"]
+
+_OWN_REFERENCES = 3
+"""What `sys.getrefcount` says of a whole that only its part holds: the part, a local name, the argument."""
+
+
+class _PiecePart(Part):
+    """What is known of a tensor that is laid out like a parameter: of it, or of its gradient.
+
+    Args:
+        tensor: This rank's elements.
+        piece: The parameter.
+        unit: The unit that has it.
+        weights: Decides how long wholes are kept.
+        name: For messages.
+    """
+
+    def __init__(self, tensor: Tensor, piece: Piece, unit: Unit, weights: Weights, name: str) -> None:
+        self.tensor = tensor
+        self.piece, self.unit, self.name = piece, unit, name
+        self._weights = weights
+        self._value: Tensor | None = None
+        self._version = self._users = 0
+
+    @property
+    def description(self) -> Tensor:
+        return torch.empty(self.piece.shape, dtype=self.tensor.dtype, device="meta")
+
+    def whole(self) -> Tensor:
+        return self.value()
+
+    def value(self) -> Tensor:
+        with local_mode(), torch.inference_mode(False), torch.no_grad():
+            self.flush()
+            if self._value is None:
+                self._weights.before_gather(self)
+                self._value = self._gather()
+                self._version, self._users = self._value._version, storage_users(self._value)
+                self._weights.keep(self)
+            return self._value
+
+    def _gather(self) -> Tensor:
+        own, unit, piece = self.tensor.detach()[: self.piece.length], self.unit, self.piece
+        if unit.world_size == 1:
+            return own.view(piece.shape)
+        size = unit.shard_size
+        numel = piece.shape.numel()
+        cuts = [cut(piece.begin, numel, low=r * size, high=(r + 1) * size) for r in range(unit.world_size)]
+        longest = max(length for _, length in cuts)
+        sent = torch.zeros(longest, dtype=own.dtype, device=unit.compute_device)
+        sent[: piece.length].copy_(own)
+        found = sent.new_empty(unit.world_size * longest)
+        dist.all_gather_into_tensor(found, sent, group=unit.process_group)
+        parts = [found[rank * longest :][:length] for rank, (_, length) in enumerate(cuts)]
+        return torch.cat(parts).view(piece.shape).to(own.device)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's elements of a tensor of the logical shape."""
+        return whole.reshape(-1)[self.piece.start : self.piece.start + self.piece.length]
+
+    def flush(self) -> None:
+        value = self._value
+        if value is not None and value._version != self._version:
+            with local_mode(), torch.no_grad():
+                self.tensor[: self.piece.length].copy_(self.own(value))
+                self._version = value._version
+
+    def forget(self) -> None:
+        """Write back what was changed, and free the whole."""
+        self.flush()
+        self._value = None
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether somebody else holds the memory of the whole, and may write into it."""
+        value = self._value
+        return value is not None and (sys.getrefcount(value) > _OWN_REFERENCES or self._has_views(value))
+
+    def _has_views(self, value: Tensor) -> bool:
+        return storage_users(value) > self._users
+
+    def assign(self, whole: Tensor) -> None:
+        held = part_of(whole)
+        value = whole if held is None else held.value()
+        if value.shape != self.piece.shape or value.dtype != self.tensor.dtype:
+            raise UnsupportedError(
+                f"{self.name!r}, a {self.tensor.dtype} tensor of shape {tuple(self.piece.shape)} that is "
+                f"sharded, is given data of shape {tuple(value.shape)} and {value.dtype}.",
+                remedy="Give it data of the same shape and dtype, or change it before training.",
+            )
+        with local_mode(), torch.no_grad():
+            self._value = None
+            self.tensor[: self.piece.length].copy_(self.own(value.detach()))
+
+    def randomized(self) -> None:
+        if self._value is not None and self.unit.world_size > 1:
+            with local_mode(), torch.no_grad():
+                drawn = self._value.detach().to(self.unit.compute_device)
+                dist.broadcast(drawn, 0, group=self.unit.process_group)
+                self._value.copy_(drawn)
+
+    def gradient_shown(self) -> Tensor | None:
+        return None
+
+    def gradient_given(self, gradient: Any) -> None:
+        """A gradient has none."""
+
+    def hook(self, register: Callable[..., Any], hook: Callable[..., Any]) -> Any:
+        with local_mode():
+            return register(self.tensor, hook)
+
+
+class _GradientPart(_PiecePart):
+    """What is known of a gradient; while it accumulates unreduced, this rank has all of its own."""
+
+    def value(self) -> Tensor:
+        unreduced = self.unit.unreduced_gradient(self.piece)
+        return super().value() if unreduced is None else unreduced
+
+
+class _ParameterPart(_PiecePart):
+    """What is known of a parameter."""
+
+    def __init__(self, piece: Piece, unit: Unit, weights: Weights, name: str) -> None:
+        super().__init__(piece.parameter, piece, unit, weights, name)
+        self._leaf: Tensor | None = None
+        self._assigned: Tensor | None = None
+        self._shown: tuple[Tensor, Tensor] | None = None
+
+    def whole(self) -> Tensor:
+        wants_gradient = torch.is_grad_enabled() and self.tensor.requires_grad
+        if wants_gradient and self.piece.shown is not None and self.unit.is_shown:
+            return self.piece.shown
+        value = self.value()
+        if not wants_gradient:
+            return value
+        if self._leaf is None or self._leaf.data_ptr() != value.data_ptr():
+            with local_mode():
+                self._leaf = value.detach().requires_grad_()
+            self._weights.add_leaf(self, self._leaf)
+        return self._leaf
+
+    def differentiated(self) -> list[Tensor]:
+        view = self.unit.view_of(self.piece)
+        return [tensor for tensor in (view, self._leaf) if tensor is not None]
+
+    def drop_leaf(self) -> None:
+        """No loss will come that depends on what was gathered."""
+        self._leaf = None
+
+    def gradient_shown(self) -> Tensor | None:
+        with local_mode():
+            gradient = self.tensor.grad
+            if gradient is None:
+                self._shown = None
+                return None
+            if self._shown is None or self._shown[0] is not gradient:
+                shown = gradient.detach()
+                part = _GradientPart(
+                    shown, self.piece, self.unit, self._weights, f"the gradient of {self.name}"
+                )
+                guard(shown, part)
+                self._shown = gradient, shown
+            return self._shown[1]
+
+    def gradient_given(self, gradient: Any) -> None:
+        if self._shown is not None and gradient is self._shown[1]:
+            return
+        held = part_of(gradient)
+        value = gradient if held is None else held.value()
+        with local_mode(), torch.no_grad():
+            self._shown = None
+            if not isinstance(value, Tensor):
+                self.tensor.grad = value
+                return
+            if value.shape != self.piece.shape:
+                raise RuntimeError(
+                    f"a gradient of shape {tuple(value.shape)} is given to a parameter of shape "
+                    f"{tuple(self.piece.shape)}."
+                )
+            value = value.detach().to_dense() if value.is_sparse else value.detach()
+            unreduced = self.unit.unreduced_gradient(self.piece)
+            if unreduced is not None:
+                unreduced.copy_(value)
+            self.tensor.grad = torch.zeros_like(self.tensor)
+            self.tensor.grad[: self.piece.length].copy_(self.own(value))
+
+    def assign(self, whole: Tensor) -> None:
+        """Take over values; a parameter that is trained must not share them with other tensors."""
+        super().assign(whole)
+        with local_mode():
+            if self.tensor.requires_grad and part_of(whole) is None:
+                self._assigned = whole.detach()
+                self._weights.watch_assigned(self)
+
+    def take_assigned(self) -> Tensor | None:
+        """What was assigned to ``data`` since the last call."""
+        assigned, self._assigned = self._assigned, None
+        return assigned
+
+    def add_gradient(self, own: Tensor) -> None:
+        """Add to this rank's part of the gradient."""
+        if self.tensor.grad is None:
+            self.tensor.grad = torch.zeros_like(self.tensor)
+        self.tensor.grad[: self.piece.length].add_(own)
+
+    def call_hooks(self) -> None:
+        """Call what waits for an accumulated gradient."""
+        hooks = getattr(self.tensor, "_post_accumulate_grad_hooks", None) or {}
+        if self.tensor.grad is not None:
+            for hook in list(hooks.values()):
+                with guarded_mode():
+                    hook(self.tensor)
+
+
+class Weights:
+    """All parameters in units of one backend, as user code sees them.
+
+    Args:
+        order: Notices a whole that only some ranks ask for.
+    """
+
+    def __init__(self, order: CollectiveOrder) -> None:
+        self._order = order
+        self._parts: dict[nn.Parameter, _ParameterPart] = {}
+        self._kept: list[_PiecePart] = []
+        self._leaves: list[tuple[_ParameterPart, Tensor]] = []
+        self._assigned: list[_ParameterPart] = []
+
+    def show(self, units: Iterable[Unit], names: Mapping[nn.Parameter, str]) -> None:
+        """Guard the parameters of units."""
+        for unit in units:
+            for piece in unit.flat_pieces:
+                name = names.get(piece.parameter, "a parameter")
+                part = self._parts[piece.parameter] = _ParameterPart(piece, unit, self, name)
+                guard(piece.parameter, part)
+
+    def release(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give parameters their own class back."""
+        self.flush()
+        for parameter in parameters:
+            if self._parts.pop(parameter, None) is not None:
+                unguard(parameter)
+
+    # --- wholes -------------------------------------------------------------------------------
+
+    def before_gather(self, part: _PiecePart) -> None:
+        """All ranks must ask for this whole."""
+        self._order.arrive(f"the gather of {part.name}, which code outside of its layer reads")
+
+    def keep(self, part: _PiecePart) -> None:
+        """Keep the last whole, and those that somebody has views of, until the engine works on pieces."""
+        viewed = [kept for kept in self._kept if kept is not part and kept.is_viewed]
+        for kept in self._kept:
+            if kept is not part and kept not in viewed:
+                kept.forget()
+        self._kept = [*viewed, part]
+
+    def flush(self) -> None:
+        """Write back what was changed in wholes, and free them."""
+        kept, self._kept = self._kept, []
+        for part in kept:
+            part.forget()
+
+    def watch_assigned(self, part: _ParameterPart) -> None:
+        """Remember a parameter that was given data."""
+        self._assigned.append(part)
+
+    def refuse_shared_data(self) -> None:
+        """After a step: in one process it would have changed what shares memory with a parameter."""
+        parts, self._assigned = self._assigned, []
+        given = {part.name: tensor for part in parts if (tensor := part.take_assigned()) is not None}
+        ours = Counter(tensor.untyped_storage().data_ptr() for tensor in given.values())
+        alone = storage_users(torch.empty(1)) - 1
+        for name, tensor in given.items():
+            if storage_users(tensor) > alone + ours[tensor.untyped_storage().data_ptr()]:
+                raise UnsupportedError(
+                    f"{name!r} was given `data` that another tensor shares, which the optimizer's step would "
+                    "change with it in one process, and cannot here.",
+                    remedy="Assign a copy: `parameter.data = tensor.clone()`. For ModelPruning, pass "
+                    "`use_lottery_ticket_hypothesis=False`.",
+                )
+
+    # --- gradients of wholes ------------------------------------------------------------------
+
+    def add_leaf(self, part: _ParameterPart, leaf: Tensor) -> None:
+        """Remember what a loss may depend on."""
+        self._leaves.append((part, leaf))
+
+    def begin_step(self) -> None:
+        """What was read in earlier steps is in no loss to come."""
+        self.flush()
+        for part, _ in self._leaves:
+            part.drop_leaf()
+        self._leaves = [(part, leaf) for part, leaf in self._leaves if leaf.grad is not None]
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether somebody waits for accumulated gradients, which must be reduced then."""
+        with local_mode():
+            return any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._parts)
+
+    @torch.no_grad()
+    def end_backward(self) -> None:
+        """Average the gradients of wholes, and add them to those of the units. Collective."""
+        with local_mode():
+            if self._leaves:
+                self._add_leaves()
+            for part in self._parts.values():
+                part.call_hooks()
+
+    def _add_leaves(self) -> None:
+        found: dict[_ParameterPart, Tensor | None] = {}
+        for part, leaf in self._leaves:
+            gradient, leaf.grad = leaf.grad, None
+            known = found.get(part)
+            found[part] = gradient if known is None else known if gradient is None else known + gradient
+        wanted = used_anywhere([gradient is not None for gradient in found.values()])
+        for (part, gradient), is_wanted in zip(found.items(), wanted, strict=True):
+            if is_wanted:
+                part.add_gradient(part.own(_mean(part, gradient)).to(part.tensor.device))
+
+    # --- the engine's own work ----------------------------------------------------------------
+
+    @contextmanager
+    def as_pieces(self) -> Iterator[None]:
+        """Around what works on pieces: optimizers, checkpoints."""
+        self.flush()
+        self._show_plain()
+        try:
+            with local_mode():
+                yield
+        finally:
+            self._show_whole()
+
+    def for_user(self, argument: Any) -> Any:
+        """Within `as_pieces`: an argument of an optimizer's step, whose closure sees whole weights."""
+        if not callable(argument):
+            return argument
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._show_whole()
+            try:
+                with guarded_mode():
+                    return argument(*args, **kwargs)
+            finally:
+                self.flush()
+                self._show_plain()
+
+        return call
+
+    def _show_plain(self) -> None:
+        for parameter in self._parts:
+            show_plain(parameter)
+
+    def _show_whole(self) -> None:
+        for parameter in self._parts:
+            show_whole(parameter)
+
+
+def _mean(part: _ParameterPart, gradient: Tensor | None) -> Tensor:
+    """The mean of the ranks' gradients of a whole parameter. Collective."""
+    unit = part.unit
+    if gradient is None:
+        gradient = torch.zeros(part.piece.shape, dtype=part.tensor.dtype)
+    mean = gradient.to(unit.compute_device, copy=True).contiguous()
+    if unit.world_size > 1:
+        dist.all_reduce(mean, group=unit.process_group)
+        mean.div_(unit.world_size)
+    return mean
