@@ -10,7 +10,15 @@ import pytest
 
 import nnx
 from jobs import engines
-from jobs.contract_jobs import reduced_over_shares, sampled, save_afterwards, train_with_engines
+from jobs.contract_jobs import (
+    calls_of_own_backward,
+    of_its_own_batch,
+    reduced_over_shares,
+    sampled,
+    save_afterwards,
+    scaled_under_fabric,
+    train_with_engines,
+)
 from jobs.training import Run
 from nnx.testing.pool import WorkerPool
 
@@ -56,6 +64,20 @@ def test_what_is_saved_after_the_run_is_resumed_like_what_is_saved_within(
         assert outcome.losses == pytest.approx(whole.losses[3:], abs=1e-5)
 
 
+def test_ranks_that_compute_one_batch_together_and_have_different_ones_are_told(pool: WorkerPool) -> None:
+    for message in pool.run(of_its_own_batch, Run(strategy="column_parallel", steps=2), world_size=2):
+        assert message.startswith("rank 1 has another batch than rank 0 in training_step")
+        assert "trainer.distributed_sampler_kwargs" in message
+
+
+def test_an_engine_with_a_backward_of_its_own_honours_that_of_the_module_and_fabrics_loss_scale(
+    pool: WorkerPool,
+) -> None:
+    assert pool.run(calls_of_own_backward, Run(strategy="flat_masters", steps=2), world_size=2) == [2, 2]
+    for scaled, plain in pool.run(scaled_under_fabric, world_size=2):
+        assert scaled == pytest.approx(plain, rel=0.05)
+
+
 def test_a_tracing_engine_is_given_the_first_batch_and_gives_whole_parameters_back(pool: WorkerPool) -> None:
     run = Run(strategy="column_parallel", steps=2)
     for shapes, whole in pool.run(sampled, run, world_size=2):
@@ -74,6 +96,9 @@ def test_a_sum_counts_each_share_of_the_data_once_however_many_ranks_read_it(poo
             "all": True,
             "all but one": False,
             "any": True,
+            "gathered": [[3.0]],
+            "compared": (2, True),
+            "computed": (1, 0),
             "logged sum": 3.0,
             "logged mean": 0.5,
         }

@@ -146,6 +146,9 @@ class HoldsALock(TinyBackend):
         super().__init__(options)
         self.lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.options,), vars(self)
+
 
 class AsksOneRank(DDPStrategy):
     """Does what rank 0 wants."""

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 import nnx
 from nnx import Capabilities
-from nnx.forwarding import forward_as
 from nnx.grad_scaler import ParallelGradScaler
 from nnx.gradients import clip_gradients_by_norm
 from nnx_fsdp.backend import FSDPBackend
@@ -372,12 +371,24 @@ class NotInManualClosures(TinyBackend):
             super().backward(module, loss, *args, **kwargs)
 
 
-class RootForwardOnly(FSDPBackend):
-    """Runs every step inside the root's forward, and sees to nothing else; nnx-fsdp did so once."""
+class RootForwardOnly(TinyBackend):
+    """Reduces the gradients of a step only where the root's forward ran in it."""
 
-    def _run_manual(self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with forward_as(module, step):
-            return module(*args, **kwargs)
+    _ran = False
+
+    def run_step(self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._ran = False
+        noticed = module.register_forward_pre_hook(lambda *_: setattr(self, "_ran", True))
+        try:
+            return super().run_step(module, step, *args, **kwargs)
+        finally:
+            noticed.remove()
+
+    def backward(self, module: nn.Module, loss: Any, *args: Any, **kwargs: Any) -> None:
+        if self._ran:
+            super().backward(module, loss, *args, **kwargs)
+        else:
+            loss.backward(*args, **kwargs)
 
 
 class StaleWeights(FSDPBackend):

@@ -86,10 +86,9 @@ FAULTS = [
     _fault("stale weights after a forward", "StaleWeights", "forward_without_backward"),
     _fault("second optimizer not averaged", "FirstOptimizerOnly", "several_optimizers", _SEVERAL),
     _fault(
-        "parts of the root neither gathered nor reduced",
+        "parts of the root not reduced",
         "RootForwardOnly",
         "parts_called_directly",
-        ("several_optimizers_toggled",),
     ),
     _fault("bf16-mixed computes in float32", "fault_no_autocast", "precision_bf16_mixed"),
     _fault("bf16-true gives float32 weights back", "fault_widened", "precision_bf16_true"),

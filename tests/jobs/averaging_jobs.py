@@ -133,7 +133,9 @@ class Look(Callback):
         average = average_module(self.averaging)
         self.elements = sum(local(p).numel() for p in average.parameters())
         self.of_the_model = sum(local(p).numel() for p in module.parameters())
-        self.same_kinds = [type(p) for p in average.parameters()] == [type(p) for p in module.parameters()]
+        self.same_kinds = [isinstance(p, DTensor) for p in average.parameters()] == [
+            isinstance(p, DTensor) for p in module.parameters()
+        ]
 
 
 def average_module(callback: Any) -> nn.Module:

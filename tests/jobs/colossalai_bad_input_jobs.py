@@ -71,7 +71,7 @@ def fit(
         shrink: From which step on it has how many bytes.
         exhausted: At which step, how often and on which rank (None: all) forward is out of memory.
         accumulate: Micro batches in a step.
-        optimizer: ``"adamw"``, ``"sgd"`` or ``"lbfgs"``.
+        optimizer: ``"adamw"`` or ``"sgd"``.
     """
     options = {"min_num_params": 100, **options}
     callbacks: list[Callback] = []
@@ -84,7 +84,7 @@ def fit(
             callbacks.append(Shrink(device, at=shrink[0], capacity=shrink[1]))
     run = Run("colossalai", options, devices, steps=5, accumulate=accumulate, optimizer=optimizer)
     at, times, rank = exhausted or (-1, 0, None)
-    module = _Lbfgs(run) if optimizer == "lbfgs" else Greedy(run, at=at, times=times, rank=rank)
+    module = Greedy(run, at=at, times=times, rank=rank)
     lines = Lines()
     logging.getLogger("nnx").addHandler(lines)
     try:
@@ -92,13 +92,6 @@ def fit(
     finally:
         logging.getLogger("nnx").removeHandler(lines)
     return {"losses": module.losses, "digest": digest_of(module.state_dict()), "log": lines.lines}
-
-
-class _Lbfgs(Net):
-    """Optimized by something that looks at all gradients at once."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
 def fit_on_the_device(module: LightningModule, **options: Any) -> None:

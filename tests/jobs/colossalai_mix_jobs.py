@@ -74,7 +74,7 @@ def train_mix(recipe: Recipe, mix: Mix, rank: int, world_size: int) -> dict[str,
     backend.parallelize(model, no_sample)
     optimizer = make_optimizer(recipe, list(model.parameters()))
     backend.setup_optimizers(model, [optimizer])
-    route_optimizer_steps([optimizer], backend)
+    route_optimizer_steps([optimizer], backend, model)
     losses = _steps(recipe, backend, model, optimizer, rank)
     backend.state(model, [optimizer])  # waits, as a checkpoint does
     parameters = dict(model.named_parameters())
@@ -170,7 +170,7 @@ def bytes_moved(recipe: Recipe, mix: Mix) -> list[tuple[int, int]]:
     backend.parallelize(model, no_sample)
     optimizer = torch.optim.AdamW(model.parameters())
     backend.setup_optimizers(model, [optimizer])
-    route_optimizer_steps([optimizer], backend)
+    route_optimizer_steps([optimizer], backend, model)
     counts = []
     for step in range(STEPS):
         for micro in range(recipe.accumulate):

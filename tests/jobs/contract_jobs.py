@@ -6,10 +6,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
 from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import nnx
 from jobs import engines
 from jobs.training import Net, Outcome, Run, make_trainer, train
+from nnx.errors import DisagreementError
 
 
 def train_with_engines(run: Run) -> Outcome:
@@ -48,9 +54,62 @@ def reduced_over_shares() -> dict[str, Any]:
     return note.results
 
 
+def calls_of_own_backward(run: Run) -> int:
+    """How often ``LightningModule.backward`` of the user was called."""
+    engines.register()
+    module = _OwnBackward(run)
+    make_trainer(run).fit(module)
+    return module.calls
+
+
+class _OwnBackward(Net):
+    calls = 0
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.calls += 1
+        super().backward(loss, *args, **kwargs)
+
+
+def scaled_under_fabric() -> tuple[list[float], list[float]]:
+    """Weights after steps of Fabric with and without a loss scale, under an engine with its own backward."""
+    engines.register()
+    return _fabric_steps(MixedPrecision("16-mixed", "cpu")), _fabric_steps(None)
+
+
+def _fabric_steps(precision: Any) -> list[float]:
+    strategy = nnx.strategy("flat_masters", namespace="lightning.fabric")
+    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=2, plugins=precision)
+    fabric.launch()
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 2)
+    model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    for _ in range(2):
+        fabric.backward(model(torch.ones(3, 4)).float().pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(value) for value in plain.weight.detach().flatten()]
+
+
+def of_its_own_batch(run: Run) -> str:
+    """What training says where ranks that compute one batch together divide the data by their rank."""
+    engines.register()
+    try:
+        make_trainer(run).fit(_DividesByProcess(run))
+    except DisagreementError as error:
+        return str(error)
+    return ""
+
+
+class _DividesByProcess(Net):
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Another batch for every process."""
+        mine = torch.full((2, 6), float(dist.get_rank()))
+        return DataLoader(TensorDataset(mine, mine), batch_size=2)
+
+
 class _Reduces(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
-        reduce, me = trainer.strategy.reduce, trainer.global_rank
+        reduce, me = trainer.strategy.reduce, dist.get_rank()
         module.log("sum", 3.0, sync_dist=True, reduce_fx="sum", on_epoch=True)
         module.log("mean", float(me), sync_dist=True, on_epoch=True, batch_size=1)
         self.results = {
@@ -62,6 +121,9 @@ class _Reduces(Callback):
             "all": trainer.strategy.reduce_boolean_decision(True),
             "all but one": trainer.strategy.reduce_boolean_decision(me == 0),
             "any": trainer.strategy.reduce_boolean_decision(me == 0, all=False),
+            "gathered": module.all_gather(torch.tensor([3.0])).tolist(),
+            "compared": (trainer.world_size, module.global_rank == me),
+            "computed": (trainer.world_size * 1, module.global_rank * 1),
         }
 
     def on_train_end(self, trainer: Any, module: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -39,6 +39,64 @@ class Weighted(Net):
         self.manual_backward(self._loss(*batch), gradient=torch.ones(()))
 
 
+class OtherOrder(Net):
+    """Calls its blocks in an order of each rank's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(self.frozen(x))
+        for block in self.blocks if self.global_rank else reversed(self.blocks):
+            hidden = block(hidden)
+        return self.head(hidden) + self.back(hidden)
+
+
+class Frozen(Net):
+    """Freezes a layer after the first step."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.embed.requires_grad_(False)
+
+
+class Pooled(Net):
+    """Has a layer that no step uses, and one that some do; user code looks at gradients.
+
+    Args:
+        run: How it is trained.
+        uses: Which steps use the second one.
+    """
+
+    def __init__(self, run: Run, uses: Sequence[bool]) -> None:
+        super().__init__(run)
+        self.pooler, self.sometimes = nn.Linear(7, 5), nn.Linear(6, 6)
+        self.uses = uses
+        self.has_gradient: list[bool] = []
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        inputs, targets = batch
+        return super().training_step([self.sometimes(inputs) if self.uses[index] else inputs, targets], index)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self.pooler.weight.grad is None
+        self.has_gradient.append(self.sometimes.weight.grad is not None)
+
+
+class Returning(Pooled):
+    """Uses a layer again."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run, (True, False, True))
+
+
+def leave_parameters_out(run: Run) -> tuple[list[bool], dict[str, Tensor], list[str]]:
+    """Where a gradient was seen, all weights at the end, and the names of what has optimizer state."""
+    module = Pooled(run, (True, False, run.optimizer == "sgd"))
+    trainer = make_trainer(run)
+    trainer.fit(module)
+    state = trainer.optimizers[0].state
+    weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    with_state = [name for name, parameter in module.named_parameters() if state.get(parameter)]
+    return module.has_gradient, weights, with_state
+
+
 def _with(make: Callable[[list[nn.Parameter]], Any]) -> type[Net]:
     class Optimized(Net):
         def configure_optimizers(self) -> Any:
@@ -71,6 +129,10 @@ REFUSED: dict[str, tuple[type[Net], Run]] = {
     "two optimizers": (Net, replace(SHORT, optimizers=2)),
     "a group added": (Grouped, SHORT),
     "arguments of backward": (Weighted, SHORT),
+    "another order": (OtherOrder, SHORT),
+    "another order in the last step": (OtherOrder, replace(SHORT, steps=1)),
+    "frozen in mid-run": (Frozen, SHORT),
+    "used again": (Returning, replace(SHORT, steps=3)),
     "mixed dtypes": (Doubled, SHORT),
     "64-true": (Net, replace(SHORT, precision="64-true")),
     "untested": (_with(torch.optim.SGD), replace(SHORT, options={"zero_allow_untested_optimizer": False})),
@@ -182,3 +244,14 @@ def run_host_adam(run: Run, step: int, path: str) -> Losses:
     """`run_and_save` with DeepSpeed's Adam."""
     MODELS["host adam"] = HostAdam
     return run_and_save(replace(run, model="host adam"), step, path)
+
+
+def step_after_fit(run: Run) -> list[Tensor]:
+    """The weights after one more step by hand with the optimizer of a run, from which the engine is gone."""
+    module = TorchAdam(run)
+    make_trainer(run).fit(module)
+    optimizer = module._adam[0]
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    return [parameter.detach() for parameter in module.parameters()]

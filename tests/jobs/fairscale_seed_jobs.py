@@ -93,7 +93,7 @@ def settings_of(options: dict[str, Any]) -> dict[str, Any]:
     calls: list[nn.Module] = []
     for layer in module.layers:
         layer.norm.register_forward_pre_hook(lambda norm, args: calls.append(norm))
-    backend.run_step(module, module, torch.ones(2, 5)).square().mean().backward()
+    backend.backward(module, backend.run_step(module, module, torch.ones(2, 5)).square().mean())
     seen = {
         "units": sorted(type(owner).__name__ for owner in units),
         "flatten_parameters": bool(root._num_flatten_params),

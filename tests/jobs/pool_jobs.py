@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 IMPORTED_BY = os.getpid()
 TEMPORARY_AT_IMPORT = tempfile.gettempdir()
+HELD: list[Any] = []
 SEEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR")
 
 
@@ -46,6 +47,17 @@ def raise_on(rank: int) -> None:
     if int(os.environ["RANK"]) == rank:
         raise ValueError(f"planted on rank {rank}")
     dist.barrier()  # fails once the other rank has left the group
+
+
+def leave_with_the_group(rank: int) -> str:
+    if int(os.environ["RANK"]) == rank:
+        HELD.append(dist.group.WORLD)  # so that its connections stay open
+        return "left"
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        return str(error)
+    return "nobody left"
 
 
 def die_on(rank: int) -> None:

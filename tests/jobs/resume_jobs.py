@@ -46,10 +46,13 @@ def exact_state(trainer: Trainer, module: LightningModule) -> tuple[str, str]:
     backend = getattr(trainer.strategy, "backend", None)
     state: dict[str, Shard | torch.Tensor] = {}
     for index, optimizer in enumerate(trainer.optimizers):
-        for parameter, entries in optimizer.state.items():
+        if backend is None:
+            held = {names[parameter]: entries for parameter, entries in optimizer.state.items()}
+        else:
+            held = backend.optimizer_state(module, optimizer)["state"]
+        for name, entries in held.items():
             for key, value in entries.items():
-                shard = backend and backend.shard(value, parameter=parameter)
-                state[f"{index}.{names[parameter]}.{key}"] = shard or _shard_or_whole(value)
+                state[f"{index}.{name}.{key}"] = value if isinstance(value, Shard) else _shard_or_whole(value)
         for number, group in enumerate(optimizer.param_groups):
             for key in ("lr", "weight_decay", "betas", "momentum"):
                 if key in group:

@@ -165,14 +165,14 @@ class Net(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _mixed_optimizers(self, trained: dict[str, nn.Parameter]) -> Any:
-        """AdamW with two groups, SGD with momentum and, as a third, Adafactor: states of every shape."""
+        """AdamW with two groups and SGD; or AdamW, Muon and Adafactor: states of every shape."""
         blocks = [[p for n, p in trained.items() if n.startswith(f"blocks.{i}")] for i in range(3)]
         rest = [p for name, p in trained.items() if "blocks" not in name]
         groups = [{"params": blocks[0]}, {"params": blocks[1], "lr": 0.003, "weight_decay": 0.0}]
         optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=0.02, weight_decay=0.1)]
         if self.run.optimizers == 3:
-            optimizers.append(torch.optim.SGD(blocks[2], lr=0.02, momentum=0.9))
-            optimizers.append(torch.optim.Adafactor(rest, lr=0.02))
+            optimizers.append(torch.optim.Muon([p for p in blocks[2] if p.ndim == 2], lr=0.02))
+            optimizers.append(torch.optim.Adafactor([*rest, *(p for p in blocks[2] if p.ndim != 2)], lr=0.02))
         else:
             optimizers.append(torch.optim.SGD(blocks[2] + rest, lr=0.02, momentum=0.9))
         return optimizers, [torch.optim.lr_scheduler.StepLR(o, 2, 0.7) for o in optimizers]

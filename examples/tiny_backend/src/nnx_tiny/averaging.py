@@ -36,6 +36,8 @@ def _gradients(module: nn.Module) -> Iterator[Tensor]:
     for parameter, is_used in zip(trained, used.tolist(), strict=True):
         if is_used and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        elif is_used and parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()  # the ranks have different rows
         if parameter.grad is not None:
             yield parameter.grad
 

@@ -1,8 +1,4 @@
-"""The engine: plain data parallelism, in the few calls of the contract that it needs.
-
-Parameters stay what they are on the user's own module, so everything that has to do with state,
-clipping and optimizers is inherited.
-"""
+"""The engine: plain data parallelism. State, clipping and optimizers are inherited."""
 
 from __future__ import annotations
 
@@ -23,6 +19,7 @@ class TinyBackend(nnx.Backend[TinyOptions]):
     """Every rank holds the whole model; after each backward the gradients are averaged over the ranks."""
 
     Options = TinyOptions
+    reduces_in_backward = True
     _averaging = True
 
     def parallelize(self, module: nn.Module, sample: object) -> Mapping[nn.Parameter, nn.Parameter]:

@@ -1,0 +1,83 @@
+"""Strategies that refuse a habit well, badly or not at all, for the tests of the suite's verdicts.
+
+Workers import this module because the tests name it in ``imports``; importing it registers the names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import nnx
+from nnx.errors import UnsupportedError
+from nnx_tiny.backend import TinyBackend
+
+
+class Refuses(TinyBackend):
+    """Says no, on every rank and at once."""
+
+    def run_step(self, module: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.is_time(module):
+            raise self.error()
+        return super().run_step(module, step, *args, **kwargs)
+
+    def is_time(self, module: Any) -> bool:
+        """Whether to refuse before this step."""
+        return True
+
+    def error(self) -> Exception:
+        """What is raised."""
+        return UnsupportedError("layer 'head' is parametrized.", remedy="Remove the parametrization.")
+
+
+class RefusesLate(Refuses):
+    """Only after it has trained other numbers."""
+
+    def is_time(self, module: Any) -> bool:
+        module.losses[:] = [loss * 1.1 for loss in module.losses]
+        return len(module.losses) == 2
+
+
+class RefusesOnOneRank(Refuses):
+    """The other one goes on alone, and fails when its peer has gone."""
+
+    def is_time(self, module: Any) -> bool:
+        return self.context.rank == 1
+
+
+class FailsBesideARefusal(Refuses):
+    """One rank refuses; the other one has an error of its own."""
+
+    def error(self) -> Exception:
+        return super().error() if self.context.rank == 1 else IndexError("tuple index out of range")
+
+
+class HasNoRemedy(Refuses):
+    def error(self) -> Exception:
+        return UnsupportedError("layer 'head' is parametrized.")
+
+
+class HandsOn(Refuses):
+    """Wraps an error of torch's."""
+
+    def error(self) -> Exception:
+        return UnsupportedError("it failed: IndexError: tuple index out of range.", remedy="Try again.")
+
+
+class Breaks(Refuses):
+    def error(self) -> Exception:
+        return RuntimeError("Connection reset by peer")
+
+
+def _register(target: type[TinyBackend], *, refuses: tuple[str, ...]) -> None:
+    name = f"{target.__name__.lower()}{'_as_declared' if refuses else ''}"
+    declared = nnx.Capabilities(refuses=refuses)
+    nnx.StrategyRegistry.register(name, target, capabilities=declared, override=True)
+
+
+for _target in (
+    *(TinyBackend, Refuses, RefusesLate, RefusesOnOneRank, FailsBesideARefusal, HasNoRemedy, HandsOn),
+    Breaks,
+):
+    _register(_target, refuses=())
+    _register(_target, refuses=("parametrized", "weights_read_on_rank_zero"))

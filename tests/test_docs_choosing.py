@@ -1,0 +1,98 @@
+"""docs/choosing.md says what each strategy declares that it cannot do; ``NNX_UPDATE_DOCS=1`` rewrites it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from nnx.registry import StrategyRegistry
+from nnx.spec import Capabilities
+from nnx.testing.conformance import all_checks
+
+PAGE = Path(__file__).parents[1] / "docs" / "choosing.md"
+TABLE = re.compile(
+    r"(<!-- what each cannot do: [^\n]* -->\n).*?(<!-- end of what each cannot do -->)", re.DOTALL
+)
+FAMILIES = {
+    "nnx-fsdp": "`fsdp_*`",
+    "nnx-nnscaler": "`nnscaler*`",
+    "nnx-colossalai": "`colossalai*`",
+    "nnx-deepspeed": "`nnx_deepspeed_*`",
+    "nnx-fairscale": "`fairscale_*`",
+}
+FLAGS = {
+    "tensor_parallel": "split single operators",
+    "pipeline": "put layers on different ranks, in stages",
+    "offload": "keep states in host memory",
+    "meta_initialization": "build a model on the meta device",
+    "multiple_optimizers": "several optimizers",
+    "added_parameter_groups": "add parameters to an optimizer while training",
+    "repeated_closures": "optimizers that evaluate their closure again",
+    "unused_parameters": "parameters that take no part in a loss",
+    "freezing_while_training": "freeze and unfreeze while training",
+    "mixed_dtypes": "trained parameters of several dtypes",
+    "fabric": "Fabric",
+    "leaves_no_files": "leave no file behind but checkpoints",
+}
+Keeps = Callable[[Capabilities], bool]
+
+
+def declared() -> dict[str, dict[str, Capabilities]]:
+    """What each strategy declares, by name within its family."""
+    found: dict[str, dict[str, Capabilities]] = {owner: {} for owner in FAMILIES}
+    for name in StrategyRegistry.names():
+        owner = StrategyRegistry.owner(name).split()[0]
+        if owner in found:
+            found[owner][name] = StrategyRegistry.get(name).capabilities
+    return found
+
+
+def rows(strategies: dict[str, dict[str, Capabilities]]) -> Iterable[tuple[str, Keeps]]:
+    """What a row is called, and whether a strategy can."""
+    for flag, words in FLAGS.items():
+        yield words, lambda capabilities, flag=flag: getattr(capabilities, flag)
+    refused = {name for family in strategies.values() for one in family.values() for name in one.refuses}
+    for check in all_checks():
+        if check.name in refused:
+            words = f"`{check.name}`: {check.promise.rstrip('.')}"
+            yield words, lambda capabilities, name=check.name: name not in capabilities.refuses
+
+
+def cell(family: dict[str, Capabilities], keeps: Keeps) -> str:
+    able = [name for name, capabilities in family.items() if keeps(capabilities)]
+    unable = [name for name in family if name not in able]
+    if not unable or not able:
+        return "no" if unable else "yes"
+    fewer, word = (able, "") if len(able) <= len(unable) else (unable, "not ")
+    return word + ", ".join(f"`{name}`" for name in fewer)
+
+
+def table() -> str:
+    strategies = declared()
+    lines = [f"| | {' | '.join(FAMILIES.values())} |", "|" + "---|" * (len(FAMILIES) + 1)]
+    for words, keeps in rows(strategies):
+        cells = [cell(strategies[owner], keeps) for owner in FAMILIES]
+        if set(cells) != {"yes"}:
+            lines.append(f"| {' | '.join([words, *cells])} |")
+    return "\n" + "\n".join(lines) + "\n\n"
+
+
+def test_the_table_of_what_each_cannot_do_is_what_they_declare() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    expected, found = TABLE.subn(lambda match: match[1] + table() + match[2], page)
+    assert found == 1
+    if os.environ.get("NNX_UPDATE_DOCS"):
+        PAGE.write_text(expected, encoding="utf-8")
+    assert expected == page or os.environ.get("NNX_UPDATE_DOCS"), (
+        f"run: NNX_UPDATE_DOCS=1 pytest {Path(__file__).name}"
+    )
+
+
+def test_a_cell_names_the_fewer_of_those_that_can_and_those_that_cannot() -> None:
+    family = {name: Capabilities(fabric=name in "abc") for name in "abcd"}
+    assert cell(family, lambda one: one.fabric) == "not `d`"
+    assert cell(family, lambda one: not one.fabric) == "`d`"
+    assert cell(family, lambda one: one.trainer) == "yes"
+    assert cell(family, lambda one: one.pipeline) == "no"
