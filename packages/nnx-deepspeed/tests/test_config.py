@@ -71,6 +71,10 @@ def test_a_users_config_is_not_changed() -> None:
         ({"tensor_parallel": {"autotp_size": 2}}, "has 'tensor_parallel'.*ZeRO alone"),
         ({"sequence_parallel_size": 2}, "has 'sequence_parallel_size'.*ZeRO alone"),
         ({"zero_optimization": {"mics_shard_size": 2}}, "says mics_shard_size=2, expected -1"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}},
+            "says ratio=0.5, expected 1.*all of it",
+        ),
         ({"zero_optimization": True}, "says zero_optimization=True, expected a section"),
         ({"bfloat16": {"enabled": True}}, "says bfloat16.enabled=True, this run's precision says otherwise"),
         ({"gradient_accumulation_steps": 4}, "says gradient_accumulation_steps=4, expected 1"),

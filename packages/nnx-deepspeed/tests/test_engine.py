@@ -18,6 +18,7 @@ from jobs.deepspeed_jobs import (
     refused_without_a_compiler,
     run_host_adam,
     step_after_fit,
+    train_in_other_orders,
     train_twice,
 )
 from jobs.engine_resume_jobs import run_and_save, tensors_of
@@ -47,8 +48,12 @@ HOST = ("nnx_deepspeed_3_cpu", PARTS)
         ("two optimizers", "DeepSpeed trains one module with one optimizer; there are 2"),
         ("a group added", "a param group was added while training"),
         ("another order", "the gradients came in another order on one rank than on another"),
-        ("another order in the last step", "the gradients came in another order on one rank"),
         ("frozen in mid-run", "embed.weight was frozen while training"),
+        (
+            "gradients of its own",
+            "the gradient of embed.weight was assigned, and no backward of the strategy",
+        ),
+        ("state dropped", "`optimizer.state` was read or written while training"),
         ("used again", "sometimes.weight is used in this step and was not in an earlier one"),
         ("arguments of backward", "takes a loss and `retain_graph`, nothing else"),
         ("mixed dtypes", "DeepSpeed trains float32 parameters; embed.weight is float64"),
@@ -156,6 +161,16 @@ def test_what_a_step_does_not_use_stays_as_it_is(
             expected = weights[name].to(weight.dtype)  # DeepSpeed keeps frozen ones in 16 bits
             torch.testing.assert_close(weight, expected, atol=tolerance, rtol=0, msg=name)
         assert torch.equal(found["pooler.weight"], weights["pooler.weight"])
+
+
+@pytest.mark.parametrize(("strategy", "options"), [*STAGES[:2], WHOLE])
+def test_layers_called_in_an_order_of_each_ranks_own_train_as_under_ddp(
+    pool: WorkerPool, strategy: str, options: dict[str, int]
+) -> None:
+    expected = pool.run(train_in_other_orders, replace(SHORT, strategy="ddp"), world_size=2)[0]
+    run = replace(SHORT, strategy=strategy, options=options)
+    for found in pool.run(train_in_other_orders, run, world_size=2):
+        torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-5)
 
 
 def test_whether_a_parameter_may_miss_steps_is_found_out_by_trying() -> None:

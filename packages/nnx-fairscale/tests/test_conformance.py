@@ -14,7 +14,6 @@ pytest.importorskip("fairscale", reason="fairscale is not installed")
 
 UNITS = {"min_num_params": 100}
 OF_ANY_SIZE = {"min_num_params": 1}
-BY_PARAMETER = {**UNITS, "flatten_parameters": False}
 OF_EVERY_ENGINE = (
     *("accumulation", "clip_by_value", "clip_accumulated", "parameter_group_added", "manual_accumulation"),
     *("several_optimizers_toggled", "precision_16_mixed", "overflow_on_one_rank", "mixed_dtypes"),
@@ -48,12 +47,6 @@ class TestFairscaleFsdpHabits(StrategyConformance):
         *("assigned_weights", "written_weights", "reinitialized_layers", "pruned_layers", "functional_call"),
         "parametrized",
     )
-
-
-class TestFairscaleFsdpByParameter(StrategyConformance):
-    strategy = "fairscale_fsdp"
-    options = BY_PARAMETER
-    only = ("accumulation", "scalar_parameters", "empty_parameters", "ties_last", "frozen_parameters")
 
 
 class TestFairscaleOss(StrategyConformance):

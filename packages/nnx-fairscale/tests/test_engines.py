@@ -23,7 +23,6 @@ CASES: dict[str, Loop] = {
     "fsdp, units by size": Loop("fsdp", {"min_num_params": 50, "bucket_cap_mb": 0}),
     "fsdp, torch's wrap": Loop("fsdp", wrap="torch"),
     "fsdp, fairscale's wrap": Loop("fsdp", wrap="fairscale"),
-    "fsdp, each parameter by itself": Loop("fsdp", {**UNITS, "flatten_parameters": False}),
     "fsdp, recomputed": Loop(
         "fsdp", {**UNITS, "activation_checkpointing": [Layer], "reshard_after_forward": False}
     ),
@@ -64,7 +63,7 @@ def test_accumulated_and_clipped_an_engine_trains_as_ddp(pool: WorkerPool, case:
     assert max(_differences(pool, loop, devices=devices)) < 1e-6
 
 
-@pytest.mark.parametrize("more", [{}, {"fp32_reduce_scatter": True}, {"flatten_parameters": False}])
+@pytest.mark.parametrize("more", [{}, {"fp32_reduce_scatter": True}])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_fairscales_own_mixed_precision_trains_nearly_as_ddp(
     pool: WorkerPool, devices: int, more: dict[str, Any]

@@ -3,9 +3,12 @@
 DeepSpeed fills its buckets in the order in which gradients come on a rank, and gathers a layer (stage 3)
 where a rank comes to it. Ranks that go different ways through the model would mix up gradients and weights:
 
-- As backward begins, the ranks exchange which parameters each of them uses. Where these are the same, which
-  is the rule, DeepSpeed goes on as it likes. Where they differ, gradients stay where they are until backward
-  is over, missing ones become zeros, and all are reduced in one order.
+- As backward begins, the ranks exchange which parameters each of them uses, and in which order it has called
+  its layers. Where these are the same, which is the rule, DeepSpeed goes on as it likes. Where they differ,
+  gradients stay where they are until backward is over, missing ones become zeros, and all are reduced in one
+  order.
+- When backward is over, the ranks compare the order in which gradients came: weights that are used outside of
+  their layers may have come in different ones all the same. This is refused before the step.
 - Under stage 3 a layer that only some ranks come to is refused before its gather, and so is a weight that
   only some ranks read.
 """
@@ -14,10 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from zlib import crc32
 
+import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from nnx.collective import is_distributed
 from nnx.errors import UnsupportedError
@@ -51,6 +57,7 @@ class Agreement:
 
     Args:
         engine: DeepSpeed's.
+        module: The user's.
         parameters: The trained ones that have elements, in an order that is the same on every rank.
         names: Of all parameters.
         waits_to_reduce: Whether nothing is reduced before a step's last backward, as in stage 1.
@@ -62,6 +69,7 @@ class Agreement:
     def __init__(
         self,
         engine: Any,
+        module: nn.Module,
         parameters: Sequence[nn.Parameter],
         *,
         names: Mapping[nn.Parameter, str],
@@ -73,6 +81,8 @@ class Agreement:
         self._waits_to_reduce = waits_to_reduce
         self._is_needed = not reduces_whole_gradients(self._zero)
         self._came: list[int] = []
+        self._calls = 0
+        self._handles: list[RemovableHandle] = []
         self.used: set[nn.Parameter] = set()
         self.runs_backward = False
         self._order: CollectiveOrder | None = None
@@ -80,11 +90,19 @@ class Agreement:
             return
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
         watch_gradients(self._zero, numbers, self._came, self._refuse_other_backward)
+        for number, layer in enumerate(module.modules()):
+            if next(layer.parameters(recurse=False), None) is not None:
+                self._handles.append(layer.register_forward_pre_hook(partial(self._note_call, number)))
         if hasattr(self._zero, "fp16_groups") and is_distributed():  # stage 3
             self._order = CollectiveOrder(remedy=_REMEDY)
             self._order.begin("the set-up")  # it knows of no collective before its first step
             self._order.end()
             before_each_gather(names, self._before_gather)
+
+    def remove(self) -> None:
+        """Take the hooks off the layers."""
+        for handle in self._handles:
+            handle.remove()
 
     # --- steps --------------------------------------------------------------------------------
 
@@ -157,6 +175,7 @@ class Agreement:
                 if hook is None:
                     self._exchange(backward, [False] * len(self._parameters))
                 backward.finish()
+                self._refuse_other_order()
                 release_touched(self._names)
         finally:
             backward.release()
@@ -169,11 +188,12 @@ class Agreement:
     def _exchange(self, backward: _Backward, used: Sequence[bool]) -> None:
         """Exchange what each rank uses, and what has a gradient already; hold back what differs."""
         has = [u or has_gradient(p) for u, p in zip(used, self._parameters, strict=True)]
-        flags = used_anywhere([*has, *(not one for one in used), *self._order_of_last()])
+        calls, self._calls = self._calls, 0
+        flags = used_anywhere([*has, *(not one for one in used), *_flags_of(calls)])
         number = len(used)
         backward.anywhere, missing = flags[:number], flags[number : 2 * number]
-        self._compare_orders(flags[2 * number :])
-        if any(a and m for a, m in zip(backward.anywhere, missing, strict=True)):
+        is_mixed = any(a and m for a, m in zip(backward.anywhere, missing, strict=True))
+        if is_mixed or _differs(flags[2 * number :]):
             backward.hold_back()
         self._add_used(backward.anywhere)
         unused = [p for p, a in zip(self._parameters, backward.anywhere, strict=True) if not a]
@@ -183,27 +203,31 @@ class Agreement:
     def _add_used(self, flags: Sequence[bool]) -> None:
         self.used.update(p for p, is_used in zip(self._parameters, flags, strict=True) if is_used)
 
-    # --- the order in which gradients came ----------------------------------------------------
+    # --- the order of layers and gradients ----------------------------------------------------
 
-    def _order_of_last(self) -> list[bool]:
-        """The order of the last backward as bits, and inverted: by a maximum, ranks see any difference."""
-        number = crc32(",".join(map(str, self._came)).encode())
+    def _note_call(self, number: int, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._calls = crc32(number.to_bytes(4, "little"), self._calls)
+
+    def _refuse_other_order(self) -> None:
+        came = crc32(",".join(map(str, self._came)).encode())
         self._came.clear()
-        bits = [bool(number >> bit & 1) for bit in range(_BITS)]
-        return [*bits, *(not bit for bit in bits)]
-
-    def compare_last(self) -> None:
-        """After the last step, which no other backward follows. Collective."""
-        if self._is_needed:
-            self._compare_orders(used_anywhere(self._order_of_last()))
-
-    def _compare_orders(self, flags: Sequence[bool]) -> None:
-        if any(one and other for one, other in zip(flags[:_BITS], flags[_BITS:], strict=True)):
+        if _differs(used_anywhere(_flags_of(came))):
             raise UnsupportedError(
-                "in the last backward the gradients came in another order on one rank than on another, so "
-                "DeepSpeed has reduced different parameters together.",
-                remedy="Call the layers in the same order on every rank, or use strategy 'fsdp_auto'.",
+                "in this backward the gradients came in another order on one rank than on another, so "
+                "DeepSpeed has reduced different parameters together; nothing has stepped with them.",
+                remedy="Use weights in the same order on every rank, or call the layers that hold them.",
             )
+
+
+def _flags_of(number: int) -> list[bool]:
+    """A number as bits, and inverted: by a maximum, ranks see any difference."""
+    bits = [bool(number >> bit & 1) for bit in range(_BITS)]
+    return [*bits, *(not bit for bit in bits)]
+
+
+def _differs(flags: Sequence[bool]) -> bool:
+    return any(one and other for one, other in zip(flags[:_BITS], flags[_BITS:], strict=True))
 
 
 class _Backward:

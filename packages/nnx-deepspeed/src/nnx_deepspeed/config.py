@@ -146,6 +146,10 @@ def _refuse_contradictions(users: Mapping[str, Any], options: DeepSpeedOptions, 
     _must_be(users, "gradient_clipping", (0, 0.0), "Use Trainer(gradient_clip_val=...).")
     zero = _section(users, "zero_optimization")
     _must_be(zero, "stage", (options.stage,), f"This strategy is stage {options.stage}; choose another name.")
+    offload = _section(zero, "offload_optimizer")
+    _must_be(
+        offload, "ratio", (1, 1.0), "Leave it out: where an optimizer is offloaded, nnx offloads all of it."
+    )
     _must_be(zero, "mics_shard_size", (-1,), "nnx shards over all ranks; 'fsdp_hybrid' shards over some.")
     for name in ("bf16", "bfloat16"):
         enabled = _section(users, name).get("enabled", _AUTO)

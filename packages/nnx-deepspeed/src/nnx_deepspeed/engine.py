@@ -110,7 +110,11 @@ class ZeroEngine:
         self._homes = {parameter: parameter.data for parameter in module.parameters()}
         trained = [p for p in self.partitions.parameters() if self.partitions.shape(p).numel()]
         self.agreement = Agreement(
-            self._engine, trained, names=names, waits_to_reduce=config["zero_optimization"]["stage"] == 1
+            self._engine,
+            module,
+            trained,
+            names=names,
+            waits_to_reduce=config["zero_optimization"]["stage"] == 1,
         )
         self.whole_gradients = WholeGradients(self.partitions, device=device)
         self._unused = UnusedParameters(self.partitions, self.shadow, names=names)
@@ -289,14 +293,11 @@ class ZeroEngine:
         self._versions = self._see_versions()
 
     def remove(self) -> None:
-        """Give the module plain parameters back, complete and as exact as the masters. Collective.
-
-        Raises:
-            UnsupportedError: The last step was wrong, because ranks came to layers in different orders.
-        """
+        """Give the module plain parameters back, complete and as exact as the masters. Collective."""
         self.take_written_weights(looking_everywhere=True)
         full = {parameter: self._gather(parameter) for parameter in self._attributes}
         self.partitions.leave_state(self.optimizer, self.shadow)
+        self.agreement.remove()
         self._engine.destroy()
         remove_from_module(self._engine, self.module, self._attributes_of_modules)
         for parameter, value in full.items():
@@ -307,8 +308,6 @@ class ZeroEngine:
             parameter.data = with_strides(value, self._strides.get(parameter))
             parameter.grad = None
         vars(self.optimizer).pop("zero_grad", None)
-        if not self._has_reduced:
-            self.agreement.compare_last()
 
     def _gather(self, parameter: nn.Parameter) -> Tensor:
         shard = self.partitions.master(parameter)

@@ -146,15 +146,13 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         for flat in self.params:
             self._init_param_attributes(flat)  # pins the shard before anything views it
         if self._num_flatten_params:
-            self._make_flat_pieces(places, order)
-        elif self.params:
-            self._make_own_pieces(places)
+            self._make_pieces(places, order)
         for parameter, requires_grad in trainable.items():
             parameter.requires_grad_(requires_grad)
 
     # --- layout -------------------------------------------------------------------------------
 
-    def _make_flat_pieces(
+    def _make_pieces(
         self, places: Mapping[nn.Parameter, list[tuple[nn.Module, str]]], order: Mapping[nn.Module, list[str]]
     ) -> None:
         flat = self.params[0]
@@ -180,23 +178,14 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
             owner._parameters.clear()
             owner._parameters.update(held)
 
-    def _make_own_pieces(self, places: Mapping[nn.Parameter, list[tuple[nn.Module, str]]]) -> None:
-        for parameter in self.params:
-            shape, padded = parameter._orig_size, parameter.data.numel()
-            start = self.rank * padded if parameter._is_sharded else 0
-            length = max(0, min(padded, shape.numel() - start))
-            is_cut = parameter._is_sharded
-            start = start if length else 0
-            self.pieces.append(Piece(parameter, shape, start, length, 0, places[parameter], is_cut))
-
     def gather(self) -> dict[nn.Parameter, Tensor]:
         """Every parameter of the unit, complete, in memory of its own. Collective."""
         found = {}
-        whole = [self._gather(flat) for flat in self.params]
-        for index, piece in enumerate(self.pieces):
-            source = whole[0 if self._num_flatten_params else index]
-            numel = piece.shape.numel()
-            found[piece.parameter] = source[piece.begin : piece.begin + numel].view(piece.shape).clone()
+        for flat in self.params:
+            whole = self._gather(flat)
+            for piece in self.pieces:
+                elements = whole[piece.begin : piece.begin + piece.shape.numel()]
+                found[piece.parameter] = elements.view(piece.shape).clone()
         return found
 
     def _gather(self, flat: Tensor) -> Tensor:
@@ -281,8 +270,6 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
 
     def _hide(self) -> None:
         self.is_shown = False
-        if not self._num_flatten_params:
-            return
         for piece in self.pieces:
             view, piece.shown = piece.shown, None
             for owner, name in piece.places:
@@ -311,11 +298,6 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
     # --- what user code sees ------------------------------------------------------------------
 
     @property
-    def flat_pieces(self) -> list[Piece]:
-        """The parameters that are pieces of a flat one."""
-        return self.pieces if self._num_flatten_params else []
-
-    @property
     def shard_size(self) -> int:
         """Elements of the flat parameter that each rank has."""
         return int(self.params[0]._fp32_shard.numel())
@@ -342,7 +324,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
     def forward(self, call: Callable[[], Any]) -> Any:
         """Run a call with the unit's parameters gathered."""
         with local_mode():
-            for flat in self.params[: self._num_flatten_params]:
+            for flat in self.params:
                 flat.requires_grad_(any(piece.parameter.requires_grad for piece in self.pieces))
 
         def run() -> Any:
@@ -418,7 +400,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
     def _prep_grads_for_backward(self) -> None:
         """When a backward begins, gradients that were dropped since the last one are dropped here too."""
         with local_mode():
-            for flat in self.params[: self._num_flatten_params]:
+            for flat in self.params:
                 self._take_gradients(flat)
         super()._prep_grads_for_backward()
 
@@ -463,15 +445,12 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
 
         Under fairscale's mixed precision what it has not reduced is of another dtype, and they are copies.
         """
-        for flat in self.params[: self._num_flatten_params]:
+        for flat in self.params:
             if flat.grad is None:
                 continue
             for piece, mine in zip(self.pieces, self._gradients(flat), strict=True):
                 parameter = piece.parameter
                 parameter.grad = mine.to(parameter.dtype) if parameter.requires_grad else None
-        for parameter in self.params[self._num_flatten_params :]:
-            if parameter.grad is not None and self._require_backward_grad_sync:
-                parameter.grad = parameter.grad.to(parameter.dtype)
 
     def _gradients(self, flat: Tensor) -> list[Tensor]:
         gradient = flat.grad
@@ -496,7 +475,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
 
     def _drop_unused(self, units: Sequence[Unit]) -> None:
         """A parameter that no rank has used has zeros in the flat gradient, and none by itself."""
-        pieces = [(unit, i) for unit in units if unit._num_flatten_params for i in range(len(unit.pieces))]
+        pieces = [(unit, i) for unit in units for i in range(len(unit.pieces))]
         used = used_anywhere([i in unit._used for unit, i in pieces])
         for (unit, i), is_used in zip(pieces, used, strict=True):
             if not is_used:

@@ -126,7 +126,6 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         layout.replicated = GradientReducer(
             (p for p in self._odd_ones(module) if p.is_floating_point() or p.is_complex()),
             bucket_bytes=max(1, self.options.bucket_cap_mb) * 2**20,
-            device=self.context.device,
         )
         self._make_unit(module, name="")
         self._route_calls(module, layout)
@@ -195,7 +194,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
             "reshard_after_forward": options.reshard_after_forward,
             "mixed_precision": is_mixed,
             "fp32_reduce_scatter": bool(options.fp32_reduce_scatter),
-            "flatten_parameters": options.flatten_parameters,
+            "flatten_parameters": True,
             "move_params_to_cpu": offload,
             "compute_dtype": getattr(torch, dtype) if is_mixed else None,
             "move_grads_to_cpu": offload
@@ -238,13 +237,8 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
                 )
 
     def _odd_ones(self, module: nn.Module) -> list[nn.Parameter]:
-        """What fairscale cannot shard: other dtypes, and alone what has no dimensions or no elements."""
-        alone = not self.options.flatten_parameters
-        return [
-            parameter
-            for parameter in module.parameters()
-            if parameter.dtype != torch.float32 or (alone and (parameter.ndim == 0 or not parameter.numel()))
-        ]
+        """What fairscale cannot shard: other dtypes."""
+        return [parameter for parameter in module.parameters() if parameter.dtype != torch.float32]
 
     def _recompute(self, module: nn.Module) -> None:
         layout = self._unfinished
@@ -392,9 +386,8 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        piece = self._pieces.get(parameter)
-                        is_cut = piece is not None and piece.is_cut
-                        found.append(Gradient(parameter.grad, 1 if is_cut else self.context.world_size))
+                        replicas = 1 if parameter in self._pieces else self.context.world_size
+                        found.append(Gradient(parameter.grad, replicas))
         return found
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:

@@ -36,7 +36,7 @@ class FairscaleFSDPOptions:
     )
     flatten_parameters: bool = option(
         True,
-        help="Communicate the parameters of a unit as one flat tensor; False communicates each by itself.",
+        help="Accepted for old code: a unit's parameters are communicated as one flat tensor either way.",
         types=(bool,),
     )
     reshard_after_forward: bool = option(

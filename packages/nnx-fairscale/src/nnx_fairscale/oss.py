@@ -96,7 +96,6 @@ class OSSBackend(OwnedParameters):
             self._reducers[module] = GradientReducer(
                 (p for p in module.parameters() if p.is_floating_point() or p.is_complex()),
                 bucket_bytes=self.options.bucket_cap_mb * 2**20,
-                device=self.context.device,
             )
         return replaced
 

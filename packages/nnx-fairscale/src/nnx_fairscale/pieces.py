@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from nnx.layout import Shard, shard_of, shard_of_range
+from nnx.layout import Shard, shard_of_range
 
 __all__ = ["Piece", "cut"]
 
@@ -23,7 +23,6 @@ class Piece:
         length: Number of elements held here; tensors of the parameter may have padding behind them.
         begin: Flat index, in the tensor that is communicated, of the whole parameter's first element.
         places: The modules that hold the parameter, each with the name it has there.
-        is_cut: Whether other ranks hold other elements.
         shown: What is in its places while it is gathered.
     """
 
@@ -33,7 +32,6 @@ class Piece:
     length: int
     begin: int = 0
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
-    is_cut: bool = True
     shown: Tensor | None = None
 
     def is_in_place(self) -> bool:
@@ -43,8 +41,6 @@ class Piece:
 
     def shard(self, tensor: Tensor) -> Shard:
         """Where a tensor with this rank's elements, of the parameter or of its optimizer state, lies."""
-        if not self.is_cut:
-            return shard_of(tensor.detach().view(self.shape))
         return shard_of_range(tensor.detach()[: self.length], shape=self.shape, start=self.start)
 
 

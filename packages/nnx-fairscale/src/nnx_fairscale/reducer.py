@@ -12,7 +12,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from nnx.collective import is_distributed
-from nnx_fairscale.touched import used_anywhere
+from nnx.used import used_anywhere
 
 __all__ = ["GradientReducer"]
 
@@ -26,15 +26,11 @@ class GradientReducer:
     Args:
         parameters: Those that every rank holds whole.
         bucket_bytes: About what is sent at a time.
-        device: Where flags are exchanged.
     """
 
-    def __init__(
-        self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int, device: torch.device
-    ) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int) -> None:
         self._parameters = list(parameters)
         self._bucket_bytes = bucket_bytes
-        self._device = device
         self._touched: set[Tensor] = set()
         self._synchronize, self._is_queued, self._has_reduced = True, False, False
         self._handles: list[RemovableHandle] = []
@@ -55,7 +51,7 @@ class GradientReducer:
     @torch.no_grad()
     def _reduce(self) -> None:
         self._is_queued, self._has_reduced = False, True
-        flags = used_anywhere([parameter in self._touched for parameter in self._parameters], self._device)
+        flags = used_anywhere([parameter in self._touched for parameter in self._parameters])
         self._touched.clear()
         gradients = []
         for parameter, used in zip(self._parameters, flags, strict=True):

@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 
 from nnx.collective import is_distributed
 from nnx.gradients import Gradient
+from nnx.used import used_anywhere
 from nnx_fairscale._fairscale_sharded import BufferedGradients, Queue, Reduction, in_order_of_backward
 from nnx_fairscale.options import ShardedOptions
 from nnx_fairscale.oss import OwnedParameters
-from nnx_fairscale.touched import Touched, used_anywhere
+from nnx_fairscale.touched import Touched
 
 __all__ = ["ShardedBackend"]
 
@@ -108,7 +109,7 @@ class _ShardedModule:
     def finish(self) -> None:
         """After all is reduced: add to what was reduced before, and drop zeros of what no rank has used."""
         self._has_reduced = True
-        used = self._touched.anywhere(self._parameters, self._device)
+        used = self._touched.anywhere(self._parameters)
         for parameter in self._parameters:
             earlier = self._earlier.pop(parameter, None)
             if earlier is not None:
@@ -124,7 +125,7 @@ class _ShardedModule:
         self.is_published = True
         mine = [self._owners[p] == self._rank and p.grad is not None for p in self._parameters]
         shared: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
-        for parameter, has in zip(self._parameters, used_anywhere(mine, self._device), strict=True):
+        for parameter, has in zip(self._parameters, used_anywhere(mine), strict=True):
             if has:
                 shared.setdefault((self._owners[parameter], parameter.dtype), []).append(parameter)
         for (owner, dtype), parameters in shared.items():

@@ -38,7 +38,7 @@ class DDPFullyShardedStrategy(_OfTrainer):
     Args:
         accelerator: As for every strategy of Lightning's.
         cpu_offload: Keep shards, gradients and optimizer state in host memory.
-        flatten_parameters: Communicate the parameters of a unit as one flat tensor.
+        flatten_parameters: Accepted; the parameters of a unit are communicated as one flat tensor either way.
         reshard_after_forward: Free what a unit has gathered after its forward.
         move_grads_to_cpu: Keep reduced gradients in host memory; by default as `cpu_offload`.
         fp32_reduce_scatter: Reduce gradients in float32 under fairscale's own mixed precision.

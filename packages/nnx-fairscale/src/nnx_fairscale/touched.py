@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from nnx.collective import is_distributed
+from nnx.used import used_anywhere
 
-__all__ = ["Touched", "used_anywhere"]
+__all__ = ["Touched"]
 
 
 class Touched:
@@ -38,9 +36,9 @@ class Touched:
                     self._here.add
                 )
 
-    def anywhere(self, parameters: Sequence[nn.Parameter], device: torch.device) -> set[Tensor]:
+    def anywhere(self, parameters: Sequence[nn.Parameter]) -> set[Tensor]:
         """Those of the parameters that got a gradient on any rank since the last call. Collective."""
-        flags = used_anywhere([parameter in self._here for parameter in parameters], device)
+        flags = used_anywhere([parameter in self._here for parameter in parameters])
         self._here.clear()
         return {parameter for parameter, used in zip(parameters, flags, strict=True) if used}
 
@@ -49,12 +47,3 @@ class Touched:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
-
-
-def used_anywhere(here: Sequence[bool], device: torch.device) -> list[bool]:
-    """For each flag, whether it is set on any rank. Collective."""
-    if not is_distributed() or not here:
-        return list(here)
-    flags = torch.tensor(here, dtype=torch.uint8, device=device)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return [bool(flag) for flag in flags.tolist()]

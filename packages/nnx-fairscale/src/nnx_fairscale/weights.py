@@ -258,7 +258,7 @@ class Weights:
     def show(self, units: Iterable[Unit], names: Mapping[nn.Parameter, str]) -> None:
         """Guard the parameters of units."""
         for unit in units:
-            for piece in unit.flat_pieces:
+            for piece in unit.pieces:
                 name = names.get(piece.parameter, "a parameter")
                 part = self._parts[piece.parameter] = _ParameterPart(piece, unit, self, name)
                 guard(piece.parameter, part)
