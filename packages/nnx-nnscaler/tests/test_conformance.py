@@ -16,7 +16,7 @@ class TestNnScalerTp(StrategyConformance):
         *("numbers", "stages", "structure", "names"),
         *("iterable_split_by_rank", "shuffled_by_rank", "contrastive_loss", "contrastive_loss_by_rank"),
         *("world_size_in_the_loss", "counted_samples", "complex_parameters", "sparse_gradients"),
-        *("frozen_in_mid_run", "own_backward"),
+        *("frozen_in_mid_run", "own_backward", "weights_read_on_rank_zero"),
     )
 
 
@@ -27,7 +27,7 @@ class TestNnScalerDeduped(StrategyConformance):
 
 class TestNnScalerZero(StrategyConformance):
     strategy = "nnscaler_zero"
-    only = ("numbers", "structure")
+    only = ("numbers", "structure", "gradients_read_on_rank_zero")
 
 
 class TestNnScalerDp(StrategyConformance):

@@ -28,6 +28,7 @@ __all__ = [
     "gather_object",
     "is_distributed",
     "together",
+    "wait_for_collective",
 ]
 
 T = TypeVar("T")
@@ -150,6 +151,11 @@ def all_arrive(place: str, *, timeout: float) -> bool:
     except RuntimeError:  # the rank that keeps the store is gone
         return False
     return arrived == dist.get_world_size()
+
+
+def wait_for_collective(work: dist.Work) -> None:
+    """Wait for what was launched with ``async_op``, where `nnx.used.CollectiveOrder` sees it."""
+    work.wait()
 
 
 @contextmanager

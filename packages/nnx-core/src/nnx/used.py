@@ -24,7 +24,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from nnx.collective import all_gather_object, control_group, engine_group, is_distributed
+from nnx.collective import (
+    all_gather_object,
+    control_group,
+    engine_group,
+    is_distributed,
+    wait_for_collective,
+)
 from nnx.errors import NnxError, UnsupportedError
 
 __all__ = ["CollectiveOrder", "before_reduction", "end_run", "used_anywhere"]
@@ -48,7 +54,7 @@ def used_anywhere(flags: Sequence[bool]) -> list[bool]:
 
 
 _PATIENCE, _GRACE = 600.0, 6.0
-_LOOK_EVERY, _STUCK_AFTER = 0.5, 2.0
+_LOOK_EVERY, _STUCK_AFTER, _STUCK_AFTER_APART = 0.5, 2.0, 8.0
 _PLACES = 50_000
 _running: weakref.ref[CollectiveOrder] | None = None
 """The order that began a step last. Those of earlier runs may still be alive, on some ranks only."""
@@ -109,10 +115,14 @@ class CollectiveOrder:
     Args:
         remedy: Ends the error's message: the way out.
         wait: Seconds that ranks may be apart within a step that takes a new turn.
+        ranks: Those whose collectives these are; all by default. The other ranks may do something else in
+            the meantime, but an error on one rank is that of every rank of the world.
 
     Attributes:
         in_step: Whether the ranks are between the beginning of a step and its last collective.
         questions: How often the ranks had to compare.
+        stuck_after: Seconds after which a rank counts as waiting for those that ask. It is longer where there
+            are others, slow ones perhaps, that it may be waiting for.
 
     Collective: made by every rank at the same point.
 
@@ -124,12 +134,15 @@ class CollectiveOrder:
         ...     order.end()
     """
 
-    def __init__(self, *, remedy: str, wait: float = 30.0) -> None:
+    def __init__(self, *, remedy: str, wait: float = 30.0, ranks: Sequence[int] | None = None) -> None:
         self._remedy, self._wait = remedy, wait
-        self._is_active = is_distributed()
-        self._key = ""
-        if self._is_active:
+        self._key, self._ranks = "", list(ranks or ())
+        if is_distributed():
             self._key = f"nnx/order/{all_gather_object(uuid.uuid4().hex, control_group())[0]}"
+            self._ranks = self._ranks or list(range(dist.get_world_size()))
+        self._is_active = is_distributed() and len(self._ranks) > 1
+        are_all = not self._is_active or len(self._ranks) == dist.get_world_size()
+        self.stuck_after = _STUCK_AFTER if are_all else _STUCK_AFTER_APART
         self.in_step = False
         self._place: _Place | None = None
         self._steps: dict[tuple[str, ...], _Place] = {}
@@ -176,11 +189,12 @@ class CollectiveOrder:
             self._witness.stop()
             self._witness = None
 
-    def arrive(self, name: str) -> None:
+    def arrive(self, name: str, *, cause: str = "") -> None:
         """A collective is about to be launched; returns when all ranks are known to launch the same.
 
         Args:
             name: Names it and its layer, such as "the gather of layers.0".
+            cause: What this rank launches it for, for errors; other ranks may launch it for something else.
 
         Raises:
             UnsupportedError: Another rank comes to something else, or does not come.
@@ -190,7 +204,7 @@ class CollectiveOrder:
             return
         self._passed += 1
         if place.expected != name:
-            self._agree(name, place.expected)
+            self._agree(name, place.expected, cause)
             place.expected = name
             if name not in place.following:
                 place.following[name] = _Place()
@@ -224,7 +238,8 @@ class CollectiveOrder:
             return
         text = f"rank {dist.get_rank()} ended with {type(error).__name__}: {error}"
         with suppress(RuntimeError):  # the rank that keeps the store is gone
-            dist.distributed_c10d._get_default_store().set(f"{self._key}/ended/{self.questions + 1}", text)
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"{self._question(self.questions + 1)}/ended", text)
 
     def forget(self) -> None:
         """After an error: the ranks may be anywhere, so the next step begins with a question."""
@@ -232,28 +247,36 @@ class CollectiveOrder:
 
     # --- questions ----------------------------------------------------------------------------
 
-    def _agree(self, name: str, expected: str | None) -> None:
+    def _question(self, number: int) -> str:
+        """Where in the store the ranks that compare have what belongs to a question."""
+        return f"{self._key}/{self._ranks[0]}/{number}"
+
+    def _agree(self, name: str, expected: str | None, cause: str = "") -> None:
         """Ask all ranks whether they come to this. Deletes what was asked before the last time."""
         store = dist.distributed_c10d._get_default_store()
-        rank, ranks = dist.get_rank(), range(dist.get_world_size())
+        rank = dist.get_rank()
         self.questions += 1
-        question = f"{self._key}/{self.questions}"
-        keys = [f"{question}/{other}" for other in ranks]
-        store.set(keys[rank], f"{self._passed} {name}")
+        question = self._question(self.questions)
+        keys = [f"{question}/{other}" for other in self._ranks]
+        store.set(f"{question}/{rank}", f"{self._passed} {name}")
         store.set(f"{question}/asked", "")
         if self.questions > 2:
-            store.delete_key(f"{self._key}/{self.questions - 2}/{rank}")
-        absent, where = self._wait_for(store, keys, f"{question}/elsewhere")
+            store.delete_key(f"{self._question(self.questions - 2)}/{rank}")
+        absent, where = self._wait_for(store, keys, question)
         if absent:
-            came = f"rank {rank} came to {name}{f', where {expected} was expected' if expected else ''}"
+            instead = f", where {expected} was expected" if expected else ""
+            came = f"rank {rank} came to {name}{cause}{instead}"
             where = where or f"{_ranks(absent)} did not come to it within {self._wait:.0f} s"
             self._fail(store, f"the ranks use different layers in one step: {came}; {where}.", absent)
         answers = [value.decode().split(" ", 1) for value in store.multi_get(keys)]
         if any(answer != answers[0] for answer in answers):
-            came = "; ".join(f"rank {other} came to {answer[1]}" for other, answer in enumerate(answers))
+            found = zip(self._ranks, answers, strict=True)
+            came = "; ".join(
+                f"rank {other} came to {answer[1]}{cause if other == rank else ''}" for other, answer in found
+            )
             self._fail(store, f"the ranks use different layers in one step: {came}.")
 
-    def _wait_for(self, store: Store, keys: Sequence[str], elsewhere: str) -> tuple[list[int], str]:
+    def _wait_for(self, store: Store, keys: Sequence[str], question: str) -> tuple[list[int], str]:
         """Wait until every rank has answered; returns those that have not, and where one of them waits."""
         begun = time.monotonic()
         deadline = begun + (self._wait if self.in_step else _PATIENCE)
@@ -261,13 +284,14 @@ class CollectiveOrder:
         while not store.check(list(keys)):
             if store.check([f"{self._key}/failed"]):
                 raise UnsupportedError(self._posted(), remedy=self._remedy)
-            ended = f"{self._key}/ended/{self.questions}"
+            ended, elsewhere = f"{question}/ended", f"{question}/elsewhere"
             if self.in_step and time.monotonic() > begun + _GRACE and store.check([ended]):
                 raise NnxError(f"{store.get(ended).decode()}.", remedy="Its error is the cause.")
             is_elsewhere = store.check([elsewhere])
             if is_elsewhere or time.monotonic() > deadline:
                 where = store.get(elsewhere).decode() if is_elsewhere else ""
-                return [rank for rank, key in enumerate(keys) if not store.check([key])], where
+                answers = zip(self._ranks, keys, strict=True)
+                return [rank for rank, key in answers if not store.check([key])], where
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
         return [], ""
@@ -275,9 +299,10 @@ class CollectiveOrder:
     def _fail(self, store: Store, message: str, absent: Sequence[int] = ()) -> None:
         """Raise, once the ranks that did not ask have read why: the store may go with this rank."""
         store.set(f"{self._key}/failed", message)
+        others = [rank for rank in range(dist.get_world_size()) if rank not in self._ranks]
         deadline = time.monotonic() + 4 * _LOOK_EVERY
         while time.monotonic() < deadline:
-            if all(store.check([f"{self._key}/read/{rank}"]) for rank in absent):
+            if all(store.check([f"{self._key}/read/{rank}"]) for rank in (*absent, *others)):
                 break
             time.sleep(0.05)
         raise UnsupportedError(message, remedy=self._remedy)
@@ -304,7 +329,7 @@ class CollectiveOrder:
 
     def unanswered(self, store: Store) -> str:
         """The key of a question that this rank has not come to; empty without one."""
-        question = f"{self._key}/{self.questions + 1}"
+        question = self._question(self.questions + 1)
         return f"{question}/elsewhere" if store.check([f"{question}/asked"]) else ""
 
     @property
@@ -355,7 +380,7 @@ class _Witness(threading.Thread):
         seen = (key, order.passed, place)
         if place is None or seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
-        elif time.monotonic() - self._since > _STUCK_AFTER:
+        elif time.monotonic() - self._since > order.stuck_after:
             self._store.set(key, f"rank {dist.get_rank()} waits in {place[0]}")
 
 
@@ -365,7 +390,7 @@ def _collective_of(thread: int) -> tuple[str, int] | None:
     progress, name = (frame.f_lasti if frame else 0), ""
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.endswith("distributed_c10d.py"):
+        if code.co_filename.endswith("distributed_c10d.py") or code is wait_for_collective.__code__:
             name = code.co_name
         elif name and "/torch/" not in code.co_filename:
             return f"{name}, called in {code.co_name} ({code.co_filename}:{frame.f_lineno})", progress

@@ -55,6 +55,16 @@ class Axes:
     part_size: int
     unit_control: dist.ProcessGroup | None = None
 
+    @property
+    def reading(self) -> range:
+        """The ranks that read parameters together: those of the unit, or alone in it those with other rows.
+
+        Units do not compare with each other: one may compile for long while another goes on.
+        """
+        size = self.unit_size if self.unit_size > 1 else self.part_size
+        first = (self.outer_rank * self.unit_size + self.unit_rank) // size * size
+        return range(first, first + size)
+
     def from_first(self, value: T) -> T:
         """What the first rank of this unit passes. Collective over the unit."""
         if self.unit_control is None:

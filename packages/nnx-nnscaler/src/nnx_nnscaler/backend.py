@@ -21,6 +21,7 @@ from nnx.errors import OptionError, UnsupportedError
 from nnx.gradients import Gradient
 from nnx.layout import Shard, shard_of
 from nnx.state import ModelState, OptimizerState
+from nnx.used import CollectiveOrder
 from nnx.whole import local_mode
 from nnx.whole_matrix import OwnerRanks
 from nnx_nnscaler.axes import Axes, make_axes
@@ -33,6 +34,11 @@ from nnx_nnscaler.statistics import StatisticsOverUnits
 __all__ = ["NnScalerBackend"]
 
 T = TypeVar("T")
+
+_REMEDY = (
+    "Read and write weights and gradients on every rank, also where only one prints them, and with ZeRO call "
+    "the same layers; or use strategy 'nnscaler_dp', under which every rank has them whole."
+)
 
 
 class NnScalerBackend(Backend[NnScalerOptions]):
@@ -51,6 +57,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         self._masters = Masters(())
         self._random_state_may_differ = False
         self.axes: Axes
+        self._order: CollectiveOrder
 
     # --- set up -------------------------------------------------------------------------------
 
@@ -70,6 +77,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         self.axes = make_axes(
             rank=context.rank, world_size=context.world_size, unit_size=unit_size, part_size=part_size
         )
+        self._order = CollectiveOrder(remedy=_REMEDY, ranks=self.axes.reading)
 
     @property
     def data_parallel_rank_and_size(self) -> tuple[int, int]:
@@ -88,7 +96,12 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         if module not in self._laid_out:
             self._share_random_state()
             self._laid_out[module] = LaidOut(
-                module, sample, axes=self.axes, context=self.context, options=self.options
+                module,
+                sample,
+                axes=self.axes,
+                context=self.context,
+                options=self.options,
+                order=self._order,
             )
             self._statistics[module] = StatisticsOverUnits(module, self.axes)
             self._random_state_may_differ = True
@@ -116,6 +129,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         """Gather what is stored in parts, and give the module its own forward back."""
         laid_out = self._laid_out.pop(module, None)
         if laid_out is not None:
+            self._order.forget()  # all ranks gather everything now
             self._statistics.pop(module).undo()
             laid_out.undo()
         self._masters = Masters(())
@@ -130,8 +144,12 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         laid_out = self._laid_out.get(module)
         if laid_out is None:
             return step(*args, **kwargs)
-        with laid_out.step():
-            return step(*args, **kwargs)
+        with self._order.reporting(), laid_out.step():
+            self._order.begin(getattr(step, "__name__", "a step"))
+            result = step(*args, **kwargs)
+            if not torch.is_grad_enabled():
+                self._order.end()
+            return result
 
     def _share_random_state(self) -> None:
         """Give the ranks of a unit its first rank's random state: what each draws alone must be the same."""
@@ -149,11 +167,13 @@ class NnScalerBackend(Backend[NnScalerOptions]):
 
     def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients. A rank whose loss uses no parameter takes part in reducing them, too."""
-        with ExitStack() as stack:
-            for laid_out in self._of(module):
-                laid_out.parameters.flush()
-                stack.enter_context(laid_out.parameters.reducer.backward_pass())
-            super().backward(module, loss, *args, **kwargs)
+        with self._order.reporting():
+            with ExitStack() as stack:
+                for laid_out in self._of(module):
+                    laid_out.parameters.flush()
+                    stack.enter_context(laid_out.parameters.reducer.backward_pass())
+                super().backward(module, loss, *args, **kwargs)
+            self._order.end()
 
     def _of(self, module: nn.Module) -> list[LaidOut]:
         """What was laid out of what the core passes: a module, or several in one, as for Fabric."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from nnx.backend import ParallelContext, Sample
 from nnx.materialize import broadcast_module, materialize, move_to
+from nnx.used import CollectiveOrder
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.options import NnScalerOptions
 from nnx_nnscaler.placement import Placement
@@ -39,6 +40,7 @@ class LaidOut:
         axes: This rank's groups.
         context: This rank.
         options: The strategy's.
+        order: Notices what only some ranks read.
 
     Attributes:
         parameters: As they are stored.
@@ -53,6 +55,7 @@ class LaidOut:
         axes: Axes,
         context: ParallelContext,
         options: NnScalerOptions,
+        order: CollectiveOrder,
     ) -> None:
         self.module = module
         self.programs: Programs | None = None
@@ -78,6 +81,7 @@ class LaidOut:
             stored=stored,
             synchronized=synchronized,
             bucket_bytes=BUCKET_BYTES if cap is None else int(cap * _MIB),
+            order=order,
         )
         if self.programs is not None:
             self.programs.attach(_Weights(self.programs.root, self.parameters.unit_local))

@@ -6,6 +6,11 @@ from dataclasses import replace
 
 from nnx import Capabilities, StrategySpec, hookimpl
 
+_OF_PLANS = (
+    *("iterable_split_by_rank", "shuffled_by_rank"),  # ranks of a unit have to read one batch
+    *("gradient_of_a_weight", "gradient_penalty"),  # programs compute the forward in parts
+)
+_OF_PARTS = ("gradients_read_on_rank_zero", "weights_read_on_rank_zero")  # all ranks gather
 _PLANNED = Capabilities(
     accelerators=("cpu", "cuda"),
     precisions=("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"),
@@ -17,13 +22,12 @@ _PLANNED = Capabilities(
     meta_initialization=True,
     needs_sample=True,
     leaves_no_files=False,  # the generated code is for the user to read
-    refuses=(
-        *("iterable_split_by_rank", "shuffled_by_rank"),  # ranks of a unit have to read one batch
-        *("gradient_of_a_weight", "gradient_penalty"),  # programs compute the forward in parts
-    ),
+    refuses=(*_OF_PLANS, *_OF_PARTS),
 )
 # A cost model stores in parts only what pays: of a model that fits easily, nothing.
-_CHOSEN = replace(_PLANNED, shards_parameters=False, shards_gradients=False, shards_optimizer=False)
+_CHOSEN = replace(
+    _PLANNED, shards_parameters=False, shards_gradients=False, shards_optimizer=False, refuses=_OF_PLANS
+)
 _REPLICATED = replace(
     _CHOSEN,
     refuses=(),
@@ -34,7 +38,7 @@ _REPLICATED = replace(
 )
 _IN_PARTS = replace(
     _PLANNED,
-    refuses=(),
+    refuses=_OF_PARTS,
     tensor_parallel=False,
     activation_checkpointing=False,
     needs_sample=False,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nnx.collective import wait_for_collective
 from nnx.errors import UnsupportedError
 
 __all__ = ["Bucket", "GradientBucket", "UNUSED", "assign_buckets"]
@@ -217,7 +218,7 @@ class GradientBucket(Bucket):
 
     def wait(self) -> None:  # noqa: D102
         if self._work is not None:
-            self._work.wait()
+            wait_for_collective(self._work)
 
     def hand_out(self, index: int, kind: int) -> None:  # noqa: D102
         parameter, slot = self._parameters[index], self._slots[index]

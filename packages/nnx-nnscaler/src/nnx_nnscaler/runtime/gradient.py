@@ -66,6 +66,10 @@ class _Summand(Summand):
         super().__init__(tensor, unit)
         self._is_sum = is_sum
 
+    @property
+    def is_gathered(self) -> bool:
+        return not self._is_sum()
+
     def value(self) -> Tensor:
         return self._tensor.detach() if self._is_sum() else super().value()
 
@@ -94,6 +98,8 @@ class OfRows:
 
 class _Rows:
     """A tensor whose rows lie as those of a parameter."""
+
+    is_gathered = True
 
     def __init__(self, tensor: Tensor, rows: RowPart) -> None:
         self._tensor = tensor

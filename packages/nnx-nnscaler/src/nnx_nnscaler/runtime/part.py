@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from nnx import whole as guards
 from nnx.errors import UnsupportedError
+from nnx.used import CollectiveOrder
 from nnx.whole import Guard, Source, guarded_mode, local_mode
 from nnx_nnscaler.runtime.conversions import Conversions
 from nnx_nnscaler.runtime.layout import ParameterLayout
@@ -28,6 +29,10 @@ __all__ = ["GradientParts", "LocalPart", "Part", "Summand", "UnitPart"]
 
 class UnitPart(Protocol):
     """Where a rank finds its part, within the unit, of one parameter. Used in local mode only."""
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether `value` takes a collective of its own. That for rows of parameters is the bucket's."""
 
     def value(self) -> Tensor:
         """It, without gradient."""
@@ -44,6 +49,8 @@ class UnitPart(Protocol):
 
 class LocalPart:
     """A part that this rank stores completely."""
+
+    is_gathered = False
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -69,6 +76,10 @@ class Summand:
     def __init__(self, tensor: Tensor, unit: Conversions) -> None:
         self._tensor = tensor
         self._unit = unit
+
+    @property
+    def is_gathered(self) -> bool:  # noqa: D102
+        return True
 
     def value(self) -> Tensor:  # noqa: D102
         return self._unit.communicator.all_reduce(self._tensor.detach())
@@ -107,6 +118,8 @@ class Part(guards.Part):
         source: Where its part within the unit comes from.
         synchronized: Whether the reducer sums its gradients over the unit.
         in_use: Where it puts itself while it keeps the whole.
+        name: For errors.
+        order: Notices a whole that only some ranks ask for.
 
     Attributes:
         gradients: What a parameter's gradients are parts of; None where they are whole.
@@ -126,7 +139,10 @@ class Part(guards.Part):
         source: UnitPart,
         synchronized: bool = False,
         in_use: set[Part] | None = None,
+        name: str = "",
+        order: CollectiveOrder | None = None,
     ) -> None:
+        self._name, self._order = name, order
         self._in_use = set() if in_use is None else in_use
         self.tensor = tensor
         self.layout = layout
@@ -210,7 +226,15 @@ class Part(guards.Part):
     def gradient(self, gradient: Tensor) -> Part:
         """What is known of this parameter's gradient."""
         source = LocalPart(gradient) if self.gradients is None else self.gradients.source_of(gradient)
-        return Part(gradient, self.layout, unit=self._unit, source=source, in_use=self._in_use)
+        return Part(
+            gradient,
+            self.layout,
+            unit=self._unit,
+            source=source,
+            in_use=self._in_use,
+            name=f"the gradient of {self._name}",
+            order=self._order,
+        )
 
     def share(self, gradient: Tensor) -> Part:
         """What is known of a gradient on its way to this parameter, with all rows."""
@@ -219,6 +243,8 @@ class Part(guards.Part):
             replace(self.layout, rows=None),
             unit=self._unit,
             source=Summand(gradient, self._unit) if self.synchronized else LocalPart(gradient),
+            name=f"the gradient of {self._name}, in a hook",
+            order=self._order,
         )
 
     # --- what user code sees of gradients -----------------------------------------------------
@@ -307,6 +333,8 @@ class Part(guards.Part):
         self.flush()
         if self._value is None or self._made_of != self._local_state():
             self._forget()
+            if self._order is not None and (self.layout.placement.is_shard or self.source.is_gathered):
+                self._order.arrive(f"the gather of {self._name}, which user code reads or writes")
             with torch.inference_mode(False), torch.no_grad():
                 value = self.source.value()
                 if self.layout.placement.is_shard:

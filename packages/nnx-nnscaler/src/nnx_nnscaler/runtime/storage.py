@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from nnx.errors import UnsupportedError
 from nnx.layout import Shard, shard_of
+from nnx.used import CollectiveOrder
 from nnx.whole import can_be_guarded, guard, guarded_mode, local_mode, show_plain, show_whole, unguard
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.placement import Placement, R
@@ -42,6 +43,7 @@ class Parameters:
         synchronized: Names of parameters whose gradients in programs are partial on every rank of the unit.
         unit: Collectives of the unit, if not those of `axes`.
         bucket_bytes: How many bytes travel together.
+        order: Notices a parameter or gradient that only some of the ranks that store parts of it read.
 
     Attributes:
         reducer: Makes the ranks' gradients one.
@@ -62,8 +64,10 @@ class Parameters:
         synchronized: frozenset[str] = frozenset(),
         unit: Communicator | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        order: CollectiveOrder | None = None,
     ) -> None:
         self.axes = axes
+        self._order = order
         self.named: dict[str, nn.Parameter] = dict(module.named_parameters())
         self._unit = Conversions(unit or GroupCommunicator(axes.unit))
         self._layouts: dict[nn.Parameter, ParameterLayout] = {}
@@ -113,29 +117,35 @@ class Parameters:
     @torch.no_grad()
     def _store(self, bucket_bytes: int) -> list[RowBucket]:
         """Replace data by local parts and guard what is not whole."""
-        in_rows: list[tuple[nn.Parameter, ParameterLayout]] = []
-        for parameter, layout in self._layouts.items():
+        in_rows: list[tuple[str, nn.Parameter, ParameterLayout]] = []
+        for name, parameter in self.named.items():
+            layout = self._layouts[parameter]
             self._strides[parameter] = torch.empty_like(parameter, device="meta")
             if not self.is_whole(parameter):
                 parameter.grad = None
             if layout.rows is not None:
                 parameter.data = layout.unit_part(parameter.data)
-                in_rows.append((parameter, layout))
+                in_rows.append((name, parameter, layout))
             elif layout.placement.is_shard:
                 parameter.data = layout.unit_part(parameter.data).contiguous().clone()
-                self._guard(parameter, LocalPart(parameter))
+                self._guard(name, parameter, LocalPart(parameter))
             elif parameter in self._synchronized:
-                self._guard(parameter, LocalPart(parameter))
+                self._guard(name, parameter, LocalPart(parameter))
         first = len(self._layouts) - len(in_rows)
         buckets = make_row_buckets(
-            in_rows, self.axes, first=first, limit=bucket_bytes, synchronized=self._synchronized
+            in_rows,
+            self.axes,
+            first=first,
+            limit=bucket_bytes,
+            synchronized=self._synchronized,
+            order=self._order,
         )
         for bucket in buckets:
             for part in bucket.parts:
-                self._guard(part.parameter, part)
+                self._guard(part.name, part.parameter, part)
         return buckets
 
-    def _guard(self, parameter: nn.Parameter, source: LocalPart | RowPart) -> None:
+    def _guard(self, name: str, parameter: nn.Parameter, source: LocalPart | RowPart) -> None:
         part = self._parts[parameter] = Part(
             parameter,
             self._layouts[parameter],
@@ -143,6 +153,8 @@ class Parameters:
             source=source,
             synchronized=parameter in self._synchronized,
             in_use=self._in_use,
+            name=name,
+            order=self._order,
         )
         guard(parameter, part)
 

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nnx.collective import wait_for_collective
 from nnx.errors import UnsupportedError
+from nnx.used import CollectiveOrder
 from nnx.whole import guarded_mode, local_mode
 from nnx_nnscaler._torch_compat import all_gather_into, reduce_scatter_into
 from nnx_nnscaler.axes import Axes
@@ -36,14 +38,25 @@ class RowPart:
         index: Its number in the reducer.
         parameter: Its data are all rows so far; the bucket takes them over.
         layout: Which rows.
+        name: For errors.
         start: Its place in the flat buffer of every rank.
         room: Elements it takes there: as many as the rank with the most rows stores.
     """
 
+    is_gathered = False
+
     def __init__(
-        self, index: int, parameter: nn.Parameter, layout: ParameterLayout, *, start: int, room: int
+        self,
+        index: int,
+        parameter: nn.Parameter,
+        layout: ParameterLayout,
+        *,
+        name: str,
+        start: int,
+        room: int,
     ) -> None:
         self.index = index
+        self.name = name
         self.parameter = parameter
         self.layout = layout
         self.start, self.room = start, room
@@ -55,7 +68,7 @@ class RowPart:
     def value(self) -> Tensor:
         """All rows, without gradient."""
         if self._value is None or self._made_of != self._local_state():
-            self.bucket.gather()
+            self.bucket.gather(self)
         return cast(Tensor, self._value)
 
     def differentiable(self) -> Tensor:
@@ -139,14 +152,19 @@ class RowBucket(Bucket):
         parts: Its parameters; their rows move into the bucket's buffer.
         axes: This rank's groups.
         synchronized: Whether gradients are to be summed over the unit, too.
+        order: Notices a gather that only some ranks come to.
     """
 
     always = True
     reducer: Reducer
 
-    def __init__(self, parts: Sequence[RowPart], axes: Axes, *, synchronized: bool) -> None:
+    def __init__(
+        self, parts: Sequence[RowPart], axes: Axes, *, synchronized: bool, order: CollectiveOrder | None
+    ) -> None:
         super().__init__([part.index for part in parts])
         self.parts = list(parts)
+        self._order = order
+        self._gather_name = f"the gather of {' to '.join(dict.fromkeys((parts[0].name, parts[-1].name)))}"
         self.next: RowBucket | None = None
         self._by_index = {part.index: part for part in parts}
         self.axes = axes
@@ -173,14 +191,20 @@ class RowBucket(Bucket):
 
     # --- values -------------------------------------------------------------------------------
 
-    def gather(self) -> None:
-        """Give every part all its rows. Collective."""
+    def gather(self, reader: RowPart) -> None:
+        """Give every part all its rows. Collective.
+
+        Args:
+            reader: Whose rows are asked for. Ranks may ask for those of different parts at once.
+        """
+        if self._order is not None:
+            self._order.arrive(self._gather_name, cause=f", to read {reader.name}")
         with torch.inference_mode(False), torch.no_grad():
             if any(part._value is not None for part in self.parts):
                 self.release()  # the rows have changed since
             self.prefetch()
             if self._gathering is not None:
-                self._gathering.wait()
+                wait_for_collective(self._gathering)
             if self._gathered is not None:
                 for part in self.parts:
                     part.fill(self._gathered)
@@ -205,7 +229,7 @@ class RowBucket(Bucket):
     def release(self) -> None:
         """Free all rows but this rank's."""
         if self._gathering is not None:
-            self._gathering.wait()
+            wait_for_collective(self._gathering)
         self._gathered = self._gathering = None
         for part in self.parts:
             part.forget()
@@ -251,7 +275,7 @@ class RowBucket(Bucket):
     def wait(self) -> None:  # noqa: D102
         if self._work is None or self._received is None:
             return
-        self._work.wait()
+        wait_for_collective(self._work)
         if self._synchronized and self.axes.unit is not None:
             dist.all_reduce(self._received, group=self.axes.unit)
         if self.axes.copies is not None:
@@ -277,36 +301,39 @@ class RowBucket(Bucket):
 
 
 def make_row_buckets(
-    parameters: Sequence[tuple[nn.Parameter, ParameterLayout]],
+    parameters: Sequence[tuple[str, nn.Parameter, ParameterLayout]],
     axes: Axes,
     *,
     first: int,
     limit: int,
     synchronized: set[nn.Parameter],
+    order: CollectiveOrder | None,
 ) -> list[RowBucket]:
     """Put rows of parameters into buckets.
 
     Args:
-        parameters: In the model's order, with their layouts; their data are all rows.
+        parameters: In the model's order, with names and layouts; their data are all rows.
         axes: This rank's groups.
         first: Number of the first one in the reducer.
         limit: Bytes of a bucket, all rows counted.
         synchronized: Those whose gradients are to be summed over the unit.
+        order: Notices a gather that only some ranks come to.
     """
     buckets: list[RowBucket] = []
     for is_synchronized in (False, True):
         own = [
-            i for i, (parameter, _) in enumerate(parameters) if (parameter in synchronized) == is_synchronized
+            i
+            for i, (_, parameter, _) in enumerate(parameters)
+            if (parameter in synchronized) == is_synchronized
         ]
-        for places in assign_buckets([parameters[i][0] for i in own], [limit]):
+        for places in assign_buckets([parameters[i][1] for i in own], [limit]):
             parts: list[RowPart] = []
             for i in (own[place] for place in places):
-                parameter, layout = parameters[i]
+                name, parameter, layout = parameters[i]
                 start = parts[-1].start + parts[-1].room if parts else 0
-                parts.append(
-                    RowPart(first + i, parameter, layout, start=start, room=_room(layout, axes.part_size))
-                )
-            buckets.append(RowBucket(parts, axes, synchronized=is_synchronized))
+                room = _room(layout, axes.part_size)
+                parts.append(RowPart(first + i, parameter, layout, name=name, start=start, room=room))
+            buckets.append(RowBucket(parts, axes, synchronized=is_synchronized, order=order))
     buckets.sort(key=lambda bucket: bucket.members[0])
     for bucket, following in pairwise(buckets):
         bucket.next = following

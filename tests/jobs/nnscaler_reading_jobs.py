@@ -1,0 +1,85 @@
+"""Jobs of ranks that read weights or gradients alone, as under the strategies of nnScaler."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nnx.errors import UnsupportedError
+from nnx.testing.conformance.models import Plain
+from nnx.testing.conformance.subject import Subject
+from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.training import fit
+
+FROM = 2
+"""Step from which on somebody reads: the ranks have agreed by then on what their steps do."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Who reads what, and when.
+
+    Attributes:
+        readers: Ranks.
+        what: "weight" or "gradient".
+        when: Name of the hook or method.
+    """
+
+    readers: Collection[int]
+    what: str
+    when: str
+
+
+@dataclass
+class Seen:
+    """What became of a run on one rank."""
+
+    losses: list[float]
+    norms: list[float]
+    error: str = ""
+
+
+class Reader(Plain):
+    """Reads a norm of the head on some ranks."""
+
+    reading: Reading
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.norms: list[float] = []
+
+    def read(self, when: str, index: int) -> None:
+        """If this is when, and this rank is one that reads."""
+        if when == self.reading.when and index >= FROM and self.global_rank in self.reading.readers:
+            weight: Any = self.head.weight
+            self.norms.append(float((weight if self.reading.what == "weight" else weight.grad).norm()))
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        """Before and after the forward."""
+        self.read("before the forward", index)
+        loss = super().training_step(batch, index)
+        self.read("after the forward", index)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients are there."""
+        self.read("before the optimizer", self.trainer.global_step)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        """Between steps."""
+        self.read("between steps", index)
+
+
+def read(strategy: str, options: dict[str, Any], reading: Reading) -> Seen:
+    """Train for some steps."""
+    module: Any = Task(model=Reader, steps=5).module()
+    module.reading = reading
+    try:
+        fit(Subject(strategy, options=options), module.task, module=module)
+    except UnsupportedError as error:
+        return Seen(module.losses, module.norms, str(error))
+    return Seen(module.losses, module.norms)
