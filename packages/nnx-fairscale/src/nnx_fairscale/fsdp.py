@@ -41,8 +41,9 @@ T = TypeVar("T")
 log = logging.getLogger("nnx.fairscale")
 
 _REMEDY = (
-    "Call every layer that is a unit on every rank in the same order; or make the layer that chooses between "
-    "them the unit, by `wrap()` or auto_wrap_policy; or use strategy 'fairscale_sharded'."
+    "Call every layer that is a unit on every rank in the same order, and read weights and gradients on "
+    "every rank; or make the layer that chooses between units the unit, by `wrap()` or auto_wrap_policy; or "
+    "use strategy 'fairscale_sharded'."
 )
 
 

@@ -32,7 +32,8 @@ _FSDP = Capabilities(
     refuses=(
         *_OF_PARAMETERS,
         *_OF_THE_MODEL,
-        *("backward_on_the_loss", "pruned_by_lightning", "sparse_gradients", "weights_read_on_rank_zero"),
+        *("backward_on_the_loss", "pruned_by_lightning", "sparse_gradients"),
+        *("gradients_read_on_rank_zero", "weights_read_on_rank_zero"),  # all ranks gather
     ),
 )
 
