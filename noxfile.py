@@ -1,6 +1,6 @@
 """The project's chores, one session each: `nox -s lint types tests`.
 
-`lint`, `types`, `tests` and `version` run in the environment that nox runs in, always through
+`lint`, `types`, `tests`, `fuzz` and `version` run in the environment that nox runs in, always through
 `sys.executable`: a bare `python` may be another interpreter when the environment is not activated. What
 asks whether our packages install and work makes environments of its own, with our wheels and nothing of
 the working tree.
@@ -68,6 +68,16 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All tests, or those that are named: `nox -s tests -- tests/test_main_job.py`."""
     run(session, "-m", "pytest", "-n", "2", "--dist", "loadfile", *session.posargs)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Change checkpoints' structure and see what nnx makes of it: `nox -s fuzz -- 10000 nnx dcp`.
+
+    The number is that of the cases of each format; FUZZ_START=7 tries others.
+    """
+    with session.chdir(ROOT / "tests"):
+        run(session, "-m", "fuzz", *session.posargs)
 
 
 @nox.session(venv_backend="venv")

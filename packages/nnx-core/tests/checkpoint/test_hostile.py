@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,26 @@ def test_json_is_strict(tmp_path: Path, change: Callable[[str], str]) -> None:
     sign(path, change(text))
     with pytest.raises(CheckpointError):
         nnx.checkpoint.open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace('"weight_map": {', '"weight_map": {"a": "x", '),
+        lambda text: text.replace('"total_size": ', '"total_size": NaN, "x": '),
+        lambda text: text.encode().decode("latin-1").encode("utf-16").decode("latin-1"),
+    ],
+)
+def test_the_json_of_other_programs_is_strict_too(tmp_path: Path, change: Callable[[str], str]) -> None:
+    nnx.checkpoint.save(
+        tmp_path / "a.ckpt", tensors={f"model.{name}": shard_of(torch.ones(99)) for name in "ab"}, objects={}
+    )
+    nnx.checkpoint.convert(tmp_path / "a.ckpt", tmp_path / "st", to="safetensors", max_shard_size=400)
+    nnx.checkpoint.open_checkpoint(tmp_path / "st")  # as it was
+    file = tmp_path / "st" / "model.safetensors.index.json"
+    file.write_bytes(change(file.read_text()).encode("latin-1"))
+    with pytest.raises(CheckpointError, match="malformed"):
+        nnx.checkpoint.open_checkpoint(tmp_path / "st")
 
 
 @pytest.mark.parametrize(
@@ -147,6 +169,81 @@ def test_twenty_thousand_boxes_are_compared_quickly() -> None:
     count = 20_000
     stairs = [Box((0, i), (count - i, 1)) for i in range(count)]
     assert "elements" in find_fault((count, count), stairs)
+
+
+def rewrite_header(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the header of the rank file, with the right digest in the manifest."""
+    save_id = json.loads((path / MANIFEST).read_bytes())["save_id"]
+    file = path / save_id / "r00000.safetensors"
+    raw = file.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode().ljust(length)
+    assert len(text) == length
+    file.write_bytes(raw[:8] + text + raw[8 + length :])
+    digested = digest(raw[:8] + text)
+    alter_manifest(path, lambda body: body["files"][file.name].update(digest=digested))
+    (path / save_id / MANIFEST).write_bytes((path / MANIFEST).read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda header: None, ""),
+        (lambda header: header["model.w"].update(shape=[3, 1]), "header is malformed"),
+        (lambda header: header["model.w"].update(dtype="I32"), "contradict each other about 'model.w'"),
+        (lambda header: header["model.w"].update(data_offsets=[4, 16]), "contradict each other"),
+        (lambda header: header.update({"model.x": header.pop("model.w")}), "header is malformed"),
+        (lambda header: header.pop("__metadata__"), "header is malformed"),
+    ],
+)
+def test_a_header_that_contradicts_the_index_is_reported(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], problem: str
+) -> None:
+    path = save(tmp_path / "a.ckpt")
+    rewrite_header(path, change)
+    assert torch.equal(nnx.checkpoint.open_checkpoint(path).read("model.w"), torch.ones(3))
+    damage = nnx.checkpoint.verify(path)
+    assert len(damage) == bool(problem)
+    assert all(problem in one.problem for one in damage)
+
+
+def zipped_again(path: Path, change: Callable[[list[tuple[str, bytes]]], list[tuple[str, bytes]]]) -> Path:
+    """Write the records of a file of torch.save as any zip program does, which aligns nothing."""
+    with zipfile.ZipFile(path) as archive:
+        records = [(name, archive.read(name)) for name in archive.namelist()]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in change(records):
+            archive.writestr(name, data)
+    return path
+
+
+@pytest.mark.parametrize("change", [lambda records: records, lambda records: records[::-1]])
+def test_tensors_are_read_where_a_zip_file_has_them(tmp_path: Path, change: Any) -> None:
+    """torch calculates where its own writer would have put them."""
+    path = tmp_path / "a.ckpt"
+    state = {"a": torch.arange(3.0), "b": torch.arange(4.0) + 10}
+    torch.save({"state_dict": state}, path)
+    opened = nnx.checkpoint.open_checkpoint(zipped_again(path, change))
+    assert {name: opened.read(f"model.{name}").tolist() for name in state} == {
+        name: value.tolist() for name, value in state.items()
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("fault", ["short record", "twice"])
+def test_records_that_do_not_hold_their_tensor_are_refused(tmp_path: Path, fault: str) -> None:
+    path = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {"a": torch.arange(30.0), "b": torch.ones(30)}}, path)
+
+    def change(records: list[tuple[str, bytes]]) -> list[tuple[str, bytes]]:
+        if fault == "twice":
+            return [*records, ("a/data/0", b"x" * 120)]
+        return [(name, data[:60] if name.endswith("data/0") else data) for name, data in records]
+
+    with pytest.raises(CheckpointError, match=r"its data ends before|two records of one name|cannot read"):
+        nnx.checkpoint.open_checkpoint(zipped_again(path, change))
 
 
 @pytest.mark.parametrize("text", ["\x1b]0;title\x07", "\x1b[31mred", "a\rb", "\u202egnp.exe", "\x9b31m"])

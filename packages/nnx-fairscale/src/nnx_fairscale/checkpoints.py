@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +18,14 @@ from nnx.box import Box
 from nnx.checkpoint import Checkpoint, CheckpointFormat, Contents
 from nnx.checkpoint.foreign.faults import malformed_explained
 from nnx.checkpoint.foreign.flat import pieces_of_range
-from nnx.checkpoint.foreign.torch_file import FileTensor, load_torch_file
+from nnx.checkpoint.foreign.torch_file import FileTensor, load_torch_file, mentions
 from nnx.checkpoint.index import Piece
 from nnx.errors import CheckpointError
 
 __all__ = ["FairscaleShards"]
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".torch", ".ckpt")
-_SIGNS = (b"param_metadata", b"no_broadcast_optim_state")
+_SIGNS = ("param_metadata", "no_broadcast_optim_state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class FairscaleShards(CheckpointFormat):
     def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
         """Whether the first file of a directory holds the words that fairscale's metadata has."""
         files = _files(Path(path))
-        return bool(files) and _has_signs(files[0])
+        return bool(files) and mentions(files[0], *_SIGNS)
 
     def open(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> Checkpoint:
         """Say where each parameter's elements lie in the files of all ranks.
@@ -67,15 +66,6 @@ def _files(path: Path) -> list[Path]:
         return []
     found = [file for file in path.iterdir() if file.suffix in _SUFFIXES and re.search(r"\d", file.stem)]
     return sorted(found, key=lambda file: int(re.findall(r"\d+", file.stem)[-1]))
-
-
-def _has_signs(file: Path) -> bool:
-    if not zipfile.is_zipfile(file):
-        return False
-    with zipfile.ZipFile(file) as archive:
-        names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-        raw = archive.read(names[0]) if names else b""
-    return all(sign in raw for sign in _SIGNS)
 
 
 def _read(file: Path, *, weights_only: bool) -> _Rank:

@@ -55,14 +55,46 @@ class Checkpointable(Tensor):
         raise TypeError(f"{cls.__name__} stands for a shard in a state dict and cannot compute {func}")
 
 
-def load_structure(path: Path) -> Any:
+class _Reader:
+    """Gives `torch.serialization._load` the records of a file, and notes where it looks for them.
+
+    Torch calculates where storages are, for files that name the version of its own writer in a record
+    ``.format_version``, and any other program that writes the zip anew puts them elsewhere. So this reader
+    has no such record, and torch asks it for every position.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._reader = torch._C.PyTorchFileReader(str(path))
+        self.places: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def has_record(self, name: str) -> bool:
+        return name != ".format_version" and bool(self._reader.has_record(name))
+
+    def get_record_offset(self, name: str) -> int:
+        if name not in self.places:
+            self.places[name] = int(self._reader.get_record_offset(name))
+        return self.places[name]
+
+
+def load_structure(path: Path) -> tuple[Any, dict[str, int]]:
     """Unpickle a file of ``torch.save`` safely, without reading the data of its tensors.
 
-    Under `torch._subclasses.fake_tensor.FakeTensorMode`, `torch.load` notes where each storage is in the file
-    instead of reading it (torch 2.11 to 2.13).
+    Under `torch._subclasses.fake_tensor.FakeTensorMode`, `torch.serialization._load` notes where each storage
+    is in the file instead of reading it (torch 2.11 to 2.13).
+
+    Returns:
+        What was saved, and where the data of each record begins that holds a storage.
     """
+    reader = _Reader(path)
     with FakeTensorMode():
-        return torch.load(path, map_location="cpu", weights_only=True)
+        loaded = torch.serialization._load(reader, "cpu", torch._weights_only_unpickler)
+    return loaded, reader.places
 
 
 def position_in_file(tensor: Tensor) -> int:

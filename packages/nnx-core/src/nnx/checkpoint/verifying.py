@@ -1,4 +1,4 @@
-"""Verifying: every byte of every file against its digest or checksum.
+"""Verifying: every byte of every file against its digest or checksum, and headers against the index.
 
 Imports neither torch nor Lightning. Damage is reported, not raised, so that one run lists all of it.
 """
@@ -9,12 +9,14 @@ import contextlib
 import itertools
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import xxhash
 
+from nnx.checkpoint.entries import Piece, TensorEntry
+from nnx.checkpoint.headers import find_contradiction
 from nnx.checkpoint.index import INDEX, Index
 from nnx.checkpoint.manifest import MANIFEST, DamagedManifestError, FileEntry
 from nnx.checkpoint.places import Location, Reader, place_of
@@ -135,18 +137,24 @@ class _Verification:
             self._report(name, entry.digested, entry.size, f"cannot be checked, because {cause} is damaged.")
             self._advance(entry.size - entry.digested)
             return
-        self._compare(name, index, self.source.read_file(sums_name))
+        pieces = index.pieces_of(name)
+        contradiction = find_contradiction(self.source.read_file(name), pieces) if name in whole else ""
+        if contradiction:
+            self._report(name, 0, entry.digested, contradiction)
+        self._compare(name, index.block_count(name), pieces, self.source.read_file(sums_name))
 
-    def _compare(self, name: str, index: Index, raw: bytes) -> None:
+    def _compare(
+        self, name: str, count: int, pieces: Sequence[tuple[Piece, TensorEntry]], raw: bytes
+    ) -> None:
         size = self.source.manifest.block
         sums = struct.unpack(f"<{len(raw) // 8}Q", raw)
-        if len(raw) != 8 * index.block_count(name):
+        if len(raw) != 8 * count:
             self._report(name, 0, 0, f"its {len(raw) // 8} checksums are not as many as its blocks.")
             return
         entry = self.source.manifest.files[name]
         blocks = (
             (tensor.name, min(size, piece.nbytes - start))
-            for piece, tensor in index.pieces_of(name)
+            for piece, tensor in pieces
             for start in range(0, piece.nbytes, size)
         )
         with (

@@ -8,7 +8,6 @@ of GeminiPlugin, LowLevelZeroPlugin and the general CheckpointIO; no file that C
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -28,6 +27,7 @@ from nnx.checkpoint.foreign.safetensors_header import read_header
 from nnx.checkpoint.foreign.torch_file import FileTensor, load_torch_file
 from nnx.checkpoint.formats import CheckpointFormat
 from nnx.checkpoint.index import Piece
+from nnx.checkpoint.manifest import load_json
 from nnx.errors import CheckpointError
 
 __all__ = ["ColossalAI"]
@@ -126,7 +126,7 @@ class _Index:
 
 
 def _read_index(file: Path) -> _Index:
-    body = json.loads(read_exactly(file, file.stat().st_size))
+    body = load_json(read_exactly(file, file.stat().st_size))
     return _Index(file, dict(body.get("metadata", {})), dict(body["weight_map"]))
 
 
@@ -194,5 +194,5 @@ def _trainer(place: Path, weights_only: bool) -> dict[str, Any]:
         trainer["lr_schedulers"] = [scheduler]
     if (place / _RUNNING).is_file():
         file = place / _RUNNING
-        trainer["colossalai"] = json.loads(read_exactly(file, file.stat().st_size))
+        trainer["colossalai"] = load_json(read_exactly(file, file.stat().st_size))
     return trainer

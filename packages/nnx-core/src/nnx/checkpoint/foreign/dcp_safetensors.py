@@ -7,13 +7,13 @@ the last part of every tensor is not.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from nnx.box import Box, find_fault
 from nnx.checkpoint.foreign.dcp_items import LocatedTensor
 from nnx.checkpoint.foreign.safetensors_header import read_header
 from nnx.checkpoint.index import Piece
+from nnx.checkpoint.manifest import load_json
 from nnx.errors import CheckpointError
 
 __all__ = ["read_shards", "shard_files"]
@@ -40,7 +40,7 @@ def read_shards(directory: Path) -> dict[str, LocatedTensor]:
         try:
             offsets = {
                 name: tuple(map(int, entry["saved_offsets"]))
-                for name, entry in json.loads(header.metadata[_OFFSETS]).items()
+                for name, entry in load_json(header.metadata[_OFFSETS].encode()).items()
             }
             for tensor in header.tensors:
                 box = Box(offsets[tensor.name], tensor.shape)

@@ -14,6 +14,7 @@ from typing import Any
 from nnx.canonical import StoredName
 from nnx.checkpoint.codec import Encoder, decode
 from nnx.checkpoint.foreign.contents import Contents
+from nnx.checkpoint.manifest import load_json
 from nnx.checkpoint.views import Described
 from nnx.errors import CheckpointError
 
@@ -75,7 +76,7 @@ def unpack(text: str, contents: Contents, tensor: Callable[[str], Any], *, sourc
         CheckpointError: It is malformed or newer.
     """
     try:
-        body = json.loads(text)
+        body = load_json(text.encode())
         version = body["version"]
         objects, ranks, aliases = body["objects"], body["ranks"], body["aliases"]
         opened = {"world_size": int(body["world_size"]), "provenance": dict(body["provenance"])}

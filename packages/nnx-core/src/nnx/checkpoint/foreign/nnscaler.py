@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from nnx.checkpoint.foreign.contents import Contents, ForeignCheckpoint
 from nnx.checkpoint.foreign.faults import malformed_explained
 from nnx.checkpoint.foreign.flat import add_shared_state, pieces_of_range, spans_of_partitions
 from nnx.checkpoint.foreign.rank_file import load_rank_file
-from nnx.checkpoint.foreign.torch_file import FileTensor
+from nnx.checkpoint.foreign.torch_file import FileTensor, mentions
 from nnx.checkpoint.formats import CheckpointFormat
 from nnx.checkpoint.index import Piece
 from nnx.errors import CheckpointError
@@ -34,7 +33,6 @@ _EXTRA = "nnscaler-extra-state"
 _MODEL, _OPTIMIZERS = "state_dict", "optimizer_states"
 _PLAN = "CUBE_EXTRA_STATE"
 _OWN_CLASSES = ("nnscaler.", "cube.")
-_LARGEST_PICKLE = 256 << 20
 
 
 class NnScaler(CheckpointFormat):
@@ -46,8 +44,8 @@ class NnScaler(CheckpointFormat):
     def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
         place = Path(path)
         if place.is_dir():
-            return (place / "0.pt").is_file() and _mentions_nnscaler(place / "0.pt")
-        return place.is_file() and _mentions_nnscaler(place)
+            return mentions(place / "0.pt", _EXTRA)
+        return mentions(place, _EXTRA)
 
     @override
     def open(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> ForeignCheckpoint:
@@ -56,18 +54,6 @@ class NnScaler(CheckpointFormat):
             if place.is_dir():
                 return _open_directory(place, weights_only)
             return _open_merged(place, weights_only)
-
-
-def _mentions_nnscaler(file: Path) -> bool:
-    """Whether the key that nnScaler's strategy adds stands in a file's pickle, which is not unpickled."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            pickled = next((i for i in archive.infolist() if i.filename.endswith("/data.pkl")), None)
-            if pickled is None or pickled.file_size > _LARGEST_PICKLE:
-                return False
-            return _EXTRA.encode() in archive.read(pickled)
-    except (OSError, zipfile.BadZipFile):
-        return False
 
 
 def _load(file: Path, weights_only: bool) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from nnx.checkpoint.foreign.leftovers import pack, unpack
 from nnx.checkpoint.foreign.safetensors_header import Header, StoredTensor, encode_header, read_header
 from nnx.checkpoint.formats import CheckpointFormat, Progress
 from nnx.checkpoint.index import Piece, TensorEntry
+from nnx.checkpoint.manifest import load_json
 from nnx.checkpoint.opened import Checkpoint
 from nnx.checkpoint.views import Described, WeightsOnly
 from nnx.checkpoint.writing import new_directory, new_file, read_in_order, stream_to
@@ -150,7 +151,7 @@ def _located(place: Path) -> tuple[list[Path], Mapping[str, str], dict[str, str]
     if not is_index:
         return [file], {}, {}
     try:
-        body = json.loads(read_exactly(file, file.stat().st_size))
+        body = load_json(read_exactly(file, file.stat().st_size))
         weight_map = {str(name): str(held) for name, held in body["weight_map"].items()}
         metadata = {str(key): str(value) for key, value in body.get("metadata", {}).items()}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:

@@ -17,7 +17,7 @@ from typing import Any
 from nnx.checkpoint.dtypes import DTYPES
 from nnx.checkpoint.files import explained, is_file, read_exactly
 from nnx.checkpoint.index import TensorEntry
-from nnx.checkpoint.manifest import unique_names
+from nnx.checkpoint.manifest import load_json
 from nnx.errors import CheckpointError
 
 __all__ = ["Header", "StoredTensor", "encode_header", "read_header"]
@@ -78,9 +78,9 @@ def read_header(file: Path) -> Header:
     if length > min(_LIMIT, size - 8):
         raise _malformed(file, f"its header would have {length} bytes, and the file has {size}")
     try:
-        body = json.loads(read_exactly(file, length, start=8), object_pairs_hook=unique_names)
+        body = load_json(read_exactly(file, length, start=8))
         metadata = body.pop("__metadata__", {})
-        widened = json.loads(metadata.pop(_COMPLEX_KEY, "{}"))
+        widened = load_json(metadata.pop(_COMPLEX_KEY, "{}").encode())
         tensors = tuple(_tensor(name, value, 8 + length, widened.get(name)) for name, value in body.items())
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _malformed(file, f"its header is not valid ({error})") from error

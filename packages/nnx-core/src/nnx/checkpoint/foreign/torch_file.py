@@ -12,7 +12,7 @@ import copy
 import math
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,10 @@ from nnx.checkpoint.foreign.restoring import Inert, StandIns, harmless, refuse_e
 from nnx.checkpoint.index import Piece, TensorEntry
 from nnx.errors import CheckpointError
 
-__all__ = ["FileTensor", "Inert", "load_torch_file", "map_paths", "map_tree", "read_tensors"]
+__all__ = ["FileTensor", "Inert", "load_torch_file", "map_paths", "map_tree", "mentions", "read_tensors"]
 
 
+_LARGEST_PICKLE = 256 << 20
 _SMALL = 64 << 20
 """Bytes that an expanded tensor may take beyond its file's."""
 
@@ -79,6 +80,14 @@ class FileTensor:
         """How many elements it has."""
         return math.prod(self.shape)
 
+    @property
+    def extent(self) -> int:
+        """Bytes from its first element to its last, with what lies between."""
+        if self.numel == 0:
+            return 0
+        last = sum((extent - 1) * stride for extent, stride in zip(self.shape, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
     def entry(self, name: str) -> TensorEntry:
         """Describe it for the index; only a contiguous tensor is one piece of its file."""
         nbytes = self.numel * self.dtype.itemsize
@@ -89,8 +98,7 @@ class FileTensor:
         """Read it into new memory."""
         if self.numel == 0:
             return torch.empty(self.shape, dtype=self.dtype)
-        last = sum((extent - 1) * stride for extent, stride in zip(self.shape, self.stride, strict=True))
-        raw = bytearray(read_exactly(self.path, (last + 1) * self.dtype.itemsize, start=self.start))
+        raw = bytearray(read_exactly(self.path, self.extent, start=self.start))
         return torch.frombuffer(raw, dtype=self.dtype).as_strided(self.shape, self.stride).contiguous()
 
 
@@ -132,6 +140,23 @@ def load_torch_file(
         ) from error
 
 
+def mentions(path: Path, *words: str) -> bool:
+    """Whether all these words stand in the pickle of a file of ``torch.save``, which is not unpickled."""
+    if not is_file(path):
+        return False
+    try:
+        with zipfile.ZipFile(path) as archive:
+            pickled = next(
+                (entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")), None
+            )
+            if pickled is None or pickled.file_size > min(_LARGEST_PICKLE, 4 * path.stat().st_size + _SMALL):
+                return False
+            raw = archive.read(pickled)
+    except Exception:  # a damaged zip file makes `zipfile` raise errors of six kinds; who opens it says which
+        return False
+    return all(word.encode() in raw for word in words)
+
+
 def _refuse_truncated(path: Path, *, zipped: bool) -> None:
     """The list of a zip file's contents is its end, so a part of one looks like no zip file at all."""
     if not zipped and read_exactly(path, min(4, path.stat().st_size)) == b"PK\x03\x04":
@@ -153,9 +178,10 @@ def _load_safely(path: Path, *, zipped: bool, known: Sequence[Any], inert: Seque
             loaded = torch.load(path, map_location="cpu", weights_only=True)
             refuse_endless(loaded, nbytes=path.stat().st_size, source=str(path))
             return stand_ins.restore(loaded)
-        structure = load_structure(path)
+        structure, places = load_structure(path)
     refuse_endless(structure, nbytes=path.stat().st_size, source=str(path))
-    return map_tree(stand_ins.restore(structure), lambda value: _located(value, path))
+    stops = _record_stops(path, places)
+    return map_tree(stand_ins.restore(structure), lambda value: _located(value, path, stops))
 
 
 def _unsafe(path: Path, names: Sequence[str]) -> CheckpointError:
@@ -176,7 +202,23 @@ def _is_mappable(path: Path) -> bool:
         return same and all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
 
 
-def _located(value: Any, path: Path) -> Any:
+def _record_stops(path: Path, places: Mapping[str, int]) -> dict[int, int]:
+    """For each position where a storage begins, where its record ends.
+
+    Raises:
+        CheckpointError: Two records have one name, so that readers may take either.
+    """
+    with zipfile.ZipFile(path) as archive:
+        entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+        if len(entries) != len(archive.infolist()):
+            raise CheckpointError(
+                f"'{path}' has two records of one name.", remedy="Use another checkpoint; torch writes none."
+            )
+    length = path.stat().st_size
+    return {place: min(place + entries[name].compress_size, length) for name, place in places.items()}
+
+
+def _located(value: Any, path: Path, stops: Mapping[int, int]) -> Any:
     if not isinstance(value, Tensor):
         return value
     nbytes, most = value.numel() * value.dtype.itemsize, 4 * path.stat().st_size + _SMALL
@@ -185,13 +227,20 @@ def _located(value: Any, path: Path) -> Any:
             f"'{path}' claims a tensor of shape {tuple(value.shape)}, {nbytes:,} bytes, and is far smaller.",
             remedy="It was expanded before it was saved; save it with `.contiguous()`, or use another file.",
         )
-    return FileTensor(
+    place = position_in_file(value)
+    found = FileTensor(
         tuple(value.shape),
         value.dtype,
         tuple(value.stride()),
         path,
-        position_in_file(value) + int(value.storage_offset()) * value.dtype.itemsize,
+        place + int(value.storage_offset()) * value.dtype.itemsize,
     )
+    if found.start + found.extent > stops.get(place, place):
+        raise CheckpointError(
+            f"'{path}' claims a tensor of shape {found.shape} where its data ends before the tensor does.",
+            remedy="Restore it from a backup, or use another checkpoint.",
+        )
+    return found
 
 
 def map_tree(tree: Any, change: Callable[[Any], Any]) -> Any:

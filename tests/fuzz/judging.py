@@ -1,0 +1,281 @@
+"""One case after the other in a process of its own, which is replaced when it dies or hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import resource
+import shutil
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from typer.testing import CliRunner
+
+import nnx.checkpoint
+from fuzz.documents import sign
+from fuzz.edits import Case, Special, apply
+from fuzz.references import bits, explains, stored_sums
+from fuzz.samples import make_samples
+from nnx.cli.ckpt import app
+from nnx.errors import CheckpointError, NnxError
+
+__all__ = ["Judge", "Verdict"]
+
+MOST_GROWTH = 64 << 20
+"""Bytes that opening may take beside four times the file's size."""
+MOST_SECONDS = 5.0
+"""Of processor time, for what has less than two megabytes."""
+PATIENCE = 60.0
+"""Seconds after which a case hangs, on a machine that is busy."""
+_COMMANDS = (
+    ("inspect", "{}"),
+    ("inspect", "--json", "{}"),
+    ("verify", "{}"),
+    ("verify", "--json", "{}"),
+    ("ls", "{}"),
+    ("diff", "{}", "{good}"),
+    ("diff", "{good}", "{}"),
+    ("merge", "{}", "{out}.ckpt"),
+    ("merge", "{}", "{out}.safetensors"),
+    ("convert", "{}", "{out}"),
+    ("convert", "{}", "{out}", "--to", "dcp"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a case.
+
+    Attributes:
+        kind: ``"refused"``, ``"right"`` (as before the change), ``"forged"`` (something else, and the files
+            say so), ``"skipped"`` (it cannot be written), or ``"wrong"``.
+        why: What is wrong, or which error.
+    """
+
+    kind: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A checkpoint before it is changed."""
+
+    path: Path
+    files: Mapping[str, bytes]
+    found: Any
+
+    def below(self, root: Path) -> Path:
+        """What to open of a copy: the only file where there is one, else the directory."""
+        return root / next(iter(self.files)) if len(self.files) == 1 else root
+
+
+class Judge:
+    """Judges cases of one format in a child process.
+
+    Args:
+        format: Name of the format.
+        place: An empty directory.
+    """
+
+    def __init__(self, format: str, place: Path) -> None:
+        self._place = place
+        self._format = format
+        self._samples = [_sample(path) for path in make_samples(format, place / "samples")]
+        self._child: Any = None
+        self._line: Any = None
+        first = self._samples[0]
+        for arguments in _COMMANDS:  # now, so that no child has to import what they need
+            _commanded(arguments, first.below(first.path), first, place / "out")
+
+    def __enter__(self) -> Judge:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def judge(self, case: Case) -> Verdict:
+        """Apply a case, open what came out, and judge it."""
+        if self._child is None or not self._child.is_alive():
+            self._start()
+        try:
+            self._line.send(case)
+            if self._line.poll(PATIENCE):
+                found: Verdict = self._line.recv()
+                return found
+            verdict = Verdict("wrong", f"no end after {PATIENCE:.0f} s")
+        except (EOFError, OSError):
+            self._child.join(5)
+            verdict = Verdict("wrong", f"the process ended with code {self._child.exitcode}")
+        self.stop()
+        return verdict
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self._line, theirs = context.Pipe()
+        self._child = context.Process(target=self._serve, args=(theirs,), daemon=True)
+        self._child.start()
+        theirs.close()
+
+    def stop(self) -> None:
+        """End the child; the next case starts another."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.join()
+            self._line.close()
+            self._child = None
+
+    def _serve(self, line: Connection) -> None:
+        self._line.close()
+        torch.set_num_threads(1)
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + (4 << 30),) * 2)
+        with contextlib.suppress(EOFError):
+            while True:
+                line.send(self._judged(line.recv()))
+
+    def _judged(self, case: Case) -> Verdict:
+        sample = self._samples[case.sample % len(self._samples)]
+        try:
+            files, special = apply(case.edits, dict(sample.files))
+            if self._format == "nnx" and case.signed:
+                sign(files, dict(sample.files), stored_sums)
+        except Exception as error:  # no file can be made of this
+            return Verdict("skipped", _signature(error))
+        root = self._place / "case"
+        shutil.rmtree(root, ignore_errors=True)
+        try:
+            _write(root, files, special)
+        except OSError as error:
+            return Verdict("skipped", str(error))
+        size = sum(map(len, files.values()))
+        path = sample.below(root)
+        verdict = _opened(path, sample, self._format, files, size)
+        if verdict.kind != "wrong" and case.edits[0].other % 4 == 0:
+            arguments = _COMMANDS[case.edits[0].where % len(_COMMANDS)]
+            verdict = _commanded(arguments, path, sample, root.with_name("out")) or verdict
+        return verdict
+
+
+# --- one case -------------------------------------------------------------------------------------
+
+
+def _sample(path: Path) -> Sample:
+    files = {
+        str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()
+    }
+    sample = Sample(path, files, None)
+    return Sample(path, files, _read(sample.below(path))[1])
+
+
+def _write(root: Path, files: Mapping[str, bytes], special: Mapping[str, Special]) -> None:
+    root.mkdir()
+    for name, data in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        kind, other = special.get(name, ("", ""))
+        if kind == "link":
+            file.with_name("linked").write_bytes(data)
+            file.symlink_to("linked" if other == name else (root / other).resolve())
+        elif kind == "pipe":
+            os.mkfifo(file)
+        elif kind == "directory":
+            file.mkdir()
+        else:
+            file.write_bytes(data)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], Any]:
+    """The tensors of a checkpoint, and everything that can be compared."""
+    opened = nnx.checkpoint.open_checkpoint(path)
+    tensors = {name: opened.read(name) for name in opened.tensors}
+    kinds = {name: (str(value.dtype), tuple(value.shape), bits(value)) for name, value in tensors.items()}
+    ranks = [repr(opened.rank_objects(rank)) for rank in range(min(opened.world_size, 3))]
+    return tensors, (kinds, dict(opened.aliases), repr(opened.objects), ranks, opened.world_size)
+
+
+def _opened(path: Path, sample: Sample, format: str, files: Mapping[str, bytes], size: int) -> Verdict:
+    before, started = _peak(), time.process_time()
+    try:
+        nnx.checkpoint.open_checkpoint(path)
+        growth = _peak(reset=False) - before
+        tensors, found = _read(path)
+        damage = nnx.checkpoint.verify(path) if format == "nnx" else []
+    except CheckpointError as error:
+        growth = _peak(reset=False) - before
+        verdict = Verdict("refused", str(error))
+    except Exception as error:  # any is a finding
+        return Verdict("wrong", _signature(error))
+    else:
+        verdict = _compared(tensors, found, sample, format, files, damage)
+    spent = time.process_time() - started
+    if growth > 4 * size + MOST_GROWTH:
+        return Verdict("wrong", f"opening took {growth >> 20} MB")
+    if spent > max(MOST_SECONDS, 2 * size / 1e6):
+        return Verdict("wrong", f"opening took {spent:.0f} s")
+    return verdict
+
+
+def _compared(
+    tensors: Any, found: Any, sample: Sample, format: str, files: Mapping[str, bytes], damage: Any
+) -> Verdict:
+    if found == sample.found:
+        return Verdict("right")
+    if damage:  # what could be read was right, as everything that is read is checked
+        return Verdict("forged", damage[0].problem)
+    changed = {
+        name: value for name, value in tensors.items() if found[0].get(name) != sample.found[0].get(name)
+    }
+    try:
+        wrong = explains(format, files, changed) if changed else []
+    except Exception as error:
+        return Verdict(
+            "wrong", f"nnx reads it, and the reference does not: {type(error).__name__}: {error}"[:150]
+        )
+    return Verdict("wrong", f"not what the files say: {wrong[0]}") if wrong else Verdict("forged")
+
+
+def _commanded(arguments: tuple[str, ...], path: Path, sample: Sample, out: Path) -> Verdict | None:
+    """Run a command as it is run in a terminal; what is wrong with it, if anything is."""
+    for old in out.parent.glob(f"{out.name}*"):
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
+    names = {"good": sample.below(sample.path), "out": out}
+    result = CliRunner().invoke(app, [argument.format(path, **names) for argument in arguments])
+    if isinstance(result.exception, NnxError) or (
+        result.exit_code in (0, 1, 2) and _is_plain(result.exception)
+    ):
+        shown = result.output.replace("\n", "").replace("\t", "")
+        return None if shown.isprintable() else Verdict("wrong", f"{arguments[0]} prints {shown!r}"[:150])
+    return Verdict("wrong", f"nnx ckpt {arguments[0]}: {_signature(result.exception)}")
+
+
+def _is_plain(error: BaseException | None) -> bool:
+    return error is None or isinstance(error, SystemExit)
+
+
+def _signature(error: BaseException | None) -> str:
+    """The error and where it came from, the same for all cases of one fault."""
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    ours = [
+        f"{Path(frame.filename).name}:{frame.lineno}"
+        for frame in frames
+        if "/nnx" in frame.filename or "/fuzz/" in frame.filename
+    ]
+    text = str(error).split("\n")[0][:80]
+    return f"{type(error).__name__} at {' < '.join(ours[:-4:-1])}: {text}"
+
+
+def _peak(*, reset: bool = True) -> int:
+    """The most memory this process had since the last reset; after one, what it has now."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) << 10
+    return 0

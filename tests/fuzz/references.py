@@ -1,0 +1,261 @@
+"""What a changed checkpoint holds, read without nnx.
+
+Our own format and safetensors say for every tensor which bytes it has, and are read by what their
+specifications say. For the other programs' formats it is enough, and needs none of their code, to know the
+tensors in their files: whatever nnx puts together must be made of runs of one of these, in order.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from fuzz.pickles import Made, Stored, load_pickle
+
+__all__ = ["explains", "stored_sums"]
+
+_SAFE = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64"}
+_SAFE |= {"I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "C64": "complex64"}
+_STORAGES = {"FloatStorage": 4, "BFloat16Storage": 2, "LongStorage": 8, "IntStorage": 4, "HalfStorage": 2}
+_STORAGES |= {"DoubleStorage": 8, "BoolStorage": 1, "ByteStorage": 1, "ShortStorage": 2, "CharStorage": 1}
+_STORAGES |= {"ComplexFloatStorage": 8, "ComplexDoubleStorage": 16, "UntypedStorage": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A box of a tensor, and what it may hold: ranks may store the same box."""
+
+    box: tuple[slice, ...]
+    data: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A tensor as the files say."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    regions: list[Region]
+
+
+def bits(tensor: Tensor) -> bytes:
+    """The bytes of a tensor in row-major order."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def explains(format: str, files: Mapping[str, bytes], found: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors that are not what the files say."""
+    if format == "nnx":
+        return _differing(_native(files), found)
+    if format == "safetensors":
+        return _differing(_safetensors(files), found)
+    pool = [data for name, raw in files.items() for data in _stored(name, raw)]
+    return [name for name, tensor in found.items() if not _made_of(tensor, pool)]
+
+
+def _differing(expected: Mapping[str, Expected], found: Mapping[str, Tensor]) -> list[str]:
+    return [name for name, tensor in found.items() if not _same(expected.get(name), tensor)]
+
+
+def _same(expected: Expected | None, tensor: Tensor) -> bool:
+    if expected is None or expected.shape != tuple(tensor.shape):
+        return False
+    if expected.dtype != str(tensor.dtype).removeprefix("torch."):
+        return False
+    return all(bits(tensor[region.box]) in region.data for region in expected.regions)
+
+
+# --- our own format -------------------------------------------------------------------------------
+
+
+def _pieces(manifest: Any, index: Any) -> dict[int, list[tuple[int, int, str, list[int], list[int]]]]:
+    """For each rank file its pieces in order: position, length, tensor, offset and size."""
+    unplaced: dict[int, list[Any]] = {number: [] for number in range(len(index["files"]))}
+    with_cells = set()
+    for name, entry in index["tensors"].items():
+        kind = entry if isinstance(entry, dict) else index["kinds"][entry]
+        listed = kind["pieces"] if isinstance(entry, dict) else list(_cells(kind, index["layouts"]))
+        element = getattr(torch, kind["dtype"])
+        width = element.itemsize // (2 if element.is_complex else 1)
+        for offset, size, file, start in listed:
+            with_cells |= {file} if start is None else set()
+            length = math.prod(size) * element.itemsize
+            unplaced[file].append((-width, name, offset, size, length, start))
+    placed: dict[int, list[tuple[int, int, str, list[int], list[int]]]] = {}
+    for file, pieces in unplaced.items():
+        position = manifest["files"][index["files"][file]]["digested"]
+        if file not in with_cells:
+            found = [(start, length, name, offset, size) for _, name, offset, size, length, start in pieces]
+            placed[file] = sorted(found, key=lambda piece: piece[:2])
+            continue
+        placed[file] = []
+        for _, name, offset, size, length, _ in sorted(pieces, key=lambda piece: piece[:3]):
+            placed[file].append((position, length, name, offset, size))
+            position += length
+    return placed
+
+
+def _cells(kind: Any, layouts: Any) -> Iterator[tuple[list[int], list[int], int, None]]:
+    for cell, files in layouts[kind["layout"]]:
+        at = cell + [0] * (len(kind["shape"]) - len(cell))
+        if len(at) != len(kind["shape"]):
+            continue
+        offset = [number * step for number, step in zip(at, kind["chunk"], strict=True)]
+        rest = zip(kind["chunk"], kind["shape"], offset, strict=True)
+        size = [min(step, extent - first) for step, extent, first in rest]
+        if all(count > 0 for count in size):
+            yield from ((offset, size, file, None) for file in files)
+
+
+def _native(files: Mapping[str, bytes]) -> dict[str, Expected]:
+    manifest = json.loads(files["manifest.json"])
+    directory = manifest["save_id"]
+    index = json.loads(files[f"{directory}/index.json"])
+    regions: dict[str, dict[Any, list[bytes]]] = {}
+    for file, pieces in _pieces(manifest, index).items():
+        raw = files[f"{directory}/{index['files'][file]}"]
+        for position, length, name, offset, size in pieces:
+            box = (tuple(offset), tuple(size))
+            regions.setdefault(name, {}).setdefault(box, []).append(raw[position : position + length])
+    found = {}
+    for name, entry in index["tensors"].items():
+        kind = entry if isinstance(entry, dict) else index["kinds"][entry]
+        held = [Region(_slices(*box), data) for box, data in regions.get(name, {}).items()]
+        found[name] = Expected(kind["dtype"], tuple(kind["shape"]), held)
+    return found
+
+
+def _slices(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(first, first + count) for first, count in zip(offset, size, strict=True))
+
+
+def stored_sums(manifest: Any, index: Any, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The checksums that every rank file of our own format should have."""
+    found, block = {}, manifest["hash"]["block"]
+    for file, pieces in _pieces(manifest, index).items():
+        name = index["files"][file]
+        raw = files[f"{manifest['save_id']}/{name}"]
+        parts = [raw[at : min(at + block, p + n)] for p, n, *_ in pieces for at in range(p, p + n, block)]
+        sums = [xxhash.xxh3_64_intdigest(part) for part in parts]
+        found[f"{name.rsplit('.', 1)[0]}.sums"] = struct.pack(f"<{len(sums)}Q", *sums)
+    return found
+
+
+# --- safetensors ----------------------------------------------------------------------------------
+
+
+def _safetensors(files: Mapping[str, bytes]) -> dict[str, Expected]:
+    found = {}
+    for name, raw in files.items():
+        if not name.endswith(".safetensors"):
+            continue
+        (length,) = struct.unpack("<Q", raw[:8])
+        header = json.loads(raw[8 : 8 + length])
+        metadata = header.pop("__metadata__", {})
+        wide = {k: v for text in metadata.values() for k, v in _names(text).items()}
+        for key, entry in header.items():
+            start, stop = entry["data_offsets"]
+            shape, data = tuple(entry["shape"]), raw[8 + length + start : 8 + length + stop]
+            dtype = _SAFE.get(entry["dtype"], entry["dtype"])
+            if key in wide:
+                dtype, shape = wide[key], shape[:-1]
+            region = Region(tuple(slice(0, extent) for extent in shape), [data])
+            found[key] = found[f"model.{key}"] = Expected(dtype, shape, [region])
+    return found
+
+
+def _names(text: str) -> dict[str, str]:
+    """Element types by name, where a text is JSON of that."""
+    try:
+        body = json.loads(text)
+    except ValueError:
+        return {}
+    plain = isinstance(body, dict) and all(isinstance(value, str) for value in body.values())
+    return body if plain else {}
+
+
+# --- files of torch.save --------------------------------------------------------------------------
+
+
+def _stored(name: str, raw: bytes) -> Iterator[bytes]:
+    """The bytes of every tensor in a file, as its pickle describes it; of a DCP data file all bytes."""
+    if name.endswith((".distcp", ".safetensors")):
+        yield raw
+        return
+    if not zipfile.is_zipfile(io.BytesIO(raw)):
+        return
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        records = {entry.partition("/")[2]: archive.read(entry) for entry in archive.namelist()}
+    order = records.get("byteorder", b"little")
+    for node in _nodes(load_pickle(records["data.pkl"]), set()):
+        if isinstance(node, Made) and node.symbol[1] in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+            yield from _tensor(node, records, order)
+
+
+def _nodes(tree: Any, seen: set[int]) -> Iterator[Any]:
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield node
+        if isinstance(node, Made):
+            pending += [node.args, node.state, node.items, node.values]
+        elif isinstance(node, dict):
+            pending += node.values()
+        elif isinstance(node, list):
+            pending += node
+
+
+def _tensor(node: Made, records: Mapping[str, bytes], order: bytes) -> Iterator[bytes]:
+    try:
+        storage, offset, shape, stride = node.args[:4]
+        assert isinstance(storage, Stored)
+        _, kind, key, *_ = storage.pid
+        width = _STORAGES[kind.symbol[1]]
+        if node.symbol[1] == "_rebuild_tensor_v3":
+            width = getattr(torch, node.args[6].symbol[1]).itemsize
+        data = np.frombuffer(records[f"data/{key}"], np.dtype(f"V{width}"))[offset:]
+        last = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+        if 0 in shape or last >= len(data) or math.prod(shape) > 1 << 20:
+            return
+        strides = [step * width for step in stride]
+        raw = np.lib.stride_tricks.as_strided(data, shape, strides).tobytes()
+    except (TypeError, ValueError, KeyError, AttributeError, AssertionError, IndexError):
+        return
+    yield raw
+    if order == b"big":
+        yield np.frombuffer(raw, np.dtype(f">u{min(width, 8)}")).astype(f"<u{min(width, 8)}").tobytes()
+
+
+def _made_of(tensor: Tensor, pool: Sequence[bytes]) -> bool:
+    """Whether every row of a tensor is made of at most a few runs of what is stored."""
+    if tensor.numel() == 0 or not tensor.dim():
+        return tensor.numel() == 0 or _runs(bits(tensor), tensor.dtype.itemsize, pool) == 1
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    return all(_runs(bits(row), tensor.dtype.itemsize, pool) <= 4 for row in rows)
+
+
+def _runs(data: bytes, width: int, pool: Sequence[bytes]) -> int:
+    """How many runs of what is stored, each as long as possible, make up the data."""
+    count = 0
+    while data:
+        stop = len(data)
+        while stop and not any(data[:stop] in held for held in pool):
+            stop -= width
+        if stop <= 0:
+            return 1 << 30
+        data, count = data[stop:], count + 1
+    return count
