@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ class _Reader:
     """
 
     def __init__(self, path: Path) -> None:
-        self._reader = torch._C.PyTorchFileReader(str(path))
+        self._reader: Any = torch._C.PyTorchFileReader(str(path))
         self.places: dict[str, int] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -91,9 +91,9 @@ def load_structure(path: Path) -> tuple[Any, dict[str, int]]:
     Returns:
         What was saved, and where the data of each record begins that holds a storage.
     """
-    reader = _Reader(path)
+    reader, load = _Reader(path), cast("Any", torch.serialization._load)
     with FakeTensorMode():
-        loaded = torch.serialization._load(reader, "cpu", torch._weights_only_unpickler)
+        loaded = load(reader, "cpu", torch._weights_only_unpickler)
     return loaded, reader.places
 
 
