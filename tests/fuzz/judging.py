@@ -157,7 +157,7 @@ class Judge:
         size = sum(map(len, files.values()))
         path = sample.below(root)
         verdict = _opened(path, sample, self._format, files, size)
-        if verdict.kind != "wrong" and case.edits[0].other % 4 == 0:
+        if verdict.kind != "wrong" and case.edits and case.edits[0].other % 4 == 0:
             arguments = _COMMANDS[case.edits[0].where % len(_COMMANDS)]
             verdict = _commanded(arguments, path, sample, root.with_name("out")) or verdict
         return verdict
