@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import turns
 from longest_first import ordered
 from nnx.testing.pool import WorkerPool, shared_pool
 
 _SET_BY_LAUNCHERS = (
-    *("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
-    *("PL_GLOBAL_SEED", "PL_SEED_WORKERS"),
+    *("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("NODE_RANK", "GROUP_RANK", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"),
 )
 _STARTUP = str(Path(__file__).parent / "tests" / "startup")
 
@@ -33,8 +34,17 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest; under xdist, too, which hands out whole files in this order."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take the tests whose turn it is (see `turns`), and begin with the files that take longest.
+
+    Under xdist, too, which hands out whole files in this order.
+    """
+    turns.mark_what_has_no_turn(items)
+    if not any("::" in argument for argument in config.args):
+        taken = turns.chosen(items, os.environ.get("NNX_MATRIX", ""))
+        left = set(items).difference(taken)
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = taken
     items[:] = ordered(items)
 
 
@@ -52,17 +62,19 @@ def pool() -> WorkerPool:
 
 @pytest.fixture(autouse=True)
 def out_of_the_world() -> Iterator[None]:
-    """Let a test that trains in this process leave its process group, and the port of it, to itself.
+    """Begin and end a test without a launcher's variables, and leave the process group that it made.
 
-    Scripts that later tests start would inherit the port, find it taken, and wait.
+    Scripts that tests start would inherit the port, find it taken, and wait. What a fixture of a module or
+    of the session has trained in this process is cleared away, too: hence also before the test.
     """
-    before = {name: os.environ.get(name) for name in _SET_BY_LAUNCHERS}
+    _forget_the_launcher()
     was_in_a_world = dist.is_initialized()
     yield
     if dist.is_initialized() and not was_in_a_world:
         dist.destroy_process_group()
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    _forget_the_launcher()
+
+
+def _forget_the_launcher() -> None:
+    for name in _SET_BY_LAUNCHERS:
+        os.environ.pop(name, None)

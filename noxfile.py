@@ -66,7 +66,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All tests, or those that are named: `nox -s tests -- tests/test_main_job.py`."""
+    """What README's command runs, or what is named: `nox -s tests -- tests/test_main_job.py`."""
     run(session, "-m", "pytest", "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
@@ -78,6 +78,12 @@ def fuzz(session: nox.Session) -> None:
     """
     with session.chdir(ROOT / "tests"):
         run(session, "-m", "fuzz", *session.posargs)
+
+
+@nox.session
+def full(session: nox.Session) -> None:
+    """All tests, with whole matrices, every planted fault and every check on every strategy. Takes hours."""
+    run(session, "-m", "pytest", "-n", "2", "--dist", "loadfile", *session.posargs, NNX_MATRIX="full")
 
 
 @nox.session(venv_backend="venv")
@@ -164,9 +170,9 @@ def compat(session: nox.Session, edge: str) -> None:
     try_one_of_each(session, python)
 
 
-def run(session: nox.Session, *arguments: str) -> None:
-    """Run the Python that runs nox."""
-    session.run(sys.executable, *arguments, external=True, env={"PYTHONUNBUFFERED": "1"})
+def run(session: nox.Session, *arguments: str, **variables: str) -> None:
+    """Run the Python that runs nox, with environment variables."""
+    session.run(sys.executable, *arguments, external=True, env={"PYTHONUNBUFFERED": "1", **variables})
 
 
 def build(session: nox.Session, *kinds: str) -> list[str]:

@@ -1,15 +1,15 @@
 """The conformance suite is tested with strategies that are broken on purpose.
 
-Every fault has to be caught by the check that names it; those in habits take turns. Whether a narrow fault
-fails no other check is tried on one check of its group, by a quarter of the faults. With
-NNX_MATRIX=full all are tried on everything.
+Every fault has to be caught by the check that names it. Whether a narrow fault fails no other check is tried
+on one check of its group, by a quarter of the faults; `fault_table.py` tries all. README's command takes one
+fault for each module of checks (see `turns`).
 """
 
 from __future__ import annotations
 
-import os
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,20 +17,25 @@ from faults import Fault, all_faults
 from nnx.testing.conformance import Session, all_checks
 from nnx.testing.conformance.bench import Reference
 from nnx.testing.pool import WorkerPool
+from turns import FULL
 
 CHECKS = {check.name: check for check in all_checks()}
 FAULTS = {fault.name: fault for fault in all_faults()}
-FULL = os.environ.get("NNX_MATRIX") == "full"
 NEIGHBOURS = 1
 """Other checks of the same group that must not fail because of a narrow fault; `fault_table.py` tries all."""
 TURNS = 1 if FULL else 4
-"""Of so many faults one is tried on its neighbours, and of so many strategies with a bad habit one at all."""
+"""Of so many faults one is tried on its neighbours."""
 
 
-def tried(fault: Fault) -> bool:
-    """Whether it is this fault's turn; all habits of one strategy have it together, as they share a job."""
-    is_habit = CHECKS[fault.caught_by].group == "habits"
-    return not (is_habit and zlib.crc32(fault.target.encode()) % TURNS)
+def in_turns() -> list[Any]:
+    """All faults; those that are not the first for their module of checks have the mark `full`."""
+    modules: set[str] = set()
+    found = []
+    for fault in FAULTS.values():
+        module = CHECKS[fault.caught_by].run.__module__
+        found.append(pytest.param(fault, id=fault.name, marks=pytest.mark.full if module in modules else ()))
+        modules.add(module)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +43,10 @@ def reference(pool: WorkerPool) -> Reference:
     return Reference(pool)
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
+@pytest.mark.parametrize("fault", in_turns())
 def test_the_fault_is_caught_by_the_check_that_names_it(
     pool: WorkerPool, reference: Reference, fault: Fault, tmp_path: Path
 ) -> None:
-    if not tried(fault):
-        pytest.skip("its turn comes with NNX_MATRIX=full")
     session = Session(fault.subject(), pool=pool, reference=reference)
 
     def verdict(name: str) -> tuple[str, str]:

@@ -81,11 +81,44 @@ def try_optimizer(
 ) -> Trial:
     """Find out what an optimizer's updates depend on.
 
+    Of torch's own optimizers the answer is kept for further ones with the same options and shapes.
+
     Args:
         optimizer: Of any class; it is left alone.
         shape_of: The shape of the whole of a parameter. Without it the parameter's own shape counts, and
             matrices and kernels are tried too, in case that an engine has flattened it.
     """
+    key = _key_of(optimizer, shape_of or _own_shape) if _is_of_torch(optimizer) else None
+    if key is None or key not in _found:
+        trial = _tried(optimizer, shape_of)
+        if key is None:
+            return trial
+        _found[key] = trial
+    return _found[key]
+
+
+_found: dict[Any, Trial] = {}
+"""What trials of torch's own optimizers found, as a trial takes as long as several steps."""
+
+
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _key_of(optimizer: Optimizer, shape_of: Callable[[nn.Parameter], Sequence[int]]) -> Any:
+    """All that a trial looks at: the step, the options, and the different shapes of each group."""
+    groups = [
+        (
+            repr({name: value for name, value in group.items() if name != "params"}),
+            len(group["params"]),
+            tuple(dict.fromkeys((tuple(shape_of(one)), one.is_complex()) for one in group["params"])),
+        )
+        for group in optimizer.param_groups
+    ]
+    return type(optimizer), type(optimizer).step, shape_of is _own_shape, tuple(groups)
+
+
+def _tried(optimizer: Optimizer, shape_of: Callable[[nn.Parameter], Sequence[int]] | None) -> Trial:
     generic = () if shape_of is not None else _GENERIC
     error = ""
     # Doubles tell rounding from a difference, but some optimizers make single precision tensors of their own.

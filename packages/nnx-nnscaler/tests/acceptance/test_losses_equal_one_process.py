@@ -1,14 +1,11 @@
 """Every model has the losses of one process under every policy.
 
-With NNX_MATRIX=full every policy is tried with every model on 2 and on 4 processes. By default policies that
-trace take turns on 2 processes, so that each meets several models and each model is traced, and a few cases
-run on 4. What replicas compute by themselves, batch statistics and dropout, is held against Lightning's ddp.
+Every policy is tried with every model on 2 and on 4 processes, by default in turns (see `turns`). What
+replicas compute by themselves, batch statistics and dropout, is held against Lightning's ddp.
 """
 
 from __future__ import annotations
 
-import os
-import zlib
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,13 +25,7 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
 REPLICATED = ("dp", "zero")
 OF_EACH_REPLICA = ("cnn", "gpt")
 """Models whose replicas do not compute what one process does on the whole batch."""
-FULL = os.environ.get("NNX_MATRIX") == "full"
 Losses = tuple[list[float], list[float]]
-
-
-def turn(name: str, turns: int) -> bool:
-    """Whether it is among those that are tried by default."""
-    return FULL or zlib.crc32(name.encode()) % turns == 0
 
 
 class References:
@@ -72,8 +63,6 @@ def check(
 def test_two_processes_have_the_losses_of_one(
     pool: WorkerPool, references: References, tmp_path: Path, model: str, policy: str
 ) -> None:
-    if policy not in REPLICATED and not turn(f"{model} {policy}", 2):
-        pytest.skip("its turn comes with NNX_MATRIX=full")
     check(pool, references, model, policy, 2, gen_savedir=str(tmp_path))
 
 
@@ -82,8 +71,6 @@ def test_two_processes_have_the_losses_of_one(
 def test_four_processes_have_the_losses_of_one(
     pool: WorkerPool, references: References, tmp_path: Path, model: str, policy: str
 ) -> None:
-    if not turn(f"4 {model} {policy}", 8):
-        pytest.skip("its turn comes with NNX_MATRIX=full")
     check(pool, references, model, policy, 4, gen_savedir=str(tmp_path))
 
 

@@ -66,6 +66,8 @@ class Check:
             ``"precisions:bf16-mixed"`` for an entry of a list.
         kinds: What the promise can be asked of.
         full: Only tried in the full profile.
+        of_adapter: Whether it tries Lightning's code or the adapter's, which is the same under every engine.
+            The suite of this repository tries it on one strategy of each adapter; `nnx conformance` always.
         refusable: Whether a strategy may name the check in `Capabilities.refuses`.
         deadline: Seconds after which it counts as hung.
     """
@@ -77,6 +79,7 @@ class Check:
     requires: tuple[str, ...] = ()
     kinds: tuple[Kind, ...] = ("backend", "strategy", "lightning")
     full: bool = False
+    of_adapter: bool = False
     refusable: bool = False
     deadline: float = DEADLINE
 
@@ -89,6 +92,7 @@ def check(
     name: str = "",
     kinds: tuple[Kind, ...] = ("backend", "strategy", "lightning"),
     full: bool = False,
+    of_adapter: bool = False,
     refusable: bool = False,
     deadline: float = DEADLINE,
 ) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
@@ -99,6 +103,7 @@ def check(
         name: Instead of the function's name, for functions made in a loop.
         kinds: See `Check`.
         full: See `Check`.
+        of_adapter: See `Check`.
         refusable: See `Check`.
         deadline: See `Check`.
     """
@@ -112,6 +117,7 @@ def check(
             requires=requires,
             kinds=kinds,
             full=full,
+            of_adapter=of_adapter,
             refusable=refusable,
             deadline=deadline,
         )

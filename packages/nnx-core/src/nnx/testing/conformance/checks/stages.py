@@ -71,7 +71,7 @@ def fit_again(bench: Bench) -> None:
     _compare(bench, jobs.fit_again, _TASK)
 
 
-@check()
+@check(of_adapter=True)
 def fit_further(bench: Bench) -> None:
     """The same Trainer, given more steps, goes on from the trained weights."""
     _compare(bench, jobs.fit_further, _TASK)
@@ -117,7 +117,7 @@ def validation_while_gradients_accumulate(bench: Bench) -> None:
         expect_same_run(ranks, without, tolerance=TOLERANCE["float32"])
 
 
-@check()
+@check(of_adapter=True)
 def evaluation_takes_the_eval_branch(bench: Bench) -> None:
     """In evaluation every module is in evaluation mode: dropout is off and `self.training` False."""
     alone: Outcome = bench.alone(jobs.branch, _BRANCHING)
@@ -133,7 +133,7 @@ def evaluation_takes_the_eval_branch(bench: Bench) -> None:
         _expect_same_evaluation(ranks, alone)
 
 
-@check()
+@check(of_adapter=True)
 def training_takes_the_training_branch_again(bench: Bench) -> None:
     """After validation every module is in training mode again: dropout is on and `self.training` True."""
     alone: Outcome = bench.alone(jobs.branch, _BRANCHING)
@@ -145,7 +145,7 @@ def training_takes_the_training_branch_again(bench: Bench) -> None:
         expect_same_run(ranks, alone, tolerance=TOLERANCE["float32"])
 
 
-@check()
+@check(of_adapter=True)
 def submodules_keep_their_mode(bench: Bench) -> None:
     """A submodule that the user put into evaluation mode is still in it after validation."""
     for rank, seen in enumerate(bench.run(jobs.modes_of_submodules, Task(batches=3))):
@@ -172,7 +172,7 @@ def evaluation_computes_no_gradients(bench: Bench) -> None:
         expect(len(report["losses"]) == 2, f"{where}: {len(report['losses'])} steps instead of 2.")
 
 
-@check()
+@check(of_adapter=True)
 def predictions_of_each_rank(bench: Bench) -> None:
     """`Trainer.predict` returns on each rank the outputs for that rank's own share, in order."""
     task = Task(batches=3, last_batch=6)
@@ -225,7 +225,7 @@ def other_batch_size_in_evaluation(bench: Bench) -> None:
     _compare(bench, jobs.fit_then_evaluate, task, "other")
 
 
-@check()
+@check(of_adapter=True)
 def empty_validation(bench: Bench) -> None:
     """A validation loader without samples is passed over."""
     settings = {"limit_val_batches": 1.0, "num_sanity_val_steps": 1, "max_steps": -1, "max_epochs": 2}
@@ -247,13 +247,13 @@ def _ends_alike(bench: Bench, task: Task, settings: dict[str, Any]) -> None:
         expect_same_run(ranks, alone, tolerance=TOLERANCE["float32"], what="training")
 
 
-@check()
+@check(of_adapter=True)
 def epochs_end(bench: Bench) -> None:
     """`max_epochs` ends a run after that many epochs."""
     _ends_alike(bench, _TASK, {"max_steps": -1, "max_epochs": 2})
 
 
-@check()
+@check(of_adapter=True)
 def limited_batches(bench: Bench) -> None:
     """`limit_train_batches`, `limit_val_batches` and `limit_test_batches` hold, as numbers and fractions."""
     limits = {"limit_train_batches": 3, "limit_val_batches": 0.5, "limit_test_batches": 1}
@@ -261,7 +261,7 @@ def limited_batches(bench: Bench) -> None:
     _ends_alike(bench, Task(batches=4), settings)
 
 
-@check()
+@check(of_adapter=True)
 def one_rank_stops_all(bench: Bench) -> None:
     """Ranks decide together: one that wants to stop stops all, and all must want what needs all."""
     ranks = bench.run(jobs.decide_on_rank_zero, Task(steps=4), world_size=2)
@@ -272,7 +272,7 @@ def one_rank_stops_all(bench: Bench) -> None:
         expect(batches == 2, f"{where} after batch 2; training ended after batch {batches}.")
 
 
-@check()
+@check(of_adapter=True)
 def early_stopping(bench: Bench) -> None:
     """`EarlyStopping` on a logged metric ends the run at the same step on every rank."""
     task = Task(batches=1)

@@ -21,19 +21,19 @@ from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Task
 
 
-@check()
+@check(of_adapter=True)
 def flipped_byte(bench: Bench) -> None:
     """A flipped byte is found when resuming; every rank names the file."""
     _expect_refused(bench, _flip)
 
 
-@check()
+@check(of_adapter=True)
 def truncated_file(bench: Bench) -> None:
     """A truncated file is found when resuming; every rank names it."""
     _expect_refused(bench, _truncate)
 
 
-@check()
+@check(of_adapter=True)
 def missing_checkpoint(bench: Bench) -> None:
     """Where no checkpoint is, every rank says so and names the path."""
     path = str(bench.directory / "nowhere.ckpt")
@@ -41,7 +41,7 @@ def missing_checkpoint(bench: Bench) -> None:
         expect("nowhere.ckpt" in error, f"rank {rank}: {error or 'no error'!r} does not name {path!r}.")
 
 
-@check()
+@check(of_adapter=True)
 def another_model(bench: Bench) -> None:
     """A checkpoint of another model is refused on every rank, in the same words, which name what differs."""
     saved_checkpoint(bench)
@@ -52,7 +52,7 @@ def another_model(bench: Bench) -> None:
     expect(len(set(errors)) == 1, f"the ranks differ: {' / '.join(map(repr, errors))}.")
 
 
-@check(kinds=("backend",))
+@check(kinds=("backend",), of_adapter=True)
 def save_fails_everywhere(bench: Bench) -> None:
     """Where a checkpoint cannot be written, every rank gets the error, and training can go on."""
     obstacle = bench.directory / "obstacle"

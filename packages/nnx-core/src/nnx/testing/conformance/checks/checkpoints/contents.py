@@ -28,7 +28,7 @@ from nnx.testing.conformance.task import Outcome, Task
 from nnx.testing.conformance.training import outcome_of
 
 
-@check()
+@check(of_adapter=True)
 def checkpoint_is_whole(bench: Bench) -> None:
     """What is saved verifies against its checksums."""
     saved_checkpoint(bench)
@@ -85,7 +85,7 @@ def saving_in_the_background(bench: Bench) -> None:
     expect_exactly(state, saved.saved.optimizers, where="state of the optimizer, saved in the background")
 
 
-@check()
+@check(of_adapter=True)
 def weights_only_has_no_optimizer(bench: Bench) -> None:
     """`save_weights_only` saves the weights, and no optimizer state."""
     stored, saved = saved_checkpoint(bench, weights_only=True)
@@ -98,7 +98,7 @@ def weights_only_has_no_optimizer(bench: Bench) -> None:
     expect(names == saved.saved.weights.keys(), f"the checkpoint has the weights {sorted(names)}.")
 
 
-@check()
+@check(of_adapter=True)
 def weights_only_evaluates(bench: Bench) -> None:
     """A checkpoint of weights only is evaluated, and is refused for resuming on every rank."""
     alone: Record = bench.alone(save, TASK, "")
@@ -108,7 +108,7 @@ def weights_only_evaluates(bench: Bench) -> None:
         expect_equal_weights(evaluated.weights, alone.saved.weights, tolerance=TOLERANCE, where=where)
 
 
-@check()
+@check(of_adapter=True)
 def loads_in_one_process(bench: Bench) -> None:
     """The weights load into a plain module in one process, by `nnx.load_from_checkpoint`."""
     saved: Record = bench.run(save, TASK, path_in(bench))[0]
@@ -116,7 +116,7 @@ def loads_in_one_process(bench: Bench) -> None:
     expect_exactly(weights, saved.saved.weights, where="in one process")
 
 
-@check()
+@check(of_adapter=True)
 def evaluates_a_checkpoint(bench: Bench) -> None:
     """`validate` and `test` with `ckpt_path` evaluate the weights that were saved."""
     saved: Record = bench.run(save, TASK, path_in(bench))[0]

@@ -28,7 +28,7 @@ from nnx.testing.conformance.task import Task
 _ENTRY = {"note": "kept", "numbers": (1, 2.5), "nested": {"deep": [True, None]}}
 
 
-@check()
+@check(of_adapter=True)
 def hook_entries_come_back(bench: Bench) -> None:
     """What `on_save_checkpoint` of the module adds, its `on_load_checkpoint` gets, on every rank."""
     task = replace(TASK, model=Noting)
@@ -36,7 +36,7 @@ def hook_entries_come_back(bench: Bench) -> None:
         expect(seen == _ENTRY, f"rank {rank}: the hook saved {_ENTRY} and got {seen}.")
 
 
-@check()
+@check(of_adapter=True)
 def save_hook_sees_the_weights(bench: Bench) -> None:
     """`on_save_checkpoint` sees the state dict under the model's own names, and may leave entries out."""
     task = replace(TASK, model=Selective)
@@ -48,7 +48,7 @@ def save_hook_sees_the_weights(bench: Bench) -> None:
         expect_exactly(head, wanted, where=f"{where}, filled in by on_load_checkpoint")
 
 
-@check()
+@check(of_adapter=True)
 def load_hook_renames(bench: Bench) -> None:
     """`on_load_checkpoint` sees the complete weights and may rename them."""
     alone: Record = bench.alone(run, TASK)
@@ -61,7 +61,7 @@ def load_hook_renames(bench: Bench) -> None:
         expect_equal_losses(resumed.losses, losses, tolerance=TOLERANCE, where=where)
 
 
-@check()
+@check(of_adapter=True)
 def callback_state_comes_back(bench: Bench) -> None:
     """The state of callbacks comes back, and their hooks are called on every rank."""
     for rank, (counted, entry) in enumerate(bench.run(_counted, TASK, path_in(bench))):

@@ -32,7 +32,7 @@ SCORES = (3.0, 1.0, 2.0, 4.0)
 """What the runs log after each step; the best two are those of steps 2 and 3."""
 
 
-@check()
+@check(of_adapter=True)
 def keeps_the_best(bench: Bench) -> None:
     """ModelCheckpoint keeps the best ones and the last, and every rank names the same best."""
     kept = {"step=2.ckpt", "step=3.ckpt", "last.ckpt"}
@@ -43,7 +43,7 @@ def keeps_the_best(bench: Bench) -> None:
         expect(set(report.kept) == kept, f"rank {rank} finds {report.kept}, expected {sorted(kept)}.")
 
 
-@check()
+@check(of_adapter=True)
 def removes_checkpoints_once(bench: Bench) -> None:
     """An old checkpoint is removed by one rank only."""
     ranks = bench.run(_keep, _TASK, str(bench.directory))
@@ -52,7 +52,7 @@ def removes_checkpoints_once(bench: Bench) -> None:
     expect(not twice, f"{twice} were removed by several ranks: the second one may find half a directory.")
 
 
-@check()
+@check(of_adapter=True)
 def best_and_last_load(bench: Bench) -> None:
     """`ckpt_path="best"` evaluates the best weights, `ckpt_path="last"` resumes the latest."""
     second: Record = bench.alone(run, replace(_TASK, steps=2))

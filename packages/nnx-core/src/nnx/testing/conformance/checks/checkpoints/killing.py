@@ -37,7 +37,7 @@ _FAST_KILLS = 3
 """Kills on each rank in the fast profile."""
 
 
-@check(deadline=120)
+@check(deadline=120, of_adapter=True)
 def killed_while_saving(bench: Bench) -> None:
     """A process that is killed while it saves leaves a whole checkpoint, and no other process hanging."""
     _try_kills(bench, _FAST_KILLS)

@@ -25,7 +25,7 @@ from nnx.testing.conformance.training import outcome_of
 _STEPS, _SAVED_AFTER = 5, 2
 
 
-@check()
+@check(of_adapter=True)
 def randomness_goes_on(bench: Bench) -> None:
     """Resumed within an epoch, each rank draws its own next random numbers: dropout and losses to the bit."""
     ranks = bench.run(_interrupted, TASK, path_in(bench))
@@ -39,7 +39,7 @@ def randomness_goes_on(bench: Bench) -> None:
             expect(same, f"{where}: {name} is not that of the run that was not interrupted, to the bit.")
 
 
-@check()
+@check(of_adapter=True)
 def ranks_draw_their_own(bench: Bench) -> None:
     """Ranks that read different data and drew differently before they were saved do so afterwards."""
     ranks = bench.run(_interrupted, TASK, path_in(bench))
@@ -55,7 +55,7 @@ def ranks_draw_their_own(bench: Bench) -> None:
     expect(len(set(drawn)) == len(drawn), f"resumed ranks draw the same numbers: {drawn[0]}.")
 
 
-@check()
+@check(of_adapter=True)
 def saving_changes_nothing(bench: Bench) -> None:
     """A run that saves draws the same random numbers, and has the same losses, as one that does not."""
     for rank, (silent, saving) in enumerate(bench.run(_with_and_without, TASK, path_in(bench))):
@@ -63,7 +63,7 @@ def saving_changes_nothing(bench: Bench) -> None:
         _expect_equal(saving.losses, silent.losses, f"rank {rank}: losses of a run that saves")
 
 
-@check()
+@check(of_adapter=True)
 def data_goes_on(bench: Bench) -> None:
     """Resumed within a shuffled epoch, a run reads what is left of it, once, at any world size."""
     path = path_in(bench)

@@ -64,7 +64,7 @@ def buffers_resume(bench: Bench) -> None:
         )
 
 
-@check()
+@check(of_adapter=True)
 def schedule_and_counters_resume(bench: Bench) -> None:
     """Schedulers, the step and the epoch go on where they stood."""
     for rank, (whole, resumed) in enumerate(bench.run(_round_trip, TASK, path_in(bench))):

@@ -22,7 +22,7 @@ from nnx.testing.conformance.training import trainer_settings
 TASK = Task()
 
 
-@check("trainer", kinds=("backend", "lightning"))
+@check("trainer", kinds=("backend", "lightning"), of_adapter=True)
 def pytorch_lightning(bench: Bench) -> None:
     """It works with Trainer of `pytorch_lightning` as with that of `lightning.pytorch`."""
     alone = bench.train_alone(TASK)
@@ -31,7 +31,7 @@ def pytorch_lightning(bench: Bench) -> None:
         expect_equal_losses(losses, alone.losses, tolerance=TOLERANCE[TASK.dtype], where=where)
 
 
-@check("fabric", kinds=("backend", "lightning"))
+@check("fabric", kinds=("backend", "lightning"), of_adapter=True)
 def lightning_fabric(bench: Bench) -> None:
     """It works with Fabric of `lightning_fabric` as with that of `lightning.fabric`."""
     loop = Loop()

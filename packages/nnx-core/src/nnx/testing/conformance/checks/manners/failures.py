@@ -96,31 +96,31 @@ def interrupt_from_the_keyboard(bench: Bench) -> None:
     _expect_module_after_one_step(bench, endings)
 
 
-@check()
+@check(of_adapter=True)
 def error_in_configure_model(bench: Bench) -> None:
     """An error in ``configure_model`` comes out of ``fit`` as it is, on every rank."""
     _expect_cause(_endings(bench, fail_in_hook, "configure_model"), names=MESSAGE)
 
 
-@check()
+@check(of_adapter=True)
 def error_in_configure_optimizers(bench: Bench) -> None:
     """An error in ``configure_optimizers`` comes out of ``fit`` as it is, on every rank."""
     _expect_cause(_endings(bench, fail_in_hook, "configure_optimizers"), names=MESSAGE)
 
 
-@check()
+@check(of_adapter=True)
 def error_in_validation(bench: Bench) -> None:
     """An error in ``validation_step`` comes out of ``fit`` as it is, on every rank."""
     _expect_cause(_endings(bench, fail_in_hook, "validation_step"), names=MESSAGE)
 
 
-@check()
+@check(of_adapter=True)
 def fit_without_a_loader(bench: Bench) -> None:
     """``fit`` without data fails with Lightning's message on every rank, and the next ``fit`` works."""
     _expect_recovery(bench, WithoutData, names="train_dataloader")
 
 
-@check()
+@check(of_adapter=True)
 def fit_without_a_step(bench: Bench) -> None:
     """``fit`` that Lightning refuses before set-up ends with its message, and the next ``fit`` works."""
     _expect_recovery(bench, WithoutStep, names="training_step")
@@ -135,13 +135,13 @@ def _expect_recovery(bench: Bench, kind: type[LightningModule], *, names: str) -
         _expect_weights(ending, alone.weights, tolerance=TOLERANCE["float32"], where=where)
 
 
-@check()
+@check(of_adapter=True)
 def unknown_option(bench: Bench) -> None:
     """An option that the strategy does not have is refused by its name, on every rank."""
     _expect_cause(_endings(bench, use_option, "no_such_option", 1), names="no_such_option")
 
 
-@check(kinds=("backend",))
+@check(kinds=("backend",), of_adapter=True)
 def wrong_option_values(bench: Bench) -> None:
     """Values that the declared choices and types of an option exclude are refused by its name."""
     wrong = _wrong_values(bench)

@@ -39,14 +39,14 @@ def _expect_same_training(bench: Bench, launched: Launched, *, ranks: int, how: 
     expect_same_run(outcomes, bench.train_alone(TASK), tolerance=TOLERANCE[TASK.dtype], what=how)
 
 
-@check(deadline=DEADLINE)
+@check(deadline=DEADLINE, of_adapter=True)
 def launched_by_lightning(bench: Bench) -> None:
     """``python train.py`` starts all processes by itself and trains as one process does."""
     launched = launch(bench, _plan(bench))
     _expect_same_training(bench, launched, ranks=2, how="launched by Lightning")
 
 
-@check(deadline=DEADLINE)
+@check(deadline=DEADLINE, of_adapter=True)
 def script_ends_cleanly(bench: Bench) -> None:
     """A script that has trained ends by itself, with exit code 0 and without complaints."""
     launched = launch(bench, _plan(bench))
@@ -59,7 +59,7 @@ def script_ends_cleanly(bench: Bench) -> None:
     expect(not found, f"it printed {found[:3]}, expected no complaint.")
 
 
-@check(deadline=DEADLINE)
+@check(deadline=DEADLINE, of_adapter=True)
 def known_without_import(bench: Bench) -> None:
     """Both copies of Lightning know the name without ``import nnx``, and import its engine only to use it."""
     plan = _plan(bench)

@@ -37,14 +37,14 @@ def beside_another_strategy(bench: Bench) -> None:
     expect_same_run(other, alone, tolerance=TOLERATED, what="'ddp' after it")
 
 
-@check()
+@check(of_adapter=True)
 def pickled_object(bench: Bench) -> None:
     """The object of ``nnx.strategy(NAME)`` can be pickled, as spawning needs it, and trains like the name."""
     ranks = bench.run(train_with_pickled)
     expect_same_run(ranks, bench.train_alone(TASK), tolerance=TOLERATED)
 
 
-@check()
+@check(of_adapter=True)
 def agreed_stop(bench: Bench) -> None:
     """When one rank wants to stop, ``reduce_boolean_decision`` makes all stop after the same step."""
     alone = bench.train_alone(Task(steps=2))

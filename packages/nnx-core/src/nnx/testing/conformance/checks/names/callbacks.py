@@ -66,7 +66,7 @@ def gradient_norms_by_name(bench: Bench) -> None:
         expect(not missing, f"step {step}: no rank has a gradient of {sorted(missing)}.")
 
 
-@check("parameter_groups")
+@check("parameter_groups", of_adapter=True)
 def learning_rate_monitor(bench: Bench) -> None:
     """LearningRateMonitor logs each group's rate under the name that it has in one process."""
     alone = bench.alone(_learning_rates)
@@ -77,7 +77,7 @@ def learning_rate_monitor(bench: Bench) -> None:
     )
 
 
-@check()
+@check(of_adapter=True)
 def model_summary(bench: Bench) -> None:
     """A summary of the model in training counts all parameters, by layer, and sees its layers' outputs."""
     alone = bench.alone(_summary)
@@ -88,7 +88,7 @@ def model_summary(bench: Bench) -> None:
             expect(seen[what] == expected, f"rank {rank}: {what} is {seen[what]}, expected {expected}.")
 
 
-@check()
+@check(of_adapter=True)
 def early_stopping_on_one_rank(bench: Bench) -> None:
     """EarlyStopping stops all ranks after the same step, also when only one rank's metric asks for it."""
     for rank, steps in enumerate(bench.run(_stopped_early, world_size=2)):

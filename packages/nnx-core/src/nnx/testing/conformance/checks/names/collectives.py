@@ -21,7 +21,7 @@ from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.training import world_size
 
 
-@check()
+@check(of_adapter=True)
 def all_gather(bench: Bench) -> None:
     """`self.all_gather` stacks every rank's tensors, in tuples and dicts as well, on every rank.
 
@@ -37,7 +37,7 @@ def all_gather(bench: Bench) -> None:
                 )
 
 
-@check()
+@check(of_adapter=True)
 def all_gather_with_gradients(bench: Bench) -> None:
     """`self.all_gather(sync_grads=True)` sends each rank the gradient of its part, summed over the ranks."""
     for rank, (share, gradient) in enumerate(bench.run(_gather_with_gradients, world_size=2)):
@@ -45,7 +45,7 @@ def all_gather_with_gradients(bench: Bench) -> None:
         expect(gradient == expected, f"rank {rank}: the gradient is {gradient}, expected {expected}.")
 
 
-@check()
+@check(of_adapter=True)
 def broadcast(bench: Bench) -> None:
     """`trainer.strategy.broadcast` gives every rank the objects and tensors of the rank that is named."""
     for size in bench.world_sizes:
@@ -58,7 +58,7 @@ def broadcast(bench: Bench) -> None:
                 )
 
 
-@check()
+@check(of_adapter=True)
 def reductions(bench: Bench) -> None:
     """`trainer.strategy.reduce` gives the mean, sum, product, maximum or minimum over all ranks, on each.
 
@@ -84,7 +84,7 @@ def reductions(bench: Bench) -> None:
                 )
 
 
-@check()
+@check(of_adapter=True)
 def boolean_decisions(bench: Bench) -> None:
     """`trainer.strategy.reduce_boolean_decision` tells every rank whether all, or any, of them agree."""
     expected = {
@@ -101,7 +101,7 @@ def boolean_decisions(bench: Bench) -> None:
             )
 
 
-@check()
+@check(of_adapter=True)
 def barrier(bench: Bench) -> None:
     """`trainer.strategy.barrier` holds every rank until the last one has come."""
     for rank, missing in enumerate(bench.run(_wait, str(bench.directory))):

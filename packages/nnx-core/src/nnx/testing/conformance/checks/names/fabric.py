@@ -41,7 +41,7 @@ def fabric_module(bench: Bench) -> None:
             expect(is_so, f"rank {rank}: {what} does not hold after `fabric.setup`.")
 
 
-@check("fabric")
+@check("fabric", of_adapter=True)
 def fabric_collectives(bench: Bench) -> None:
     """`fabric.all_gather`, `all_reduce`, `broadcast` and `barrier` reach every rank."""
     expected = {
@@ -55,7 +55,7 @@ def fabric_collectives(bench: Bench) -> None:
             expect(seen[what] == wanted, f"rank {rank}: {what} gives {seen[what]}, expected {wanted}.")
 
 
-@check("fabric")
+@check("fabric", of_adapter=True)
 def fabric_samplers(bench: Bench) -> None:
     """A loader of `fabric.setup_dataloaders` deals the data out over the ranks, each sample once."""
     ranks = bench.run(_load)

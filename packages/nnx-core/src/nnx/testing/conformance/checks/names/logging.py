@@ -20,7 +20,7 @@ from nnx.testing.conformance.training import fit
 _STEPS = 2
 
 
-@check()
+@check(of_adapter=True)
 def logs_reduced(bench: Bench) -> None:
     """`self.log(sync_dist=True)` gives the mean, sum, maximum or minimum over all ranks, on every rank.
 
@@ -45,7 +45,7 @@ def _reduced(*, shares: int) -> dict[str, float]:
     }
 
 
-@check()
+@check(of_adapter=True)
 def logs_left_alone(bench: Bench) -> None:
     """`self.log(sync_dist=False)` keeps each rank's own value."""
     for rank, outcome in enumerate(bench.run_once(_logged)):
@@ -53,7 +53,7 @@ def logs_left_alone(bench: Bench) -> None:
         _expect_values(outcome, own, where=f"rank {rank}, sync_dist=False")
 
 
-@check()
+@check(of_adapter=True)
 def torchmetrics_reduced(bench: Bench) -> None:
     """A torchmetrics metric on the module counts what all ranks saw, wherever it is logged.
 

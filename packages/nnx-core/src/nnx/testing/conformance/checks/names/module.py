@@ -69,7 +69,7 @@ def hooks_on_submodules(bench: Bench) -> None:
             )
 
 
-@check()
+@check(of_adapter=True)
 def trainer_has_the_module(bench: Bench) -> None:
     """`trainer.lightning_module` is the user's module, `trainer.model` contains it, and it knows both."""
     for rank, facts in enumerate(bench.run(_who_is_who)):

@@ -21,7 +21,7 @@ from nnx.testing.conformance.task import Task
 from nnx.testing.conformance.training import make_trainer, world_size
 
 
-@check()
+@check(of_adapter=True)
 def rank_properties(bench: Bench) -> None:
     """Trainer, strategy and module know the process's rank, the world size, and which one is rank 0."""
     world = bench.world_sizes[-1]
@@ -38,14 +38,14 @@ def rank_properties(bench: Bench) -> None:
             expect(value == wanted, f"rank {rank} of {world}: {what} is {value}, expected {wanted}.")
 
 
-@check()
+@check(of_adapter=True)
 def rank_zero_runs_once(bench: Bench) -> None:
     """What is decorated with `rank_zero_only` runs on rank 0 and nowhere else."""
     ran = [rank for rank, (_, it_ran) in enumerate(bench.run_once(_ranks)) if it_ran]
     expect(ran == [0], f"a `rank_zero_only` function ran on ranks {ran}.")
 
 
-@check()
+@check(of_adapter=True)
 def data_workers_seeded(bench: Bench) -> None:
     """After `seed_everything(workers=True)` data workers draw other numbers for each share of the data."""
     ranks = bench.run(_drawn)

@@ -38,7 +38,7 @@ def sampler_shares(bench: Bench) -> None:
         expect(len(set(taken.values())) == 1, f"{where}, some of which are taken more often than others.")
 
 
-@check()
+@check(of_adapter=True)
 def samples_seen_once(bench: Bench) -> None:
     """In each epoch the ranks together train on every sample once, but for those that pad the last batch."""
     for world_size in bench.world_sizes:
@@ -48,7 +48,7 @@ def samples_seen_once(bench: Bench) -> None:
             _expect_seen_once(seen, padded=True, where=f"{world_size} ranks, epoch {epoch}")
 
 
-@check()
+@check(of_adapter=True)
 def samples_shuffled(bench: Bench) -> None:
     """Lightning's sampler shuffles the training data, anew in each epoch."""
     for rank, read in enumerate(bench.run_once(_read)):
@@ -57,7 +57,7 @@ def samples_shuffled(bench: Bench) -> None:
         expect(first != second, f"rank {rank}: two epochs have the samples in one order: {first}.")
 
 
-@check()
+@check(of_adapter=True)
 def samples_shared(bench: Bench) -> None:
     """Ranks that read the same share of the data read the same samples in the same order."""
     ranks = bench.run_once(_read)
@@ -70,7 +70,7 @@ def samples_shared(bench: Bench) -> None:
                 )
 
 
-@check()
+@check(of_adapter=True)
 def validation_in_order(bench: Bench) -> None:
     """Validation reads every sample once and in order, but for those that pad the last batch."""
     ranks = bench.run_once(_read)
@@ -83,7 +83,7 @@ def validation_in_order(bench: Bench) -> None:
         )
 
 
-@check()
+@check(of_adapter=True)
 def predictions_once(bench: Bench) -> None:
     """The ranks together predict every sample once, also where one has a batch more than another."""
     for world_size in bench.world_sizes:
@@ -92,7 +92,7 @@ def predictions_once(bench: Bench) -> None:
         _expect_seen_once(predicted, padded=False, where=f"{world_size} ranks, prediction")
 
 
-@check()
+@check(of_adapter=True)
 def own_sampler(bench: Bench) -> None:
     """With `use_distributed_sampler=False` each rank reads what the user's own sampler says, in its order."""
     expected = list(reversed(range(_SAMPLES)))
@@ -100,7 +100,7 @@ def own_sampler(bench: Bench) -> None:
         expect(read == expected, f"rank {rank}: reads {read}, its sampler says {expected}.")
 
 
-@check()
+@check(of_adapter=True)
 def own_distributed_sampler(bench: Bench) -> None:
     """A DistributedSampler that the user brings is not replaced."""
     expected = list(range(0, _SAMPLES, 3))

@@ -22,7 +22,7 @@ def accumulation(bench: Bench) -> None:
     expect_parity(bench, Task(accumulate=2))
 
 
-@check("gradient_accumulation")
+@check("gradient_accumulation", of_adapter=True)
 def accumulation_cut_short(bench: Bench) -> None:
     """The last accumulation of an epoch steps although it has fewer batches, as in one process."""
     expect_parity(bench, Task(accumulate=3, batches=5, steps=4))

@@ -15,13 +15,13 @@ from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.task import Task
 
 
-@check()
+@check(of_adapter=True)
 def scheduler_by_step(bench: Bench) -> None:
     """A scheduler with `interval="step"` sets the learning rate after every step."""
     expect_parity(bench, Task(model=_ByStep, steps=4))
 
 
-@check()
+@check(of_adapter=True)
 def scheduler_by_epoch(bench: Bench) -> None:
     """A scheduler with `interval="epoch"` sets the learning rate after every epoch."""
     expect_parity(bench, Task(model=_ByEpoch, batches=2, steps=6))
@@ -33,7 +33,7 @@ def scheduler_by_group(bench: Bench) -> None:
     expect_parity(bench, Task(model=_ByGroup, steps=4))
 
 
-@check()
+@check(of_adapter=True)
 def scheduler_on_plateau(bench: Bench) -> None:
     """ReduceLROnPlateau decides by the mean of a metric over all ranks, alike on every rank."""
     expect_parity(bench, Task(model=_OnPlateau, batches=1, steps=6))

@@ -24,7 +24,7 @@ def built_in_configure_model(bench: Bench) -> None:
     trains(bench, building.BuiltLate, like=Plain)
 
 
-@check()
+@check(of_adapter=True)
 def configure_model_is_called_once(bench: Bench) -> None:
     """`configure_model` is called once in every run."""
     for rank, calls in enumerate(bench.run(jobs.count_calls, Task(model=building.BuiltLate, steps=1))):
@@ -32,13 +32,13 @@ def configure_model_is_called_once(bench: Bench) -> None:
             expect(count == 1, f"rank {rank}: configure_model was called {count} times in the {run}.")
 
 
-@check()
+@check(of_adapter=True)
 def built_in_configure_sharded_model(bench: Bench) -> None:
     """A model built in `configure_sharded_model`, as older code has it, trains."""
     trains(bench, building.BuiltLateSharded, like=Plain)
 
 
-@check()
+@check(of_adapter=True)
 def built_in_init_module(bench: Bench) -> None:
     """A model built under `Trainer.init_module()` trains."""
     alone = bench.train_alone(Task(model=building.Reset))

@@ -1,0 +1,196 @@
+"""Which tests a run takes: what README's command runs, a share of the rest, or everything.
+
+A test with the mark `full` is one of many of its kind: it makes a matrix complete, plants one more fault of a
+group, or tries a promise under one more strategy. The environment variable NNX_MATRIX says what is taken:
+
+- unset: what has no such mark, from every area something. That is README's command.
+- `full`: everything, and the matrices that some tests then make larger. That is `nox -s full`.
+- `2/5`: the second fifth of what has the mark, and nothing else. That is how `.ci/run` goes on.
+
+What is named by its node id is always taken.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+
+from nnx.testing.conformance import Check, all_checks
+
+__all__ = ["CASES", "FULL", "TURNS", "Turn", "chosen", "mark_what_has_no_turn"]
+
+FULL = os.environ.get("NNX_MATRIX") == "full"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a class of conformance checks tries by default.
+
+    Attributes:
+        first: The number of the first check of the engine's that is tried.
+        of: Every so many-th check follows.
+        adapter: Whether checks of Lightning's and the adapter's code are tried: once for each adapter.
+        whole: Groups of which every check of the engine's is tried.
+    """
+
+    first: int
+    of: int
+    adapter: bool = False
+    whole: tuple[str, ...] = ()
+
+    def has(self, check: Check) -> bool:
+        """Whether a check is tried by default."""
+        if check.of_adapter:
+            return self.adapter
+        return check.group in self.whole or _numbers()[check.name] % self.of == self.first
+
+
+TURNS = {
+    # One strategy of each engine; together they try every check that an engine can break.
+    "TestFsdpAuto": Turn(0, 3, whole=("habits", "checkpoints", "manners")),
+    "TestNnScalerTp": Turn(1, 3),
+    "TestColossalAI": Turn(2, 3),
+    "TestColossalAIHabits": Turn(1, 3),
+    # The same engines with other options.
+    "TestFsdpManual": Turn(0, 2),
+    "TestFsdpOffload": Turn(1, 6),
+    "TestFsdpHybrid": Turn(2, 6),
+    "TestNnScalerDeduped": Turn(3, 6),
+    "TestNnScalerZero": Turn(5, 6),
+    "TestNnScalerDp": Turn(0, 3),
+    "TestColossalAICpu": Turn(1, 6),
+    "TestColossalAICuda": Turn(3, 6),
+    "TestColossalAIAlone": Turn(0, 3),
+    # Engines whose classes name what reaches their code.
+    "TestStage1": Turn(1, 3),
+    "TestStage2": Turn(2, 3),
+    "TestStage3": Turn(0, 3),
+    "TestStage3OnTheHost": Turn(1, 3),
+    "TestFairscaleFsdp": Turn(0, 3),
+    "TestFairscaleFsdpHabits": Turn(1, 3),
+    "TestFairscaleFsdpByParameter": Turn(2, 3),
+    "TestFairscaleOss": Turn(1, 3),
+    "TestFairscaleSharded": Turn(2, 3),
+    # What the checks themselves are tried on: a backend, a raw strategy, and Lightning's own.
+    "TestTiny": Turn(0, 6, adapter=True),
+    "TestTinyLightning": Turn(3, 6, adapter=True),
+    "TestDdp": Turn(4, 6),
+}
+"""By the class of tests; one that is not here tries everything."""
+
+CASES: dict[str, dict[str, int]] = {
+    "tests/test_resume_matrix.py": {
+        "test_every_cell_resumes_exactly": 5,
+        "test_states_of_whole_matrices_rows_and_columns_resume_too": 3,
+    },
+    "packages/nnx-deepspeed/tests/test_resume.py": {
+        "test_a_stage_resumes_exactly_what_was_saved": 7,
+    },
+    "packages/nnx-fairscale/tests/test_resume.py": {
+        "test_a_strategy_resumes_exactly_what_was_saved": 7,
+    },
+    "packages/nnx-fsdp/tests/test_siblings_resume.py": {
+        "test_siblings_resume_exactly_what_the_next_one_saved": 3,
+    },
+    "packages/nnx-colossalai/tests/acceptance/test_resume.py": {
+        "test_masters_moments_steps_and_loss_scale_resume_to_the_bit": 5,
+    },
+    "packages/nnx-colossalai/tests/acceptance/test_tier_mixes.py": {
+        "test_masters_moments_and_losses_are_the_references_to_the_bit": 5,
+    },
+    "packages/nnx-colossalai/tests/acceptance/test_tier_mixes_traffic.py": {
+        "test_bytes_moved_in_a_step_are_those_of_the_formula": 5,
+    },
+    "packages/nnx-colossalai/tests/chunks/test_sharded_engine.py": {
+        "test_every_mix_trains_to_the_same_bits": 4,
+        "test_gradients_are_those_of_fsdp2_however_they_come_about": 3,
+        "test_chunks_move_with_masters_and_gradients": 2,
+        "test_a_step_after_an_error_is_a_step_like_any_other": 2,
+        "test_masters_that_are_changed_from_outside_are_what_the_next_forward_uses": 2,
+    },
+    "packages/nnx-nnscaler/tests/acceptance/test_losses_equal_one_process.py": {
+        "test_two_processes_have_the_losses_of_one": 4,
+        "test_four_processes_have_the_losses_of_one": 19,
+        "test_units_of_two_are_replicated_over_four": 4,
+        "test_dp_is_bit_equal_to_ddp": 3,
+    },
+    "packages/nnx-nnscaler/tests/acceptance/test_parity_of_models.py": {
+        "test_a_unit_computes_what_one_process_computes": 5,
+    },
+    "packages/nnx-nnscaler/tests/trace/test_trace_transformers.py": {
+        "test_a_graph_equals_its_model": 3,
+    },
+    "packages/nnx-nnscaler/tests/runtime/test_zero.py": {
+        "test_training_equals_one_process": 5,
+    },
+    "packages/nnx-nnscaler/tests/strategy/test_nnscaler_strategy.py": {
+        "test_planned_recomputed_verified_and_saved_plans_train_like_one_process": 3,
+    },
+    "packages/nnx-nnscaler/tests/trace/test_trace_forward.py": {
+        "test_a_graph_equals_its_model_for_any_batch_size": 3,
+    },
+    "packages/nnx-nnscaler/tests/plan/test_solver.py": {
+        "test_the_solver_finds_the_best_of_all_plans": 5,
+    },
+    "packages/nnx-core/tests/lite/test_lite_checkpoint.py": {
+        "test_every_form_of_content_resumes_exactly_under_every_strategy_and_world_size": 2,
+    },
+}
+"""By file, the tests of which every so many-th case is tried by default; of all others every one is."""
+
+
+@cache
+def _numbers() -> dict[str, int]:
+    """The place among engines' checks, by which strategies take turns; habits of a module share jobs."""
+    modules = list(dict.fromkeys(check.run.__module__ for check in all_checks()))
+    of_engines = [check for check in all_checks() if not check.of_adapter]
+    return {
+        check.name: modules.index(check.run.__module__) if check.group == "habits" else place
+        for place, check in enumerate(of_engines)
+    }
+
+
+def mark_what_has_no_turn(items: Sequence[pytest.Item]) -> None:
+    """Give the mark to the checks and cases that are not tried by default, by the tables here."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        file, *_, name = test.split("::")
+        turn = TURNS.get(getattr(getattr(item, "cls", None), "__name__", ""))
+        is_tried = turn.has(item.callspec.params["check"]) if turn else True  # type: ignore[attr-defined]
+        if not is_tried or seen[test] % CASES.get(file, {}).get(name, 1):
+            item.add_marker("full")
+        seen[test] += 1
+
+
+def chosen(items: Sequence[pytest.Item], matrix: str) -> list[pytest.Item]:
+    """The tests that a value of NNX_MATRIX takes."""
+    if matrix == "full":
+        return list(items)
+    if not matrix:
+        return [item for item in items if not item.get_closest_marker("full")]
+    share = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", matrix)
+    if share is None or int(share[1]) > int(share[2]):
+        raise pytest.UsageError(f"NNX_MATRIX={matrix!r} is neither 'full' nor a share such as '2/5'")
+    return _share(items, int(share[1]) - 1, int(share[2]))
+
+
+def _share(items: Sequence[pytest.Item], number: int, of: int) -> list[pytest.Item]:
+    """One of so many shares of what has the mark: of each file what stands together, as it shares jobs."""
+    rest: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("full"):
+            rest.setdefault(item.path, []).append(item)
+    return [
+        item
+        for file, marked in enumerate(rest.values())
+        for place, item in enumerate(marked)
+        if (place * of // len(marked) + file) % of == number
+    ]
