@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -447,7 +448,10 @@ def moved(before: Sequence[str], after: Sequence[str], dtype: torch.dtype | None
 
 
 def memory(tiers: Sequence[str], dtype: torch.dtype | None) -> tuple[int, int, int]:
-    """Bytes of the device in use: laid out, and when all is given back; and those of masters, whole."""
+    """Bytes of the device in use: laid out, and when all is given back; and those of masters, whole.
+
+    When a collective of gloo's has returned, the group's thread still holds its tensors for a moment.
+    """
     run = Run(tiers, dtype)
     used = run.device.used
     run.replaced = {}
@@ -455,6 +459,9 @@ def memory(tiers: Sequence[str], dtype: torch.dtype | None) -> tuple[int, int, i
         one._local_tensor.numel() * 4 for one in run.parameters.values() if isinstance(one, DTensor)
     )
     run.end()
+    end = time.monotonic() + 20.0
+    while run.device.used and time.monotonic() < end:
+        time.sleep(0.001)
     return used, run.device.used, bytes_of_masters
 
 
