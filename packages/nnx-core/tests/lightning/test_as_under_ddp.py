@@ -129,6 +129,7 @@ def in_a_notebook(folder: str) -> dict[str, Any]:
     return {"raised": raised, "names": sorted(loaded["state_dict"])}
 
 
+@pytest.mark.full
 def test_a_notebook_sees_the_error_of_its_process_and_saves_after_the_run(tmp_path: Path) -> None:
     command = [sys.executable, __file__, str(tmp_path)]  # a worker of the pool has threads: it must not fork
     finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -172,6 +172,7 @@ def test_buffers_of_every_dtype_reach_all_ranks(pool: WorkerPool, tmp_path: Path
     assert {outcome.digest for outcome in again} == {again[0].digest}
 
 
+@pytest.mark.full
 def test_the_state_of_every_optimizer_of_torch_resumes_exactly(pool: WorkerPool, tmp_path: Path) -> None:
     kinds = list(OPTIMIZERS)
     for results in pool.run(save_and_resume, kinds, str(tmp_path), 2, world_size=2):

@@ -135,6 +135,7 @@ def test_a_fault_of_a_plugin_is_caught_by_the_check_that_names_it(
             CHECKS[other].run(bench(tmp_path))
 
 
+@pytest.mark.full
 def test_an_engine_that_is_imported_together_with_lightning_is_noticed(
     install: Install, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_a_worker_whose_template_dies_goes_too_and_both_are_replaced(own: Worker
     assert own.run(pool_jobs.sum_of_ranks, init="gloo") == [(2, 3.0), (2, 3.0)]
 
 
+@pytest.mark.full
 def test_a_template_with_threads_is_not_forked() -> None:
     with WorkerPool(size=1, preload=("jobs.starts_a_thread",)) as own:
         (found,) = own.run(pool_jobs.origin, world_size=1)

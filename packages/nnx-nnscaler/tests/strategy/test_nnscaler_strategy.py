@@ -54,6 +54,7 @@ def test_a_subclass_is_one_of_the_strategy():
     assert isinstance(strategy, Mine) and isinstance(strategy, Strategy) and strategy.own
 
 
+@pytest.mark.full
 def test_it_and_its_precision_are_of_the_copy_of_lightning_that_is_in_use():
     code = (
         "import pytorch_lightning as pl; from nnx_nnscaler import NnScalerPrecision, NnScalerStrategy;"

@@ -313,6 +313,7 @@ def test_names_are_identifiers_and_unlike_each_other():
     assert len({*names, *(op.name for op in graph.ops)}) == 4 + len(graph.ops)
 
 
+@pytest.mark.full
 def test_sixteen_layers_are_traced_in_seconds():
     module, ids = Gpt(layers=16), torch.zeros(4, 8, dtype=torch.long)
     trace_forward(Mlp(), (torch.randn(2, 8),))
