@@ -100,13 +100,7 @@ CASES: dict[str, dict[str, int]] = {
         "test_a_strategy_resumes_exactly_what_was_saved": 9,
     },
     "packages/nnx-colossalai/tests/acceptance/test_historical.py": {
-        "test_gradients_are_clipped_by_value_and_by_norm": 3,
         "test_the_optimizers_of_torch_are_accepted": 5,
-        "test_the_optimizers_of_colossalai_keep_their_names": 3,
-        "test_the_model_is_built_wherever_one_likes": 3,
-        "test_a_model_that_never_trained_is_tested": 3,
-        "test_fit_and_test_in_16_bits_learn_as_the_plain_loop_does": 3,
-        "test_masters_in_mixed_precision_are_those_of_the_plain_loop_to_the_bit": 3,
         "test_a_sanity_check_before_training_is_no_longer_refused": 4,
     },
     "packages/nnx-colossalai/tests/acceptance/test_resume.py": {
@@ -118,28 +112,13 @@ CASES: dict[str, dict[str, int]] = {
     "packages/nnx-colossalai/tests/acceptance/test_tier_mixes_traffic.py": {
         "test_bytes_moved_in_a_step_are_those_of_the_formula": 7,
     },
-    "packages/nnx-colossalai/tests/backend/test_moving_down.py": {
-        "test_moving_down_between_steps_of_two_ranks_changes_no_master_and_no_moment": 3,
-    },
     "packages/nnx-colossalai/tests/chunks/test_sharded_engine.py": {
-        "test_every_mix_trains_to_the_same_bits": 3,
         "test_gradients_are_those_of_fsdp2_however_they_come_about": 4,
-        "test_chunks_move_with_masters_and_gradients": 2,
-        "test_a_step_after_an_error_is_a_step_like_any_other": 2,
-        "test_masters_that_are_changed_from_outside_are_what_the_next_forward_uses": 2,
-        "test_whoever_uses_a_chunk_first_waits_for_it_once": 3,
     },
     "packages/nnx-nnscaler/tests/acceptance/test_defects_of_the_original.py": {
-        "test_validate_after_fit_uses_the_trained_weights_and_a_second_fit_goes_on": 3,
-        "test_an_overflow_on_one_rank_skips_the_step_on_all": 2,
-        "test_another_plan_world_or_strategy_resumes_without_a_merge": 3,
-        "test_deduped_stores_each_element_once": 3,
         "test_two_param_groups_train_and_are_clipped": 7,
-        "test_names_stay_and_layers_can_be_used_outside_the_forward": 3,
         "test_validation_takes_the_eval_branch": 4,
         "test_a_smaller_last_batch_works": 7,
-        "test_validate_and_predict_need_no_training_loader": 3,
-        "test_the_precision_flag_works_on_cpu": 3,
         "test_gen_savedir_holds_no_weights_and_no_pickles": 4,
     },
     "packages/nnx-nnscaler/tests/acceptance/test_losses_equal_one_process.py": {
@@ -153,8 +132,6 @@ CASES: dict[str, dict[str, int]] = {
     },
     "packages/nnx-nnscaler/tests/acceptance/test_planted_traps.py": {
         "test_it_trains_and_evaluates_as_one_process_does": 4,
-        "test_hooks_are_called_as_often_as_in_one_process": 3,
-        "test_what_is_checkpointed_is_recomputed": 3,
     },
     "packages/nnx-nnscaler/tests/codegen/test_parity.py": {
         "test_a_gpt_with_tied_weights_and_dropout": 5,
@@ -174,73 +151,26 @@ CASES: dict[str, dict[str, int]] = {
     "packages/nnx-nnscaler/tests/runtime/test_zero.py": {
         "test_training_equals_one_process": 5,
     },
-    "packages/nnx-nnscaler/tests/strategy/test_nnscaler_strategy.py": {
-        "test_planned_recomputed_verified_and_saved_plans_train_like_one_process": 3,
-        "test_parts_may_be_stored_in_several_copies_and_in_small_buckets": 2,
-        "test_nnscaler_dp_is_bit_equal_to_ddp": 2,
-        "test_masters_are_in_the_checkpoint_so_that_a_run_goes_on_exactly": 2,
-    },
     "packages/nnx-nnscaler/tests/trace/test_trace_forward.py": {
         "test_a_graph_equals_its_model_for_any_batch_size": 3,
     },
     "packages/nnx-nnscaler/tests/trace/test_trace_transformers.py": {
         "test_a_graph_equals_its_model": 4,
     },
-    "packages/nnx-fsdp/tests/test_agreement.py": {
-        "test_each_rank_may_use_parameters_of_its_own": 2,
-    },
-    "packages/nnx-fsdp/tests/test_manual_optimization.py": {
-        "test_a_step_may_call_parts_and_forwards_as_it_likes": 3,
-    },
     "packages/nnx-fsdp/tests/test_parity.py": {
         "test_fsdp_auto_equals_one_process": 4,
     },
-    "packages/nnx-fsdp/tests/test_siblings_resume.py": {
-        "test_siblings_resume_exactly_what_the_next_one_saved": 3,
-    },
-    "packages/nnx-fsdp/tests/test_weights.py": {
-        "test_what_is_attached_read_and_written_counts_as_in_one_process": 3,
-    },
-    "packages/nnx-core/tests/checkpoint/foreign/test_converting.py": {
-        "test_a_merged_file_resumes_under_lightnings_own_strategies": 3,
-        "test_what_was_converted_resumes_under_a_sharded_strategy": 3,
-    },
-    "packages/nnx-core/tests/lightning/test_async_save.py": {
-        "test_model_checkpoint_keeps_the_best_and_the_last_as_it_does_without_background": 2,
-    },
     "packages/nnx-core/tests/lightning/test_averaging.py": {
-        "test_the_average_over_steps_is_that_of_one_process_and_is_sharded": 3,
-        "test_every_engine_averages_what_it_holds": 2,
         "test_a_resumed_average_goes_on_as_if_uninterrupted": 4,
     },
     "packages/nnx-core/tests/lightning/test_exact_resume.py": {
         "test_a_shuffling_run_resumes_exactly_wherever_it_was_interrupted": 5,
-        "test_every_kind_of_loader_resumes_exactly": 3,
-        "test_loaders_with_workers_resume_exactly": 3,
-        "test_loaders_resume_exactly_at_the_end_of_an_epoch": 3,
-        "test_two_ranks_resume_exactly_each_with_its_own_random_state": 3,
-    },
-    "packages/nnx-core/tests/lightning/test_precision.py": {
-        "test_every_precision_computes_what_one_process_computes_in_the_same_dtypes": 3,
-        "test_gradients_are_clipped_after_they_were_unscaled": 2,
-        "test_an_overflow_on_one_rank_skips_the_step_and_halves_the_scale_on_all": 2,
-    },
-    "packages/nnx-core/tests/lightning/test_resume_elsewhere.py": {
-        "test_another_world_size_sees_the_rest_of_the_epoch_and_nothing_twice": 3,
-    },
-    "packages/nnx-core/tests/lightning/test_trainer_checkpoints.py": {
-        "test_model_checkpoint_keeps_the_best_and_the_last_as_under_lightnings_own_strategy": 2,
-        "test_a_hook_may_rename_entries_and_only_those_are_read_as_a_whole": 2,
-        "test_an_optimizer_without_state_and_a_scheduler_resume": 2,
-        "test_a_plain_file_of_lightnings_resumes": 2,
-        "test_lightnings_async_plugin_wraps_ours": 2,
-        "test_a_checkpoint_is_cast_to_the_precision_of_the_model": 2,
-    },
-    "packages/nnx-core/tests/lite/test_lite_checkpoint.py": {
-        "test_every_form_of_content_resumes_exactly_under_every_strategy_and_world_size": 2,
     },
 }
-"""By file, the tests of which every so many-th case is tried by default; of all others every one is."""
+"""By file, the tests of which every so many-th case is tried by default.
+
+Of others every third is where they run on worker processes, and every one elsewhere.
+"""
 
 
 @cache
@@ -258,7 +188,8 @@ def mark_what_has_no_turn(items: Sequence[pytest.Item]) -> None:
         file, *_, name = test.split("::")
         turn = TURNS.get(getattr(getattr(item, "cls", None), "__name__", ""))
         is_tried = turn.has(item.callspec.params["check"]) if turn else True  # type: ignore[attr-defined]
-        if not is_tried or seen[test] % CASES.get(file, {}).get(name, 1):
+        usual = 3 if "pool" in getattr(item, "fixturenames", ()) else 1
+        if not is_tried or seen[test] % CASES.get(file, {}).get(name, usual):
             item.add_marker("full")
         seen[test] += 1
 

@@ -32,6 +32,7 @@ def small(**options) -> Llama:
     return Llama(dim=16, heads=2, inner=40, layers=3, words=50, **options)
 
 
+@pytest.mark.full
 def test_seven_billion_parameters_on_eight_ranks_are_planned_within_thirty_seconds() -> None:
     start = time.process_time()  # one thread; others use the machine too
     outcome = dry_run(

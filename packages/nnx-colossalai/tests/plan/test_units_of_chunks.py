@@ -200,6 +200,7 @@ def test_an_upper_bound_lowers_the_lower_one() -> None:
     assert len(find_units(small_llama(), max_numel=300)) > 10
 
 
+@pytest.mark.full
 def test_units_do_not_depend_on_the_hash_seed() -> None:
     code = (
         "from jobs.colossalai_llama import Llama; from nnx_colossalai.chunks.units import find_units;"

@@ -70,6 +70,7 @@ def test_a_subclass_is_one_of_the_strategy() -> None:
     assert isinstance(strategy, Mine) and isinstance(strategy, Strategy) and strategy.own
 
 
+@pytest.mark.full
 def test_it_is_of_the_copy_of_lightning_that_is_in_use() -> None:
     code = (
         "import pytorch_lightning as pl; from nnx_colossalai import ColossalAIStrategy;"

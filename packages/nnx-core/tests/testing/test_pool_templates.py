@@ -101,6 +101,7 @@ def test_a_template_with_threads_is_not_forked() -> None:
         assert found["parent"] == os.getpid()
 
 
+@pytest.mark.full
 def test_beside_a_gpu_workers_import_for_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = tmp_path / "device"
     device.touch()

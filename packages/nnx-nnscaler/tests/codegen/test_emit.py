@@ -57,6 +57,7 @@ def test_equal_layers_are_one_function_in_a_loop(source):
     assert 'w[f"{layer}.mlp.0.weight"]' in source
 
 
+@pytest.mark.full
 def test_more_layers_make_no_longer_program(graph, source):
     more = trace_forward(GPT(layers=LAYERS + 4), (tokens(), tokens(seed=1)), {})
     longer = emit(more, plan_program(more, size=2, policy="tp"), title="GPT (models.py:1)")
