@@ -66,7 +66,10 @@ def no_sample() -> NoReturn:
 
 def train_mix(recipe: Recipe, mix: Mix, rank: int, world_size: int) -> dict[str, Any]:
     """Train by the recipe, with everything where the mix says."""
-    device = SimDevice(64 * 2**20, delays=None if mix.seed is None else 10 * mix.seed + rank)
+    delays = None if mix.seed is None else 10 * mix.seed + rank
+    # A forgotten wait shows where the copy takes longer than what comes between, on a busy machine too.
+    slowest = 0.001 if mix.forgotten is None else 0.05
+    device = SimDevice(64 * 2**20, delays=delays, max_delay=slowest)
     if mix.forgotten is not None:
         setattr(device, mix.forgotten, lambda event: None)
     backend = _backend(recipe, mix, device, rank, world_size)
