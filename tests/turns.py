@@ -78,7 +78,6 @@ TURNS = {
     "TestStage3OnTheHost": Turn(3, 5),
     "TestFairscaleFsdp": Turn(0, 5),
     "TestFairscaleFsdpHabits": Turn(1, 3),  # none but in `full`
-    "TestFairscaleFsdpByParameter": Turn(2, 5),
     "TestFairscaleOss": Turn(1, 5),
     "TestFairscaleSharded": Turn(3, 5),
     # What the checks themselves are tried on: a backend, a raw strategy, and Lightning's own.
