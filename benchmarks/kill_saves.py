@@ -1,7 +1,7 @@
 """Kill savers at random moments, and at every step that touches the file system; nothing may be lost.
 
-    python benchmarks/kill_saves.py [--kills 200] [--every-step] [--async] [--seed 0] [--directory DIR]
-                                    [--json]
+    python benchmarks/kill_saves.py [--kills 200] [--signal KILL] [--every-step] [--async] [--seed 0]
+                                    [--directory DIR] [--json]
 
 A trial starts one or two processes that save over an existing checkpoint again and again, every save with
 other values. At a random moment one of them (or all) gets SIGKILL. The survivor must end with an error
@@ -9,6 +9,8 @@ instead of hanging, and what is on disk must be, whole and verified, the last sa
 or the one after it. ``--every-step`` kills instead right before the first, second, third ... operation on
 a name or an open file of one save, until a save gets through. With ``--async`` the saves are made in the
 background, while the saved tensors are overwritten; one counts as acknowledged when it was waited for.
+With ``--signal TERM`` savers are asked to end; with ``--signal STOP`` one of two is stopped until the other
+one has given up, which it must when the timeout of the process group is over, and then goes on.
 
 Savers are forked from this process, which has imported torch but started no threads: a trial costs
 a few hundredths of a second.
@@ -39,6 +41,8 @@ from nnx.layout import Box, Shard, shard_of
 
 ROWS, COLUMNS, TENSORS = 256, 1024, 4
 DEADLINE = 60.0
+PATIENCE = {signal.SIGSTOP: 4.0}
+"""The timeout of the process group in seconds, for signals after which somebody waits for it."""
 STEPS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.listdir", "os.scandir"}
 
 
@@ -85,7 +89,14 @@ def check(path: Path, acknowledged: int) -> int:
 
 
 def save_forever(
-    path: Path, start: int, rank: int, size: int, store: Path, acknowledge: int, in_background: bool
+    path: Path,
+    start: int,
+    rank: int,
+    size: int,
+    store: Path,
+    acknowledge: int,
+    in_background: bool,
+    timeout: float,
 ) -> NoReturn:
     """A saver process; it ends by being killed, or by the error that a killed neighbour causes."""
     status = 1
@@ -96,7 +107,7 @@ def save_forever(
                 init_method=f"file://{store}",
                 rank=rank,
                 world_size=size,
-                timeout=timedelta(seconds=30),
+                timeout=timedelta(seconds=timeout),
             )
         version = start
         while True:
@@ -114,9 +125,15 @@ def save_forever(
 
 
 def trial(
-    path: Path, start: int, size: int, dice: random.Random, scratch: Path, in_background: bool
+    path: Path,
+    start: int,
+    size: int,
+    dice: random.Random,
+    scratch: Path,
+    in_background: bool,
+    how: signal.Signals,
 ) -> tuple[int, str]:
-    """Kill once; the version on disk afterwards and what was killed."""
+    """Send a signal once; the version on disk afterwards and what was killed."""
     read, write = os.pipe()
     store = scratch / f"store-{start}-{dice.random()}"
     children = []
@@ -124,18 +141,24 @@ def trial(
         child = os.fork()
         if child == 0:
             os.close(read)
-            save_forever(path, start, rank, size, store, write, in_background)
+            save_forever(path, start, rank, size, store, write, in_background, PATIENCE.get(how, 30.0))
         children.append(child)
     os.close(write)
     acknowledged = _first_acknowledgement(read, children)
     time.sleep(dice.uniform(0, 0.12))
-    victim = dice.randrange(size + 1) if size > 1 else 0
+    is_stop = how == signal.SIGSTOP
+    victim = dice.randrange(size if is_stop else size + 1) if size > 1 else 0
     victims = children if victim == size else [children[victim]]
     for child in victims:
-        os.kill(child, signal.SIGKILL)
-    _reap(children, victims)
-    while data := os.read(read, 8):
-        acknowledged = int.from_bytes(data, "little")
+        os.kill(child, how)
+    survivors = [child for child in children if child not in victims]
+    _reap(survivors, -3)
+    if is_stop:
+        check(path, _last(read, acknowledged))  # while the stopped one may still have files open
+    for child in victims:
+        os.kill(child, signal.SIGCONT)
+    _reap(victims, -3 if is_stop else how)
+    acknowledged = _last(read, acknowledged)
     os.close(read)
     what = "all" if victims == children else f"rank {victim}"
     return check(path, acknowledged), f"{size} processes, {what}"
@@ -149,8 +172,15 @@ def _first_acknowledgement(read: int, children: list[int]) -> int:
     return int.from_bytes(data, "little")
 
 
-def _reap(children: list[int], victims: list[int]) -> None:
-    """Wait for all; a survivor must end by itself, with the error that says a rank left."""
+def _last(read: int, acknowledged: int) -> int:
+    """The last version that was acknowledged until now."""
+    while select.select([read], [], [], 0)[0] and (data := os.read(read, 8)):
+        acknowledged = int.from_bytes(data, "little")
+    return acknowledged
+
+
+def _reap(children: list[int], expected: int) -> None:
+    """Wait for processes, which must end by a signal, or with the exit code of which this is the negative."""
     limit = time.monotonic() + DEADLINE
     for child in children:
         pid, status = 0, 0
@@ -160,9 +190,9 @@ def _reap(children: list[int], victims: list[int]) -> None:
         if pid == 0:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            raise LostError("a survivor hung")
-        if child not in victims and os.waitstatus_to_exitcode(status) != 3:
-            raise LostError(f"a survivor ended with {os.waitstatus_to_exitcode(status)}, not with an error")
+            raise LostError("a saver hung")
+        if os.waitstatus_to_exitcode(status) not in (-expected, expected):
+            raise LostError(f"a saver ended with {os.waitstatus_to_exitcode(status)}, not {-expected}")
 
 
 def kill_before_step(path: Path, version: int, step: int, in_background: bool) -> bool:
@@ -201,14 +231,17 @@ def every_step(path: Path, in_background: bool) -> dict[str, int]:
             return {"steps": step - 1, **outcomes}
 
 
-def random_kills(path: Path, kills: int, seed: int, scratch: Path, in_background: bool) -> dict[str, int]:
-    """Kill at random moments, alternating between one and two savers."""
+def random_kills(
+    path: Path, kills: int, seed: int, scratch: Path, in_background: bool, how: signal.Signals
+) -> dict[str, int]:
+    """Send signals at random moments, alternating between one and two savers."""
     dice = random.Random(seed)
     save(path, 1, 0, 1)
     version = 1
     outcomes: dict[str, int] = {}
     for number in range(kills):
-        version, what = trial(path, version + 1, 1 + number % 2, dice, scratch, in_background)
+        size = 2 if how == signal.SIGSTOP else 1 + number % 2
+        version, what = trial(path, version + 1, size, dice, scratch, in_background, how)
         outcomes[what] = outcomes.get(what, 0) + 1
     return {"kills": kills, "saves": version, **outcomes}
 
@@ -217,6 +250,7 @@ def main() -> None:
     """Run the trials; the exit code is 1 if anything was lost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--signal", choices=["KILL", "TERM", "STOP"], default="KILL")
     parser.add_argument("--every-step", action="store_true")
     parser.add_argument("--async", action="store_true", dest="in_background")
     parser.add_argument("--seed", type=int, default=0)
@@ -231,7 +265,8 @@ def main() -> None:
         if options.every_step:
             result = every_step(path, options.in_background)
         else:
-            result = random_kills(path, options.kills, options.seed, scratch, options.in_background)
+            how = signal.Signals[f"SIG{options.signal}"]
+            result = random_kills(path, options.kills, options.seed, scratch, options.in_background, how)
     except LostError as error:
         print(f"LOST: {error}", file=sys.stderr)
         raise SystemExit(1) from error

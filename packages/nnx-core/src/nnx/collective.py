@@ -82,7 +82,8 @@ def _gloo_group(
 ) -> dist.ProcessGroup:
     if world not in made:
         made.clear()  # groups of a world that was destroyed since
-        made[world] = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        timeout = world._get_backend(world._device_types[0]).options._timeout
+        made[world] = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
     return made[world]
 
 

@@ -42,6 +42,10 @@ class NnxError(Exception):
     def __str__(self) -> str:
         return f"{self.message} {self.remedy}".strip()
 
+    def add(self, sentence: str) -> None:
+        """Say something more, before the remedy."""
+        self.message = f"{self.message} {sentence}".strip()
+
     def __reduce__(self) -> tuple[object, ...]:
         # The default would call the class with positional arguments only, and lose the remedy
         # when an error travels from one rank to the others.

@@ -42,3 +42,11 @@ def test_a_kill_before_any_file_operation_loses_nothing(tmp_path: Path, mode: li
     # Both outcomes occur, so the commit itself was among the steps.
     assert result["old"] > 10
     assert result["new"] > 3
+
+
+@pytest.mark.parametrize(("how", "count"), [("TERM", 6), ("STOP", 2)])
+def test_a_saver_that_is_ended_or_stopped_loses_nothing_and_keeps_nobody(
+    tmp_path: Path, how: str, count: int
+) -> None:
+    result = run("--kills", str(count), "--signal", how, path=tmp_path)
+    assert result["kills"] == count

@@ -49,13 +49,20 @@ def begin(path: Place) -> Attempt:
     if foreign and MANIFEST not in foreign:
         raise _refusal(path, f"it holds other things, such as '{foreign[0]}'")
     path.make()
-    lock = path.lock()
+    lock: Lock | None = None
+    attempt: Attempt | None = None
     try:
-        return Attempt(path, lock, None if lock else _read_manifest(path))
+        lock = path.lock()
+        attempt = Attempt(path, lock, None if lock else _read_manifest(path), is_first=not foreign)
+        attempt.directory.make()
     except BaseException:
-        if lock is not None:
+        if attempt is not None:
+            attempt.discard()
+        elif lock is not None:
             lock.release()
+        path.remove_if_empty()  # only if this save made it: it is not empty otherwise
         raise
+    return attempt
 
 
 def _refusal(path: Place, why: str) -> CheckpointError:
@@ -78,13 +85,14 @@ class Attempt:
         directory: Where its files go; named after the id.
     """
 
-    def __init__(self, path: Place, lock: Lock | None, previous: bytes | None) -> None:
+    def __init__(self, path: Place, lock: Lock | None, previous: bytes | None, *, is_first: bool) -> None:
         self.save_id = _new_id(path)
         self.directory = path / self.save_id
         self._path = path
         self._lock = lock
         self._previous = previous
-        self.directory.make()
+        self._is_first = is_first
+        self._is_replacing = False
 
     def commit(self, manifest: Manifest, *, keep_previous: int) -> None:
         """Make the save, whose files are all there, the checkpoint at its path.
@@ -95,7 +103,8 @@ class Attempt:
 
         Raises:
             CheckpointError: A file is not there as described, another run has committed meanwhile, or the
-                manifest cannot be written. What was the checkpoint then stays.
+                manifest cannot be written. What was the checkpoint then stays, and so does all that belongs
+                to it: a machine that crashes now may come back with the old manifest.
         """
         self._refuse_if_overtaken()
         _check_present(self.directory, manifest.files)
@@ -104,6 +113,7 @@ class Attempt:
         (self.directory / MANIFEST).write(data)
         self.directory.sync()
         self._refuse_if_overtaken()
+        self._is_replacing = True
         (self._path / MANIFEST).replace(data, temporary=f".{MANIFEST}.{self.save_id}.tmp")
         with contextlib.suppress(CheckpointError):  # what is committed stays committed
             collect(
@@ -121,20 +131,41 @@ class Attempt:
                 remedy="Give every run a path of its own; what the other run saved is intact.",
             )
 
-    def discard(self) -> None:
-        """Remove what a failed save left, as far as that is possible; never what was committed."""
-        with contextlib.suppress(CheckpointError):
-            # A commit may have come through although it seemed to fail, above all on a network.
-            if self.save_id.encode() not in (_read_manifest(self._path) or b""):
-                _remove(self._path / f".{MANIFEST}.{self.save_id}.tmp")
-                _remove(self.directory)
+    def discard(self) -> str:
+        """Remove what a failed save left, as far as that is possible; never what was committed.
+
+        Returns:
+            What is at the path now, for people; empty where this would have been the first save.
+        """
+        standing = self._standing()
+        if standing not in (_NEW, _UNKNOWN):
+            for left in (self._path / f".{MANIFEST}.{self.save_id}.tmp", self.directory):
+                with contextlib.suppress(CheckpointError):
+                    _remove(left)
         self.release()
         self._path.remove_if_empty()  # only if this save made it: it is not empty otherwise
+        return standing
+
+    def _standing(self) -> str:
+        """Which save is the checkpoint: a commit may come through although it seems to fail."""
+        if self._is_replacing:
+            try:
+                manifest = _read_manifest(self._path) or b""
+            except CheckpointError:
+                return _UNKNOWN
+            if self.save_id.encode() in manifest:
+                return _NEW
+        return "" if self._is_first else _PREVIOUS
 
     def release(self) -> None:
         """Let others save to this path; nothing else may be done afterwards."""
         if self._lock is not None:
             self._lock.release()
+
+
+_PREVIOUS = "The checkpoint that was saved there before is whole."
+_NEW = "The new checkpoint is there, whole, but a crash of the machine may bring the one before back."
+_UNKNOWN = "The new checkpoint or the one before is there, whole."
 
 
 def _new_id(path: Place) -> str:

@@ -179,8 +179,10 @@ class Writer(StorageWriter):
             raise CheckpointError("this writer was not asked for a plan.", remedy="Use it through dcp.save.")
         try:
             self._finish(attempt, metadata, results)
-        except BaseException:
-            attempt.discard()
+        except BaseException as error:
+            standing = attempt.discard()
+            if isinstance(error, CheckpointError):
+                error.add(standing)
             raise
 
     def _finish(self, attempt: Attempt, metadata: Metadata, results: list[list[WriteResult]]) -> None:

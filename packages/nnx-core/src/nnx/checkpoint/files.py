@@ -18,9 +18,11 @@ from nnx.errors import CheckpointError
 
 __all__ = [
     "FileReader",
+    "close_quietly",
     "explained",
     "is_file",
     "look",
+    "name_within",
     "open_file",
     "parent_directory",
     "read_exactly",
@@ -31,6 +33,9 @@ __all__ = [
 
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.EROFS}
 """What file systems answer that cannot force the names of a directory to disk, and need not."""
+
+_NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM}
+"""How a system says that a name leads to nothing; all else, such as a failing disk, says nothing about it."""
 
 _REMEDIES = {
     errno.ENOSPC: "Free space there, or save elsewhere.",
@@ -43,6 +48,7 @@ _REMEDIES = {
     errno.EEXIST: "Let only one run save to this path.",
     errno.ENOTDIR: "Choose a path below directories only.",
     errno.EIO: "Check the disk, and save elsewhere.",
+    errno.ESTALE: "Check that the network file system is still mounted, and save again.",
     errno.ELOOP: "A checkpoint holds no links: copy it with what they lead to (`cp -rL`), or remove them.",
 }
 
@@ -74,21 +80,36 @@ def parent_directory(path: Path, root: Path | None) -> Iterator[int | None]:
         path: The path, somewhere below the root.
         root: The directory that the user named, which may be a link; None where the path itself was named,
             and the system finds its way.
+
+    Yields:
+        The descriptor; None where no directory between root and path could be a link. See `name_within`.
     """
-    if root is None:
+    if root is None or path.parent == root:
         yield None
         return
-    descriptors = [os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
+    first, *others = path.parent.relative_to(root).parts
+    descriptors = [_open_directory(root / first, None)]
     try:
-        for name in path.parent.relative_to(root).parts:
+        for name in others:
             descriptors.append(_open_directory(name, descriptors[-1]))
         yield descriptors[-1]
     finally:
         for descriptor in descriptors:
-            os.close(descriptor)
+            close_quietly(descriptor)
 
 
-def _open_directory(name: str, parent: int) -> int:
+def close_quietly(fd: int) -> None:
+    """Close what nothing was written through: an error loses nothing, and the descriptor is gone."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
+def name_within(parent: int | None, path: Path) -> str | Path:
+    """What to call a path beside what `parent_directory` gave."""
+    return path if parent is None else path.name
+
+
+def _open_directory(name: str | Path, parent: int | None) -> int:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         return os.open(name, flags, dir_fd=parent)
@@ -112,11 +133,17 @@ def open_file(path: Path, flags: int, *, root: Path | None = None, doing: str = 
     """
     inside = os.O_NOFOLLOW if root is not None else 0
     with explained(doing, path), parent_directory(path, root) as parent:
-        name = path if parent is None else Path(path.name)
         # Without O_NONBLOCK a pipe would be waited for.
-        fd = os.open(name, flags | inside | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=parent)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
+        fd = os.open(
+            name_within(parent, path), flags | inside | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=parent
+        )
+        try:
+            is_regular = stat.S_ISREG(os.fstat(fd).st_mode)
+        except OSError:
+            close_quietly(fd)
+            raise
+    if not is_regular:
+        close_quietly(fd)
         raise CheckpointError(
             f"cannot {doing} '{path}': it is no regular file.",
             remedy="A checkpoint holds plain files and directories only; remove it.",
@@ -125,14 +152,19 @@ def open_file(path: Path, flags: int, *, root: Path | None = None, doing: str = 
 
 
 def look(path: Path, root: Path | None) -> os.stat_result | None:
-    """What is at a path, links below the root not followed; None if nothing is."""
-    try:
-        with parent_directory(path, root) as parent:
-            if parent is None:
-                return path.stat()
-            return os.stat(path.name, dir_fd=parent, follow_symlinks=False)
-    except (OSError, ValueError):
-        return None
+    """What is at a path, links below the root not followed; None if nothing is.
+
+    Raises:
+        CheckpointError: The disk fails, so that nobody knows.
+    """
+    with explained("look at", path), contextlib.suppress(ValueError):
+        try:
+            with parent_directory(path, root) as parent:
+                return os.stat(name_within(parent, path), dir_fd=parent, follow_symlinks=root is None)
+        except OSError as error:
+            if error.errno not in _NOT_THERE:
+                raise
+    return None
 
 
 def is_file(path: Path) -> bool:
@@ -166,7 +198,7 @@ def sync_directory(path: Path) -> None:
             if error.errno not in _CANNOT_SYNC:
                 raise
         finally:
-            os.close(fd)
+            close_quietly(fd)
 
 
 class FileReader:
@@ -198,7 +230,7 @@ class FileReader:
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._fd)
+        close_quietly(self._fd)
 
 
 def read_exactly(path: Path, size: int, *, start: int = 0, root: Path | None = None) -> bytes:
@@ -214,7 +246,7 @@ def read_exactly(path: Path, size: int, *, start: int = 0, root: Path | None = N
                 parts.append(part)
                 position += len(part)
         finally:
-            os.close(fd)
+            close_quietly(fd)
     return b"".join(parts)
 
 

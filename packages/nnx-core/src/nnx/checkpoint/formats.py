@@ -14,6 +14,8 @@ from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nnx.checkpoint.manifest import is_save_id
+from nnx.checkpoint.places import place_of
 from nnx.checkpoint.source import is_checkpoint
 from nnx.errors import CheckpointError, CheckpointNotFoundError, PluginError
 from nnx.plugins import checkpoint_formats
@@ -177,9 +179,14 @@ def _unknown(path: str | os.PathLike[str]) -> CheckpointError:
     place = os.fspath(path)
     if "://" not in place and not os.path.exists(place):  # noqa: PTH110 - `path` may be a URL
         return CheckpointNotFoundError(f"there is no checkpoint at '{place}'.", remedy="Check the path.")
+    if any(is_save_id(name) for name in place_of(path).names()):
+        return CheckpointError(
+            f"'{place}' is not a checkpoint: its first save was interrupted.",
+            remedy="Resume from another one; `nnx ckpt gc` removes this.",
+        )
     return CheckpointError(
         f"'{place}' is not a checkpoint of a known format: it has neither the manifest of an nnx checkpoint "
-        "nor the files of another one. A first save that was interrupted leaves none.",
+        "nor the files of another one.",
         remedy=f"Known formats: {', '.join(specs())}. A plugin may add more.",
     )
 

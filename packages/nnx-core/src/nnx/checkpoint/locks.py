@@ -13,7 +13,7 @@ import os
 import socket
 from pathlib import Path
 
-from nnx.checkpoint.files import explained, open_file
+from nnx.checkpoint.files import close_quietly, explained, open_file
 from nnx.errors import CheckpointError
 
 __all__ = ["LOCK", "Lock"]
@@ -49,28 +49,18 @@ class Lock:
             if fd is None:
                 return None
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                owner = _printable(os.pread(fd, 200, 0)) or "another process"
-                os.close(fd)
-                if error.errno in _UNSUPPORTED:
-                    path.unlink(missing_ok=True)
+                if not _flock(fd, directory):
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+                    close_quietly(fd)
                     return None
-                if error.errno not in _TAKEN:
-                    with explained("lock", directory):
-                        raise
-                raise CheckpointError(
-                    f"cannot save to '{directory}': another run is saving to it now ({owner}).",
-                    remedy="Give every run a path of its own; what was saved there is intact.",
-                ) from error
-            if _is_current(path, fd):
-                with contextlib.suppress(
-                    OSError
-                ):  # who holds it is for people; a full disk has no place for it
-                    os.ftruncate(fd, 0)
-                    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-                return cls(path, fd)
-            os.close(fd)  # the run that held it removed the file meanwhile
+                if _is_current(path, fd):
+                    _sign(fd)
+                    return cls(path, fd)
+            except CheckpointError:
+                close_quietly(fd)
+                raise
+            close_quietly(fd)  # the run that held it removed the file meanwhile
 
     def release(self) -> None:
         """Let others save again; does nothing the second time."""
@@ -81,7 +71,7 @@ class Lock:
             # A new file is a new lock, so it does not matter that a forked child still has this one open.
             with contextlib.suppress(OSError):
                 self._path.unlink()
-        os.close(fd)
+        close_quietly(fd)
 
     def __del__(self) -> None:
         self.release()
@@ -99,13 +89,53 @@ def _open(path: Path, directory: Path) -> int | None:
         if getattr(error.__cause__, "errno", None) in _FULL:
             return None
         raise
-    if os.fstat(fd).st_nlink > 1:
-        os.close(fd)
+    try:
+        with explained("lock", directory):
+            names = os.fstat(fd).st_nlink
+    except CheckpointError:
+        close_quietly(fd)
+        raise
+    if names > 1:
+        close_quietly(fd)
         raise CheckpointError(
             f"cannot lock '{directory}': '{path.name}' has a second name elsewhere, which no save gives it.",
             remedy=f"Remove '{path}'.",
         )
     return fd
+
+
+def _flock(fd: int, directory: Path) -> bool:
+    """Take the lock; false where the file system has none.
+
+    Raises:
+        CheckpointError: Somebody else holds it.
+    """
+    with explained("lock", directory):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _TAKEN:
+                raise CheckpointError(
+                    f"cannot save to '{directory}': another run is saving to it now ({_owner(fd)}).",
+                    remedy="Give every run a path of its own.",
+                ) from error
+            if error.errno not in _UNSUPPORTED:
+                raise
+            return False
+    return True
+
+
+def _sign(fd: int) -> None:
+    """Write down who holds the lock. That is for people: a full disk may have no place for it."""
+    with contextlib.suppress(OSError):
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+
+def _owner(fd: int) -> str:
+    with contextlib.suppress(OSError):
+        return _printable(os.pread(fd, 200, 0)) or "another process"
+    return "another process"
 
 
 def _printable(raw: bytes) -> str:
@@ -114,7 +144,6 @@ def _printable(raw: bytes) -> str:
 
 
 def _is_current(path: Path, fd: int) -> bool:
-    try:
+    with explained("lock", path.parent), contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(fd))
-    except FileNotFoundError:
-        return False
+    return False

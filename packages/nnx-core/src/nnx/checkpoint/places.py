@@ -21,8 +21,10 @@ from typing_extensions import override
 
 from nnx.checkpoint.files import (
     FileReader,
+    close_quietly,
     explained,
     look,
+    name_within,
     open_file,
     parent_directory,
     read_exactly,
@@ -167,6 +169,9 @@ class Place(ABC):
         Args:
             data: The new contents.
             temporary: A name beside it that may be used meanwhile.
+
+        Raises:
+            CheckpointError: It failed; the new contents may be there all the same, if not for good.
         """
 
     @abstractmethod
@@ -252,8 +257,10 @@ class LocalPlace(Place):
             parent_directory(inside, self._root or self.path) as directory,
         ):
             for name in names:
-                with explained("read", self.path / name), contextlib.suppress(FileNotFoundError):
-                    found[name] = os.stat(name, dir_fd=directory, follow_symlinks=False).st_size
+                file = self.path / name
+                with explained("read", file), contextlib.suppress(FileNotFoundError):
+                    at = name_within(directory, file)
+                    found[name] = os.stat(at, dir_fd=directory, follow_symlinks=False).st_size
         return found
 
     @override
@@ -262,7 +269,7 @@ class LocalPlace(Place):
         try:
             return os.fstat(fd).st_size
         finally:
-            os.close(fd)
+            close_quietly(fd)
 
     @override
     def reader(self) -> FileReader:
@@ -295,10 +302,10 @@ class LocalPlace(Place):
     @override
     def replace(self, data: bytes, *, temporary: str) -> None:
         write_file(self.path.with_name(temporary), data, root=self._root)
-        with self.explained("replace"), self._in_parent() as parent:
-            os.replace(temporary, self.name, src_dir_fd=parent, dst_dir_fd=parent)
-        with contextlib.suppress(CheckpointError):  # what is replaced stays replaced
-            sync_directory(self.path.parent)
+        with self.explained("replace"), parent_directory(self.path, self._root) as parent:
+            names = (name_within(parent, path) for path in (self.path.with_name(temporary), self.path))
+            os.replace(*names, src_dir_fd=parent, dst_dir_fd=parent)
+        sync_directory(self.path.parent)
 
     @override
     def sync(self) -> None:
@@ -309,16 +316,13 @@ class LocalPlace(Place):
         with (
             self.explained("remove"),
             contextlib.suppress(FileNotFoundError),
-            self._in_parent() as parent,
+            parent_directory(self.path, self._root) as parent,
         ):
-            if stat.S_ISDIR(os.stat(self.name, dir_fd=parent, follow_symlinks=False).st_mode):
+            name = name_within(parent, self.path)
+            if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
                 shutil.rmtree(self.path)  # which does not follow links either
             else:
-                os.unlink(self.name, dir_fd=parent)
-
-    def _in_parent(self) -> contextlib.AbstractContextManager[int | None]:
-        """For what is done to the name itself, so that a link is never followed."""
-        return parent_directory(self.path, self._root or self.path.parent)
+                os.unlink(name, dir_fd=parent)
 
     @override
     def remove_if_empty(self) -> None:

@@ -169,7 +169,7 @@ def _reason_to_spare(name: str, kind: str, committed: str, locked: bool) -> str:
 
 
 def _collect_partial(place: Place, min_age: float, dry_run: bool, collected: Collected) -> None:
-    age = time.time() - _changed(place)
+    age = max(0.0, time.time() - _changed(place))  # negative where the clock was set back
     if age < min_age:
         why = f"it was changed {age:.0f} seconds ago, so a conversion may be writing it"
         collected.spared.append(Spared(str(place), why))

@@ -34,7 +34,7 @@ def exchange(
     decide: Callable[[list[T]], list[R]],
     *,
     doing: str,
-    give_up: Callable[[], None] = lambda: None,
+    give_up: Callable[[], str] = str,
 ) -> R:
     """Run one round.
 
@@ -43,7 +43,8 @@ def exchange(
         work: What every rank does. It must not communicate.
         decide: What the coordinator makes of all results, in rank order: one answer for each rank.
         doing: What the round does, for messages.
-        give_up: Called on the coordinator if anything failed, before the others learn of it.
+        give_up: Called on the coordinator if anything failed, before the others learn of it. It says how
+            things stand, which the error repeats.
 
     Returns:
         The coordinator's answer to this rank.
@@ -56,7 +57,9 @@ def exchange(
         answers = _decide([outcome], decide, doing, give_up)
         answer: Any = answers[0]
         if isinstance(answer, _Failure):
-            raise outcome.error if isinstance(outcome, _Failure) and outcome.error else answer.raised
+            if answer.error is answer.raised:
+                raise answer.raised
+            raise answer.raised from answer.error
         return cast(R, answer)
     answer = _travel(group, outcome, decide, doing, give_up)
     if isinstance(answer, _Failure):
@@ -94,7 +97,7 @@ def _travel(
     outcome: T | _Failure,
     decide: Callable[[list[T]], list[R]],
     doing: str,
-    give_up: Callable[[], None],
+    give_up: Callable[[], str],
 ) -> R | _Failure:
     received: list[Any] = [None]
     with _explained(doing):
@@ -160,7 +163,7 @@ def _decide(
     outcomes: list[T | _Failure],
     decide: Callable[[list[T]], list[R]],
     doing: str,
-    give_up: Callable[[], None],
+    give_up: Callable[[], str],
 ) -> list[R | _Failure]:
     failed = [(rank, item) for rank, item in enumerate(outcomes) if isinstance(item, _Failure)]
     if not failed:
@@ -172,7 +175,7 @@ def _decide(
         failure = failed[0][1]
     else:
         failure = _Failure(_named(failed, doing))
-    give_up()
+    failure.raised.add(give_up())
     return [failure] * len(outcomes)
 
 

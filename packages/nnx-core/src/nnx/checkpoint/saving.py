@@ -293,9 +293,8 @@ class Save:
         self.attempt.commit(manifest, keep_previous=self.request.keep_previous)
         return [None] * self.size
 
-    def _give_up(self) -> None:
-        if self.attempt is not None:
-            self.attempt.discard()
+    def _give_up(self) -> str:
+        return "Nothing was changed there." if self.attempt is None else self.attempt.discard()
 
 
 def writer_info(world_size: int) -> dict[str, Any]:

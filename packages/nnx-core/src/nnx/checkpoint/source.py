@@ -18,7 +18,7 @@ from nnx.checkpoint.pending import wait_until_saved
 from nnx.checkpoint.places import Location, Place, Reader, place_of
 from nnx.errors import CheckpointError
 
-__all__ = ["Source", "is_checkpoint", "read_manifest"]
+__all__ = ["Source", "is_checkpoint", "is_replaced", "read_manifest"]
 
 _MAX_MANIFEST = 1 << 30
 
@@ -43,10 +43,23 @@ def read_manifest(path: Place) -> Manifest:
             f"'{path}' is not an nnx checkpoint: {_why_not(path)}.",
             remedy="Check the path; a checkpoint is a directory with a file 'manifest.json'.",
         )
-    size = manifest.size()
-    if size > _MAX_MANIFEST:
-        raise CheckpointError(f"'{manifest}' is damaged: it has {size} bytes.", remedy="Check the path.")
-    return decode_manifest(manifest.read(size), source=str(manifest))
+    while True:
+        size = manifest.size()
+        if size > _MAX_MANIFEST:
+            raise CheckpointError(f"'{manifest}' is damaged: it has {size} bytes.", remedy="Check the path.")
+        try:
+            return decode_manifest(manifest.read(size), source=str(manifest))
+        except CheckpointError:
+            if manifest.size() == size:  # and no writer has replaced it in between
+                raise
+
+
+def is_replaced(path: Place, manifest: Manifest) -> bool:
+    """Whether another save is the checkpoint now, so that files of the one before may be gone."""
+    try:
+        return read_manifest(path).save_id != manifest.save_id
+    except CheckpointError:
+        return False
 
 
 def _why_not(path: Place) -> str:
@@ -72,14 +85,23 @@ class Source:
 
     @classmethod
     def open(cls, path: Location) -> Source:
-        """Check the manifest, every file's length, and the index."""
+        """Check the manifest, every file's length, and the index; anew if a writer commits meanwhile."""
         place = place_of(path)
-        source = cls(place, read_manifest(place))
-        fault = next(source.faults(), None)
+        while True:
+            source = cls(place, read_manifest(place))
+            try:
+                source._check()
+            except CheckpointError:
+                if is_replaced(place, source.manifest):
+                    continue
+                raise
+            return source
+
+    def _check(self) -> None:
+        fault = next(self.faults(), None)
         if fault is not None:
             raise fault[1]
-        source.index  # noqa: B018 - decoding it checks it
-        return source
+        self.index  # noqa: B018 - decoding it checks it
 
     @property
     def directory(self) -> Place:

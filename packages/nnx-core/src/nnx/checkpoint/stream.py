@@ -30,7 +30,7 @@ _BUFFER = 8 << 20
 _BUFFERS = 3
 
 _spare: list[mmap.mmap] = []
-_spare_lock = threading.Lock()
+"""Used without a lock, by steps that are whole in themselves: a signal's handler may save in between."""
 
 
 class Sink(Protocol):
@@ -116,13 +116,13 @@ class StreamWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop()
-        self._sink.close()
         self._view.release()
         buffers = [self._buffer]
         with contextlib.suppress(queue.Empty):
             while True:
                 buffers.append(self._free.get_nowait())
         _give_back(buffers)
+        self._sink.close()
 
     def _put(self, data: memoryview) -> memoryview:
         if self._filled == _BUFFER:
@@ -202,14 +202,15 @@ class DirectFile:
             os.fsync(self._fd)
 
     def close(self) -> None:
-        """Close it."""
-        os.close(self._fd)
+        """Close it; a network's file system may tell only now that it could not write."""
+        with explained("write", self._path):
+            os.close(self._fd)
 
 
 def _enter_direct(fd: int) -> None:
     """Write around the page cache, where the file system can."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     with contextlib.suppress(OSError):
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
 
 
@@ -222,8 +223,10 @@ def _leave_direct(fd: int) -> bool:
 
 
 def _borrow() -> list[mmap.mmap]:
-    with _spare_lock:
-        buffers, _spare[:] = _spare[:_BUFFERS], _spare[_BUFFERS:]
+    buffers: list[mmap.mmap] = []
+    with contextlib.suppress(IndexError):
+        while len(buffers) < _BUFFERS:
+            buffers.append(_spare.pop())
     # Private, because a forked process would otherwise write into the buffers of its parent and siblings.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return buffers + [mmap.mmap(-1, _BUFFER, flags=flags) for _ in range(_BUFFERS - len(buffers))]
@@ -231,5 +234,5 @@ def _borrow() -> list[mmap.mmap]:
 
 def _give_back(buffers: list[mmap.mmap]) -> None:
     """Keep one set for the next save: fresh memory costs more than writing to it."""
-    with _spare_lock:
-        _spare.extend(buffers[: max(0, _BUFFERS - len(_spare))])
+    _spare.extend(buffers)
+    del _spare[_BUFFERS:]

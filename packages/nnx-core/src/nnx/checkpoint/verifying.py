@@ -20,7 +20,7 @@ from nnx.checkpoint.headers import find_contradiction
 from nnx.checkpoint.index import INDEX, Index
 from nnx.checkpoint.manifest import MANIFEST, DamagedManifestError, FileEntry
 from nnx.checkpoint.places import Location, Reader, place_of
-from nnx.checkpoint.source import Source, read_manifest
+from nnx.checkpoint.source import Source, is_replaced, read_manifest
 from nnx.errors import CheckpointError
 
 __all__ = ["Damage", "verify"]
@@ -57,15 +57,25 @@ def verify(
     Returns:
         Every damaged place; empty if the checkpoint is whole.
 
+    A save that is replaced meanwhile is no damage: the one that replaced it is read.
+
     Raises:
         CheckpointError: There is no checkpoint at this path, or it is of a newer format.
     """
     root = place_of(path)
-    try:
-        manifest = read_manifest(root)
-    except DamagedManifestError as error:
-        return [Damage(MANIFEST, 0, (root / MANIFEST).size(), error.message)]
-    return _Verification(Source(root, manifest), progress).run()
+    while True:
+        try:
+            manifest = read_manifest(root)
+        except DamagedManifestError as error:
+            return [Damage(MANIFEST, 0, (root / MANIFEST).size(), error.message)]
+        try:
+            found = _Verification(Source(root, manifest), progress).run()
+        except CheckpointError:
+            if not is_replaced(root, manifest):
+                raise
+        else:
+            if not found or not is_replaced(root, manifest):
+                return found
 
 
 class _Verification:

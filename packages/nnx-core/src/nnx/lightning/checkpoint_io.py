@@ -201,7 +201,9 @@ class CheckpointIO:
         self._save(saved, path, provenance=provenance, collective=True)
 
     def _save(self, saved: Saved, path: Any, *, provenance: Mapping[str, Any], collective: bool) -> None:
-        save = storage.save_async if self.async_save and not self._run_has_ended else storage.save
+        # After saving this one Lightning asks SLURM to end the job.
+        is_last = self._run_has_ended or place_of(path).name.startswith("hpc_ckpt_")
+        save = storage.save_async if self.async_save and not is_last else storage.save
         save(
             path,
             tensors=saved.tensors,
