@@ -154,7 +154,8 @@ def trial(
     survivors = [child for child in children if child not in victims]
     _reap(survivors, -3)
     if is_stop:
-        check(path, _last(read, acknowledged))  # while the stopped one may still have files open
+        acknowledged = _last(read, acknowledged)
+        check(path, acknowledged)  # while the stopped one may still have files open
     for child in victims:
         os.kill(child, signal.SIGCONT)
     _reap(victims, -3 if is_stop else how)

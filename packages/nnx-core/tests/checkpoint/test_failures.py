@@ -104,7 +104,9 @@ def test_a_rank_that_dies_during_a_save_neither_hangs_nor_harms(pool: WorkerPool
 
 def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("a single-file checkpoint")
-    with pytest.raises(CheckpointError, match=r"cannot save to '.*/a': it is a file. Nothing was changed there. Choose a new path"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot save to '.*/a': it is a file. Nothing was changed there. Choose"
+    ):
         save(tmp_path / "a")
     assert (tmp_path / "a").read_text() == "a single-file checkpoint"
 
@@ -132,7 +134,7 @@ def test_other_files_in_a_checkpoint_are_never_removed(tmp_path: Path) -> None:
 def test_a_path_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(
-        CheckpointError, match=r"cannot create '.*': Not a directory. Nothing was changed there. Choose a path below dir"
+        CheckpointError, match=r"cannot create '.*': Not a directory. Nothing was changed there. Choose"
     ):
         save(tmp_path / "file" / "a")
 
@@ -454,9 +456,11 @@ def test_a_directory_that_may_not_be_written_to_is_the_same_error_on_both_ranks(
         for directory in (path, *made_by_pytest):
             directory.chmod(0o755)
     assert first == second
-    assert "/a/.saving.lock': Permission denied. Nothing was changed there. Make the directory writable for this user" in first
+    assert (
+        "/a/.saving.lock': Permission denied. Nothing was changed there. Make the directory writable" in first
+    )
     assert "cannot create '" in other
-    assert "/a-new': Permission denied. Nothing was changed there. Make the directory writable for this user" in other
+    assert "/a-new': Permission denied. Nothing was changed there. Make the directory writable" in other
     assert nnx.checkpoint.verify(path) == []
     assert pool.run(checkpoint_jobs.load_all, str(path), world_size=2, init="gloo") == [[], []]
 
@@ -468,7 +472,7 @@ def test_a_directory_that_vanishes_in_the_middle_of_a_save_is_the_same_error_on_
     pool.run(checkpoint_jobs.save_all, str(path), "deduped", world_size=2, init="gloo")
     first, second = pool.run(checkpoint_jobs.lose_directory_during_save, str(path), world_size=2, init="gloo")
     assert first == second
-    assert "No such file or directory. The checkpoint that was saved there before is whole. Every rank must see" in first
+    assert "The checkpoint that was saved there before is whole. Every rank must see" in first
     assert pool.run(checkpoint_jobs.load_all, str(path), world_size=2, init="gloo") == [[], []]
     assert names(path) == {"manifest.json", nnx.checkpoint.open_native(path).manifest.save_id}
 
@@ -481,7 +485,7 @@ def test_a_checkpoint_that_vanishes_before_it_is_loaded_is_an_error_on_every_ran
     found = pool.run(checkpoint_jobs.load_what_vanishes, str(path), world_size=2, init="gloo")
     for text in found:
         assert "cannot read '" in text
-        assert "No such file or directory. The checkpoint that was saved there before is whole. Every rank must see" in text
+        assert "No such file or directory. Every rank must see the same directory" in text
 
 
 def test_a_missing_tensor_is_listed(tmp_path: Path) -> None:
