@@ -67,6 +67,29 @@ class OtherOrderByHand(Net):
         raise AssertionError("the optimizer has stepped")
 
 
+class Surgeon(Net):
+    """Makes its gradients itself, of this rank's samples."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        for parameter, gradient in zip(
+            trained, torch.autograd.grad(self._loss(*batch), trained), strict=True
+        ):
+            parameter.grad = gradient
+        self.optimizers().step()
+
+
+class Forgetful(Net):
+    """Drops the optimizer's state after the first step."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.optimizers[0].state.clear()
+
+
 class Frozen(Net):
     """Freezes a layer after the first step."""
 
@@ -149,6 +172,8 @@ REFUSED: dict[str, tuple[type[Net], Run]] = {
     "arguments of backward": (Weighted, SHORT),
     "another order": (OtherOrderByHand, SHORT),
     "frozen in mid-run": (Frozen, SHORT),
+    "gradients of its own": (Surgeon, SHORT),
+    "state dropped": (Forgetful, SHORT),
     "used again": (Returning, replace(SHORT, steps=3)),
     "mixed dtypes": (Doubled, SHORT),
     "64-true": (Net, replace(SHORT, precision="64-true")),

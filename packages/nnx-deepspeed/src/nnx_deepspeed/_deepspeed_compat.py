@@ -35,6 +35,7 @@ __all__ = [
     "local_partition",
     "number_alike",
     "overwritten_gradients",
+    "own_range",
     "position",
     "put_back_globals",
     "reduce_at_once",
@@ -137,7 +138,7 @@ def take_persistent(zero: Any) -> None:
     whole = [p for p in getattr(zero, "persistent_parameters", ()) if p.numel() and p.shape == p.ds_shape]
     parts, slices = [], []
     for parameter in whole:
-        start, part = _own_range(parameter)
+        start, part = own_range(parameter)
         parts.append(part)
         slices.append(parameter.detach().flatten()[start : start + part.numel()])
     if parts:
@@ -167,11 +168,16 @@ def gather_persistent(zero: Any) -> None:
         missing[0].all_gather(missing)
 
 
-def _own_range(parameter: nn.Parameter) -> tuple[int, Tensor]:
-    """Stage 3: where this rank's part begins, and the part without its padding."""
+def own_range(parameter: nn.Parameter) -> tuple[int, Tensor]:
+    """Where this rank's part begins, and the part without padding; in stages 1 and 2 of a frozen one."""
+    rank = dist.get_rank()
+    if not hasattr(parameter, "ds_tensor"):
+        flat = parameter.detach().view(-1)
+        size = -(-flat.numel() // dist.get_world_size())
+        return min(rank * size, flat.numel()), flat[rank * size : (rank + 1) * size]
     partition = local_partition(parameter)
     numel: int = parameter.ds_numel  # type: ignore[attr-defined]
-    start = min(dist.get_rank() * partition.numel(), numel)
+    start = min(rank * partition.numel(), numel)
     return start, partition[: min(partition.numel(), numel - start)]
 
 
@@ -353,13 +359,13 @@ def _free_and_show(parameter: nn.Parameter) -> None:
 def _show(parameter: nn.Parameter) -> None:
     partition = local_partition(parameter)
     if partition.device == parameter.device and partition.numel():  # neither offloaded nor on disk
-        parameter.data = _own_range(parameter)[1]
+        parameter.data = own_range(parameter)[1]
     parameter.__class__ = parameter._nnx_classes[1]  # type: ignore[attr-defined]
 
 
 def _take_whole(parameter: nn.Parameter) -> None:
     """Let this rank's part follow the whole."""
-    start, part = _own_range(parameter)
+    start, part = own_range(parameter)
     part.copy_(parameter.detach().flatten()[start : start + part.numel()])
 
 
@@ -422,7 +428,7 @@ def take_assigned(parameters: Mapping[nn.Parameter, Tensor]) -> list[nn.Paramete
         is_cut = hasattr(parameter, "ds_tensor")
         if is_cut and parameter.shape == getattr(parameter, "ds_shape", None):
             continue  # `take_persistent` looks at these
-        start, place = _own_range(parameter) if is_cut else (0, home)
+        start, place = own_range(parameter) if is_cut else (0, home)
         present = parameter.data
         if present.data_ptr() == place.data_ptr() or not place.numel() or not present.numel():
             continue

@@ -103,6 +103,7 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
     def teardown(self) -> None:
         """Leave the process as it was, also where an error on one rank has left the module sharded."""
         if self._engine is not None:
+            self._engine.state.remove()
             put_back_globals()
         super().teardown()
 
@@ -198,7 +199,8 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
         engine = self._engine
         if engine is None or optimizer is not engine.optimizer:
             return super().optimizer_state(module, optimizer)
-        described = super().optimizer_state(module, optimizer)
+        with engine.state.shown():
+            described = super().optimizer_state(module, optimizer)
         names = parameter_names(module)
         states = {names[p]: engine.partitions.state(p, engine.shadow) for p in engine.partitions.parameters()}
         described["state"] = {name: state for name, state in states.items() if state}

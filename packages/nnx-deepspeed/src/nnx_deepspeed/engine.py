@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx.errors import OptionError, UnsupportedError
+from nnx.hidden_state import HiddenState
 from nnx.materialize import lay_in_order, with_strides
 from nnx_deepspeed._deepspeed_compat import (
     count_backwards_anew,
@@ -39,6 +40,7 @@ from nnx_deepspeed._deepspeed_compat import (
 )
 from nnx_deepspeed.agreement import Agreement
 from nnx_deepspeed.config import with_fitting_buckets
+from nnx_deepspeed.frozen import FrozenValues, follow
 from nnx_deepspeed.partitioned import PartitionedParameter
 from nnx_deepspeed.partitions import Partitions
 from nnx_deepspeed.refusals import FixedModel, refuse_other_dtypes, refuse_sparse, refuse_unfit
@@ -96,16 +98,14 @@ class ZeroEngine:
         self.zero: Any = self._engine.optimizer
         share_masters(self.zero)
         leave_loss_alone(self.zero)
-        self.partitions = Partitions(self.zero, rank=rank, module=module)
-        for parameter, value in exact.items():
-            self.partitions.master(parameter).fill_from(value)
+        self.partitions = Partitions(self.zero, rank=rank, module=module, frozen=FrozenValues(exact))
+        self.partitions.take_exact(exact)
         self.partitions.take_state(optimizer, self.shadow)
         self._empty = [p for p in module.parameters() if hasattr(p, "ds_numel") and not p.ds_numel]
         show_partitions(module, PartitionedParameter)
         if self.partitions.cuts_each_parameter:
             watch_backward(self.zero, self._refuse_inner_backward)
-        names = {parameter: name for name, parameter in module.named_parameters()}
-        self._names = names
+        self._names = names = {parameter: name for name, parameter in module.named_parameters()}
         self._fixed = FixedModel(module)
         self._homes = {parameter: parameter.data for parameter in module.parameters()}
         trained = [p for p in self.partitions.parameters() if self.partitions.shape(p).numel()]
@@ -119,6 +119,7 @@ class ZeroEngine:
         self.whole_gradients = WholeGradients(self.partitions, device=device)
         self._unused = UnusedParameters(self.partitions, self.shadow, names=names)
         self._versions = self._see_versions()
+        self.state = HiddenState(optimizer, "it lies in DeepSpeed's flat partitions")
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = MethodType(self._routed_zero_grad, optimizer)  # type: ignore[method-assign]
 
@@ -225,13 +226,14 @@ class ZeroEngine:
         def closure_and_step() -> Any:
             loss = None
             if closure is not None:
-                with torch.enable_grad():
+                with torch.enable_grad(), self.state.hidden():
                     loss = closure()
             visible.update(self._step())
             return loss
 
         visible: dict[nn.Parameter, Tensor] = {}
-        result = step(closure=closure_and_step)  # which must find no gradients
+        with self.state.shown():
+            result = step(closure=closure_and_step)  # which must find no gradients
         self.whole_gradients.show_again(visible)
         return result
 
@@ -243,6 +245,7 @@ class ZeroEngine:
                     "DeepSpeed has stepped with these gradients; there was no backward since.",
                     remedy="Call backward before each step, or use strategy 'fsdp_auto'.",
                 )
+            self._refuse_given_gradients()
             return {}
         copy_hyperparameters(self._groups, self.shadow)
         self.take_written_weights()
@@ -257,6 +260,15 @@ class ZeroEngine:
         self._versions = self._see_versions()
         self._has_reduced = False
         return visible
+
+    def _refuse_given_gradients(self) -> None:
+        for parameter in self.partitions.parameters():
+            if parameter.grad is not None:
+                raise UnsupportedError(
+                    f"the gradient of {self._names[parameter]} was assigned, and no backward of the strategy "
+                    "came before: each rank has that of its own samples.",
+                    remedy="Compute gradients by `self.manual_backward(loss)`, and change `p.grad` then.",
+                )
 
     # --- state --------------------------------------------------------------------------------
 
@@ -274,7 +286,9 @@ class ZeroEngine:
         looking_everywhere = looking_everywhere or versions != self._versions
         for weights, masters in weights_and_masters(self.zero):
             if weights.device == masters.device or looking_everywhere:
-                _follow(masters, weights)
+                follow(masters, weights)
+        if looking_everywhere:
+            self.partitions.frozen.follow()
         self._versions = versions
 
     def _take_assigned(self) -> None:
@@ -289,6 +303,7 @@ class ZeroEngine:
 
     def reload(self) -> None:
         """Compute with the masters as they are now. Collective."""
+        self.partitions.frozen.reload()
         reload_weights(self.zero)
         self._versions = self._see_versions()
 
@@ -296,6 +311,7 @@ class ZeroEngine:
         """Give the module plain parameters back, complete and as exact as the masters. Collective."""
         self.take_written_weights(looking_everywhere=True)
         full = {parameter: self._gather(parameter) for parameter in self._attributes}
+        self.state.remove()
         self.partitions.leave_state(self.optimizer, self.shadow)
         self.agreement.remove()
         self._engine.destroy()
@@ -336,24 +352,8 @@ def _initialize(module: nn.Module, optimizer: Optimizer, config: Mapping[str, An
         ) from error
 
 
-def _follow(masters: Tensor, weights: Tensor) -> None:
-    """Take over the weights that are not the masters, rounded."""
-    if masters.data_ptr() == weights.data_ptr():
-        return
-    if masters.dtype == weights.dtype:
-        masters.copy_(weights)
-        return
-    weights = weights.to(masters.device)
-    rounded = masters.to(weights.dtype)
-    if masters.device.type == "cpu" and torch.equal(rounded, weights):
-        return  # the most common case by far; to ask an accelerator would mean to wait for it
-    torch.where(rounded == weights, masters, weights.to(masters.dtype), out=masters)
-
-
 def _exact_weights(module: nn.Module, config: Mapping[str, Any]) -> dict[nn.Parameter, Tensor]:
     """Rank 0's weights before DeepSpeed rounds them to 16 bits, from which it would make its masters."""
     if not config.get("bf16", {}).get("enabled"):
         return {}
-    return {
-        parameter: parameter.detach().clone() for parameter in module.parameters() if parameter.requires_grad
-    }
+    return {parameter: parameter.detach().clone() for parameter in module.parameters()}

@@ -30,6 +30,7 @@ from nnx_deepspeed._deepspeed_compat import (
     trainable_groups,
 )
 from nnx_deepspeed._deepspeed_operators import counts_by_number
+from nnx_deepspeed.frozen import FrozenValues
 
 __all__ = ["Partitions"]
 
@@ -51,12 +52,15 @@ class Partitions:
         zero: DeepSpeed's ZeRO optimizer.
         rank: This rank.
         module: The module.
+        frozen: The exact values of what does not train.
 
     Attributes:
+        frozen: The same.
         missed: How many steps of its group a parameter took no part in, of those that missed any.
     """
 
-    def __init__(self, zero: Any, *, rank: int, module: nn.Module) -> None:
+    def __init__(self, zero: Any, *, rank: int, module: nn.Module, frozen: FrozenValues) -> None:
+        self.frozen = frozen
         self._zero = zero
         self._rank = rank
         self._is_stage_3 = hasattr(zero, "fp16_groups")
@@ -106,6 +110,8 @@ class Partitions:
         """This rank's part of a parameter's master weights; of a frozen one, of its weights."""
         if parameter in self._flat_of:
             return self._shard(parameter, self._flats[self._flat_of[parameter]])
+        if parameter in self.frozen:
+            return self.frozen.shard(parameter, self._shapes[parameter])
         if not self._is_stage_3:
             return shard_of(parameter)
         shape, local = self._shapes[parameter], local_partition(parameter).flatten()
@@ -115,6 +121,12 @@ class Partitions:
             return Shard(tuple(shape), local.dtype, (), ())
         return shard_of_range(local[:length], shape=shape, start=start)
 
+    def take_exact(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Begin with masters that are as exact as what DeepSpeed has rounded."""
+        for parameter, value in values.items():
+            if parameter.requires_grad:
+                self.master(parameter).fill_from(value)
+
     @property
     def cuts_each_parameter(self) -> bool:
         """Whether each parameter lies in parts on the ranks, as in stage 3."""
@@ -122,7 +134,7 @@ class Partitions:
 
     def is_cut(self, parameter: nn.Parameter) -> bool:
         """Whether ranks hold different parts of it; the same answer on all of them."""
-        return self._is_stage_3 or parameter in self._flat_of
+        return self._is_stage_3 or parameter in self._flat_of or parameter in self.frozen
 
     def _shard(self, parameter: nn.Parameter, flat: Tensor) -> Shard:
         shape, part = self._shapes[parameter], self._parts[parameter]

@@ -4,7 +4,7 @@ DeepSpeed puts its flat partitions into the param groups of the optimizer that i
 between steps (stage 3), and calls ``step`` once for each group. The user's object would show all that to
 schedulers, hooks and callbacks. So DeepSpeed gets a shadow: the same class and settings, other groups and
 state. The user's object keeps the module's parameters, whose ``.grad`` is None when it steps, so that its own
-step changes nothing and still runs its hooks.
+step changes nothing and still runs its hooks. Its state would be empty, so it is hidden.
 """
 
 from __future__ import annotations

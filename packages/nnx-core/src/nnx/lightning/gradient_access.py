@@ -23,8 +23,18 @@ def looks_after_backward(root: str, module: Any) -> bool:
 
 
 def looks_before_step(root: str, module: Any) -> bool:
-    """Whether gradients are looked at once they are complete; the arguments are those of the other."""
-    hooks = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+    """Whether gradients are looked at once they are complete, until they are dropped.
+
+    Args:
+        root: As in `looks_after_backward`.
+        module: As there.
+    """
+    hooks = (
+        "on_before_optimizer_step",
+        "configure_gradient_clipping",
+        "optimizer_step",
+        "on_before_zero_grad",
+    )
     return _overrides(root, module, hooks)
 
 
