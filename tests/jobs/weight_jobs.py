@@ -9,6 +9,7 @@ from torch import Tensor, nn, optim
 from torch.nn.functional import mse_loss
 from torch.nn.utils import parametrize, prune
 
+from nnx.errors import UnsupportedError
 from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Outcome, Task
@@ -59,6 +60,7 @@ class Written(Habits):
                 weight.copy_(torch.full(tuple(weight.shape), 0.02))
                 weight[0] = 0.1
                 weight.view(-1)[3] = 0.3
+            weight.detach().numpy()[1] = 0.2
             prune.l1_unstructured(self.head, "weight", 0.4)
         if index == 2:
             prune.remove(self.head, "weight")
@@ -68,6 +70,7 @@ class Written(Habits):
         bias = self.head.bias
         bias.grad[0] = 0
         bias.grad = bias.grad + torch.ones_like(bias) * 0.01
+        self.embed.bias.grad.numpy()[0] = 0.02
         self.record(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3))
 
 
@@ -82,6 +85,39 @@ class Differentiated(Habits):
         (own,) = torch.autograd.grad(loss, self.head.weight, retain_graph=True)
         assert own.shape == self.head.weight.shape
         return loss + 0.1 * slope.pow(2).sum(1).mean()
+
+
+class Surgeon(Habits):
+    """Makes its gradients itself, of this rank's samples."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        parameters = list(self.parameters())
+        gradients = torch.autograd.grad(self.loss(batch), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+
+
+class Remembering(Habits):
+    """Reads the optimizer's state."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        list(self.trainer.optimizers[0].state.values())
+
+
+def refused(strategy: str, options: dict[str, Any], model: Any) -> str:
+    """The error that a run ends with, on this rank."""
+    try:
+        train(strategy, options, model)
+    except UnsupportedError as error:
+        return str(error)
+    return "it trained"
 
 
 def train(strategy: str, options: dict[str, Any], model: Any) -> Outcome:

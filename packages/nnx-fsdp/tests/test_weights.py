@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jobs.weight_jobs import Attached, Differentiated, Written, train
+from jobs.weight_jobs import Attached, Differentiated, Surgeon, Written, refused, train
 from nnx.testing.conformance.comparing import expect_same_run
 from nnx.testing.pool import WorkerPool
 
@@ -24,3 +24,8 @@ def test_what_is_attached_read_and_written_counts_as_in_one_process(
     alone = pool.run(train, "auto", {}, model, world_size=1)[0]
     ranks = pool.run(train, strategy, options, model, world_size=2)
     expect_same_run(ranks, alone, tolerance=1e-5)
+
+
+def test_a_gradient_of_each_ranks_own_samples_is_refused(pool: WorkerPool) -> None:
+    errors = pool.run(refused, "fsdp_auto", {"min_num_params": 1}, Surgeon, world_size=2)
+    assert all("differs between ranks" in error for error in errors)

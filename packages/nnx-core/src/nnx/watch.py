@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 from nnx.backend import Backend
 from nnx.box import Box
 from nnx.collective import all_gather_object, control_group, is_distributed
-from nnx.errors import DisagreementError
+from nnx.errors import DisagreementError, UnsupportedError
 from nnx.layout import Shard
 
-__all__ = ["Watch", "checksum"]
+__all__ = ["Watch", "checksum", "refuse_unequal_gradient"]
 
 _FIRST_STEPS = 2
 _ROW = 1024
@@ -83,6 +83,23 @@ def checksum(tensor: Tensor) -> Tensor:
     if full < whole:
         total += (words[full:] * weights[: whole - full]).sum()
     return total
+
+
+def refuse_unequal_gradient(gradient: Tensor, name: str) -> None:
+    """Refuse a gradient that a parameter without one is given, and that differs between ranks. Collective.
+
+    It is of each rank's own samples then, such as one of `torch.autograd.grad`, and nothing would reduce it.
+
+    Args:
+        gradient: The whole gradient.
+        name: The parameter's.
+    """
+    if is_distributed() and len(set(all_gather_object(int(checksum(gradient)), control_group()))) > 1:
+        raise UnsupportedError(
+            f"{name!r} is given a gradient that no backward has computed and that differs between ranks, "
+            "such as one of `torch.autograd.grad`, which is of each rank's own samples.",
+            remedy="Compute gradients by `self.manual_backward(loss)`, and change `p.grad` then.",
+        )
 
 
 @cache

@@ -30,6 +30,7 @@ from nnx.tensor_functions import Sees, is_random, what_it_sees
 __all__ = [
     "Guard",
     "Part",
+    "Seen",
     "Source",
     "as_stored",
     "attributes_of",
@@ -120,6 +121,27 @@ class Part(ABC):
             kwargs: Its keyword arguments.
         """
         return False
+
+
+class Seen:
+    """What a whole was when it was last equal to the parts.
+
+    Writes through numpy are no change of version. They can be in the host's memory only, where values are
+    compared, too.
+
+    Args:
+        value: The whole.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self._version = value._version
+        self._values = value.detach().clone() if value.device.type == "cpu" else None
+
+    def is_changed(self, value: Tensor) -> bool:
+        """Whether somebody has written into the whole since."""
+        if value._version != self._version:
+            return True
+        return self._values is not None and not torch.equal(value, self._values)
 
 
 class Source:

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from nnx.errors import UnsupportedError
 from nnx.layout import shard_of
 from nnx.tensor_functions import is_elementwise_in_place
-from nnx.whole import Guard, Part, Source, guard, local_mode
+from nnx.watch import refuse_unequal_gradient
+from nnx.whole import Guard, Part, Seen, Source, guard, local_mode
 from nnx_fsdp._units_compat import HeldParameter, storage_users
 
 __all__ = ["ParameterPart", "ShardedPart", "gather"]
@@ -62,7 +63,7 @@ class ShardedPart(Part):
         self._keeper = keeper
         self._value: Tensor | None = None
         self._made_of: tuple[int, int] = (0, 0)
-        self._version = 0  # of the whole when it was last equal to the shards
+        self._seen: Seen | None = None
         self._users = 0
         self._slices: tuple[slice, ...] | None = None
         self._aliases: list[weakref.ref[AliasPart]] = []
@@ -105,7 +106,7 @@ class ShardedPart(Part):
                 self._value, self._users = value, storage_users(value)
             elif self._made_of != self._local_state():
                 cast(Tensor, self._value).copy_(value)
-        self._made_of, self._version = self._local_state(), cast(Tensor, self._value)._version
+        self._made_of, self._seen = self._local_state(), Seen(cast(Tensor, self._value))
         self._keeper.keep(self)
 
     def detached(self) -> Tensor:
@@ -130,10 +131,12 @@ class ShardedPart(Part):
 
     def flush(self) -> None:  # noqa: D102
         value = self._value
-        if value is not None and value._version != self._version:
-            with local_mode(), torch.no_grad():
+        if value is None or self._seen is None:
+            return
+        with local_mode(), torch.no_grad():
+            if self._seen.is_changed(value):
                 self.local.copy_(self.own(value))
-                self._made_of, self._version = self._local_state(), value._version
+                self._made_of, self._seen = self._local_state(), Seen(value)
 
     def randomized(self) -> None:
         """Make the whole what rank 0 has drawn."""
@@ -214,7 +217,7 @@ class ShardedPart(Part):
         return has_other_holder or storage_users(self._value) > self._users
 
     def _forget(self) -> None:
-        self._value = None
+        self._value = self._seen = None
 
     def _local_state(self) -> tuple[int, int]:
         return self.local._version, self.local.data_ptr()
@@ -337,6 +340,8 @@ class ParameterPart(ShardedPart):
                         f"a gradient of shape {tuple(gradient.shape)} is given to a parameter of shape "
                         f"{tuple(self.tensor.shape)}."
                     )
+                if self.tensor.grad is None and not isinstance(gradient, DTensor):
+                    refuse_unequal_gradient(gradient, self.name)
                 if not isinstance(gradient, DTensor) or _is_elsewhere(gradient, self):
                     gradient = self.like(_own_values(gradient.to(self.tensor.dtype), self).detach().clone())
             self.tensor.grad = gradient

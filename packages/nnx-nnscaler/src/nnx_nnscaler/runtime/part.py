@@ -20,7 +20,8 @@ from typing_extensions import override
 from nnx import whole as guards
 from nnx.errors import UnsupportedError
 from nnx.used import CollectiveOrder
-from nnx.whole import Guard, Source, guarded_mode, local_mode
+from nnx.watch import refuse_unequal_gradient
+from nnx.whole import Guard, Seen, Source, guarded_mode, local_mode
 from nnx_nnscaler.runtime.conversions import Conversions
 from nnx_nnscaler.runtime.layout import ParameterLayout
 
@@ -153,7 +154,7 @@ class Part(guards.Part):
         self._value: Tensor | None = None
         self._node: Tensor | None = None
         self._made_of: tuple[int, int] = (0, 0)  # version and address of the local tensor
-        self._version = 0  # of the whole when it was last equal to the parts
+        self._seen: Seen | None = None
 
     @property
     def unit_size(self) -> int:
@@ -192,7 +193,7 @@ class Part(guards.Part):
     def flush(self) -> None:
         """Write back what was changed in place since."""
         with local_mode():
-            if self._value is not None and self._value._version != self._version:
+            if self._value is not None and self._seen is not None and self._seen.is_changed(self._value):
                 self._write(self._value)
 
     @override
@@ -283,6 +284,8 @@ class Part(guards.Part):
                     f"a gradient of shape {tuple(gradient.shape)} is given to a parameter of shape "
                     f"{self.layout.shape}."
                 )
+            if self.tensor.grad is None:
+                refuse_unequal_gradient(gradient, self._name)
             if not self.layout.is_whole:
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
                 gradient = self.layout.local_part(dense).clone()
@@ -326,7 +329,7 @@ class Part(guards.Part):
     # --- keeping ------------------------------------------------------------------------------
 
     def _forget(self) -> None:
-        self._value = self._node = None
+        self._value = self._node = self._seen = None
         self._in_use.discard(self)
 
     def _gathered(self) -> Tensor:
@@ -341,7 +344,7 @@ class Part(guards.Part):
                     value = self._unit.whole(value, self.layout.placement.dim, self.layout.placement.groups)
                 self._value = value
             self._in_use.add(self)
-            self._made_of, self._version = self._local_state(), value._version
+            self._made_of, self._seen = self._local_state(), Seen(value)
         return self._value
 
     def _local_state(self) -> tuple[int, int]:
@@ -364,7 +367,7 @@ class Part(guards.Part):
             self._forget()
             return
         self._node = None  # it is a view of what has changed
-        self._made_of, self._version = self._local_state(), whole._version
+        self._made_of, self._seen = self._local_state(), Seen(whole)
 
 
 class _Shown(Guard, Tensor):  # type: ignore[misc] # their __repr__ differ
