@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from jobs.fairscale_jobs import Layer, Loop, patched_names, save_shards, train, train_with_fairscale_alone
+from jobs.weight_jobs import Remembering, Surgeon, refused
 from nnx.checkpoint import open_checkpoint
 from nnx.errors import CheckpointError
 from nnx.testing.pool import WorkerPool
@@ -120,3 +121,12 @@ def test_weights_without_their_metadata_are_not_guessed(pool: WorkerPool, tmp_pa
     torch.save({"weights": held["weights"]}, tmp_path / "model-shard1.pt")
     with pytest.raises(CheckpointError, match="does not hold both the weights and the metadata of a rank"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["fairscale_fsdp", "fairscale_oss", "fairscale_sharded"])
+def test_what_each_rank_has_of_its_own_is_refused(pool: WorkerPool, strategy: str) -> None:
+    state = pool.run(refused, strategy, {}, Remembering, world_size=2)
+    assert all("`optimizer.state` was read" in error for error in state)
+    if strategy != "fairscale_fsdp":
+        gradients = pool.run(refused, strategy, {}, Surgeon, world_size=2)
+        assert all("no backward of the strategy" in error for error in gradients)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from nnx.collective import engine_group
 from nnx.elementwise import try_optimizer
 from nnx.errors import UnsupportedError
 from nnx.gradients import Gradient
+from nnx.hidden_state import HiddenState
 from nnx.layer_classes import as_classes
 from nnx.layout import Shard, shard_of
 from nnx.materialize import broadcast_module, lay_in_order, materialize, move_to, with_strides
@@ -64,6 +66,13 @@ class _Layout:
     replicated: GradientReducer | None = None
 
 
+class _Forward(partial[Any]):
+    """Calls a forward, its last argument, in the way of the engine; a copy of the module is plain."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.args[-1], memo)
+
+
 class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
     """Shards parameters, gradients and optimizer state over the ranks with fairscale's FSDP.
 
@@ -82,6 +91,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         self._reduce_group: dist.ProcessGroup | None = None
         self._order: CollectiveOrder | None = None
         self._weights: Weights | None = None
+        self._states: dict[Optimizer, HiddenState] = {}
         self._in_step = 0
         self._accumulates = False
 
@@ -100,7 +110,9 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
             self._gather_group, self._reduce_group = dist.new_group(), dist.new_group()
 
     def teardown(self) -> None:
-        """Take the CPU shim back."""
+        """Take the CPU shim back, and give every optimizer its state."""
+        for state in self._states.values():
+            state.remove()
         if self._stream is not None:
             self._stream = None
             HostShim.remove()
@@ -160,7 +172,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         unit = layout.units[module] = Unit(module, nested, stream=self._stream, **self._settings())
         self._pieces |= {piece.parameter: piece for piece in unit.pieces}
         if name:
-            module.forward = partial(self._call, unit, module.forward)
+            module.forward = _Forward(self._call, unit, module.forward)
             layout.changed.add(module)
 
     def _route_calls(self, root: nn.Module, layout: _Layout) -> None:
@@ -170,7 +182,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         is_automatic = getattr(root, "automatic_optimization", True)
         for module in [root] if is_automatic else list(root.modules()):
             if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
-                module.forward = partial(self._through_root, unit, module.forward)
+                module.forward = _Forward(self._through_root, unit, module.forward)
                 layout.changed.add(module)
 
     def _through_root(self, root: Unit, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -238,8 +250,9 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
                 )
 
     def _odd_ones(self, module: nn.Module) -> list[nn.Parameter]:
-        """What fairscale cannot shard: other dtypes."""
-        return [parameter for parameter in module.parameters() if parameter.dtype != torch.float32]
+        """What fairscale cannot shard: other dtypes, and what has no elements, which may be all of a unit."""
+        free = (p for p in module.parameters() if p not in self._pieces)
+        return [p for p in free if p.dtype != torch.float32 or not p.numel()]
 
     def _recompute(self, module: nn.Module) -> None:
         layout = self._unfinished
@@ -251,7 +264,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
                     f"activation_checkpointing names {type(submodule).__name__}, which contains a unit.",
                     remedy="Make it a unit, with `wrap()` or auto_wrap_policy, and not what is inside.",
                 )
-            submodule.forward = partial(checkpoint, submodule.forward, use_reentrant=False)
+            submodule.forward = _Forward(checkpoint, submodule.forward, use_reentrant=False)
             layout.changed.add(submodule)
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -268,6 +281,8 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
                     remedy="Use an optimizer that works element by element (Adam, AdamW, SGD, ...), or "
                     "strategy 'fsdp_auto' or 'fairscale_oss'.",
                 )
+        if self.context.world_size > 1:
+            self._states |= {one: HiddenState(one, "each rank has that of its pieces") for one in optimizers}
 
     def _whole_shape(self, parameter: nn.Parameter) -> torch.Size:
         piece = self._pieces.get(parameter)
@@ -296,6 +311,8 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
             layout.replicated.remove()
         for parameter in module.parameters():
             parameter.__dict__.pop("_is_sharded", None)
+        while self._states:
+            self._states.popitem()[1].remove()
         return {}
 
     # --- step ---------------------------------------------------------------------------------
@@ -394,9 +411,10 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the optimizer's step on the shards; what is gathered of the old weights is freed."""
         if self._weights is not None:
-            args = tuple(self._weights.for_user(argument) for argument in args)
-            kwargs = {name: self._weights.for_user(argument) for name, argument in kwargs.items()}
-        with self._as_pieces():
+            for_user = partial(self._weights.for_user, optimizer_state=self._states.get(optimizer))
+            args = tuple(for_user(argument) for argument in args)
+            kwargs = {name: for_user(argument) for name, argument in kwargs.items()}
+        with self._as_pieces(), self._shown_state(optimizer):
             result = step(*args, **kwargs)
         if self._weights is not None:
             self._weights.refuse_shared_data()
@@ -422,13 +440,17 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
         """Handles on the optimizer's state."""
-        with self._as_pieces():
+        with self._as_pieces(), self._shown_state(optimizer):
             return super().optimizer_state(module, optimizer)
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
         """Restore one optimizer in place."""
-        with self._as_pieces():
+        with self._as_pieces(), self._shown_state(optimizer):
             super().load_optimizer_state(module, optimizer, saved)
+
+    def _shown_state(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        state = self._states.get(optimizer)
+        return nullcontext() if state is None else state.shown()
 
     def finish_load(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Gather anew what was loaded."""

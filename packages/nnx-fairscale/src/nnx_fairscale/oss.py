@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx.backend import Backend, Sample
+from nnx.collective import is_distributed
+from nnx.errors import UnsupportedError
 from nnx.materialize import broadcast_module, lay_in_order, materialize, move_to, with_strides
 from nnx.state import OptimizerState
 from nnx_fairscale.options import OSSOptions
@@ -30,6 +32,12 @@ class OwnedParameters(Backend[Any]):
         self._strides: dict[nn.Module, dict[nn.Parameter, Tensor]] = {}
         self._owners: dict[Optimizer, Ownership] = {}
         self._optimizers: dict[nn.Module, list[Optimizer]] = {}
+        self._reduced: dict[Optimizer, int] = {}  # how often, when it stepped last
+
+    @property
+    def reductions(self) -> int:
+        """How often gradients were reduced."""
+        raise NotImplementedError
 
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
         """Give every rank rank 0's weights, on its device."""
@@ -52,23 +60,44 @@ class OwnedParameters(Backend[Any]):
         """Give every parameter its own memory, and the strides it had."""
         for optimizer in self._optimizers.pop(module, ()):
             self._owners.pop(optimizer).remove()
+            self._reduced.pop(optimizer, None)
         for parameter, strided in self._strides.pop(module, {}).items():
             parameter.data = with_strides(parameter.data, strided)
         for parameter in module.parameters():
             parameter.grad = None
         return {}
 
+    def teardown(self) -> None:
+        """Give every optimizer its state back, also after an error."""
+        for owners in self._owners.values():
+            owners.state.remove()
+        super().teardown()
+
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Update what this rank owns and broadcast it."""
         owners = self._owners.get(optimizer)
-        return step(*args, **kwargs) if owners is None else owners.step(step, *args, **kwargs)
+        if owners is None:
+            return step(*args, **kwargs)
+        return owners.step(lambda: self._refuse_unreduced(optimizer), step, *args, **kwargs)
+
+    def _refuse_unreduced(self, optimizer: Optimizer) -> None:
+        """Refuse gradients that no reduction has made: they are of this rank's samples alone."""
+        gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+        before, self._reduced[optimizer] = self._reduced.get(optimizer, 0), self.reductions
+        if is_distributed() and before == self.reductions and any(one is not None for one in gradients):
+            raise UnsupportedError(
+                "the optimizer steps with gradients, and no backward of the strategy came since its last: "
+                "gradients of another origin, such as `torch.autograd.grad`, are of each rank's own samples.",
+                remedy="Call `self.manual_backward(loss)` before each step, and change `p.grad` then.",
+            )
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
         """Handles on the state of the parameters that this rank owns. Collective."""
         owners = self._owners.get(optimizer)
         if owners is None:
             return super().optimizer_state(module, optimizer)
-        return describe_owned(self, module, owners)
+        with owners.state.shown():
+            return describe_owned(self, module, owners)
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
         """Restore the state of the parameters that this rank owns."""
@@ -76,7 +105,8 @@ class OwnedParameters(Backend[Any]):
         if owners is None:
             super().load_optimizer_state(module, optimizer, saved)
         else:
-            load_owned(self, module, owners, saved)
+            with owners.state.shown():
+                load_owned(self, module, owners, saved)
 
 
 class OSSBackend(OwnedParameters):
@@ -88,6 +118,11 @@ class OSSBackend(OwnedParameters):
     def __init__(self, options: OSSOptions) -> None:
         super().__init__(options)
         self._reducers: dict[nn.Module, GradientReducer] = {}
+
+    @property
+    def reductions(self) -> int:
+        """How often gradients were averaged."""
+        return sum(reducer.reductions for reducer in self._reducers.values())
 
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
         """Give every rank rank 0's weights, and average gradients from now on."""

@@ -9,7 +9,7 @@ and schedulers, hooks and callbacks see what they know. Private names of OSS are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from nnx.collective import is_distributed
 from nnx.elementwise import dependence
 from nnx.errors import UnsupportedError
+from nnx.hidden_state import HiddenState
 
 __all__ = ["Ownership"]
 
@@ -51,6 +52,7 @@ class Ownership:
         self._broadcast_fp16 = broadcast_fp16
         self.parts: list[Any] = []
         self._share_out()
+        self.state = HiddenState(optimizer, "each rank has that of the parameters that it owns")
 
     def _share_out(self) -> None:
         self._parameters = _parameters(self.optimizer)
@@ -93,20 +95,29 @@ class Ownership:
         """Every parameter of the optimizer, in the order of its groups."""
         return self._parameters
 
-    def step(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Update what this rank owns, then give every rank all of it."""
+    def step(self, check: Callable[[], None], step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Update what this rank owns, then give every rank all of it.
+
+        Args:
+            check: Called once the gradients are there, after the closure.
+            step: The optimizer's own.
+            args: For it.
+            kwargs: For it.
+        """
         self.refresh()
         hidden: dict[nn.Parameter, Tensor] = {}
 
         def hide() -> None:
+            check()
             for parameter in self._parameters:
                 if parameter.grad is not None and not self.owns(parameter):
                     hidden[parameter] = parameter.grad
                     parameter.grad = None
 
-        args, kwargs = _after_closure(hide, args, kwargs)
+        args, kwargs = _around_closure(self.state.hidden, hide, args, kwargs)
         try:
-            result = step(*args, **kwargs)
+            with self.state.shown():
+                result = step(*args, **kwargs)
         finally:
             for parameter, gradient in hidden.items():
                 parameter.grad = gradient
@@ -138,7 +149,8 @@ class Ownership:
             parameter.data.copy_(_part(bucket, begin, parameter))
 
     def remove(self) -> None:
-        """Give every parameter memory of its own again."""
+        """Give every parameter memory of its own again, and the optimizer its state."""
+        self.state.remove()
         for parameter in self._parameters:
             parameter.data = parameter.data.clone()
 
@@ -164,8 +176,11 @@ def _buckets(parts: Iterable[Any]) -> Iterator[Any]:
             yield from of_device.values()
 
 
-def _after_closure(
-    then: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]
+def _around_closure(
+    around: Callable[[], AbstractContextManager[None]],
+    then: Callable[[], None],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of an optimizer's step that do something after the closure, or at once without one."""
     closure = args[0] if args else kwargs.get("closure")
@@ -174,7 +189,8 @@ def _after_closure(
         return args, kwargs
 
     def closure_and_then() -> Any:
-        loss = closure()
+        with around():
+            loss = closure()
         then()
         return loss
 

@@ -26,12 +26,16 @@ class GradientReducer:
     Args:
         parameters: Those that every rank holds whole.
         bucket_bytes: About what is sent at a time.
+
+    Attributes:
+        reductions: How often gradients were averaged.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int) -> None:
         self._parameters = list(parameters)
         self._bucket_bytes = bucket_bytes
         self._touched: set[Tensor] = set()
+        self.reductions = 0
         self._synchronize, self._is_queued, self._has_reduced = True, False, False
         self._handles: list[RemovableHandle] = []
         for parameter in self._parameters:
@@ -51,6 +55,7 @@ class GradientReducer:
     @torch.no_grad()
     def _reduce(self) -> None:
         self._is_queued, self._has_reduced = False, True
+        self.reductions += 1
         flags = used_anywhere([parameter in self._touched for parameter in self._parameters])
         self._touched.clear()
         gradients = []

@@ -139,14 +139,6 @@ class _ShardedModule:
             for parameter, part in zip(parameters, parts, strict=True):
                 parameter.grad = part.view_as(parameter)
 
-    def collect(self) -> None:
-        """Keep what this rank owns of the gradients."""
-        if self.is_published:
-            self.is_published = False
-            for parameter, owner in self._owners.items():
-                if owner != self._rank:
-                    parameter.grad = None
-
     def remove(self) -> None:
         """Take the hooks off."""
         for buffers in self._buffers:
@@ -166,6 +158,12 @@ class ShardedBackend(OwnedParameters):
         self._parts: dict[nn.Module, list[Any]] = {}
         self._queue, self._is_stale = Queue(()), True
         self._synchronize = True
+        self._reductions = 0
+
+    @property
+    def reductions(self) -> int:
+        """How often gradients were reduced."""
+        return self._reductions
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Share the parameters out, and reduce their gradients to their owners."""
@@ -238,6 +236,7 @@ class ShardedBackend(OwnedParameters):
         self._queue.begin()
         super().backward(module, loss, *args, **kwargs)
         self._queue.finish()
+        self._reductions += 1
         for sharded in every:
             sharded.finish()
 
@@ -245,11 +244,6 @@ class ShardedBackend(OwnedParameters):
         """Broadcast each gradient from its owner."""
         for sharded in self._sharded.values():
             sharded.publish()
-
-    def collect_gradients(self, module: nn.Module) -> None:
-        """Leave each gradient with its owner only."""
-        for sharded in self._sharded.values():
-            sharded.collect()
 
     def gradients(self, optimizer: Optimizer) -> list[Gradient]:
         """The reduced gradients of what this rank owns; no other rank has them, unless they are published."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nnx.errors import UnsupportedError
+from nnx.hidden_state import HiddenState
 from nnx.used import CollectiveOrder, used_anywhere
-from nnx.whole import Part, guard, guarded_mode, local_mode, part_of, show_plain, show_whole, unguard
+from nnx.whole import Part, Seen, guard, guarded_mode, local_mode, part_of, show_plain, show_whole, unguard
 from nnx_fairscale._fairscale_compat import storage_users
 from nnx_fairscale._fairscale_fsdp import Unit
 from nnx_fairscale.pieces import Piece, cut
@@ -48,7 +49,8 @@ class _PiecePart(Part):
         self.piece, self.unit, self.name = piece, unit, name
         self._weights = weights
         self._value: Tensor | None = None
-        self._version = self._users = 0
+        self._seen: Seen | None = None
+        self._users = 0
 
     @property
     def description(self) -> Tensor:
@@ -63,7 +65,7 @@ class _PiecePart(Part):
             if self._value is None:
                 self._weights.before_gather(self)
                 self._value = self._gather()
-                self._version, self._users = self._value._version, storage_users(self._value)
+                self._seen, self._users = Seen(self._value), storage_users(self._value)
                 self._weights.keep(self)
             return self._value
 
@@ -88,15 +90,17 @@ class _PiecePart(Part):
 
     def flush(self) -> None:
         value = self._value
-        if value is not None and value._version != self._version:
-            with local_mode(), torch.no_grad():
+        if value is None or self._seen is None:
+            return
+        with local_mode(), torch.no_grad():
+            if self._seen.is_changed(value):
                 self.tensor[: self.piece.length].copy_(self.own(value))
-                self._version = value._version
+                self._seen = Seen(value)
 
     def forget(self) -> None:
         """Write back what was changed, and free the whole."""
         self.flush()
-        self._value = None
+        self._value = self._seen = None
 
     @property
     def is_viewed(self) -> bool:
@@ -361,7 +365,7 @@ class Weights:
         finally:
             self._show_whole()
 
-    def for_user(self, argument: Any) -> Any:
+    def for_user(self, argument: Any, *, optimizer_state: HiddenState | None) -> Any:
         """Within `as_pieces`: an argument of an optimizer's step, whose closure sees whole weights."""
         if not callable(argument):
             return argument
@@ -369,7 +373,7 @@ class Weights:
         def call(*args: Any, **kwargs: Any) -> Any:
             self._show_whole()
             try:
-                with guarded_mode():
+                with guarded_mode(), nullcontext() if optimizer_state is None else optimizer_state.hidden():
                     return argument(*args, **kwargs)
             finally:
                 self.flush()
