@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import pickle
 import struct
 import zipfile
 from collections.abc import Callable
@@ -11,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import nnx.checkpoint
 from nnx.box import Box, find_fault
@@ -133,6 +137,23 @@ def test_shapes_beyond_all_numbers_are_refused(tmp_path: Path) -> None:
         nnx.checkpoint.open_checkpoint(path)
 
 
+def test_kinds_times_cells_are_bounded(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.ckpt")
+    save_id = json.loads((path / MANIFEST).read_bytes())["save_id"]
+    index = json.loads((path / save_id / "index.json").read_bytes())
+    (kind,) = index["kinds"]
+    ((_, files),) = index["layouts"][0]
+    index["layouts"] = [[[[i] if i else [], files] for i in range(60_000)]]
+    index["kinds"] = [kind] + [{**kind, "shape": [60_000 - i], "chunk": [1]} for i in range(6_000)]
+    replace(path, "index.json", json.dumps(index).encode())
+    with pytest.raises(CheckpointError, match="its kinds have more than 33,554,432 cells together"):
+        nnx.checkpoint.open_checkpoint(path)
+    index["layouts"] = [[[[1] * 65, files]]]
+    replace(path, "index.json", json.dumps(index).encode())
+    with pytest.raises(CheckpointError, match="not extents"):
+        nnx.checkpoint.open_checkpoint(path)
+
+
 def nested_lists(depth: int) -> list[Any]:
     tree: list[Any] = [0]
     for _ in range(depth):
@@ -163,6 +184,48 @@ def test_a_tensor_of_terabytes_in_a_kilobyte_is_refused_and_a_small_expanded_one
         nnx.checkpoint.open_checkpoint(tmp_path / "wide.ckpt")
     torch.save({"state_dict": {"w": torch.ones(1).expand(1000)}}, tmp_path / "small.ckpt")
     assert nnx.checkpoint.open_checkpoint(tmp_path / "small.ckpt").read("model.w").sum() == 1000
+
+
+@pytest.mark.parametrize("record", ["byteorder", "data.pkl", "data/0"])
+@pytest.mark.parametrize("kind", ["lightning", "nnscaler"])
+def test_zip_bombs_are_refused_before_they_are_inflated(tmp_path: Path, record: str, kind: str) -> None:
+    torch.save({"state_dict": {"w": torch.ones(2)}}, tmp_path / "a.ckpt")
+    bomb = tmp_path / ("bomb" if kind == "nnscaler" else "bomb.ckpt")
+    if kind == "nnscaler":
+        bomb.mkdir()
+        bomb /= "0.pt"
+    with (
+        zipfile.ZipFile(tmp_path / "a.ckpt") as whole,
+        zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive,
+    ):
+        for entry in whole.infolist():
+            inflated = bytes(70 << 20) if entry.filename.endswith(record) else b""
+            archive.writestr(entry.filename, whole.read(entry) + inflated)
+    expected = (
+        "is not a checkpoint of a known format" if kind == "nnscaler" else "claims to hold 7.,...,... b"
+    )
+    with pytest.raises(CheckpointError, match=expected):
+        nnx.checkpoint.open_checkpoint(bomb.parent if kind == "nnscaler" else bomb)
+
+
+def test_parts_of_a_dcp_file_cannot_be_read_a_thousand_times(tmp_path: Path) -> None:
+    state = {f"x{i}": [i] for i in range(3)}
+    dcp.save(state, checkpoint_id=str(tmp_path / "a"), no_dist=True)
+    assert nnx.checkpoint.open_checkpoint(tmp_path / "a").objects
+    (data,) = (tmp_path / "a").glob("*.distcp")
+    data.write_bytes(data.read_bytes() + bytes(2 << 20))
+    metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
+    for index, info in metadata.storage_data.items():
+        metadata.storage_data[index] = dataclasses.replace(info, offset=0, length=data.stat().st_size - 1)
+    metadata.storage_data |= {
+        dataclasses.replace(index, fqn=f"{index.fqn}{i}"): info
+        for index, info in list(metadata.storage_data.items())
+        for i in range(3)
+    }
+    metadata.state_dict_metadata |= {index.fqn: BytesStorageMetadata() for index in metadata.storage_data}
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"the metadata says that parts of .* bytes are in it"):
+        nnx.checkpoint.open_checkpoint(tmp_path / "a")
 
 
 def test_twenty_thousand_boxes_are_compared_quickly() -> None:

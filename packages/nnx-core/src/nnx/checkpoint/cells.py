@@ -33,6 +33,7 @@ __all__ = [
     "habits",
     "has_cell",
     "seats",
+    "table",
     "trimmed",
 ]
 
@@ -117,17 +118,39 @@ def cell_sizes(
     return sizes
 
 
-def find_fault_of_grid(shape: Sequence[int], chunk: Sequence[int], cells: Iterable[Cell]) -> str:
+def table(cells: Iterable[Cell]) -> Ints:
+    """Coordinates of cells, one row for each.
+
+    Example:
+        >>> table([(), (1,), (0, 2)]).tolist()
+        [[0, 0], [1, 0], [0, 2]]
+    """
+    found = list(cells)
+    dims = max(map(len, found), default=0)
+    rows = [(*cell, *(0,) * (dims - len(cell))) for cell in found]
+    return np.array(rows, np.int64).reshape(len(found), dims)
+
+
+def find_fault_of_grid(shape: Sequence[int], chunk: Sequence[int], cells: Ints) -> str:
     """What is wrong with cells as a cut of a tensor, or an empty string.
 
     Cells outside the tensor do not count: a layout is shared by tensors with more and with fewer rows.
 
+    Args:
+        shape: Of the tensor.
+        chunk: How far a cell reaches.
+        cells: Different ones, as `table` gives them.
+
     Example:
-        >>> find_fault_of_grid((10, 4), (3, 4), [(), (1,), (2,)])
+        >>> find_fault_of_grid((10, 4), (3, 4), table([(), (1,), (2,)]))
         'it lacks 1 of 4 cells'
     """
-    expected = math.prod(grid(shape, chunk))
-    missing = expected - sum(has_cell(shape, chunk, cell) for cell in cells)
+    counts = grid(shape, chunk)
+    dims = cells.shape[1]
+    there = (*counts[:dims], *(1,) * (dims - len(counts)))
+    inside = (cells < np.array(there, np.int64)).all(1) & (0 not in counts)
+    expected = math.prod(counts)
+    missing = expected - int(inside.sum())
     return f"it lacks {missing} of {expected} cells" if missing else ""
 
 

@@ -47,7 +47,7 @@ def begin(path: Place) -> Attempt:
         raise _refusal(path, "it is a file")
     foreign = [name for name in path.names() if not _is_ours(name)]
     if foreign and MANIFEST not in foreign:
-        raise _refusal(path, f"it holds other things, such as '{foreign[0]}'")
+        raise _refusal(path, f"it holds other things, such as {foreign[0]!r}")
     path.make()
     lock: Lock | None = None
     attempt: Attempt | None = None

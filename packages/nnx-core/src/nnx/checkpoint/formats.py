@@ -12,8 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nnx.checkpoint.foreign.enclosed import require_enclosed
 from nnx.checkpoint.manifest import is_save_id
 from nnx.checkpoint.places import place_of
 from nnx.checkpoint.source import is_checkpoint
@@ -206,4 +208,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True) 
         CheckpointError: There is no checkpoint, it is of an unknown or newer format, or a file is missing,
             truncated or damaged.
     """
-    return find_format(path).open(path, weights_only=weights_only)
+    found = find_format(path)
+    if found.name != "nnx" and os.path.isdir(path):  # noqa: PTH112 - `path` may be a URL
+        require_enclosed(Path(path))
+    return found.open(path, weights_only=weights_only)

@@ -20,7 +20,7 @@ from typing import Any
 from typing_extensions import override
 
 from nnx.box import Box, find_fault
-from nnx.checkpoint.cells import Cell, find_fault_of_grid, grid, trimmed
+from nnx.checkpoint.cells import Cell, find_fault_of_grid, grid, table, trimmed
 from nnx.checkpoint.dtypes import DTYPES
 from nnx.checkpoint.entries import CellPieces, Piece, TensorEntry
 from nnx.checkpoint.manifest import KINDS, Manifest, load_json
@@ -32,6 +32,10 @@ __all__ = ["INDEX", "Index", "Piece", "TensorEntry", "decode_index", "encode_ind
 INDEX = "index.json"
 _MOST_ELEMENTS = 1 << 58
 """Sums of bytes stay exact below this; no checkpoint comes near it."""
+_MOST_PAIRS = 1 << 25
+"""Kinds times cells: work that an index of little more than their sum in bytes could ask for."""
+_MOST_DIMS = 64
+"""torch has no tensors of more."""
 
 
 class Index:
@@ -141,7 +145,15 @@ def encode_index(stored: Stored, bases: Sequence[int], block: int, aliases: Mapp
         bases: Where the data of each file starts.
         block: Bytes under one checksum.
         aliases: Tied names.
+
+    Raises:
+        CheckpointError: No reader would take it.
     """
+    if _pairs(stored) > _MOST_PAIRS:
+        raise CheckpointError(
+            f"the kinds of tensors have more than {_MOST_PAIRS:,} cells together, which nothing would read.",
+            remedy="Cut tensors of fewer different shapes, or over fewer ranks.",
+        )
     placement = Placement(stored, bases, block)
     tensors: dict[str, Any] = dict(stored.regular)
     for name, tensor in stored.odd.items():
@@ -162,6 +174,10 @@ def encode_index(stored: Stored, bases: Sequence[int], block: int, aliases: Mapp
         ]
     body["tensors"] = tensors
     return (json.dumps(body, separators=(",", ":")) + "\n").encode()
+
+
+def _pairs(stored: Stored) -> int:
+    return sum(len(stored.layouts[kind.layout]) for kind in stored.kinds)
 
 
 def required(stored: Stored) -> tuple[str, ...]:
@@ -261,7 +277,9 @@ def _odd_tensor(name: str, value: Mapping[str, Any], files: int) -> OddTensor:
 
 
 def _sizes(values: list[int]) -> tuple[int, ...]:
-    if any(type(value) is not int or not 0 <= value <= _MOST_ELEMENTS for value in values):
+    if len(values) > _MOST_DIMS or any(
+        type(value) is not int or not 0 <= value <= _MOST_ELEMENTS for value in values
+    ):
         raise ValueError("not extents")
     return tuple(values)
 
@@ -269,6 +287,9 @@ def _sizes(values: list[int]) -> tuple[int, ...]:
 def _check_cover(stored: Stored, source: str) -> None:
     """Every tensor must be cut without gap or overlap; for regular ones it is enough that no cell lacks."""
     names = {number: name for name, number in stored.regular.items()}
+    if _pairs(stored) > _MOST_PAIRS:
+        raise _inconsistent(source, f"its kinds have more than {_MOST_PAIRS:,} cells together")
+    tables = [table(layout) for layout in stored.layouts]
     checked = set()
     for number, kind in enumerate(stored.kinds):
         if 0 in kind.chunk:
@@ -276,7 +297,7 @@ def _check_cover(stored: Stored, source: str) -> None:
         what = (kind.layout, grid(kind.shape, kind.chunk))
         if what in checked:
             continue
-        fault = find_fault_of_grid(kind.shape, kind.chunk, stored.layouts[kind.layout])
+        fault = find_fault_of_grid(kind.shape, kind.chunk, tables[kind.layout])
         if fault:
             raise _inconsistent(source, f"tensor '{names.get(number, f'of kind {number}')}': {fault}")
         checked.add(what)

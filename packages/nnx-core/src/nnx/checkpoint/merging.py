@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nnx.box import Box, find_fault
-from nnx.checkpoint.cells import Cell, Ints, cell_box, find_fault_of_grid, has_cell
+from nnx.checkpoint.cells import Cell, Ints, cell_box, find_fault_of_grid, has_cell, table
 from nnx.checkpoint.describing import Cuts, Description, Extents, Facts
 from nnx.errors import CheckpointError
 
@@ -212,6 +212,7 @@ class _Merger:
         """Find out who holds which cells, and make sure that nothing of a tensor lacks or overlaps."""
         numbers: dict[tuple[int, ...], int] = {}
         self.layouts: list[dict[Cell, list[int]]] = []
+        tables: list[Ints] = []
         self.kinds: dict[int, HeldKind] = {}
         for kind in np.unique(self.kind_of[self.kind_of >= 0]).tolist():
             cuts = self.cuts_of_kind[kind]
@@ -219,10 +220,11 @@ class _Merger:
             number = numbers.setdefault(labels, len(numbers))
             if number == len(self.layouts):
                 self.layouts.append(self._layout(labels))
+                tables.append(table(self.layouts[-1]))
             (chunk,) = {cut[0] for cut in cuts if cut}
             dtype, shape = self.type_of_kind[kind]
             self.kinds[kind] = HeldKind(dtype, shape, chunk, number)
-            if find_fault_of_grid(shape, chunk, self.layouts[number]):
+            if find_fault_of_grid(shape, chunk, tables[number]):
                 boxes = [cell_box(shape, chunk, cell) for cell in self.layouts[number]]
                 raise _uncovered(self._first_name(kind), shape, find_fault(shape, boxes))
         for name, held in self.odd.items():

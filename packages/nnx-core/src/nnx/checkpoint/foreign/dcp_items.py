@@ -24,12 +24,17 @@ from nnx.box import Box, find_fault
 from nnx.checkpoint.fetch import Fetcher, PlainFiles, Wanted
 from nnx.checkpoint.files import FileReader, is_file
 from nnx.checkpoint.foreign.dcp_metadata import Item, StoredTensor
+from nnx.checkpoint.foreign.enclosed import require_inside
 from nnx.checkpoint.foreign.torch_archive import DescribedTensor, TorchArchive, describe_tensor
 from nnx.checkpoint.foreign.torch_file import load_torch_file
 from nnx.checkpoint.index import Piece, TensorEntry
 from nnx.errors import CheckpointError
 
 __all__ = ["Items", "LocatedTensor"]
+
+
+_SMALL = 1 << 20
+"""Bytes that parts may share beyond four times their file's; each part is read by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +107,15 @@ class Items:
             CheckpointError: A file is missing or too short.
         """
         ends: dict[str, int] = {}
+        claimed: dict[str, int] = {}
         for item in items:
             ends[item.file] = max(ends.get(item.file, 0), item.start + item.length)
+            claimed[item.file] = claimed.get(item.file, 0) + item.length
         for file, end in sorted(ends.items()):
             path = self._directory / file
-            if not is_file(path):
+            if is_file(path):
+                require_inside(path, self._directory)
+            else:
                 raise CheckpointError(
                     f"'{path}' is missing, and the metadata says that data is in it.",
                     remedy="Restore the files of all ranks, or resume from another checkpoint.",
@@ -117,6 +126,12 @@ class Items:
                     f"'{path}' is truncated: it has {size} bytes, and the metadata says "
                     f"that data reaches to {end}.",
                     remedy="Restore it from a backup, or resume from another checkpoint.",
+                )
+            if claimed[file] > 4 * size + _SMALL:
+                raise CheckpointError(
+                    f"'{path}' has {size:,} bytes, and the metadata says that parts of {claimed[file]:,} "
+                    "bytes are in it.",
+                    remedy="Resume from another checkpoint; torch writes each part once.",
                 )
 
     def load(self, name: str, item: Item) -> Any:

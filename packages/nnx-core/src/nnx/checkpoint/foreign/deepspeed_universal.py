@@ -14,6 +14,7 @@ from typing import Any
 from nnx.box import Box
 from nnx.checkpoint.foreign.contents import Contents
 from nnx.checkpoint.foreign.deepspeed_zero import OWN_CLASSES, Shapes, contradiction
+from nnx.checkpoint.foreign.enclosed import require_inside
 from nnx.checkpoint.foreign.flat import add_shared_state, pieces_of_range
 from nnx.checkpoint.foreign.torch_file import FileTensor, load_torch_file
 
@@ -62,7 +63,7 @@ class Universal:
     def add_states(self, contents: Contents, name: str, prefix: str) -> dict[str, Any]:
         """Add the optimizer's state of a parameter; what is no tensor is returned."""
         values: dict[str, Any] = {}
-        folder = self._directory / "zero" / name
+        folder = self._folder(name)
         keys = sorted(file.stem for file in folder.glob("*.pt") if file.stem != _MASTER)
         for key in keys:
             value = self._load(name, f"{key}.pt")
@@ -80,8 +81,14 @@ class Universal:
         return values
 
     def _load(self, name: str, file: str) -> Any:
-        found = load_torch_file(self._directory / "zero" / name / file, inert=OWN_CLASSES)
+        found = load_torch_file(self._folder(name) / file, inert=OWN_CLASSES)
         return found["param"] if isinstance(found, Mapping) else found
+
+    def _folder(self, name: str) -> Path:
+        """Where the files of a parameter are; its name comes from a file, and could lead anywhere."""
+        folder = self._directory / "zero" / name
+        require_inside(folder, self._directory)
+        return folder
 
     def _add(self, contents: Contents, name: str, key: str, value: Any) -> None:
         shape = self._shapes[name]

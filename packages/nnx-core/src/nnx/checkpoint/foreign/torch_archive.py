@@ -24,6 +24,8 @@ _END = 2048
 """Bytes read at once at each end: what precedes and what follows the elements, usually."""
 _LONGEST_PICKLE = 1 << 16
 """A tensor's pickle has some 200 bytes."""
+_LONGEST_DIRECTORY = 1 << 16
+"""It lists some seven records."""
 _LOCAL, _CENTRAL = struct.Struct("<4s22xHH"), struct.Struct("<4s6xH8xIIHHH8xI")
 _END_RECORD, _LOCATOR = struct.Struct("<4s6xHII2x"), struct.Struct("<4s4xQ4x")
 _END_RECORD_64 = struct.Struct("<4s28xQQQ")
@@ -92,6 +94,8 @@ class TorchArchive:
             signature, count, size, start = _END_RECORD_64.unpack(self._bytes(place, _END_RECORD_64.size))
             if signature != b"PK\x06\x06":
                 raise ValueError("its directory is damaged")
+        if size > _LONGEST_DIRECTORY:
+            raise ValueError(f"its directory has {size} bytes")
         directory = self._bytes(start, size)
         records, position = {}, 0
         for _ in range(count):

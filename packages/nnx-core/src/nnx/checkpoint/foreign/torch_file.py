@@ -33,7 +33,7 @@ __all__ = ["FileTensor", "Inert", "load_torch_file", "map_paths", "map_tree", "m
 
 _LARGEST_PICKLE = 256 << 20
 _SMALL = 64 << 20
-"""Bytes that an expanded tensor may take beyond its file's."""
+"""Bytes that an expanded tensor, or all records, may take beyond four times their file's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,8 @@ def load_torch_file(
     zipped = zipfile.is_zipfile(path)
     _refuse_truncated(path, zipped=zipped)
     try:
+        if zipped:
+            _refuse_inflated(path)
         if not weights_only:
             return torch.load(path, map_location="cpu", weights_only=False, mmap=zipped)
         return _load_safely(path, zipped=zipped, known=known, inert=inert)
@@ -163,6 +165,18 @@ def _refuse_truncated(path: Path, *, zipped: bool) -> None:
         raise CheckpointError(
             f"'{path}' is truncated: its end, where a file of torch.save lists its contents, is missing.",
             remedy="Restore it from a backup, or use another checkpoint.",
+        )
+
+
+def _refuse_inflated(path: Path) -> None:
+    """Records that are compressed, or share bytes, can hold far more than the file: a zip bomb."""
+    size = path.stat().st_size
+    with zipfile.ZipFile(path) as archive:
+        nbytes = sum(entry.file_size for entry in archive.infolist())
+    if nbytes > 4 * size + _SMALL:
+        raise CheckpointError(
+            f"'{path}' claims to hold {nbytes:,} bytes, and has {size:,}.",
+            remedy="torch.save compresses nothing; use another checkpoint, or save it anew.",
         )
 
 
