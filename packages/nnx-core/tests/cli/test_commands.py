@@ -91,7 +91,10 @@ def test_list_all_shows_what_could_be_installed_what_is_broken_and_the_past(site
         "historical",
         "use fsdp_auto; it was fairscale's ShardedDDP",
     ]
-    assert error == "1 problem(s) with plugins: run `nnx doctor`.\n"
+    assert error == (
+        "problem: plugin 'nnx_nnscaler': ModuleNotFoundError: No module named 'does_not_exist'.\n"
+        "1 problem(s) with plugins: run `nnx doctor`.\n"
+    )
 
 
 def test_list_as_json_is_complete_and_alone_on_standard_output(acme, nnx_command):

@@ -1,3 +1,4 @@
+import sys
 import threading
 
 import pytest
@@ -69,6 +70,26 @@ BROKEN = {
         "import",
         "Mute: (its message cannot be shown)",
     ),
+    "takes importers away": (
+        "import sys; sys.meta_path.clear()\n" + HOOK + f"return [{GOOD}]",
+        "import",
+        "it takes importers out of sys.meta_path",
+    ),
+    "a result that cannot be shown": (
+        "class Mute:\n    def __repr__(self): raise KeyboardInterrupt\n" + HOOK + "return Mute()",
+        "result",
+        "returned a Mute that cannot be shown",
+    ),
+    "a long description": (
+        HOOK + "return [StrategySpec('fine', 'a:B', description='x' * 50_000_000)]",
+        "result",
+        "declares a description of 50000000 characters",
+    ),
+    "a description that is no text": (
+        HOOK + "return [StrategySpec('fine', 'a:B', description=5)]",
+        "result",
+        "declares a description of 5",
+    ),
     "alters the list of importers": (
         "import sys; sys.meta_path = [*sys.meta_path[1:]]; raise RuntimeError('altered')",
         "import",
@@ -108,6 +129,18 @@ REMEDIES = {
 def test_the_remedy_fits_what_is_wrong(site, case):
     site.add("bb-broken", BROKEN[case][0])
     assert only_problem("bb_broken").remedy == REMEDIES[case]
+
+
+def test_importers_that_a_plugin_adds_are_asked_last_and_those_of_a_broken_one_not_at_all(site):
+    adds = "import sys\nclass Added:\n    def find_spec(*_): return None\nsys.meta_path.insert(0, Added)\n"
+    before = [*sys.meta_path]
+    site.add("aa-fine", adds + HOOK + f"return [{GOOD}]")
+    site.add("bb-broken", adds + "raise RuntimeError")
+    try:
+        assert "fine" in inventory().specs
+        assert sys.meta_path == [*before, sys.modules["aa_fine_plugin"].Added]
+    finally:
+        sys.meta_path[:] = before
 
 
 def test_an_interrupt_by_the_user_is_not_swallowed(site):

@@ -70,8 +70,10 @@ def list_strategies(
 ) -> None:
     """List the strategies that can be used by name."""
     from nnx.cli.listing import run
+    from nnx.plugins.discovery import looking_from_outside
 
-    raise typer.Exit(run(everything=everything, as_json=as_json))
+    with looking_from_outside():
+        raise typer.Exit(run(everything=everything, as_json=as_json))
 
 
 def show_strategy(
@@ -80,8 +82,10 @@ def show_strategy(
 ) -> None:
     """Describe one strategy: when to use it, what it can do, its options."""
     from nnx.cli.showing import run
+    from nnx.plugins.discovery import looking_from_outside
 
-    raise typer.Exit(run(name, as_json=as_json))
+    with looking_from_outside():
+        raise typer.Exit(run(name, as_json=as_json))
 
 
 def search_strategies(
@@ -90,8 +94,10 @@ def search_strategies(
 ) -> None:
     """Find a strategy among the installed, the known and those of the past."""
     from nnx.cli.search import run
+    from nnx.plugins.discovery import looking_from_outside
 
-    raise typer.Exit(run(words, as_json=as_json))
+    with looking_from_outside():
+        raise typer.Exit(run(words, as_json=as_json))
 
 
 def check_installation(
@@ -102,8 +108,10 @@ def check_installation(
 ) -> None:
     """Check versions and plugins, and say how to mend what is broken."""
     from nnx.cli.doctor import run
+    from nnx.plugins.discovery import looking_from_outside
 
-    raise typer.Exit(run(strict=strict, as_json=as_json))
+    with looking_from_outside():
+        raise typer.Exit(run(strict=strict, as_json=as_json))
 
 
 def check_strategy(

@@ -6,15 +6,15 @@ from nnx.cli.entries import entries
 from nnx.cli.output import print_json, print_note, print_table
 from nnx.plugins import inventory
 
-__all__ = ["run"]
+__all__ = ["note_problems", "run"]
 
 
 def run(*, everything: bool, as_json: bool) -> int:
     """Print the list; a broken plugin is mentioned, and is `nnx doctor`'s matter."""
     rows = entries(everything=everything)
-    problems = inventory().problems
     if as_json:
-        print_json({"strategies": rows, "problems": [problem.as_dict() for problem in problems]})
+        problems = [problem.as_dict() for problem in inventory().problems]
+        print_json({"strategies": rows, "problems": problems})
         return 0
     if rows:
         print_table(
@@ -23,6 +23,14 @@ def run(*, everything: bool, as_json: bool) -> int:
         )
     else:
         print_note("No strategy is installed. `nnx list --all` shows what could be.")
+    note_problems()
+    return 0
+
+
+def note_problems() -> None:
+    """Name the plugins that cannot be used, beside the answer."""
+    problems = inventory().problems
+    for problem in problems:
+        print_note(f"problem: plugin {problem.plugin!r}: {problem.detail}")
     if problems:
         print_note(f"{len(problems)} problem(s) with plugins: run `nnx doctor`.")
-    return 0

@@ -13,6 +13,7 @@ from typing import Any
 
 from nnx.catalog import known
 from nnx.cli.entries import entries
+from nnx.cli.listing import note_problems
 from nnx.cli.output import print_json, print_note, print_table
 from nnx.spec import LIGHTNING_NAMES, Capabilities
 
@@ -80,6 +81,8 @@ def run(words: Sequence[str], *, as_json: bool) -> int:
         )
     else:
         _print_nothing(asked, suggestions)
+    if not as_json:
+        note_problems()
     return 0 if hits else 1
 
 

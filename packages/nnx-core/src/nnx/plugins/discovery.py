@@ -11,7 +11,8 @@ import importlib
 import os
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
 
@@ -22,7 +23,7 @@ from nnx.plugins.guard import RefusedError, call, load, new_manager
 from nnx.plugins.records import Plugin, Problem
 from nnx.spec import LIGHTNING_NAMES, CheckpointFormatSpec, StrategySpec
 
-__all__ = ["Inventory", "checkpoint_formats", "inventory", "refresh"]
+__all__ = ["Inventory", "checkpoint_formats", "inventory", "looking_from_outside", "refresh"]
 
 GROUP = "nnx"
 
@@ -51,6 +52,7 @@ class _State:
     lock = threading.RLock()
     found: Inventory | None = None
     unfinished: Inventory | None = None
+    outside = False
 
 
 def inventory() -> Inventory:
@@ -71,6 +73,20 @@ def inventory() -> Inventory:
                 remedy="Mend or remove the plugin, or unset NNX_STRICT_PLUGINS.",
             )
         return _State.found
+
+
+@contextmanager
+def looking_from_outside() -> Iterator[None]:
+    """Let `inventory` leave the plugins to other processes meanwhile, see `nnx.plugins.outside`.
+
+    It has the names then and what is declared of them, and cannot call another hook.
+    """
+    before = _State.found
+    _State.found, _State.outside = None, True
+    try:
+        yield
+    finally:
+        _State.found, _State.outside = before, False
 
 
 def refresh() -> Inventory:
@@ -115,21 +131,55 @@ def _discover(found: Iterable[EntryPoint]) -> Inventory:
 def _visit_all(result: Inventory, found: Iterable[EntryPoint]) -> None:
     allowed, denied = _names_in("NNX_LOAD_PLUGINS"), _names_in("NNX_DISABLE_PLUGINS")
     entries = sorted(found, key=lambda entry: (_normal(_origin(entry)[0]), entry.name, entry.value))
+    visited: list[tuple[EntryPoint, Plugin]] = []
     for entry in entries:
         distribution, version = _origin(entry)
         names = {_normal(entry.name), _normal(distribution)}
-        if names & denied or (allowed and not names & allowed):
-            result.plugins.append(Plugin(entry.name, distribution, version, "disabled"))
+        switched_off = names & denied or (allowed and not names & allowed)
+        twice = any((entry.name, distribution) == (seen.name, seen.distribution) for _, seen in visited)
+        status = "disabled" if switched_off else "broken" if twice else "ok"
+        visited.append((entry, Plugin(entry.name, distribution, version, status)))
+    answers = _answers(result._manager, [pair for pair in visited if pair[1].status == "ok"])
+    for _, plugin in visited:
+        if plugin.status != "ok":
+            result.plugins.append(plugin)
+            if plugin.status == "broken":
+                result.problems.append(_declared_twice(plugin))
             continue
-        plugin = Plugin(entry.name, distribution, version, "ok")
-        try:
-            plugin = _admit(result, plugin, load(result._manager, entry, plugin))
-        except RefusedError as refused:
-            result.problems.append(_problem(plugin, refused))
-            plugin = replace(plugin, status="broken")
-        result.plugins.append(plugin)
+        specs = next(answers)
+        if isinstance(specs, RefusedError):
+            result.problems.append(_problem(plugin, specs))
+            result.plugins.append(replace(plugin, status="broken"))
+        else:
+            result.plugins.append(_admit(result, plugin, specs))
     known = {_normal(name) for plugin in result.plugins for name in (plugin.name, plugin.distribution)}
     result.problems += [_not_installed(name) for name in sorted(allowed - known)]
+
+
+def _answers(
+    manager: pluggy.PluginManager, visited: list[tuple[EntryPoint, Plugin]]
+) -> Iterator[list[StrategySpec] | RefusedError]:
+    """What each plugin provides, or why it is refused."""
+    if _State.outside:
+        from nnx.plugins.outside import look
+
+        yield from look(visited)
+        return
+    for entry, plugin in visited:
+        try:
+            yield load(manager, entry, plugin)
+        except RefusedError as refused:
+            yield refused
+
+
+def _declared_twice(plugin: Plugin) -> Problem:
+    return Problem(
+        "collision",
+        plugin.name,
+        plugin.owner,
+        f"{plugin.distribution} declares this entry point twice.",
+        "Report this to the authors of the plugin.",
+    )
 
 
 def _admit(result: Inventory, plugin: Plugin, specs: list[StrategySpec]) -> Plugin:

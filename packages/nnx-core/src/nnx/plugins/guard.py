@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -21,6 +21,9 @@ from nnx.plugins.records import Plugin
 from nnx.spec import API_VERSION, CheckpointFormatSpec, StrategySpec
 
 __all__ = ["RefusedError", "call", "load", "new_manager"]
+
+
+_LONGEST_TEXT = 1000
 
 
 class RefusedError(Exception):
@@ -36,10 +39,11 @@ class EngineImportError(NnxError, ImportError):
 
 
 class _Barrier:
-    """Keeps engines from being imported while a plugin is loaded.
+    """Keeps engines from being imported while a plugin's code runs, and puts the list of importers back.
 
-    That would make listing slow. It would also break Lightning: plugins are loaded while Lightning is
-    being imported, and importing more of it out of turn leaves it damaged.
+    An engine would make listing slow. It would also break Lightning: plugins are loaded while Lightning is
+    being imported, and importing more of it out of turn leaves it damaged. Importers that a plugin adds stay,
+    but are asked last; one that takes others away is refused.
     """
 
     engines = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_fabric"})
@@ -55,11 +59,21 @@ class _Barrier:
             )
 
     def __enter__(self) -> None:
+        self._list, self._before = sys.meta_path, [*sys.meta_path]
         sys.meta_path.insert(0, self)
 
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(ValueError):  # the plugin has replaced what is in the list
-            sys.meta_path.remove(self)
+    def __exit__(self, kind: object, *_: object) -> None:
+        found = sys.meta_path if isinstance(sys.meta_path, list) else []
+        kept = [entry for entry in found if any(entry is old for old in self._before)]
+        added = [entry for entry in found if entry is not self and not any(entry is old for old in kept)]
+        sys.meta_path = self._list
+        sys.meta_path[:] = self._before if kind else self._before + added
+        if kind is None and list(map(id, kept)) != list(map(id, self._before)):
+            raise RefusedError(
+                "import",
+                "it takes importers out of sys.meta_path, which other packages need.",
+                "Report this to the authors of the plugin.",
+            )
 
 
 def new_manager() -> pluggy.PluginManager:
@@ -76,24 +90,12 @@ def load(manager: pluggy.PluginManager, entry: EntryPoint, plugin: Plugin) -> li
         RefusedError: Whatever the plugin did wrong.
     """
     key = _key(plugin)
-    if manager.has_plugin(key):
-        raise RefusedError(
-            "collision",
-            f"{plugin.distribution} declares this entry point twice.",
-            "Report this to the authors of the plugin.",
-        )
-    # What a plugin prints must not end up in the answer of `nnx list --json`.
-    with _Barrier(), contextlib.redirect_stdout(sys.stderr):
-        module = _guarded("import", plugin, entry.load)
-        return _register(manager, plugin, module)
-
-
-def _register(manager: pluggy.PluginManager, plugin: Plugin, module: Any) -> list[StrategySpec]:
-    key = _key(plugin)
     try:
-        _guarded("hook", plugin, lambda: manager.register(module, name=key))
-        _check_hooks(manager, module)
-        return call(manager, plugin, "nnx_strategies", StrategySpec)
+        with _turn():
+            module = _guarded("import", plugin, entry.load)
+            _guarded("hook", plugin, lambda: manager.register(module, name=key))
+            _check_hooks(manager, module)
+            return _call(manager, plugin, "nnx_strategies", StrategySpec)
     except BaseException:
         if manager.has_plugin(key):
             manager.unregister(name=key)
@@ -106,6 +108,18 @@ def call(manager: pluggy.PluginManager, plugin: Plugin, hook: str, wanted: type[
     Raises:
         RefusedError: The hook raised, or returned something else.
     """
+    with _turn():
+        return _call(manager, plugin, hook, wanted)
+
+
+@contextlib.contextmanager
+def _turn() -> Iterator[None]:
+    """While a plugin's code runs: no engine, and what it prints does not end up in a command's answer."""
+    with _Barrier(), contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def _call(manager: pluggy.PluginManager, plugin: Plugin, hook: str, wanted: type[Any]) -> list[Any]:
     key = _key(plugin)
     others = [module for name, module in manager.list_name_plugin() if name != key and module is not None]
     caller = manager.subset_hook_caller(hook, remove_plugins=others)
@@ -158,6 +172,15 @@ def _check_spec(spec: StrategySpec | CheckpointFormatSpec) -> None:
             f"{spec.name!r} is written for API {major}.{minor} of nnx; this is {_dotted(API_VERSION)}.",
             "Upgrade the plugin." if older else "Run `pip install --upgrade nnx-core`.",
         )
+    texts = {key: getattr(spec, key, "") for key in ("description", "use_when", "docs_url")}
+    for key, text in texts.items():
+        if not isinstance(text, str) or len(text) > _LONGEST_TEXT:
+            seen = f"{len(text)} characters" if isinstance(text, str) else _short(text)
+            raise RefusedError(
+                "result",
+                f"{spec.name!r} declares a {key} of {seen}: expected text of at most {_LONGEST_TEXT}.",
+                "Report this to the authors of the plugin.",
+            )
     if not isinstance(spec.target, str):
         raise RefusedError(
             "result",
@@ -182,8 +205,8 @@ def _guarded(kind: str, plugin: Plugin, action: Callable[[], Any]) -> Any:
 def _text(error: BaseException) -> str:
     """What an error says, if it can say anything."""
     try:
-        return str(error)
-    except Exception:  # of the plugin's own `__str__`
+        return _cut(str(error), _LONGEST_TEXT)
+    except BaseException:  # of the plugin's own `__str__`
         return "(its message cannot be shown)"
 
 
@@ -196,5 +219,11 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    try:
+        return _cut(repr(value), 80)
+    except BaseException:  # of the plugin's own `__repr__`
+        return f"a {type(value).__name__} that cannot be shown"
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 3]}..."
