@@ -21,7 +21,7 @@ from pathlib import Path
 from faults import Fault, all_faults
 from nnx.registry import StrategyRegistry
 from nnx.testing.conformance import Session, Subject, all_checks, select_checks
-from nnx.testing.conformance.bench import Reference
+from nnx.testing.conformance.check import Reference
 from nnx.testing.pool import PRELOAD, WorkerPool
 
 CHECKS = {check.name: check for check in all_checks()}

@@ -15,7 +15,7 @@ import pytest
 
 from faults import Fault, all_faults
 from nnx.testing.conformance import Session, all_checks
-from nnx.testing.conformance.bench import Reference
+from nnx.testing.conformance.check import Reference
 from nnx.testing.pool import WorkerPool
 from turns import FULL
 

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 import nnx
 from nnx import Capabilities
-from nnx.grad_scaler import ParallelGradScaler
-from nnx.gradients import clip_gradients_by_norm
+from nnx.gradients import ParallelGradScaler, clip_gradients_by_norm
 from nnx_fsdp.backend import FSDPBackend
 from nnx_tiny.backend import TinyBackend
 
@@ -442,7 +441,7 @@ class WidenedWeights(TinyBackend):
 class _LocalScaler(ParallelGradScaler):
     def _unscale_grads_(self, optimizer: Optimizer, inv_scale: Tensor, *args: Any) -> Any:
         found = torch.zeros(1)
-        for gradient in self._nnx_backend.gradients(optimizer):
+        for gradient in self._nnx_gradients(optimizer):
             gradient.local.mul_(inv_scale)
             found = torch.maximum(found, (~torch.isfinite(gradient.local)).any().float())
         return {torch.device("cpu"): found}
@@ -452,7 +451,11 @@ class OwnOverflow(FSDPBackend):
     """Every rank looks for overflow in its own shards."""
 
     def grad_scaler(self, default: torch.amp.GradScaler) -> torch.amp.GradScaler:
-        return default if isinstance(default, _LocalScaler) else _LocalScaler(self, replaces=default)
+        return (
+            default
+            if isinstance(default, _LocalScaler)
+            else _LocalScaler(self.gradients, self.context.device, replaces=default)
+        )
 
 
 class Hoarding(TinyBackend):

@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor, nn, optim
 from torch.nn.functional import mse_loss
 
-from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Outcome, Task
+from nnx.testing.conformance.task import Outcome, Plain, Task
 from nnx.testing.conformance.training import fit
 
 

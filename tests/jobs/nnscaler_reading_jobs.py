@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from nnx.errors import UnsupportedError
-from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.task import Plain, Task
 from nnx.testing.conformance.training import fit
 
 FROM = 2

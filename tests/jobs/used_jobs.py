@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from nnx.errors import UnsupportedError
 from nnx.testing.conformance.checks.habits.used import Routed
-from nnx.testing.conformance.models import WIDTH, Block
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Outcome, Task
+from nnx.testing.conformance.task import WIDTH, Block, Outcome, Task
 from nnx.testing.conformance.training import fit
 
 

@@ -10,9 +10,8 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import parametrize, prune
 
 from nnx.errors import UnsupportedError
-from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Outcome, Task
+from nnx.testing.conformance.task import Outcome, Plain, Task
 from nnx.testing.conformance.training import fit
 
 

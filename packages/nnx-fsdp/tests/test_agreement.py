@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from jobs.used_jobs import Swapped, refuse, train
 from nnx.testing.conformance.comparing import expect_same_run
-from nnx.testing.conformance.models import Block
+from nnx.testing.conformance.task import Block
 from nnx.testing.pool import WorkerPool
 from nnx_fsdp.options import MixedPrecision
 from nnx_fsdp.units import choose_units

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nnx.backend import Backend
-from nnx.grad_scaler import ParallelGradScaler
+from nnx.gradients import ParallelGradScaler
 from nnx_colossalai.loss_scale_rule import LossScaleRule, LossScaleState
 
 __all__ = ["DynamicLossScaler"]
@@ -38,7 +38,7 @@ class DynamicLossScaler(ParallelGradScaler):
             growth_interval=rule.growth_interval,
             enabled=enabled,
         )
-        super().__init__(backend, replaces=start)
+        super().__init__(backend.gradients, backend.context.device, replaces=start)
         self._rule = rule
         self._overflows = 0
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nnx.backend import ParallelContext
 from nnx.errors import OptionError, PlanError, UnsupportedError
-from nnx.grad_scaler import ParallelGradScaler
+from nnx.gradients import ParallelGradScaler
 from nnx_colossalai.backend import ColossalAIBackend
 from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.errors import DeviceMemoryError

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from nnx.errors import OptionError
-from nnx.grad_scaler import ParallelGradScaler
-from nnx.gradients import gradients_of
+from nnx.gradients import ParallelGradScaler, gradients_of
 from nnx_colossalai.loss_scale import DynamicLossScaler
 from nnx_colossalai.loss_scale_rule import LossScaleRule
 
@@ -183,7 +182,9 @@ def test_it_is_what_the_core_takes_for_its_own_and_can_be_off() -> None:
 
 
 def test_a_scaler_of_torchs_that_is_off_is_off_in_the_cores_as_well() -> None:
-    scaler = ParallelGradScaler(backend(), torch.amp.GradScaler("cpu", enabled=False))
+    scaler = ParallelGradScaler(
+        backend().gradients, torch.device("cpu"), replaces=torch.amp.GradScaler("cpu", enabled=False)
+    )
     assert not scaler.is_enabled()
     assert scaler.scale(torch.ones(())) == 1.0
 

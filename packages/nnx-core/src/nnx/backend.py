@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from nnx.collective import broadcast_tensor, is_distributed
 from nnx.gradients import (
     Gradient,
+    ParallelGradScaler,
     clip_gradients_by_norm,
     clip_gradients_by_value,
     gradients_of,
@@ -285,11 +286,9 @@ class Backend(ABC, Generic[OptionsT]):
 
         By default one that unscales `gradients` and takes the same decision on every rank.
         """
-        from nnx.grad_scaler import ParallelGradScaler
-
         if isinstance(default, ParallelGradScaler):
             return default
-        return ParallelGradScaler(self, replaces=default)
+        return ParallelGradScaler(self.gradients, self.context.device, replaces=default)
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the optimizer's step (already bound to its closure); an engine may defer or overlap it."""

@@ -1,4 +1,4 @@
-"""Gradients as each rank holds them: norms over all ranks, clipping, overflow detection.
+"""Gradients as each rank holds them: norms over all ranks, clipping, overflow detection, loss scaling.
 
 Works on local tensors, so that plain, DTensor and engine-owned gradients can be mixed freely,
 which ``torch.nn.utils.clip_grad_norm_`` refuses.
@@ -7,7 +7,7 @@ which ``torch.nn.utils.clip_grad_norm_`` refuses.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from nnx.errors import UnsupportedError
 
 __all__ = [
     "Gradient",
+    "ParallelGradScaler",
     "clip_gradients_by_norm",
     "clip_gradients_by_value",
     "gradients_of",
@@ -221,3 +222,45 @@ def unscale_gradients(gradients: Sequence[Gradient], inverse_scale: Tensor, devi
     if is_distributed():
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return found
+
+
+# --- the loss scaler --------------------------------------------------------------------------------
+
+
+class ParallelGradScaler(torch.amp.GradScaler):
+    """A `torch.amp.GradScaler` that unscales what each rank holds, and reduces ``found_inf`` over all ranks.
+
+    torch's own looks at this rank's gradients only, so with sharded gradients one rank may skip a step that
+    the others take.
+
+    Args:
+        gradients: Lists this rank's gradients of an optimizer.
+        device: Where the gradients lie.
+        replaces: The scaler whose settings and state this one takes over.
+    """
+
+    def __init__(
+        self,
+        gradients: Callable[[Optimizer], Sequence[Gradient]],
+        device: torch.device,
+        *,
+        replaces: torch.amp.GradScaler,
+    ) -> None:
+        self._nnx_gradients, self._nnx_device = gradients, device
+        if not replaces.is_enabled():  # it has no settings then
+            super().__init__(device=device.type, enabled=False)
+            return
+        super().__init__(
+            device=device.type,
+            init_scale=replaces.get_scale(),
+            growth_factor=replaces.get_growth_factor(),
+            backoff_factor=replaces.get_backoff_factor(),
+            growth_interval=replaces.get_growth_interval(),
+        )
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        # torch 2.11-2.13 call this hook from `unscale_` and `step`; its ShardedGradScaler overrides it too.
+        found = unscale_gradients(self._nnx_gradients(optimizer), inv_scale, self._nnx_device)
+        return {self._nnx_device: found}

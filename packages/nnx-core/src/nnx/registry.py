@@ -1,18 +1,18 @@
 """Every strategy by name: those of installed plugins and those registered in this process.
 
 `StrategyRegistry` is the one object of its kind. What it knows appears at once in all of Lightning's
-registries that are imported, and in the others when they are; `nnx.lightning.registration` does that.
+registries that are imported, and in the others when they are: `nnx.lightning.registration` connects itself.
 Nothing here imports torch, Lightning or an engine, and nothing is built here (see `nnx.strategy`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from nnx.errors import NnxError, PluginError
-from nnx.plugins import inventory
+from nnx.plugins import inventory, refresh
 from nnx.spec import LIGHTNING_NAMES, Capabilities, StrategySpec
 
 __all__ = ["Registry", "StrategyRegistry"]
@@ -37,6 +37,8 @@ class Registry:
         self._local: dict[str, StrategySpec] = {}
         self._overriding: set[str] = set()
         self._removed: set[str] = set()
+        self._on_change: list[Callable[[], None]] = []
+        self._foreign_owners: list[Callable[[str], str]] = []
 
     def register(
         self,
@@ -144,10 +146,27 @@ class Registry:
         return explain(name, usable=(*self.names(), *also_known))
 
     def synchronize(self) -> None:
-        """Bring every registry of Lightning's that is imported up to date."""
-        from nnx.lightning import registration
+        """Bring what shows these names elsewhere up to date, such as the registries of Lightning's."""
+        for synchronize in self._on_change:
+            synchronize()
 
-        registration.synchronize()
+    def refresh(self) -> None:
+        """Look for plugins again, for example after `pip install` in a running notebook.
+
+        Modules that are already imported are not imported anew.
+        """
+        refresh()
+        self.synchronize()
+
+    def connect(self, *, on_change: Callable[[], None], foreign_owner: Callable[[str], str]) -> None:
+        """Let another registry, such as Lightning's, show the same names from now on.
+
+        Args:
+            on_change: Brings the other registry up to date; called after every change.
+            foreign_owner: Says who has put a name into the other registry without nnx; empty if nobody has.
+        """
+        self._on_change.append(on_change)
+        self._foreign_owners.append(foreign_owner)
 
     def overrides(self, name: str) -> bool:
         """Whether the name was registered with ``override=True``."""
@@ -170,13 +189,11 @@ class Registry:
         return {name: spec for name, spec in installed if name not in self._removed} | self._local
 
     def _owner_of_taken(self, name: str) -> str:
-        from nnx.lightning import registration
-
         if name in self._specs():
             return self.owner(name)
         if name in LIGHTNING_NAMES:
             return "Lightning itself"
-        return registration.foreign_owner(name)
+        return next(filter(None, (owner_of(name) for owner_of in self._foreign_owners)), "")
 
 
 StrategyRegistry = Registry()

@@ -19,7 +19,7 @@ from nnx.cli import main
 from nnx.cli.new import Given, run
 from nnx.spec import API_VERSION
 from nnx.testing.conformance import Subject, select_checks
-from nnx.testing.conformance.bench import Reference
+from nnx.testing.conformance.check import Reference
 from nnx.testing.conformance.runner import Session
 
 if sys.version_info >= (3, 11):

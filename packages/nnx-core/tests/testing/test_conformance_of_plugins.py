@@ -11,8 +11,7 @@ import pytest
 from nnx.registry import StrategyRegistry
 from nnx.spec import Capabilities
 from nnx.testing.conformance import Subject, all_checks
-from nnx.testing.conformance.bench import Bench, Reference
-from nnx.testing.conformance.check import CheckFailed, NotApplicable
+from nnx.testing.conformance.check import Bench, CheckFailed, NotApplicable, Reference
 from nnx.testing.conformance.subject import Identity
 from nnx.testing.pool import WorkerPool
 

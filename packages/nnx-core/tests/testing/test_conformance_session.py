@@ -13,13 +13,19 @@ from jobs import conformance_jobs as jobs
 from nnx.errors import NnxError, OptionError, StrategyNotFoundError
 from nnx.spec import Capabilities
 from nnx.testing.conformance import Check, Result, Session, Subject, all_checks, select_checks
-from nnx.testing.conformance.bench import Bench, Reference, exception_in
-from nnx.testing.conformance.check import GROUPS, check, expect, missing_capability
+from nnx.testing.conformance.check import (
+    GROUPS,
+    Bench,
+    Reference,
+    check,
+    exception_in,
+    expect,
+    missing_capability,
+)
 from nnx.testing.conformance.checks.habits.attached import Parametrized
 from nnx.testing.conformance.checks.habits.weights import WeightsReadOnRankZero
 from nnx.testing.conformance.habits import try_habit
-from nnx.testing.conformance.models import Plain
-from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.task import Plain, Task
 from nnx.testing.pool import WorkerPool
 
 NAMES = ("jobs.conformance_names",)

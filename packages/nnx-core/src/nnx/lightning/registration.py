@@ -1,8 +1,8 @@
 """Keeps Lightning's four registries equal to `nnx.StrategyRegistry`.
 
 What is registered there are small factories that import an engine when they are called. This module
-never imports Lightning: it works on those of its modules that are imported already. It is called by
-`_nnx_autoload` when one has just been imported, and by `StrategyRegistry` after each change.
+never imports Lightning: it works on those of its modules that are imported already. `_nnx_autoload` calls it
+when one has just been imported, and `StrategyRegistry`, to which it connects itself, after each change.
 """
 
 from __future__ import annotations
@@ -117,3 +117,6 @@ def _registries() -> Iterator[tuple[Namespace, Any]]:
 def _registry_of(space: Namespace) -> Any:
     module = sys.modules.get(f"{space.name}.strategies")
     return getattr(module, "STRATEGY_REGISTRY" if space.is_fabric else "StrategyRegistry", None)
+
+
+StrategyRegistry.connect(on_change=synchronize, foreign_owner=foreign_owner)

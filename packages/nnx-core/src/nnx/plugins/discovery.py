@@ -90,18 +90,11 @@ def looking_from_outside() -> Iterator[None]:
 
 
 def refresh() -> Inventory:
-    """Look again, for example after `pip install` in a running notebook.
-
-    Modules that are already imported are not imported anew. Lightning's registries follow.
-    """
-    from nnx.registry import StrategyRegistry
-
+    """Look again; `StrategyRegistry.refresh` brings Lightning's registries up to date as well."""
     with _State.lock:
         _State.found = None
         importlib.invalidate_caches()
-        found = inventory()
-    StrategyRegistry.synchronize()
-    return found
+        return inventory()
 
 
 def checkpoint_formats() -> dict[str, CheckpointFormatSpec]:

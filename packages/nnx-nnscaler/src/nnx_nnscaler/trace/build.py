@@ -15,12 +15,11 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from nnx_nnscaler.ir import Argument, Code, Graph, Input, Op, Ref, TensorMeta, refs_in
+from nnx_nnscaler.ir import Argument, Code, Graph, Input, Make, Op, Ref, TensorMeta, refs_in
 from nnx_nnscaler.trace.blame import Blame, source_of
 from nnx_nnscaler.trace.export import PREFIX, Exported
 from nnx_nnscaler.trace.guard import is_collective
 from nnx_nnscaler.trace.inputs import Names
-from nnx_nnscaler.trace.module_calls import add_module_call
 from nnx_nnscaler.trace.operators import (
     functional,
     is_check,
@@ -44,7 +43,8 @@ from nnx_nnscaler.trace.steps import (
 from nnx_nnscaler.trace.structure import Slot, map_slots
 from nnx_nnscaler.trace.views import UnsupportedViewError, Views, written_argument
 
-__all__ = ["UntraceableError", "build_graph"]
+__all__ = ["UntraceableError", "add_module_call", "build_graph"]
+
 
 _WHOLE = "nnx_nnscaler.whole.default"
 
@@ -378,3 +378,58 @@ def _blame(step: Step, reason: str) -> Blame:
 
 def _has_tensor(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def add_module_call(builder: Builder, step: Step) -> None:
+    """Add the call of a submodule that a step stands for."""
+    tensors, _, key = step.args
+    call = builder.exported.calls[key]
+    operands = [builder.argument(node) for node in tensors]
+    args = map_slots(call.args, lambda part: builder.output(part, operands))
+    kwargs = map_slots(call.kwargs, lambda part: builder.output(part, operands))
+    values = list(step.value[:-1])
+    found: list[Argument] = [None] * len(step.value)
+    builder.several[step.node] = found
+    structure = call.result.structure
+    context = ", ".join(
+        filter(None, ("torch.no_grad()" if step.frozen and builder.gradients else "", step.context))
+    )
+    name = builder.names.new(call.fqn.rpartition(".")[2])
+    output = _meta_of(builder, structure, values, step)
+    source = source_of(notes_of(step))
+    builder.graph.ops.append(Op(name, "module", tuple(args), dict(kwargs), output, call.fqn, source, context))
+    _take(builder, structure, Ref(name), values, found, step)
+
+
+def _meta_of(builder: Builder, structure: Any, values: list[Tensor], step: Step) -> Any:
+    """Meta of a tensor, a tuple of those of a container's parts, or None."""
+    if isinstance(structure, Slot):
+        tensor = values[structure.index]
+        return builder.sizes.meta(tensor, differentiable=is_float(tensor) and not step.frozen)
+    metas = [_meta_of(builder, part, values, step) for _, part in _parts(structure)]
+    return tuple(meta if isinstance(meta, TensorMeta) else None for meta in metas) if metas else None
+
+
+def _take(
+    builder: Builder, structure: Any, value: Ref, values: list[Tensor], found: list[Argument], step: Step
+) -> None:
+    """Add getitems down to every tensor of a result."""
+    if isinstance(structure, Slot):
+        found[structure.index] = value
+        builder.differentiable |= {value.name} if builder.graph.meta(value.name).differentiable else set()
+        return
+    for key, part in _parts(structure):
+        if not isinstance(part, Slot) and not _parts(part):
+            continue
+        name = builder.names.new(f"{value.name}_{key}")
+        output = _meta_of(builder, part, values, step)
+        builder.graph.ops.append(Op(name, "getitem", (value, key), {}, output, module_of(step.node)))
+        _take(builder, part, Ref(name), values, found, step)
+
+
+def _parts(structure: Any) -> list[tuple[Any, Any]]:
+    """Keys and parts of a container."""
+    if isinstance(structure, (list, tuple)):
+        return list(enumerate(structure))
+    fields = structure.fields if isinstance(structure, Make) else structure
+    return list(fields.items()) if isinstance(fields, dict) else []

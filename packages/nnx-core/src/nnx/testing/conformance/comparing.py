@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import CheckFailed, expect
+from nnx.testing.conformance.check import Bench, CheckFailed, expect
 from nnx.testing.conformance.task import Outcome, Task
 
 __all__ = [

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from nnx.testing.conformance.data import dataset
-from nnx.testing.conformance.models import BLOCKS, FEATURES, WIDTH, Block
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import GLOBAL_BATCH, Task
+from nnx.testing.conformance.task import BLOCKS, FEATURES, GLOBAL_BATCH, WIDTH, Block, Task, dataset
 from nnx.testing.conformance.training import world_size
 
 __all__ = ["Loop", "interrupted", "train"]

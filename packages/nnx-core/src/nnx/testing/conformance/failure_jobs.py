@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
 import nnx
-from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Outcome, Task
+from nnx.testing.conformance.task import Outcome, Plain, Task
 from nnx.testing.conformance.training import make_trainer, outcome_of, world_size
 
 __all__ = [

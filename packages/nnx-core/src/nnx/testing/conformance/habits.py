@@ -16,12 +16,10 @@ from typing import Any, ClassVar, TypeVar
 from torch import Tensor
 
 from nnx.errors import NnxError
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import CheckFailed, Refused, check, expect
+from nnx.testing.conformance.check import Bench, CheckFailed, Refused, check, expect
 from nnx.testing.conformance.comparing import expect_equal_losses, expect_equal_weights
-from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Outcome, Task
+from nnx.testing.conformance.task import Outcome, Plain, Task
 from nnx.testing.conformance.training import fit
 
 __all__ = ["Attempt", "Habitual", "Manual", "attempt", "habit", "try_habit"]

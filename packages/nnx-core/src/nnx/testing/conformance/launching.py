@@ -23,7 +23,7 @@ from nnx.testing.conformance.check import CheckFailed
 from nnx.testing.conformance.subject import Subject
 
 if TYPE_CHECKING:
-    from nnx.testing.conformance.bench import Bench
+    from nnx.testing.conformance.check import Bench
     from nnx.testing.conformance.task import Task
 
 __all__ = ["BY_LIGHTNING", "BY_TORCHRUN", "OF_LAUNCHERS", "Launch", "Launched", "launch"]

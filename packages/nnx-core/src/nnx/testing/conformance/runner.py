@@ -17,13 +17,15 @@ from pathlib import Path
 
 from nnx.errors import NnxError, OptionError
 from nnx.registry import StrategyRegistry
-from nnx.testing.conformance.bench import Bench, Reference, exception_in
 from nnx.testing.conformance.check import (
+    Bench,
     Check,
     CheckFailed,
     NotApplicable,
+    Reference,
     Refused,
     all_checks,
+    exception_in,
     missing_capability,
 )
 from nnx.testing.conformance.report import Report, Result, Verdict

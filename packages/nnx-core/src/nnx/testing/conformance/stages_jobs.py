@@ -11,11 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from nnx.collective import all_gather_object, control_group
-from nnx.testing.conformance.data import loader, share_of
-from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.stages_models import Branching, Watched
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Outcome, Task
+from nnx.testing.conformance.task import Outcome, Plain, Task, loader, share_of
 from nnx.testing.conformance.training import make_trainer, outcome_of
 
 __all__ = [

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from nnx.testing.conformance.data import FEATURES, dataset, share_of
-from nnx.testing.conformance.models import Plain
-from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.task import FEATURES, Plain, Task, dataset, share_of
 from nnx.testing.conformance.training import mean_over_ranks
 
 __all__ = [

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import wrap
 
-from nnx.testing.conformance.models import BLOCKS, FEATURES, WIDTH, Block, Plain
-from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.task import BLOCKS, FEATURES, WIDTH, Block, Plain, Task
 
 __all__ = [
     "BuiltLate",

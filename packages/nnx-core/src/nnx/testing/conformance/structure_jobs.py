@@ -13,13 +13,11 @@ from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import DTensor
 
 from nnx.collective import is_distributed
-from nnx.testing.conformance.data import FEATURES, share_of
-from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.stages_models import Watched
 from nnx.testing.conformance.structure_building import Wrapped
 from nnx.testing.conformance.structure_models import Recomputing, Tied
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import GLOBAL_BATCH, Outcome, Task
+from nnx.testing.conformance.task import FEATURES, GLOBAL_BATCH, Outcome, Plain, Task, share_of
 from nnx.testing.conformance.training import fit, make_trainer, outcome_of
 
 __all__ = [

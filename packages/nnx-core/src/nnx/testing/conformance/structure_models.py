@@ -17,9 +17,17 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.data import default_collate as collate
 
-from nnx.testing.conformance.data import ConsecutiveSampler, dataset, share_of
-from nnx.testing.conformance.models import BLOCKS, FEATURES, WIDTH, Block, Plain
-from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.task import (
+    BLOCKS,
+    FEATURES,
+    WIDTH,
+    Block,
+    ConsecutiveSampler,
+    Plain,
+    Task,
+    dataset,
+    share_of,
+)
 
 __all__ = [
     "Alternating",

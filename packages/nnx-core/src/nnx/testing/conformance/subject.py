@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from nnx.spec import LIGHTNING_NAMES, Capabilities
-from nnx.testing.conformance.check import Kind
 
-__all__ = ["REFERENCE", "Identity", "Subject"]
+__all__ = ["REFERENCE", "Identity", "Kind", "Subject"]
+
+Kind = Literal["backend", "strategy", "lightning"]
+"""What stands behind a name: an `nnx.Backend`, a plugin's own Lightning strategy, or one of Lightning's."""
 
 _UNREGISTERED = "strategy_under_test"
 _LIGHTNING = Capabilities(

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from nnx.testing.conformance.bench import Reference
-from nnx.testing.conformance.check import Check
+from nnx.testing.conformance.check import Check, Reference
 from nnx.testing.conformance.runner import Session, select_checks
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.pool import shared_pool

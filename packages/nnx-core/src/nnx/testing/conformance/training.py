@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nnx.collective import is_distributed
-from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Outcome, Task
+from nnx.testing.conformance.task import Outcome, Plain, Task
 
 __all__ = [
     "complete",

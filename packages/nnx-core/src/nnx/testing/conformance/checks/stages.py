@@ -12,8 +12,7 @@ import torch
 
 from nnx.testing.conformance import stages_jobs as jobs
 from nnx.testing.conformance import stages_models as models
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.check import Bench, check, expect
 from nnx.testing.conformance.comparing import (
     TOLERANCE,
     expect_equal_losses,

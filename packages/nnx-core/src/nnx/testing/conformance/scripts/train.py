@@ -62,7 +62,7 @@ def train_by_cli(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
     """Train with LightningCLI, where the strategy is an argument of the command line."""
     from lightning.pytorch.cli import LightningCLI
 
-    from nnx.testing.conformance.models import Plain
+    from nnx.testing.conformance.task import Plain
     from nnx.testing.conformance.training import outcome_of, trainer_settings
 
     subject, task = pickle.loads((directory / "job.pickle").read_bytes())

@@ -13,8 +13,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from torch import nn
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import CheckFailed, check, expect
+from nnx.testing.conformance.check import Bench, CheckFailed, check, expect
 from nnx.testing.conformance.checks.checkpoints.runs import TASK, Resumable, error_of, run
 from nnx.testing.conformance.checks.checkpoints.stored import path_in, saved_checkpoint
 from nnx.testing.conformance.subject import Subject

@@ -8,8 +8,7 @@ from torch import Tensor
 
 import nnx
 import nnx.checkpoint
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.check import Bench, check, expect
 from nnx.testing.conformance.checks.checkpoints.runs import (
     SAVED_AFTER,
     TASK,

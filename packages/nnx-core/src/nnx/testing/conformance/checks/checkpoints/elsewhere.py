@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.check import Bench, check, expect
 from nnx.testing.conformance.checks.checkpoints.runs import SAVED_AFTER, TASK, TOLERANCE, Record, run
 from nnx.testing.conformance.checks.checkpoints.snapshots import (
     expect_same_groups,

@@ -18,13 +18,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 import nnx.checkpoint
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import CheckFailed, check, expect
+from nnx.testing.conformance.check import Bench, CheckFailed, check, expect
 from nnx.testing.conformance.checks.checkpoints.runs import trainer_for
 from nnx.testing.conformance.checks.checkpoints.stored import path_in
-from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.task import Plain, Task
 from nnx.testing.pool import free_port
 
 _OPERATIONS = frozenset(

@@ -12,14 +12,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.check import Bench, check, expect
 from nnx.testing.conformance.checks.checkpoints.runs import SaveAt, trainer_for
 from nnx.testing.conformance.checks.checkpoints.stored import open_saved, path_in
-from nnx.testing.conformance.data import dataset, share_of
-from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import GLOBAL_BATCH, Task
+from nnx.testing.conformance.task import GLOBAL_BATCH, Plain, Task, dataset, share_of
 from nnx.testing.conformance.training import outcome_of
 
 _STEPS, _SAVED_AFTER = 5, 2

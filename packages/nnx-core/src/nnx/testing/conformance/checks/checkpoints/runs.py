@@ -18,10 +18,8 @@ from nnx.backend import Backend
 from nnx.registry import StrategyRegistry
 from nnx.testing.conformance.check import CheckFailed
 from nnx.testing.conformance.checks.checkpoints.snapshots import Snapshot, take_snapshot
-from nnx.testing.conformance.data import dataset, share_of
-from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import GLOBAL_BATCH, Task
+from nnx.testing.conformance.task import GLOBAL_BATCH, Plain, Task, dataset, share_of
 from nnx.testing.conformance.training import make_trainer, outcome_of
 
 __all__ = [

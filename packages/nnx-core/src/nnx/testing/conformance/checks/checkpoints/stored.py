@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import nnx.checkpoint
 from nnx.checkpoint import NativeCheckpoint
-from nnx.testing.conformance.bench import Bench
+from nnx.testing.conformance.check import Bench
 from nnx.testing.conformance.checks.checkpoints.runs import SAVED_AFTER, TASK, Record, run
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Task

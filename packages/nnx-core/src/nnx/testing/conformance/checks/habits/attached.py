@@ -13,9 +13,8 @@ from torch.func import functional_call
 from torch.nn.functional import mse_loss
 from torch.nn.utils import parameters_to_vector, parametrize, prune, vector_to_parameters
 
-from nnx.testing.conformance.data import FEATURES
 from nnx.testing.conformance.habits import Habitual, habit
-from nnx.testing.conformance.models import WIDTH
+from nnx.testing.conformance.task import FEATURES, WIDTH
 
 
 @habit()

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nnx.testing.conformance.habits import Habitual, habit
-from nnx.testing.conformance.models import WIDTH
-from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.task import WIDTH, Task
 
 
 @habit(clip=0.05)

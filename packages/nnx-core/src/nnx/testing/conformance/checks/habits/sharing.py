@@ -12,9 +12,8 @@ from torch.nn.functional import cross_entropy, mse_loss, normalize
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from nnx.collective import is_distributed
-from nnx.testing.conformance.data import FEATURES, dataset, share_of
 from nnx.testing.conformance.habits import Habitual, habit
-from nnx.testing.conformance.task import GLOBAL_BATCH
+from nnx.testing.conformance.task import FEATURES, GLOBAL_BATCH, dataset, share_of
 
 
 def _rank_and_size() -> tuple[int, int]:

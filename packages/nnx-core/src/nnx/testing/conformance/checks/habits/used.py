@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from nnx.testing.conformance.data import FEATURES, loader
 from nnx.testing.conformance.habits import Habitual, habit
-from nnx.testing.conformance.models import WIDTH, Block
-from nnx.testing.conformance.task import GLOBAL_BATCH
+from nnx.testing.conformance.task import FEATURES, GLOBAL_BATCH, WIDTH, Block, loader
 
 
 def only_for(mask: Tensor, layer: nn.Module, hidden: Tensor, width: int = WIDTH) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, autograd, nn
 from torch.nn.functional import linear, mse_loss
 
 from nnx.testing.conformance.habits import Habitual, Manual, habit
-from nnx.testing.conformance.models import WIDTH
+from nnx.testing.conformance.task import WIDTH
 
 
 @habit()

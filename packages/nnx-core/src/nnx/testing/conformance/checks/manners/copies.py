@@ -10,13 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check
+from nnx.testing.conformance.check import Bench, check
 from nnx.testing.conformance.comparing import TOLERANCE, expect_equal_losses
 from nnx.testing.conformance.fabric_jobs import Loop, train
-from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.task import Plain, Task
 from nnx.testing.conformance.training import trainer_settings
 
 TASK = Task()
@@ -64,7 +62,7 @@ def fit_in_other_copy(subject: Subject, task: Task) -> list[float]:
             return self.plain.optimizer(self.parameters())
 
         def train_dataloader(self) -> Any:
-            from nnx.testing.conformance.data import loader
+            from nnx.testing.conformance.task import loader
 
             return loader(task, self.trainer)
 

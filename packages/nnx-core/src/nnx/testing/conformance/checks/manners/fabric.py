@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.check import Bench, check, expect
 from nnx.testing.conformance.comparing import TOLERANCE, expect_equal_losses
 from nnx.testing.conformance.fabric_jobs import Loop, Seen, interrupted, train
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from nnx.registry import StrategyRegistry
 from nnx.spec import import_reference
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import CheckFailed, check, expect
+from nnx.testing.conformance.check import Bench, CheckFailed, check, expect
 from nnx.testing.conformance.comparing import TOLERANCE, expect_equal_weights
 from nnx.testing.conformance.failure_jobs import (
     MESSAGE,

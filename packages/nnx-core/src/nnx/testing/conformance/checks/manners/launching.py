@@ -8,12 +8,10 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.check import Bench, check, expect
 from nnx.testing.conformance.comparing import TOLERANCE, expect_equal_weights, expect_same_run
 from nnx.testing.conformance.launching import BY_TORCHRUN, Launch, Launched, launch
-from nnx.testing.conformance.models import Plain
-from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.task import Plain, Task
 
 TASK = Task()
 DEADLINE = 150.0

@@ -13,9 +13,9 @@ from typing import Any
 from nnx.registry import StrategyRegistry
 from nnx.spec import StrategySpec, import_reference
 from nnx.testing.conformance import scripts
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import CheckFailed, Kind, all_checks, check, expect
+from nnx.testing.conformance.check import Bench, CheckFailed, all_checks, check, expect
 from nnx.testing.conformance.launching import run_script
+from nnx.testing.conformance.subject import Kind
 
 _OF_PLUGINS: tuple[Kind, ...] = ("backend", "strategy")
 _LOOK = Path(scripts.__file__).with_name("look.py")

@@ -8,8 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 import nnx
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check
+from nnx.testing.conformance.check import Bench, check
 from nnx.testing.conformance.comparing import TOLERANCE, expect_same_run
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Outcome, Task

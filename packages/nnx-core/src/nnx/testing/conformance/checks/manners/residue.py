@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.check import Bench, check, expect
 from nnx.testing.conformance.residue_jobs import (
     DESCRIPTORS,
     changes,

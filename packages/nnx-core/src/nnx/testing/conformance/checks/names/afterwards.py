@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.check import Bench, check, expect
 from nnx.testing.conformance.comparing import TOLERANCE, expect_equal_weights
-from nnx.testing.conformance.data import dataset
-from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import REFERENCE, Subject
-from nnx.testing.conformance.task import Outcome, Task
+from nnx.testing.conformance.task import Outcome, Plain, Task, dataset
 from nnx.testing.conformance.training import fit
 
 _TASK = Task(steps=2)

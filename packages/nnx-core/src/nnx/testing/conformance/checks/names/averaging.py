@@ -7,8 +7,7 @@ from collections.abc import Callable
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.check import Bench, check, expect
 from nnx.testing.conformance.comparing import TOLERANCE, expect_same_run
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Outcome, Task

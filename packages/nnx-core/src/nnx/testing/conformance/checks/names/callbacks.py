@@ -11,12 +11,10 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.model_summary.model_summary import summarize
 from torch import Tensor, nn
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.check import Bench, check, expect
 from nnx.testing.conformance.comparing import TOLERANCE, expect_same_run
-from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Outcome, Task
+from nnx.testing.conformance.task import Outcome, Plain, Task
 from nnx.testing.conformance.training import complete, fit, make_trainer
 
 _TOLERANCE = TOLERANCE["float32"]

@@ -12,12 +12,10 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch.distributed import ReduceOp
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.check import Bench, check, expect
 from nnx.testing.conformance.checks.names.probing import in_training
-from nnx.testing.conformance.data import share_of
-from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
+from nnx.testing.conformance.task import Plain, share_of
 from nnx.testing.conformance.training import world_size
 
 

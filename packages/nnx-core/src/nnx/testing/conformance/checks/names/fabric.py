@@ -11,12 +11,9 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
-from nnx.testing.conformance.data import dataset, share_of
-from nnx.testing.conformance.models import Block
+from nnx.testing.conformance.check import Bench, check, expect
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.task import Block, Task, dataset, share_of
 from nnx.testing.conformance.training import world_size
 
 _SAMPLES = 12

@@ -9,12 +9,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from torch import Tensor, nn
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check
+from nnx.testing.conformance.check import Bench, check
 from nnx.testing.conformance.comparing import TOLERANCE, expect_same_run
-from nnx.testing.conformance.models import FEATURES, WIDTH, Block, Plain
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Outcome, Task
+from nnx.testing.conformance.task import FEATURES, WIDTH, Block, Outcome, Plain, Task
 from nnx.testing.conformance.training import fit
 
 _TOLERANCE = TOLERANCE["float32"]

@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 from torchmetrics import MaxMetric, MeanMetric, Metric, SumMetric
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
-from nnx.testing.conformance.data import share_of
-from nnx.testing.conformance.models import Plain
+from nnx.testing.conformance.check import Bench, check, expect
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.task import Plain, Task, share_of
 from nnx.testing.conformance.training import fit
 
 _STEPS = 2

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
-from nnx.testing.conformance.models import WIDTH, Plain
+from nnx.testing.conformance.check import Bench, check, expect
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.task import WIDTH, Plain, Task
 from nnx.testing.conformance.training import make_trainer
 
 _STEPS = 4

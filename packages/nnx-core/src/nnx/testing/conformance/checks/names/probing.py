@@ -7,9 +7,8 @@ from typing import TypeVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.task import Plain, Task
 from nnx.testing.conformance.training import make_trainer
 
 __all__ = ["in_training"]

@@ -11,13 +11,10 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.check import Bench, check, expect
 from nnx.testing.conformance.checks.names.probing import in_training
-from nnx.testing.conformance.data import dataset, share_of
-from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.task import Plain, Task, dataset, share_of
 from nnx.testing.conformance.training import make_trainer, world_size
 
 

@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
-from nnx.testing.conformance.data import dataset, share_of
-from nnx.testing.conformance.models import Plain
+from nnx.testing.conformance.check import Bench, check, expect
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.task import Plain, Task, dataset, share_of
 from nnx.testing.conformance.training import make_trainer
 
 _SAMPLES = 13

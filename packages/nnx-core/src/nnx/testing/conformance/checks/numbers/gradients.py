@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check
+from nnx.testing.conformance.check import Bench, check
 from nnx.testing.conformance.comparing import expect_parity
-from nnx.testing.conformance.models import Plain
-from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.task import Plain, Task
 
 _SMALL_NORM = 0.05
 """Far below the norm of the first gradients, about 1."""

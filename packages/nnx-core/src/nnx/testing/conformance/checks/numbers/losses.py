@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check
+from nnx.testing.conformance.check import Bench, check
 from nnx.testing.conformance.comparing import TOLERANCE, expect_parity, expect_same_run
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Outcome, Task

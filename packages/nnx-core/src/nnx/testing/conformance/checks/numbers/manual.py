@@ -9,11 +9,9 @@ from typing import Any
 from torch import Tensor, optim
 from torch.nn.functional import mse_loss
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check
+from nnx.testing.conformance.check import Bench, check
 from nnx.testing.conformance.comparing import expect_parity
-from nnx.testing.conformance.models import Plain
-from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.task import Plain, Task
 
 
 @check("manual_optimization")

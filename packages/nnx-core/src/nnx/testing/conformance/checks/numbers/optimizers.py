@@ -9,11 +9,9 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check
+from nnx.testing.conformance.check import Bench, check
 from nnx.testing.conformance.comparing import expect_parity
-from nnx.testing.conformance.models import Plain
-from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.task import Plain, Task
 
 __all__ = ["Grouped"]
 

@@ -15,12 +15,10 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.check import Bench, check, expect
 from nnx.testing.conformance.comparing import expect_equal_losses
-from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Outcome, Task
+from nnx.testing.conformance.task import Outcome, Plain, Task
 from nnx.testing.conformance.training import fit
 
 __all__ = ["PRECISIONS", "expect_parity_in_precision", "fit_in_precision"]

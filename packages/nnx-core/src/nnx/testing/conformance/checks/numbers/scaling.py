@@ -8,13 +8,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.check import Bench, check, expect
 from nnx.testing.conformance.checks.numbers.precision import expect_parity_in_precision, fit_in_precision
-from nnx.testing.conformance.data import share_of
-from nnx.testing.conformance.models import Plain
 from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Outcome, Task
+from nnx.testing.conformance.task import Outcome, Plain, Task, share_of
 
 _PRECISION = "16-mixed"
 _OVERFLOWS = {1: 0, 4: -1}

@@ -7,12 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check
+from nnx.testing.conformance.check import Bench, check
 from nnx.testing.conformance.checks.numbers.optimizers import Grouped
 from nnx.testing.conformance.comparing import expect_parity
-from nnx.testing.conformance.models import Plain
-from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.task import Plain, Task
 
 
 @check(of_adapter=True)

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nnx.layout import Shard
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.check import Bench, check, expect
 from nnx.testing.conformance.subject import Subject
 from nnx.testing.conformance.task import Task
 from nnx.testing.conformance.training import fit

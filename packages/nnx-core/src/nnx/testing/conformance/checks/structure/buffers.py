@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from nnx.testing.conformance import structure_jobs as jobs
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.check import Bench, check, expect
 from nnx.testing.conformance.comparing import TOLERANCE, expect_same_run
 from nnx.testing.conformance.task import Outcome, Task
 

@@ -7,8 +7,7 @@ import torch
 from nnx.testing.conformance import structure_building as building
 from nnx.testing.conformance import structure_jobs as jobs
 from nnx.testing.conformance import structure_models as models
-from nnx.testing.conformance.bench import Bench
-from nnx.testing.conformance.check import check, expect
+from nnx.testing.conformance.check import Bench, check, expect
 from nnx.testing.conformance.checks.structure.training import trains
 from nnx.testing.conformance.comparing import TOLERANCE, expect_equal_losses, expect_same_run
 from nnx.testing.conformance.task import Outcome, Task

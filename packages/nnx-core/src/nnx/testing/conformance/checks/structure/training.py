@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from nnx.testing.conformance.bench import Bench
+from nnx.testing.conformance.check import Bench
 from nnx.testing.conformance.comparing import expect_parity
-from nnx.testing.conformance.models import Plain
-from nnx.testing.conformance.task import Task
+from nnx.testing.conformance.task import Plain, Task
 
 __all__ = ["trains"]
 
