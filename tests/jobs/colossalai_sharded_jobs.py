@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from nnx.backend import ParallelContext
-from nnx_colossalai.chunks.engine import Unit
+from nnx_colossalai.chunks.chunk import Unit
 from nnx_colossalai.chunks.sharded import ShardedEngine
 from nnx_colossalai.chunks.units import find_units
 from nnx_colossalai.device.simulated import SimDevice

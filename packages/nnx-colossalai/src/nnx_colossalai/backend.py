@@ -22,11 +22,10 @@ from nnx.gradients import Gradient
 from nnx.layout import Shard
 from nnx.state import ModelState, OptimizerState
 from nnx.whole_matrix import OwnerRanks
-from nnx_colossalai.chunked import ChunkedModel
 from nnx_colossalai.device import HostDevice, make_device
 from nnx_colossalai.device.device import Device
-from nnx_colossalai.loss_scale import DynamicLossScaler
-from nnx_colossalai.loss_scale_rule import LossScaleRule
+from nnx_colossalai.loss_scale import DynamicLossScaler, LossScaleRule
+from nnx_colossalai.model import ChunkedModel
 from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.retrying import Retrying
 

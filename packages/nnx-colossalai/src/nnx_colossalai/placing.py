@@ -20,22 +20,19 @@ from torch.optim import Optimizer
 from nnx.backend import ParallelContext, Sample, first_call
 from nnx.collective import all_gather_object, control_group, is_distributed, together
 from nnx.errors import NnxError
-from nnx_colossalai.chunks.engine import Unit
+from nnx_colossalai.chunks.chunk import Unit
 from nnx_colossalai.chunks.units import FoundUnit, find_units
 from nnx_colossalai.device import HostDevice
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.options import ColossalAIOptions
+from nnx_colossalai.plan.constraints import Wishes
 from nnx_colossalai.plan.cost import Memory
-from nnx_colossalai.plan.document import PlanDocument
-from nnx_colossalai.plan.doubtful import doubtful_units, left_with_the_root
+from nnx_colossalai.plan.document import PlanDocument, draw_timeline, plan_table, size_text
 from nnx_colossalai.plan.hardware import Rates, hardware
 from nnx_colossalai.plan.model import model_spec, optimizer_state, widths
 from nnx_colossalai.plan.planner import Planned, downgrade, evaluate, plan, why_not_lower
-from nnx_colossalai.plan.probe import Probe, probe
+from nnx_colossalai.plan.probe import Probe, doubtful_units, left_with_the_root, probe
 from nnx_colossalai.plan.spec import Hardware, ModelSpec, Tier
-from nnx_colossalai.plan.table import plan_table, size_text
-from nnx_colossalai.plan.timeline import draw_timeline
-from nnx_colossalai.plan.wishes import Wishes
 
 __all__ = ["Placing", "wishes_of"]
 

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from nnx import random_state
 from nnx.collective import all_arrive
 from nnx.errors import PlanError
-from nnx_colossalai.chunked import ChunkedModel
 from nnx_colossalai.errors import DeviceMemoryError
+from nnx_colossalai.model import ChunkedModel
 
 __all__ = ["OUT_OF_MEMORY", "Retrying"]
 

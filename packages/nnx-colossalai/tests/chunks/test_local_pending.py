@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from jobs.colossalai_local import TIERS, UNITS, ByHand, Layers, inputs, lay_out, mean_square, same_bits
-from nnx_colossalai.chunks.pending import guard, is_guarded, unguard
+from nnx_colossalai.chunks.chunk import guard, is_guarded, unguard
 from nnx_colossalai.plan.spec import Tier
 
 each_tier = pytest.mark.parametrize("tier", TIERS, ids=lambda one: one.value)

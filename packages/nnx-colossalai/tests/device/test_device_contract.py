@@ -12,7 +12,7 @@ import torch
 from nnx.backend import ParallelContext
 from nnx.errors import UnsupportedError
 from nnx_colossalai.device import Device, HostDevice, make_device
-from nnx_colossalai.device.host import host_memory
+from nnx_colossalai.device.device import host_memory
 from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.errors import DeviceMemoryError
 

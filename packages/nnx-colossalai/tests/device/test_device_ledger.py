@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nnx_colossalai.device.ledger import Ledger
+from nnx_colossalai.device.device import Ledger
 
 
 def test_what_every_step_drops_is_forgotten_without_anyone_asking() -> None:

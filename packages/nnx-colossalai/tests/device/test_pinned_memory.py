@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from nnx_colossalai.device.pinned import registered_empty
+from nnx_colossalai.device.device import registered_empty
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])

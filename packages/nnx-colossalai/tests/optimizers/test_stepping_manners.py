@@ -20,8 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from jobs.colossalai_layers import Layer, Model
 from nnx.errors import OptionError
 from nnx_colossalai.optimizers.hybrid_adam import FusedAdam
-from nnx_colossalai.optimizers.overlap import OptimizerStepError
-from nnx_colossalai.optimizers.stepping import Stepper
+from nnx_colossalai.optimizers.stepping import OptimizerStepError, Stepper
 
 pytestmark = pytest.mark.timeout(60)
 

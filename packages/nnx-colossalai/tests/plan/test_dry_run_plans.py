@@ -17,12 +17,12 @@ from nnx.errors import PlanError
 from nnx_colossalai.backend import ColossalAIBackend
 from nnx_colossalai.chunks.units import find_units
 from nnx_colossalai.options import ColossalAIOptions
+from nnx_colossalai.plan.constraints import Wishes
 from nnx_colossalai.plan.document import PlanDocument
 from nnx_colossalai.plan.dry_run import dry_run
 from nnx_colossalai.plan.hardware import Rates
 from nnx_colossalai.plan.model import model_spec
 from nnx_colossalai.plan.spec import Tier
-from nnx_colossalai.plan.wishes import Wishes
 
 GIB = 2**30
 TOKENS = torch.zeros(2, 6, dtype=torch.long)

@@ -11,12 +11,11 @@ import pytest
 
 from jobs.colossalai_recount import HUGE, layers, llama, random_hardware, random_spec, recount, tiers_of
 from nnx.errors import PlanError
+from nnx_colossalai.plan.constraints import Wishes, allowed_tiers
 from nnx_colossalai.plan.cost import MemoryModel
-from nnx_colossalai.plan.planner import downgrade, evaluate, plan, why_not_lower
-from nnx_colossalai.plan.policies import candidates
+from nnx_colossalai.plan.planner import candidates, downgrade, evaluate, plan, why_not_lower
 from nnx_colossalai.plan.schedule import TimeModel
 from nnx_colossalai.plan.spec import Hardware, Placement, Tier
-from nnx_colossalai.plan.wishes import Wishes, allowed_tiers
 
 
 def everything(spec):

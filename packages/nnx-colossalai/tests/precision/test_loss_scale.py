@@ -12,8 +12,7 @@ import torch
 
 from nnx.errors import OptionError
 from nnx.gradients import ParallelGradScaler, gradients_of
-from nnx_colossalai.loss_scale import DynamicLossScaler
-from nnx_colossalai.loss_scale_rule import LossScaleRule
+from nnx_colossalai.loss_scale import DynamicLossScaler, LossScaleRule
 
 Settings = dict[str, Any]
 

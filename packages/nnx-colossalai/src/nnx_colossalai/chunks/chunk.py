@@ -8,14 +8,36 @@ objects, whose ``data`` changes; above it masters are DTensors and working weigh
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, partial
+from typing import Any, TypeVar, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from nnx.backend import ParallelContext
+from nnx.layout import Shard
+from nnx_colossalai.device.device import Device
 from nnx_colossalai.plan.spec import Tier
 
-__all__ = ["Chunk"]
+__all__ = [
+    "Chunk",
+    "ChunkEngine",
+    "Unit",
+    "cast_to",
+    "guard",
+    "is_guarded",
+    "is_transparent",
+    "kept_outputs",
+    "needs_no_backward",
+    "tensors_with_gradient",
+    "unguard",
+]
 
 
 class Chunk(ABC):
@@ -47,3 +69,302 @@ class Chunk(ABC):
         An optimizer that steps in the background sets it for every chunk, before it returns. Whoever uses
         the chunk next (a forward, the checkpoint, a callback that reads a parameter) calls it once.
         """
+
+
+# --- engine ----------------------------------------------------------------------------------------------
+#
+# What the backend needs of the two ways to hold chunks.
+#
+# `LocalEngine` serves one process, `ShardedEngine` several, on FSDP2.
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit:
+    """A module whose parameters become one chunk.
+
+    Attributes:
+        name: Full name of the module; ``""`` for the root, which takes what no other unit has.
+        module: The module; the chunk is needed while its forward and its backward run.
+        parameters: By full name, those of the module that are in no unit inside of it. One object is in one
+            unit.
+        tier: Where the plan puts it.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+    tier: Tier
+
+
+class ChunkEngine(ABC):
+    """Lays chunks out, gets them where a step needs them, and collects their gradients.
+
+    Between steps ``module.parameters()`` are the masters and their ``grad``, where there is one, is complete,
+    in the masters' dtype and memory. In a step with gradients the masters are back when backward has ended.
+
+    Args:
+        context: Where this process stands.
+        device: Memory and copies.
+        working_dtype: Of the weights that forward and backward compute with; None keeps the masters' own,
+            which are then the working weights too in the tiers that are all on the device.
+    """
+
+    chunks: Sequence[Chunk]
+
+    def __init__(
+        self, context: ParallelContext, device: Device[Any], working_dtype: torch.dtype | None
+    ) -> None:
+        self.context, self.device, self.working_dtype = context, device, working_dtype
+        self.chunks = ()
+
+    @abstractmethod
+    def parallelize(self, root: nn.Module, units: Sequence[Unit]) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Lay the module out; see `nnx.Backend.parallelize`. The root's unit is the last."""
+
+    @abstractmethod
+    def unparallelize(self, root: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
+        """See `nnx.Backend.unparallelize`; masters are what the module gets back."""
+
+    @abstractmethod
+    def run_step(self, root: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """See `nnx.Backend.run_step`."""
+
+    @abstractmethod
+    def no_sync(self, root: nn.Module) -> AbstractContextManager[Any]:
+        """See `nnx.Backend.no_sync`."""
+
+    def backward_pass(self) -> AbstractContextManager[Any]:
+        """Around a backward: gradients are complete at its end."""
+        return nullcontext()
+
+    def stepping(self) -> AbstractContextManager[Any]:
+        """Around what works on this rank's part of masters, such as an optimizer's step."""
+        return nullcontext()
+
+    def for_user(self, argument: Any) -> Any:
+        """Within `stepping`: an argument of an optimizer's step, whose closure is the user's code again."""
+        return argument
+
+    @abstractmethod
+    def shard(self, tensor: torch.Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
+        """See `nnx.Backend.shard`."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait for whatever is pending: masters, gradients and working weights are complete then."""
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """An optimizer is about to step: show the masters, unless a forward or a backward is under way.
+
+        A forward that no backward followed has left working weights in their places.
+        """
+
+    @abstractmethod
+    def move(self, root: nn.Module, tiers: Mapping[str, Tier]) -> None:
+        """Place chunks otherwise, between two steps; optimizer state is the caller's. Collective."""
+
+
+# --- values ----------------------------------------------------------------------------------------------
+#
+# Tensors inside of what modules and steps are given and return.
+
+
+def cast_to(dtype: torch.dtype, value: Any) -> Any:
+    """A nested value with its floating-point tensors at another dtype.
+
+    Example:
+        >>> cast_to(torch.bfloat16, (torch.ones(1), torch.tensor([2]), "three"))
+        (tensor([1.], dtype=torch.bfloat16), tensor([2]), 'three')
+    """
+    # The usual first: looking into any value takes longer than a small kernel.
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) is tuple:
+        return tuple([cast_to(dtype, one) for one in value])
+    if type(value) is dict and not value:
+        return value
+    return tree_map_only(Tensor, partial(cast_to, dtype), value)
+
+
+def tensors_with_gradient(value: Any) -> list[Tensor]:
+    """The tensors in a nested value that require gradients.
+
+    Example:
+        >>> len(tensors_with_gradient({"loss": torch.ones(1, requires_grad=True), "size": (1, "two")}))
+        1
+    """
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def needs_no_backward(value: Any) -> bool:
+    """Whether nothing in a nested value can start a backward; objects of unknown classes may.
+
+    Example:
+        >>> needs_no_backward(None), needs_no_backward([torch.ones(1), 0.5]), needs_no_backward(object())
+        (True, True, False)
+    """
+    return is_transparent(value) and not tensors_with_gradient(value)
+
+
+def is_transparent(value: Any) -> bool:
+    """Whether all tensors in a nested value are found: there are no objects of unknown classes."""
+    return all(isinstance(leaf, (Tensor, int, float, str, type(None))) for leaf in _leaves(value))
+
+
+def kept_outputs(module: nn.Module) -> list[Tensor]:
+    """What a forward has left on modules beside its result, such as an auxiliary loss, to be used in another.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> layer.penalty = layer.weight.square().sum()
+        >>> [tensor.ndim for tensor in kept_outputs(nn.Sequential(layer))]
+        [0]
+    """
+    return [
+        value
+        for one in module.modules()
+        for value in vars(one).values()
+        if isinstance(value, Tensor) and value.grad_fn is not None
+    ]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _leaves(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for part in fields(value):
+            yield from _leaves(getattr(value, part.name, None))
+    else:
+        yield value
+
+
+# --- pending ---------------------------------------------------------------------------------------------
+#
+# Parameters that must be waited for: whatever uses one first makes everyone wait who has to.
+#
+# While an optimizer steps a chunk in the background, or its working weights are not on the device yet, its
+# parameter objects get a subclass of their own class. The first torch function that needs their values calls
+# `wait`, which takes the guard off and then does what there is to do. What tells nothing of the values (the
+# gradient, the shape, hooks) passes. So a callback, a penalty or a forward that takes another module's
+# weight is right without knowing of chunks, and nothing is slower when nobody waits.
+
+
+_PASSING_ATTRIBUTES = frozenset(
+    {"grad", "requires_grad", "shape", "ndim", "is_leaf", "grad_fn", "layout", "names", "_backward_hooks"}
+    | {"_post_accumulate_grad_hooks", "grad_dtype", "output_nr", "retains_grad", "is_sparse", "is_meta"}
+    | {"dtype", "device", "_version"}
+)
+_PASSING_METHODS = frozenset(
+    {"size", "dim", "numel", "nelement", "ndimension", "stride", "__len__", "__hash__", "requires_grad_"}
+    | {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "is_floating_point"}
+    | {"is_complex", "is_contiguous"}
+)
+
+
+class _Guard:
+    """Comes before a class of parameters, and lets nobody see values before their time."""
+
+    __slots__ = ()
+    _nnx_wait: Callable[[], None]
+    _nnx_plain: type[Tensor]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _passes(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        _wait_for(args)
+        _wait_for(kwargs.values())
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy is complete, and of the plain class."""
+        _wait_for((self,))
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled complete, as of the plain class."""
+        _wait_for((self,))
+        return self.__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:
+        _wait_for((self,))
+        return repr(self)
+
+
+def guard(parameters: Iterable[nn.Parameter], wait: Callable[[], None]) -> None:
+    """Make the next use of any of the parameters call `wait`; a guard that is there is replaced.
+
+    Args:
+        parameters: Of any class, DTensors too.
+        wait: Must `unguard` all parameters that were given, and return when they can be used.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2))
+        >>> guard([weight], lambda: (unguard([weight]), print("waiting")))
+        >>> weight.shape, weight.grad, float(weight.sum())
+        waiting
+        (torch.Size([2]), None, 2.0)
+    """
+    for parameter in parameters:
+        parameter._nnx_wait = wait  # type: ignore[attr-defined]
+        if not isinstance(parameter, _Guard):
+            parameter.__class__ = _guarded_class(type(parameter))
+
+
+def unguard(parameters: Iterable[nn.Parameter]) -> None:
+    """Give parameters their own class back."""
+    for parameter in parameters:
+        if isinstance(parameter, _Guard):
+            parameter.__class__ = parameter._nnx_plain  # type: ignore[assignment]
+            del parameter._nnx_wait
+
+
+def is_guarded(parameter: Tensor) -> bool:
+    """Whether a use of the parameter would wait."""
+    return isinstance(parameter, _Guard)
+
+
+@cache
+def _guarded_class(plain: type[nn.Parameter]) -> type[nn.Parameter]:
+    attributes = {
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "__slots__": (),
+        "_nnx_plain": plain,
+    }
+    return cast("type[nn.Parameter]", type(plain)(plain.__name__, (_Guard, plain), attributes))  # type: ignore[misc]
+
+
+@cache
+def _passes(func: Callable[..., Any]) -> bool:
+    """Whether a torch function tells nothing of values, and does not need them."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "") in _PASSING_ATTRIBUTES
+    return name in _PASSING_METHODS
+
+
+def _wait_for(values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, _Guard):
+            value._nnx_wait()
+        elif isinstance(value, (list, tuple)):
+            _wait_for(value)
+        elif isinstance(value, dict):
+            _wait_for(value.values())

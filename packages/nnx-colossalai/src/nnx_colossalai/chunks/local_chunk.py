@@ -19,10 +19,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from nnx_colossalai.chunks.chunk import Chunk
-from nnx_colossalai.chunks.flat import Segment, view_like
-from nnx_colossalai.chunks.local_gradients import Slot
-from nnx_colossalai.chunks.pending import guard, unguard
+from nnx_colossalai.chunks.chunk import Chunk, guard, unguard
+from nnx_colossalai.chunks.local_gradients import Segment, Slot, view_like
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.errors import DeviceMemoryError
 from nnx_colossalai.plan.spec import Tier

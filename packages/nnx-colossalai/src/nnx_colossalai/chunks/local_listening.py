@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from nnx_colossalai.chunks._torch_autograd import Silenced, make_last
+from nnx_colossalai.chunks._torch_compat import Silenced, make_last
 from nnx_colossalai.chunks.local_chunk import LocalChunk
 from nnx_colossalai.chunks.local_gradients import Gradients, Slot
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from nnx.backend import ParallelContext
 from nnx.errors import UnsupportedError
-from nnx_colossalai.device.device import Device, Traffic
-from nnx_colossalai.device.host import HostDevice
+from nnx_colossalai.device.device import Device, HostDevice, Traffic
 
 __all__ = ["Device", "HostDevice", "Traffic", "make_device"]
 

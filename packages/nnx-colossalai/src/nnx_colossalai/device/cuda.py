@@ -21,9 +21,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from nnx_colossalai.device.device import Device, Traffic
-from nnx_colossalai.device.ledger import StorageKey, check_shapes, is_gone, storage_key
-from nnx_colossalai.device.pinned import registered_empty
+from nnx_colossalai.device.device import (
+    Device,
+    StorageKey,
+    Traffic,
+    check_shapes,
+    is_gone,
+    registered_empty,
+    storage_key,
+)
 from nnx_colossalai.errors import DeviceMemoryError
 
 __all__ = ["CudaDevice"]

@@ -8,15 +8,38 @@ never calls ``torch.cuda`` itself.
 
 from __future__ import annotations
 
+import os
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from enum import Enum
+from threading import RLock
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from typing_extensions import override
 
-__all__ = ["Device", "Traffic"]
+from nnx_colossalai.errors import DeviceMemoryError
+
+__all__ = [
+    "Device",
+    "Direction",
+    "HostDevice",
+    "Ledger",
+    "StorageKey",
+    "Traffic",
+    "check_shapes",
+    "host_memory",
+    "is_gone",
+    "registered_empty",
+    "storage_key",
+]
+
 
 EventT = TypeVar("EventT")
 
@@ -121,3 +144,312 @@ class Device(ABC, Generic[EventT]):
 
     def close(self) -> None:
         """Finish the copies under way and end threads, if any; the device is not used afterwards."""
+
+
+# --- host ------------------------------------------------------------------------------------------------
+#
+# The host as the device: training on CPU.
+#
+# Copies are real and happen at once, in the thread that asks for them, so there is nothing to wait for. It
+# owns no thread, and never keeps memory alive.
+
+
+def host_memory() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class HostDevice(Device[None]):
+    """Host memory, of which one part is called the device's.
+
+    Args:
+        capacity: Bytes of the device's part; None: the machine's memory, shared among its ranks.
+        local_world_size: Ranks of this machine.
+
+    Example:
+        >>> device = HostDevice(capacity=1024)
+        >>> weights, staging = device.empty(4, torch.float32), device.host_empty(4, torch.float32)
+        >>> device.compute_waits(device.copy(weights, staging.fill_(1)))
+        >>> weights.sum().item(), device.used, device.traffic.to_device
+        (4.0, 16, 16)
+    """
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self, capacity: int | None = None, *, local_world_size: int = 1) -> None:
+        self._ledger = Ledger("cpu", host_memory() // local_world_size if capacity is None else capacity)
+        self.traffic = Traffic()
+
+    @property
+    @override
+    def capacity(self) -> int:
+        return self._ledger.capacity
+
+    @property
+    @override
+    def used(self) -> int:
+        return self._ledger.used
+
+    @override
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.empty_each((numel,), dtype)[0]
+
+    @override
+    def empty_each(self, numels: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        nbytes = sum(numels) * dtype.itemsize
+        self._ledger.reserve(nbytes)
+        try:
+            tensors = self._allocate(numels, dtype)
+        except DeviceMemoryError:
+            self._ledger.cancel(nbytes)
+            raise
+        self._ledger.add_device(*tensors)
+        return tensors
+
+    @override
+    def release(self, tensor: Tensor) -> None:
+        self._ledger.release(tensor)
+        tensor.untyped_storage().resize_(0)
+
+    @override
+    def restore(self, tensor: Tensor) -> None:
+        tensor.untyped_storage().resize_(self._ledger.restore(tensor))
+
+    @override
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        tensor = self._allocate((numel,), dtype)[0]
+        self._ledger.add_host(tensor)
+        return tensor
+
+    @override
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        check_shapes(target, source)
+        self._ledger.check_resident(target, source)
+        nbytes = target.numel() * target.element_size()
+        if self._ledger.direction(target, source) is Direction.TO_DEVICE:
+            self.traffic.to_device += nbytes
+        else:
+            self.traffic.to_host += nbytes
+        with torch.no_grad():
+            # ``data`` has a version counter of its own.
+            target.data.copy_(source)
+
+    @override
+    def compute_waits(self, event: None) -> None:
+        """Nothing: copies are over when `copy` returns."""
+
+    @override
+    def host_waits(self, event: None) -> None:
+        """Nothing: copies are over when `copy` returns."""
+
+    def _allocate(self, numels: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        try:
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+                return [torch.empty(numel, dtype=dtype, device="cpu") for numel in numels]
+        except RuntimeError as error:
+            if "allocate memory" not in str(error):
+                raise
+            raise DeviceMemoryError.no_room(
+                "cpu", asked=sum(numels) * dtype.itemsize, used=self.used, allowed=self.capacity
+            ) from error
+
+
+# --- ledger ----------------------------------------------------------------------------------------------
+#
+# Which memory belongs to the device and which to the host, and how much of the device's is in use.
+#
+# On a host that stands for a device no tensor tells where it lies, so what was handed out is remembered by
+# its storage, weakly: memory that is forgotten without being released is noticed. It never holds a tensor
+# alive.
+
+
+_FEW = 1024
+
+StorageKey = StorageWeakRef
+"""Names a storage without keeping it; the name is not given to another while anyone has it."""
+
+
+class Direction(str, Enum):
+    """Which way a copy goes."""
+
+    TO_DEVICE = "to_device"
+    TO_HOST = "to_host"
+
+
+@dataclass(slots=True)
+class _Entry:
+    nbytes: int
+    on_device: bool
+    resident: bool = True
+
+
+class Ledger:
+    """Accounts of one device that lies in host memory.
+
+    Args:
+        name: How errors call the device.
+        capacity: Bytes that may be in use at a time.
+    """
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self.name, self.capacity = name, capacity
+        self._entries: dict[StorageWeakRef, _Entry] = {}
+        self._used = 0
+        self._most_entries = (
+            _FEW  # before those that expired are looked for: training drops some in every step
+        )
+        self._lock = RLock()
+
+    @property
+    def used(self) -> int:
+        """Bytes of device memory in use."""
+        with self._lock:
+            self._forget_expired()
+            return self._used
+
+    def reserve(self, nbytes: int) -> None:
+        """Count bytes as in use, which are about to be handed out.
+
+        Raises:
+            DeviceMemoryError: They do not fit.
+        """
+        with self._lock:
+            if self._used + nbytes > self.capacity:
+                # Asking all storages takes time, so only when it matters.
+                self._forget_expired()
+            if self._used + nbytes > self.capacity:
+                raise DeviceMemoryError.no_room(
+                    self.name, asked=nbytes, used=self._used, allowed=self.capacity
+                )
+            self._used += nbytes
+
+    def add_device(self, *tensors: Tensor) -> None:
+        """Remember device memory whose bytes were reserved."""
+        self._add(tensors, on_device=True)
+
+    def add_host(self, tensor: Tensor) -> None:
+        """Remember host memory."""
+        self._add((tensor,), on_device=False)
+
+    def release(self, tensor: Tensor) -> None:
+        """Count a tensor's memory as free."""
+        with self._lock:
+            entry = self._own(tensor)
+            if not entry.resident:
+                raise ValueError("memory is released twice")
+            entry.resident = False
+            self._used -= entry.nbytes
+
+    def restore(self, tensor: Tensor) -> int:
+        """Reserve a released tensor's bytes again, and return their number.
+
+        Raises:
+            DeviceMemoryError: They do not fit.
+        """
+        with self._lock:
+            entry = self._own(tensor)
+            if entry.resident:
+                raise ValueError("memory is restored that was not released")
+            self.reserve(entry.nbytes)
+            entry.resident = True
+            return entry.nbytes
+
+    def cancel(self, nbytes: int) -> None:
+        """Take back a reservation that came to nothing."""
+        with self._lock:
+            self._used -= nbytes
+
+    def direction(self, target: Tensor, source: Tensor) -> Direction:
+        """Which way a copy goes: what is not remembered lies opposite to what is."""
+        with self._lock:
+            sides = [self._side(target), self._side(source)]
+        if sides[0] == sides[1]:
+            wrong = {None: "neither was made by it", True: "both lie on it", False: "both lie on the host"}
+            raise ValueError(f"copies go between host and {self.name}, but of these two {wrong[sides[0]]}")
+        to_device = sides[0] is True or sides[1] is False
+        return Direction.TO_DEVICE if to_device else Direction.TO_HOST
+
+    def check_resident(self, *tensors: Tensor) -> None:
+        """Refuse tensors whose memory is released."""
+        with self._lock:
+            for tensor in tensors:
+                entry = self._entries.get(storage_key(tensor))
+                if entry is not None and not entry.resident:
+                    raise ValueError("a copy reads or writes memory that is released")
+
+    def _own(self, tensor: Tensor) -> _Entry:
+        entry = self._entries.get(storage_key(tensor))
+        if entry is None or not entry.on_device:
+            raise ValueError("the tensor is no device memory of this device")
+        return entry
+
+    def _side(self, tensor: Tensor) -> bool | None:
+        entry = self._entries.get(storage_key(tensor))
+        return None if entry is None else entry.on_device
+
+    def _add(self, tensors: Iterable[Tensor], *, on_device: bool) -> None:
+        with self._lock:
+            if len(self._entries) >= self._most_entries:
+                self._forget_expired()
+                self._most_entries = max(_FEW, 2 * len(self._entries))
+            for tensor in tensors:
+                self._entries[storage_key(tensor)] = _Entry(tensor.nbytes, on_device)
+
+    def _forget_expired(self) -> None:
+        for key in [key for key in self._entries if is_gone(key)]:
+            entry = self._entries.pop(key)
+            if entry.on_device and entry.resident:
+                self._used -= entry.nbytes
+
+
+def check_shapes(target: Tensor, source: Tensor) -> None:
+    """Refuse a copy that would broadcast."""
+    if target.shape != source.shape:
+        raise ValueError(f"cannot copy shape {tuple(source.shape)} into shape {tuple(target.shape)}")
+
+
+def storage_key(tensor: Tensor) -> StorageKey:
+    """The name of the memory that a tensor is a view of."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def is_gone(key: StorageKey) -> bool:
+    """Whether nothing refers to the storage any more."""
+    return bool(key.expired())  # type: ignore[no-untyped-call]
+
+
+# --- pinned ----------------------------------------------------------------------------------------------
+#
+# Host memory that a card can read by itself, in exactly the size that was asked for.
+#
+# torch's own pinned memory is rounded up to a power of two, which for the masters of a large model may be as
+# much again. So memory is taken from the host as usual, made known to the driver, and made unknown before it
+# is freed, whoever refers to it last.
+
+
+def registered_empty(
+    numel: int,
+    dtype: torch.dtype,
+    *,
+    register: Callable[[int, int], bool],
+    unregister: Callable[[int], object],
+) -> Tensor | None:
+    """A new 1-d tensor, not initialised, in memory that the driver knows until the memory is freed.
+
+    Args:
+        numel: Elements.
+        dtype: Of the elements.
+        register: Makes memory known, given address and bytes; whether it did.
+        unregister: Makes it unknown again, given the address.
+
+    Returns:
+        The tensor; None if the driver refused.
+    """
+    memory = np.empty(numel * dtype.itemsize, dtype=np.uint8)
+    address = memory.ctypes.data
+    if not register(address, memory.nbytes):
+        return None
+    # Storages cannot be watched, but numpy tells of an array's end while its memory is still there, and the
+    # storage refers to the array.
+    weakref.finalize(memory, unregister, address)
+    return torch.from_numpy(memory).view(dtype)

@@ -23,9 +23,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from nnx_colossalai.device.device import Device, Traffic
-from nnx_colossalai.device.host import host_memory
-from nnx_colossalai.device.ledger import Direction, Ledger, check_shapes
+from nnx_colossalai.device.device import Device, Direction, Ledger, Traffic, check_shapes, host_memory
 from nnx_colossalai.errors import DeviceMemoryError
 
 __all__ = ["SimDevice", "SimEvent"]

@@ -9,18 +9,25 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nnx.errors import PlanError
-from nnx_colossalai.plan.cost import footprint
+from nnx_colossalai.plan.cost import Memory, footprint
 from nnx_colossalai.plan.planner import Planned
+from nnx_colossalai.plan.schedule import work
 from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Placement, Tier
 
-__all__ = ["PlanDocument", "plan_key", "write_text"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["PlanDocument", "draw_timeline", "plan_key", "plan_table", "size_text", "summary", "write_text"]
+
 
 _FORMAT = "nnx-colossalai plan"
 _VERSION = 1
@@ -250,3 +257,199 @@ def _listed(names: Iterable[str]) -> str:
     found = [repr(name) for name in names]
     more = f" and {len(found) - _NAMES_SHOWN} more" if len(found) > _NAMES_SHOWN else ""
     return ", ".join(found[:_NAMES_SHOWN]) + more
+
+
+# --- table -----------------------------------------------------------------------------------------------
+#
+# A plan as a text table: every chunk, what it holds where, what it moves, and why.
+#
+# Layers that follow each other and are alike are one line. Owns the text; every number is from the cost
+# model.
+
+
+_HEAD = ("chunk", "tier", "elements", "device", "host", "moved/step", "why")
+_LEFT = (0, 1, 6)
+_ROOT = "(root)"
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def plan_table(spec: ModelSpec, hardware: Hardware, planned: Planned) -> str:
+    """The table of a plan, for one rank, with its sums and predictions below.
+
+    Args:
+        spec: What was planned.
+        hardware: Budgets that it was planned for.
+        planned: The plan.
+    """
+    lines = [_HEAD, *(_row(spec, planned, run) for run in _runs(spec, planned))]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEAD))]
+    rows = [
+        "  ".join(
+            cell.ljust(width) if column in _LEFT else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    return "\n".join([rows[0], "-" * max(map(len, rows)), *rows[1:], "", summary(spec, hardware, planned)])
+
+
+def summary(spec: ModelSpec, hardware: Hardware, planned: Planned) -> str:
+    """Peak memory against the budgets, the time of a step, and what limits it; three lines."""
+    peak = planned.memory.peak
+    kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in peak.by_kind.items() if size)
+    moment = {"step": "the step"}.get(peak.phase, f"the {peak.phase} of {peak.group or _ROOT}")
+    elements = sum(group.numel for group in spec.groups)
+    busy = {lane: seconds for lane, seconds in planned.busy.items() if seconds}
+    limit = f", most of it {max(busy, key=lambda lane: busy[lane])}" if busy else ""
+    return "\n".join(
+        [
+            f"{elements:,} elements in {len(spec.groups)} chunks on {spec.world_size} "
+            f"rank{'s' * (spec.world_size > 1)}; predicted {_seconds(planned.seconds)} a step{limit}",
+            f"device: {size_text(planned.memory.device)} of {size_text(hardware.device_bytes)} in {moment} "
+            f"({kinds or 'nothing'})",
+            f"host: {size_text(planned.memory.host)} of {size_text(hardware.host_bytes)}",
+        ]
+    )
+
+
+def size_text(count: int) -> str:
+    """A number of bytes for people.
+
+    Example:
+        >>> size_text(0), size_text(1023), size_text(3 * 2**30 // 2)
+        ('0 B', '1023 B', '1.50 GiB')
+    """
+    size = float(count)
+    for unit in _UNITS:
+        if size < 1024 or unit == _UNITS[-1]:
+            break
+        size /= 1024
+    return f"{count} B" if unit == "B" else f"{size:.2f} {unit}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+
+
+def _runs(spec: ModelSpec, planned: Planned) -> Iterator[list[Group]]:
+    """Chunks that follow each other, of one size and tier, with names that differ in numbers only."""
+
+    def alike(group: Group) -> tuple[object, ...]:
+        tier = planned.placement.tiers[group.name]
+        return re.sub(r"\d+", "#", group.name), tier, group.numel, group.trainable
+
+    for _, run in groupby(spec.groups, alike):
+        yield list(run)
+
+
+def _why(planned: Planned, group: Group) -> str:
+    """The reason without the exact bytes beside the readable ones."""
+    return re.sub(r" \(\d+ bytes\)", "", planned.reasons.get(group.name, ""))
+
+
+def _row(spec: ModelSpec, planned: Planned, run: Sequence[Group]) -> tuple[str, ...]:
+    tier = planned.placement.tiers[run[0].name]
+    device, host, moved = (
+        sum(column) for column in zip(*(_cost(spec, one, tier) for one in run), strict=True)
+    )
+    name = run[0].name or _ROOT
+    name = name if len(run) == 1 else f"{name} to {run[-1].name} ({len(run)})"
+    elements = f"{sum(group.numel for group in run):,}"
+    frozen = sum(group.numel - group.trainable for group in run)
+    why = _why(planned, run[0]) + (f"; {frozen:,} frozen" if frozen else "")
+    return (name, tier.value, elements, *map(size_text, (device, host, moved)), why)
+
+
+def _cost(spec: ModelSpec, group: Group, tier: Tier) -> tuple[int, int, int]:
+    held, moving = footprint(spec, group, tier), work(spec, group, tier)
+    return held.device + held.gradients, held.host, moving.to_device + moving.to_host
+
+
+# --- timeline --------------------------------------------------------------------------------------------
+#
+# Memory of a rank over one step, as a picture: what the device holds by kind, against its budget.
+
+
+_COLORS = {
+    "weights": "#4c72b0", "masters": "#8172b3", "optimizer": "#64b5cd", "gradients": "#dd8452",
+    "gathered": "#55a868", "staging": "#ccb974", "activations": "#c44e52", "other": "#8c8c8c",
+}  # fmt: skip
+_GIB = 2**30
+_MOST_LABELS = 24
+
+
+def draw_timeline(memory: Memory, hardware: Hardware, path: str | Path, *, title: str = "") -> None:
+    """Draw the memory over one step to a PNG file.
+
+    Args:
+        memory: As planned.
+        hardware: Whose budget is drawn.
+        path: Of the file.
+        title: Above the picture.
+
+    Raises:
+        PlanError: The file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    moments = memory.timeline
+    figure = Figure(figsize=(max(8.0, min(16.0, 0.18 * len(moments) + 4)), 5.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _stack(axes, memory)
+    _budget(axes, memory, hardware)
+    _label(axes, memory)
+    host = f"host {size_text(memory.host)} of {size_text(hardware.host_bytes)}"
+    peak = f"device {size_text(memory.device)} of {size_text(hardware.device_bytes)}"
+    axes.set_title(f"{title}\n{peak}, {host}".strip())
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True, fontsize="small")
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png", dpi=110)
+    except OSError as error:
+        raise PlanError(
+            f"the drawing {str(path)!r} cannot be written: {error.strerror or error}.",
+            remedy="Choose another path.",
+        ) from error
+
+
+def _stack(axes: Axes, memory: Memory) -> None:
+    """One step of the line for each moment, kinds upon each other."""
+    count = len(memory.timeline)
+    edges = [at - 0.5 for at in range(count + 1)]
+    below = [0.0] * count
+    for kind, color in _COLORS.items():
+        above = [
+            one + moment.by_kind[kind] / _GIB for one, moment in zip(below, memory.timeline, strict=True)
+        ]
+        if above != below:
+            axes.stairs(above, edges, baseline=below, fill=True, color=color, label=kind, linewidth=0)
+        below = above
+
+
+def _budget(axes: Axes, memory: Memory, hardware: Hardware) -> None:
+    """The budget as a line, unless it is so far above that nothing else could be seen."""
+    budget, peak = hardware.device_bytes / _GIB, max(memory.device, 1) / _GIB
+    if budget <= 4 * peak:
+        axes.axhline(budget, color="black", linestyle="--", linewidth=1.2, label="budget")
+    axes.set_ylim(0, 1.08 * (max(budget, peak) if budget <= 4 * peak else peak))
+
+
+def _label(axes: Axes, memory: Memory) -> None:
+    moments = memory.timeline
+    every = -(-len(moments) // _MOST_LABELS)
+    axes.set_xlim(-0.5, len(moments) - 0.5)
+    shown = [at for at in range(len(moments)) if at % every == 0]
+    shown = [at for at in shown if at + every <= len(moments)] + [len(moments) - 1]
+    names = [moments[at].group or ("step" if moments[at].phase == "step" else "(root)") for at in shown]
+    axes.set_xticks(shown, names, rotation=60, ha="right", fontsize=7)
+    for at in range(1, len(moments)):
+        if moments[at].phase != moments[at - 1].phase:
+            axes.axvline(at - 0.5, color="black", linewidth=0.6)
+    top = axes.get_ylim()[1] * 0.99
+    for phase in dict.fromkeys(moment.phase for moment in moments):
+        own = [at for at, moment in enumerate(moments) if moment.phase == phase]
+        if phase != "step":  # that is one moment, whose label says so
+            axes.text(sum(own) / len(own), top, phase, ha="center", va="top", fontsize=8)
+    axes.set_ylabel("device memory, GiB")

@@ -16,16 +16,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nnx_colossalai.chunks.units import FoundUnit, find_units, waste
-from nnx_colossalai.plan.document import PlanDocument
-from nnx_colossalai.plan.doubtful import doubtful_units, left_with_the_root
+from nnx_colossalai.plan.constraints import Wishes
+from nnx_colossalai.plan.document import PlanDocument, draw_timeline, plan_table
 from nnx_colossalai.plan.hardware import Rates
 from nnx_colossalai.plan.model import model_spec, optimizer_state, widths
 from nnx_colossalai.plan.planner import Planned, plan
-from nnx_colossalai.plan.probe import Probe, probe
+from nnx_colossalai.plan.probe import Probe, doubtful_units, left_with_the_root, probe
 from nnx_colossalai.plan.spec import Hardware, ModelSpec
-from nnx_colossalai.plan.table import plan_table
-from nnx_colossalai.plan.timeline import draw_timeline
-from nnx_colossalai.plan.wishes import Wishes
 
 __all__ = ["DryRun", "dry_run"]
 

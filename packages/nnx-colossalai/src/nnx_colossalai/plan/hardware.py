@@ -23,8 +23,7 @@ import torch.distributed as dist
 
 from nnx.cache import cache_directory, read_json, write_json
 from nnx.collective import all_gather_object, control_group
-from nnx_colossalai.device.device import Device
-from nnx_colossalai.device.host import HostDevice, host_memory
+from nnx_colossalai.device.device import Device, HostDevice, host_memory
 from nnx_colossalai.plan.spec import Hardware
 
 __all__ = ["Rates", "available_host_bytes", "hardware", "measure", "measured"]

@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from nnx.backend import ParallelContext, Sample
+from nnx.layer_classes import as_classes
 from nnx.state import repoint_optimizer
-from nnx_colossalai.chunks.engine import ChunkEngine
+from nnx_colossalai.chunks.chunk import ChunkEngine
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.errors import DeviceMemoryError
-from nnx_colossalai.moving import move_states
 from nnx_colossalai.optimizers.stepping import Stepper
 from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.placing import Placing
 from nnx_colossalai.plan.cost import Memory
 from nnx_colossalai.plan.model import widths
-from nnx_colossalai.recomputing import Recomputing
 
-__all__ = ["ChunkedModel"]
+__all__ = ["ChunkedModel", "Recomputing", "move_states"]
+
 
 log = logging.getLogger("nnx.colossalai")
 
@@ -166,3 +169,75 @@ def make_engine(context: ParallelContext, device: Device[Any], dtype: torch.dtyp
     from nnx_colossalai.chunks.sharded import ShardedEngine
 
     return ShardedEngine(context, device, dtype)
+
+
+# --- moving ----------------------------------------------------------------------------------------------
+#
+# Optimizer state follows parameters whose memory has changed.
+
+
+@torch.no_grad()
+def move_states(optimizer: Optimizer) -> None:
+    """Put every tensor of the optimizer's state where its parameter is now.
+
+    Args:
+        optimizer: Holds the present parameters; its state was made for the former ones.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = _beside(value, parameter, group)
+
+
+def _beside(value: Tensor, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+    here, there = _device(value), _device(parameter)
+    counter_of_the_host = value.ndim == 0 and not (group.get("fused") or group.get("capturable"))
+    if here == there or (counter_of_the_host and here.type == "cpu"):
+        return value
+    if value.shape != parameter.shape:
+        return value.to(there)
+    moved = torch.empty_like(parameter.detach(), dtype=value.dtype)
+    _local(moved).copy_(_local(value))
+    return moved
+
+
+def _device(tensor: Tensor) -> torch.device:
+    return _local(tensor).device
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# --- recomputing -----------------------------------------------------------------------------------------
+#
+# Activation checkpointing of chosen layers: their forwards are replaced on the instances, and put back.
+#
+# No name in the model changes, and hooks on the layers, those of chunks among them, stay outside of what is
+# recomputed.
+
+
+class Recomputing:
+    """Layers whose activations are computed again in backward instead of being kept.
+
+    Args:
+        root: The model.
+        classes: A layer class or several; None: none.
+
+    Raises:
+        OptionError: Something in `classes` is not a module class.
+    """
+
+    def __init__(self, root: nn.Module, classes: object) -> None:
+        wanted = as_classes(classes or (), option="activation_checkpointing")  # type: ignore[arg-type]
+        self.layers = [module for module in root.modules() if isinstance(module, wanted)]
+        for layer in self.layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+    def undo(self) -> None:
+        """Give the layers their own forward back."""
+        for layer in self.layers:
+            layer.__dict__.pop("forward", None)
+        self.layers = []
