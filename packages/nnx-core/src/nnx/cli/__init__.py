@@ -70,7 +70,7 @@ def list_strategies(
 ) -> None:
     """List the strategies that can be used by name."""
     from nnx.cli.listing import run
-    from nnx.plugins.discovery import looking_from_outside
+    from nnx.plugins.outside import looking_from_outside
 
     with looking_from_outside():
         raise typer.Exit(run(everything=everything, as_json=as_json))
@@ -82,7 +82,7 @@ def show_strategy(
 ) -> None:
     """Describe one strategy: when to use it, what it can do, its options."""
     from nnx.cli.showing import run
-    from nnx.plugins.discovery import looking_from_outside
+    from nnx.plugins.outside import looking_from_outside
 
     with looking_from_outside():
         raise typer.Exit(run(name, as_json=as_json))
@@ -94,7 +94,7 @@ def search_strategies(
 ) -> None:
     """Find a strategy among the installed, the known and those of the past."""
     from nnx.cli.search import run
-    from nnx.plugins.discovery import looking_from_outside
+    from nnx.plugins.outside import looking_from_outside
 
     with looking_from_outside():
         raise typer.Exit(run(words, as_json=as_json))
@@ -108,7 +108,7 @@ def check_installation(
 ) -> None:
     """Check versions and plugins, and say how to mend what is broken."""
     from nnx.cli.doctor import run
-    from nnx.plugins.discovery import looking_from_outside
+    from nnx.plugins.outside import looking_from_outside
 
     with looking_from_outside():
         raise typer.Exit(run(strict=strict, as_json=as_json))

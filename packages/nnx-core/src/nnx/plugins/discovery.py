@@ -11,8 +11,7 @@ import importlib
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
 
@@ -23,9 +22,12 @@ from nnx.plugins.guard import RefusedError, call, load, new_manager
 from nnx.plugins.records import Plugin, Problem
 from nnx.spec import LIGHTNING_NAMES, CheckpointFormatSpec, StrategySpec
 
-__all__ = ["Inventory", "checkpoint_formats", "inventory", "looking_from_outside", "refresh"]
+__all__ = ["Inventory", "checkpoint_formats", "inventory", "refresh"]
 
 GROUP = "nnx"
+Visited = tuple[EntryPoint, Plugin]
+"""An entry point, and what is known of it before it is imported."""
+Ask = Callable[[Sequence[Visited]], Iterable[list[StrategySpec] | RefusedError]]
 
 
 @dataclass(slots=True)
@@ -52,7 +54,8 @@ class _State:
     lock = threading.RLock()
     found: Inventory | None = None
     unfinished: Inventory | None = None
-    outside = False
+    ask: Ask | None = None
+    """What looks at plugins instead of this process, see `nnx.plugins.outside`."""
 
 
 def inventory() -> Inventory:
@@ -73,20 +76,6 @@ def inventory() -> Inventory:
                 remedy="Mend or remove the plugin, or unset NNX_STRICT_PLUGINS.",
             )
         return _State.found
-
-
-@contextmanager
-def looking_from_outside() -> Iterator[None]:
-    """Let `inventory` leave the plugins to other processes meanwhile, see `nnx.plugins.outside`.
-
-    It has the names then and what is declared of them, and cannot call another hook.
-    """
-    before = _State.found
-    _State.found, _State.outside = None, True
-    try:
-        yield
-    finally:
-        _State.found, _State.outside = before, False
 
 
 def refresh() -> Inventory:
@@ -150,13 +139,11 @@ def _visit_all(result: Inventory, found: Iterable[EntryPoint]) -> None:
 
 
 def _answers(
-    manager: pluggy.PluginManager, visited: list[tuple[EntryPoint, Plugin]]
+    manager: pluggy.PluginManager, visited: Sequence[Visited]
 ) -> Iterator[list[StrategySpec] | RefusedError]:
     """What each plugin provides, or why it is refused."""
-    if _State.outside:
-        from nnx.plugins.outside import look
-
-        yield from look(visited)
+    if _State.ask is not None:
+        yield from _State.ask(visited)
         return
     for entry, plugin in visited:
         try:

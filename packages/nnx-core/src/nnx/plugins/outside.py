@@ -13,8 +13,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,11 +23,12 @@ from typing import Any
 
 from nnx.cache import cache_directory, read_json, write_json
 from nnx.plugins import discovery
+from nnx.plugins.discovery import Visited
 from nnx.plugins.guard import RefusedError, load, new_manager
 from nnx.plugins.records import Plugin
 from nnx.spec import Capabilities, StrategySpec
 
-__all__ = ["answer", "look"]
+__all__ = ["answer", "look", "looking_from_outside"]
 
 _SECONDS = 5.0
 _LONGEST_ANSWER = 1 << 20
@@ -36,10 +38,23 @@ _CHILD = (
     "import sys; sys.path[:] = sys.argv[5:]; from nnx.plugins.outside import answer; answer(*sys.argv[1:5])"
 )
 
-_Visited = tuple[EntryPoint, Plugin]
+
+@contextmanager
+def looking_from_outside() -> Iterator[None]:
+    """Let `nnx.plugins.inventory` leave the plugins to other processes meanwhile.
+
+    It has the names then and what is declared of them, and cannot call another hook.
+    """
+    state = discovery._State
+    before = state.found
+    state.found, state.ask = None, look
+    try:
+        yield
+    finally:
+        state.found, state.ask = before, None
 
 
-def look(visited: Sequence[_Visited]) -> list[list[StrategySpec] | RefusedError]:
+def look(visited: Sequence[Visited]) -> list[list[StrategySpec] | RefusedError]:
     """What each plugin provides, or why it is refused; in the order given.
 
     Args:
@@ -54,7 +69,7 @@ def look(visited: Sequence[_Visited]) -> list[list[StrategySpec] | RefusedError]
         return [next(asked) if specs is None else specs for specs in kept]
 
 
-def _ask(visited: _Visited) -> list[StrategySpec] | RefusedError:
+def _ask(visited: Visited) -> list[StrategySpec] | RefusedError:
     """Let a new process look at one plugin."""
     entry, plugin = visited
     key = _key(entry, plugin)  # as it was before the plugin was looked at
