@@ -11,6 +11,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+import grimp
+import networkx
 import pytest
 
 if sys.version_info >= (3, 11):
@@ -122,6 +124,18 @@ def test_the_changelog_has_an_entry_for_the_version():
 def test_no_source_file_grows_beyond_what_one_reads_at_a_sitting():
     lines = {relative(path): len(path.read_text().splitlines()) for path in SOURCES}
     assert {name: count for name, count in lines.items() if count > FILE_LINES} == {}
+
+
+def test_no_modules_import_one_another_in_circles_not_even_in_functions_or_for_types():
+    names = [folder.parent.name for package in PACKAGES for folder in package.glob("src/*/__init__.py")]
+    found = grimp.build_graph(names[0], *names[1:], cache_dir=None)
+    imports = networkx.DiGraph(
+        (module, other)
+        for module in found.modules
+        for other in found.find_modules_directly_imported_by(module)
+    )
+    assert len(imports) > 100
+    assert [circle for circle in networkx.strongly_connected_components(imports) if len(circle) > 1] == []
 
 
 def test_no_function_grows_beyond_what_fits_on_a_screen():

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from nnx.checkpoint import pending
 from nnx.checkpoint.pending import PendingSave
-from nnx.checkpoint.places import Location, Place
 from nnx.checkpoint.saving import Save, SaveRequest
 from nnx.checkpoint.staging import Arena
+from nnx.checkpoint.storage import Location, Place
 from nnx.collective import background_group, control_group
 from nnx.layout import Shard
 

@@ -18,7 +18,7 @@ from datetime import datetime, timedelta, timezone
 
 from nnx.checkpoint.locks import LOCK, Lock
 from nnx.checkpoint.manifest import MANIFEST, FileEntry, Manifest, encode_manifest, is_save_id
-from nnx.checkpoint.places import Place
+from nnx.checkpoint.storage import Place
 from nnx.errors import CheckpointError
 
 __all__ = ["Attempt", "begin", "collect", "now"]

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from nnx.box import Box
 from nnx.checkpoint.index import Piece, TensorEntry
-from nnx.checkpoint.places import Location, Reader, place_of
+from nnx.checkpoint.places import place_of
 from nnx.checkpoint.ranges import cut, ranges_of, strides_of
 from nnx.checkpoint.shardfile import rank_file
+from nnx.checkpoint.storage import Location, Reader
 from nnx.errors import CheckpointError
 
 __all__ = ["Fetcher", "PieceSource", "PlainFiles", "Wanted"]

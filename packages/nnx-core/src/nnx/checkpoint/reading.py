@@ -21,9 +21,9 @@ from nnx.checkpoint.foreign.restoring import refuse_endless
 from nnx.checkpoint.index import Index, TensorEntry
 from nnx.checkpoint.manifest import Manifest, load_json
 from nnx.checkpoint.opened import Checkpoint
-from nnx.checkpoint.places import Location
 from nnx.checkpoint.saving import objects_file
 from nnx.checkpoint.source import Source
+from nnx.checkpoint.storage import Location
 from nnx.errors import CheckpointError
 
 __all__ = ["NativeCheckpoint", "open_native"]

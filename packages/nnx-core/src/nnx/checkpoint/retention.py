@@ -15,8 +15,8 @@ from pathlib import Path
 
 from nnx.checkpoint.locks import LOCK
 from nnx.checkpoint.manifest import MANIFEST, is_save_id
-from nnx.checkpoint.places import Location, Place
 from nnx.checkpoint.source import read_manifest
+from nnx.checkpoint.storage import Location, Place
 from nnx.checkpoint.surveying import files_below, survey
 from nnx.errors import CheckpointError
 

@@ -30,10 +30,11 @@ from nnx.checkpoint.describing import Description, describe
 from nnx.checkpoint.index import INDEX, decode_index, encode_index, required
 from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, digest
 from nnx.checkpoint.negotiating import gather_descriptions
-from nnx.checkpoint.places import Location, Place, place_of
+from nnx.checkpoint.places import place_of
 from nnx.checkpoint.plan import Deal, Mode, Own, Plan, make_plan, select
 from nnx.checkpoint.rounds import exchange, rank_and_size, share
 from nnx.checkpoint.shardfile import rank_file, write_rank_file
+from nnx.checkpoint.storage import Location, Place
 from nnx.collective import control_group
 from nnx.errors import CheckpointError
 from nnx.layout import Box, Shard, shard_of

@@ -20,7 +20,7 @@ from torch import Tensor
 from nnx.box import Box
 from nnx.checkpoint.dtypes import DTYPES, width
 from nnx.checkpoint.manifest import BLOCK, FileEntry, digest
-from nnx.checkpoint.places import Place
+from nnx.checkpoint.storage import Place
 from nnx.checkpoint.stream import ALIGNMENT, StreamWriter
 
 __all__ = [

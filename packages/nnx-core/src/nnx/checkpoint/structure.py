@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from nnx.checkpoint.formats import Progress, open_checkpoint
 from nnx.checkpoint.index import TensorEntry
-from nnx.checkpoint.places import Location, Place, place_of
+from nnx.checkpoint.places import place_of
+from nnx.checkpoint.storage import Location, Place
 from nnx.checkpoint.surveying import files_below
 from nnx.checkpoint.verifying import Damage
 from nnx.errors import CheckpointError

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nnx.checkpoint.manifest import MANIFEST, is_save_id
-from nnx.checkpoint.places import Location, Place, place_of
+from nnx.checkpoint.places import place_of
+from nnx.checkpoint.storage import Location, Place
 from nnx.errors import CheckpointError, PluginError
 from nnx.plugins import checkpoint_formats
 

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from nnx.checkpoint.files import truncated
 from nnx.checkpoint.locks import Lock
-from nnx.checkpoint.places import Place
+from nnx.checkpoint.storage import Place
 from nnx.checkpoint.stream import StreamWriter
 from nnx.errors import CheckpointError
 

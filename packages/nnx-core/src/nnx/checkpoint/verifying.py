@@ -19,8 +19,9 @@ from nnx.checkpoint.entries import Piece, TensorEntry
 from nnx.checkpoint.headers import find_contradiction
 from nnx.checkpoint.index import INDEX, Index
 from nnx.checkpoint.manifest import MANIFEST, DamagedManifestError, FileEntry
-from nnx.checkpoint.places import Location, Reader, place_of
+from nnx.checkpoint.places import place_of
 from nnx.checkpoint.source import Source, is_replaced, read_manifest
+from nnx.checkpoint.storage import Location, Reader
 from nnx.errors import CheckpointError
 
 __all__ = ["Damage", "verify"]
