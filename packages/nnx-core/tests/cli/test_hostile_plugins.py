@@ -54,8 +54,11 @@ HARMLESS = {
 
 
 @pytest.fixture
-def command(capfd: Any, monkeypatch: pytest.MonkeyPatch, site: Any, tmp_path: Path) -> Any:
-    """Run the command with only the plugins of the test; returns exit code, standard output and error."""
+def command(capfd: Any, site: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Run the command with only the plugins of the test; returns exit code, standard output and error.
+
+    `site` comes before `monkeypatch`: its names are forgotten when its plugins are out of sight.
+    """
     monkeypatch.setenv("NNX_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("NNX_LOAD_PLUGINS", "aa-fine,bb-odd,cc-fine")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # whose folder would change the directory
