@@ -37,7 +37,6 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 LAYERS = {"auto_wrap_policy": LAYER}
 EFFECTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "flatten_parameters": ({"flatten_parameters": False}, {"flatten_parameters": False}),
     "reshard_after_forward": ({"reshard_after_forward": False}, {"reshard_after_forward": False}),
     "fp32_reduce_scatter": (
         {"fp32_reduce_scatter": True},
@@ -84,6 +83,12 @@ def test_an_argument_reaches_fairscale(pool: WorkerPool, case: str) -> None:
     assert unset["units"] == ["Layer", "Layer", "Layer", "Net"]
     assert pool.run(settings_of, {**LAYERS, **options}, world_size=1)[0] == {**unset, **expected}
     assert all(unset[name] != value for name, value in expected.items() if name != "fp32_reduce_scatter")
+
+
+def test_parameters_are_flattened_whatever_is_asked_for(pool: WorkerPool) -> None:
+    unset = pool.run(settings_of, LAYERS, world_size=1)[0]
+    assert unset["flatten_parameters"] is True
+    assert pool.run(settings_of, {**LAYERS, "flatten_parameters": False}, world_size=1)[0] == unset
 
 
 def test_the_arguments_are_the_original_ones_in_order() -> None:

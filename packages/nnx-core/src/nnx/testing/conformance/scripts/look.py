@@ -1,4 +1,8 @@
-"""``python look.py NAME ENGINE``: runs ``nnx list`` and ``nnx show NAME``, and prints what that imported."""
+"""``python look.py NAME ENGINE``: finds all strategies, runs ``nnx list`` and ``nnx show NAME``.
+
+Prints what that imported. The commands look at plugins in other processes; a process that trains loads
+them itself.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import sys
 from typing import Any
 
 from nnx.cli import main
+from nnx.plugins import inventory
 
 
 def run(*arguments: str) -> Any:
@@ -24,6 +29,7 @@ def run(*arguments: str) -> Any:
 
 if __name__ == "__main__":
     name, engine = sys.argv[1:]
+    inventory()
     codes = [run("list"), run("show", name)]
     heavy = [each for each in ("torch", "lightning", "pytorch_lightning", engine) if each in sys.modules]
     sys.stdout.write(json.dumps({"codes": codes, "imported": heavy}))

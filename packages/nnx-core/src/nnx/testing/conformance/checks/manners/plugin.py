@@ -30,7 +30,7 @@ def _spec(bench: Bench) -> StrategySpec:
 
 @check(kinds=_OF_PLUGINS)
 def light_plugin(bench: Bench) -> None:
-    """``nnx list`` and ``nnx show`` load the plugin without importing torch, Lightning or the engine."""
+    """Finding its strategies, and ``nnx list`` and ``nnx show``, import no torch, Lightning or engine."""
     engine = _spec(bench).reference.partition(":")[0]
     code, output, _ = run_script(
         [sys.executable, str(_LOOK), bench.subject.name, engine],
@@ -45,7 +45,7 @@ def light_plugin(bench: Bench) -> None:
     codes, imported = found["codes"], found["imported"]
     said = " | ".join(output.splitlines()[:-1])
     expect(codes == [0, 0], f"`nnx list` and `nnx show` ended with {codes}, expected zeros. {said}")
-    expect(not imported, f"`nnx list` and `nnx show` imported {imported}, which listing must not.")
+    expect(not imported, f"finding strategies and listing them imported {imported}, which they must not.")
 
 
 @check(kinds=_OF_PLUGINS)
