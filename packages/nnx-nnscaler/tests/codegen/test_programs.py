@@ -5,7 +5,6 @@ import dataclasses
 import inspect
 import logging
 import pickle
-import time
 import traceback
 
 import pytest
@@ -318,19 +317,6 @@ def test_dicts_and_labels_that_may_be_missing():
     assert len(made.variants) == 2
     assert torch.equal(module.norm.running_mean, own.norm.running_mean)
     assert int(module.norm.num_batches_tracked) == 3
-
-
-def test_the_look_up_of_a_program_takes_microseconds():
-    module = nn.Sequential(*[nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(33)])
-    made = attached(module, torch.randn(2, 2))
-    assert len(list(module.modules())) == 100
-    x, spent = torch.randn(2, 2), []
-    for _ in range(300):
-        start = time.perf_counter()
-        made._find(ModelCall((x,), {}))
-        spent.append(time.perf_counter() - start)
-    print(f"look-up: {min(spent) * 1e6:.0f} us")
-    assert min(spent) < 100e-6
 
 
 # --- kept programs --------------------------------------------------------------------------------
