@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nnx_nnscaler.ir import Code, Graph, Op, Ref, Size, TensorMeta, hint_of
-from nnx_nnscaler.rules.call import operator_of
+from nnx_nnscaler.rules.rule import operator_of
 
 
 class T(NamedTuple):

@@ -109,7 +109,7 @@ def stack(layers: int, batch: int = 8, width: int = 64) -> Graph:
 
 def stack_plan_text() -> str:
     """A plan as it is written."""
-    from nnx_nnscaler.codegen.plan_text import plan_to_text
     from nnx_nnscaler.plan.planning import plan_program
+    from nnx_nnscaler.plan.program_plan import plan_to_text
 
     return plan_to_text(plan_program(stack(3), size=2, policy="autodist", strategies_of=strategies_of))

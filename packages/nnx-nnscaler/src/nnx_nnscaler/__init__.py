@@ -15,7 +15,7 @@ from nnx_nnscaler.options import NnScalerOptions
 
 if TYPE_CHECKING:
     from nnx_nnscaler.precision import NnScalerPrecision
-    from nnx_nnscaler.rules.annotations import register_op
+    from nnx_nnscaler.rules.annotation import register_op
     from nnx_nnscaler.strategy import NnScalerStrategy
 
 __all__ = ["ComputeConfig", "NnScalerOptions", "NnScalerPrecision", "NnScalerStrategy", "register_op"]
@@ -31,7 +31,7 @@ def __getattr__(name: str) -> Any:
 
         return NnScalerPrecision
     if name == "register_op":
-        from nnx_nnscaler.rules.annotations import register_op
+        from nnx_nnscaler.rules.annotation import register_op
 
         return register_op
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,9 +25,9 @@ from nnx.used import CollectiveOrder
 from nnx.whole import local_mode
 from nnx.whole_matrix import OwnerRanks
 from nnx_nnscaler.axes import Axes, make_axes
-from nnx_nnscaler.laid_out import LaidOut
 from nnx_nnscaler.optimizers import Masters
 from nnx_nnscaler.options import NnScalerOptions
+from nnx_nnscaler.parallel_module import LaidOut
 from nnx_nnscaler.runtime.storage import Parameters
 from nnx_nnscaler.statistics import StatisticsOverUnits
 

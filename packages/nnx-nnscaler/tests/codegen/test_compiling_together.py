@@ -7,10 +7,9 @@ from torch import nn
 
 from jobs.nnscaler_codegen_models import GPT, tokens
 from nnx.errors import NnxError, PlanError
-from nnx_nnscaler.compiling import Compiler, ModelCall, compile_together
 from nnx_nnscaler.placement import R
 from nnx_nnscaler.plan.planning import plan_program
-from nnx_nnscaler.programs import Programs
+from nnx_nnscaler.programs import Compiler, ModelCall, Programs, compile_together
 from nnx_nnscaler.runtime.communicator import GroupCommunicator
 from nnx_nnscaler.runtime.runtime import Runtime
 

@@ -14,11 +14,10 @@ from torch import nn
 from jobs.nnscaler_codegen_models import ConvNet, images
 from nnx.errors import PlanError
 from nnx_nnscaler import programs as programs_module
+from nnx_nnscaler.codegen.self_check import replicated_plan
 from nnx_nnscaler.codegen.store import Store
-from nnx_nnscaler.codegen.verify import replicated_plan
-from nnx_nnscaler.compiling import Compiler, ModelCall, code_digest
 from nnx_nnscaler.placement import R
-from nnx_nnscaler.programs import Programs
+from nnx_nnscaler.programs import Compiler, ModelCall, Programs, code_digest
 from nnx_nnscaler.runtime.communicator import GroupCommunicator
 from nnx_nnscaler.runtime.runtime import Runtime
 
@@ -331,7 +330,7 @@ class Traces:
     """Counts how often something is traced and planned."""
 
     def __init__(self, monkeypatch):
-        import nnx_nnscaler.compiling as compiling
+        import nnx_nnscaler.programs as compiling
 
         self.traced = self.planned = 0
         original = compiling.trace_forward

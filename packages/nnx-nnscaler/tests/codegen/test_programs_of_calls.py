@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from nnx_nnscaler.codegen.verify import replicated_plan
-from nnx_nnscaler.compiling import Compiler, ModelCall
+from nnx_nnscaler.codegen.self_check import replicated_plan
 from nnx_nnscaler.placement import R
 from nnx_nnscaler.plan.planning import plan_program
-from nnx_nnscaler.programs import Programs
+from nnx_nnscaler.programs import Compiler, ModelCall, Programs
 from nnx_nnscaler.runtime.communicator import GroupCommunicator
 from nnx_nnscaler.runtime.runtime import Runtime
 

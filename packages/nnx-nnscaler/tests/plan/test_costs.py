@@ -10,20 +10,17 @@ import torch
 
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, strategies_of
 from nnx.errors import OptionError
-from nnx_nnscaler.cost import CostModel, Hardware, Link, MeasuredLink, calibration
-from nnx_nnscaler.cost.calibration import _load as load
-from nnx_nnscaler.cost.calibration import calibrated
-from nnx_nnscaler.cost.model import Prices, Stored
+from nnx_nnscaler.cost import CostModel, Hardware, Link, MeasuredLink, hardware
+from nnx_nnscaler.cost.hardware import PROFILES, calibrated, profile
+from nnx_nnscaler.cost.hardware import _load as load
+from nnx_nnscaler.cost.model import NOTHING, Prices, Stored, extra_work
 from nnx_nnscaler.cost.operators import Local, saved_by, work_of
-from nnx_nnscaler.cost.profiles import PROFILES, profile
-from nnx_nnscaler.cost.rewritten import NOTHING, extra_work
 from nnx_nnscaler.ir import Graph, Op, Ref, TensorMeta
 from nnx_nnscaler.placement import P, R, S
 from nnx_nnscaler.plan.context import PolicyContext
-from nnx_nnscaler.plan.conversion import Use
 from nnx_nnscaler.plan.memory import peak_memory
 from nnx_nnscaler.plan.planning import assignment_of, plan_program
-from nnx_nnscaler.plan.program_plan import Strategy
+from nnx_nnscaler.plan.program_plan import Strategy, Use
 from nnx_nnscaler.runtime.communicator import run_as_ranks
 
 
@@ -277,7 +274,7 @@ def test_groups_within_a_node_use_its_link_and_others_the_network() -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure as little as can be: what is tried is what becomes of it."""
-    monkeypatch.setattr(calibration, "_LAPS", 4)
+    monkeypatch.setattr(hardware, "_LAPS", 4)
 
 
 @pytest.fixture

@@ -11,12 +11,10 @@ import pytest
 from jobs.nnscaler_plan_graphs import mlp, stack, strategies_of
 from nnx.errors import PlanError
 from nnx_nnscaler.cost import CostModel
-from nnx_nnscaler.cost.profiles import profile
+from nnx_nnscaler.cost.hardware import profile
 from nnx_nnscaler.ir import Graph
-from nnx_nnscaler.plan.document import Plan, diff, fingerprint
-from nnx_nnscaler.plan.evaluation import evaluate
-from nnx_nnscaler.plan.explanation import explain
-from nnx_nnscaler.plan.flow import Flow
+from nnx_nnscaler.plan.document import Plan, diff, explain, fingerprint
+from nnx_nnscaler.plan.evaluation import Flow, evaluate
 from nnx_nnscaler.plan.planning import assignment_of, plan_program
 
 COSTS = CostModel(hardware=profile("h100-nvlink"))

@@ -9,7 +9,7 @@ import pytest
 from jobs.nnscaler_plan_graphs import mlp, stack, strategies_of
 from nnx.errors import PlanError
 from nnx_nnscaler.cost import CostModel
-from nnx_nnscaler.cost.profiles import profile
+from nnx_nnscaler.cost.hardware import profile
 from nnx_nnscaler.plan.mesh import plan_mesh
 
 H100 = CostModel(hardware=profile("h100-nvlink"))

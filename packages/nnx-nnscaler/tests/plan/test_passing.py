@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from nnx_nnscaler.codegen.verify import check_parity
+from nnx_nnscaler.codegen.self_check import check_parity
 
 
 class Embedded(nn.Module):

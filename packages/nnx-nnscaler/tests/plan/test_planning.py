@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, stack_plan_text, strategies_of
 from nnx.errors import PlanError
 from nnx_nnscaler.cost import CostModel
-from nnx_nnscaler.cost.profiles import profile
+from nnx_nnscaler.cost.hardware import profile
 from nnx_nnscaler.ir import Graph, Op, Ref, Size, TensorMeta
 from nnx_nnscaler.placement import R, S
-from nnx_nnscaler.plan.conversion import Use, conversion, uses_of
 from nnx_nnscaler.plan.planning import plan_program
-from nnx_nnscaler.plan.program_plan import ProgramPlan, Strategy
+from nnx_nnscaler.plan.program_plan import ProgramPlan, Strategy, Use, conversion, uses_of
 from nnx_nnscaler.rules.rule import replicate
 
 BIG = mlp(4096, 64, 256)

@@ -8,8 +8,8 @@ import pytest
 
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, strategies_of
 from nnx_nnscaler.cost import CostModel, Hardware, Link
+from nnx_nnscaler.cost.hardware import profile
 from nnx_nnscaler.cost.model import Prices
-from nnx_nnscaler.cost.profiles import profile
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.plan.classes import fold
 from nnx_nnscaler.plan.context import PolicyContext

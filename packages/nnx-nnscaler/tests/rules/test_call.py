@@ -8,7 +8,7 @@ from jobs.nnscaler_one_op import T, f, one_op
 from nnx_nnscaler.ir import Code, Op, Ref
 from nnx_nnscaler.placement import P, R, S
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.rules.call import Call, argument_of, bound, operator_of, placement_of, with_code
+from nnx_nnscaler.rules.rule import Call, argument_of, bound, operator_of, placement_of, with_code
 
 
 def test_arguments_have_the_names_of_the_schema_and_defaults_are_known():

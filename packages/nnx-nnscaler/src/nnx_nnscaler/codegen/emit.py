@@ -12,14 +12,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from nnx_nnscaler.codegen.fold import fold, layer_of
-from nnx_nnscaler.codegen.layout import Function, Line, header, lay_out
-from nnx_nnscaler.codegen.recompute import fold_recomputed
+from nnx_nnscaler.codegen.layout import Function, Line, fold, fold_recomputed, header, lay_out, layer_of
 from nnx_nnscaler.codegen.writer import Names, OpWriter, bound
 from nnx_nnscaler.ir import Argument, Graph, Make, Op, TensorMeta, refs_in, text_of
 from nnx_nnscaler.placement import Placement, R
-from nnx_nnscaler.plan.conversion import Conversion, Use, conversion, uses_of
-from nnx_nnscaler.plan.program_plan import ProgramPlan, Strategy
+from nnx_nnscaler.plan.program_plan import Conversion, ProgramPlan, Strategy, Use, conversion, uses_of
 
 __all__ = ["emit", "inputs_of"]
 

@@ -12,17 +12,20 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import linecache
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from nnx.errors import PlanError
 
-__all__ = ["Entry", "Store", "key_of"]
+__all__ = ["Entry", "Program", "Store", "key_of", "load_program"]
+
 
 _FORMAT = 1
 _FILES = {"source": "forward.py", "plan": "plan.json", "graph": "graph.json"}
@@ -202,3 +205,30 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+# --- load ------------------------------------------------------------------------------------------------
+#
+# From source to a function that runs, such that tracebacks and debuggers show its lines.
+
+
+Program = Callable[..., Any]
+"""``forward(rt, m, w, c, *tensors)``."""
+
+
+def load_program(source: str, *, path: Path | None = None) -> Program:
+    """The function ``forward`` of a program's source.
+
+    Args:
+        source: What `emit` wrote.
+        path: The file that holds it, for tracebacks; without one they show it from memory.
+    """
+    name = f"nnx_nnscaler_program_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    filename = str(path) if path is not None else f"<{name}>"
+    if path is None:
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    module = ModuleType(name)
+    module.__file__ = filename
+    exec(compile(source, filename, "exec"), module.__dict__)
+    program: Program = module.forward
+    return program

@@ -13,10 +13,8 @@ from typing import NamedTuple
 
 from nnx_nnscaler.cost.model import Stored
 from nnx_nnscaler.placement import R
-from nnx_nnscaler.plan.conversion import Use, uses_of
-from nnx_nnscaler.plan.evaluation import Assignment
-from nnx_nnscaler.plan.flow import Flow
-from nnx_nnscaler.plan.program_plan import Strategy
+from nnx_nnscaler.plan.evaluation import Assignment, Flow
+from nnx_nnscaler.plan.program_plan import Strategy, Use, uses_of
 
 __all__ = ["Choices", "Edge", "Node", "Problem", "Value", "fold"]
 

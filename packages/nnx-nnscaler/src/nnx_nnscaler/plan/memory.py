@@ -10,10 +10,8 @@ from nnx_nnscaler.cost.model import Prices
 from nnx_nnscaler.cost.operators import ALIASES, Saved, base_name
 from nnx_nnscaler.ir import Op
 from nnx_nnscaler.placement import Placement, R
-from nnx_nnscaler.plan.conversion import uses_of
-from nnx_nnscaler.plan.evaluation import Assignment
-from nnx_nnscaler.plan.flow import Flow
-from nnx_nnscaler.plan.program_plan import Strategy
+from nnx_nnscaler.plan.evaluation import Assignment, Flow
+from nnx_nnscaler.plan.program_plan import Strategy, uses_of
 from nnx_nnscaler.rules.rule import outputs_of
 
 __all__ = ["peak_memory"]

@@ -13,10 +13,8 @@ from nnx_nnscaler.ir import Graph, Op, Size, TensorMeta
 from nnx_nnscaler.placement import Placement, R
 from nnx_nnscaler.plan.classes import Problem, fold
 from nnx_nnscaler.plan.context import Policy, PolicyContext, StrategiesOf
-from nnx_nnscaler.plan.evaluation import Assignment, evaluate
-from nnx_nnscaler.plan.flow import Flow
+from nnx_nnscaler.plan.evaluation import Assignment, Flow, evaluate, synchronize_what_passes_on
 from nnx_nnscaler.plan.memory import peak_memory
-from nnx_nnscaler.plan.passing import synchronize_what_passes_on
 from nnx_nnscaler.plan.policies import policy_of
 from nnx_nnscaler.plan.program_plan import Prediction, ProgramPlan, Strategy
 from nnx_nnscaler.plan.solver import Program

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
-from nnx_nnscaler.placement import Placement, R
+from nnx_nnscaler.placement import P, Placement, R
 
-__all__ = ["Prediction", "ProgramPlan", "Strategy"]
+__all__ = [
+    "Conversion",
+    "Prediction",
+    "ProgramPlan",
+    "Strategy",
+    "Use",
+    "conversion",
+    "plan_from_text",
+    "plan_to_text",
+    "uses_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +93,127 @@ class ProgramPlan:
     divisible: tuple[tuple[str, int], ...] = ()
     prediction: Prediction = Prediction()
     reason: str = ""
+
+
+# --- plan text -------------------------------------------------------------------------------------------
+#
+# A program's plan as JSON text and back.
+
+
+def plan_to_text(plan: ProgramPlan) -> str:
+    """The plan as JSON, one operator a line."""
+    choices = {name: _strategy(strategy) for name, strategy in plan.choices.items()}
+    head = {
+        "size": plan.size,
+        "policy": plan.policy,
+        "prediction": asdict(plan.prediction),
+        "reason": plan.reason,
+        "divisible": [list(item) for item in plan.divisible],
+        "synchronized": sorted(plan.synchronized),
+    }
+    lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+    for name, items in (("stored", {k: str(v) for k, v in plan.stored.items()}), ("choices", choices)):
+        body = ",\n".join(f"    {json.dumps(key)}: {json.dumps(item)}" for key, item in items.items())
+        lines.append(f'  "{name}": {{\n{body}\n  }}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def plan_from_text(text: str) -> ProgramPlan:
+    """The plan that `plan_to_text` wrote.
+
+    Example:
+        >>> plan = ProgramPlan(size=2, policy="tp", choices={}, stored={"w": Placement.parse("S(0)")})
+        >>> plan_from_text(plan_to_text(plan)) == plan
+        True
+    """
+    read: dict[str, Any] = json.loads(text)
+    return ProgramPlan(
+        size=read["size"],
+        policy=read["policy"],
+        choices={name: _read_strategy(item) for name, item in read["choices"].items()},
+        stored={name: Placement.parse(item) for name, item in read["stored"].items()},
+        synchronized=frozenset(read["synchronized"]),
+        divisible=tuple((expression, number) for expression, number in read["divisible"]),
+        prediction=Prediction(**read["prediction"]),
+        reason=read.get("reason", ""),
+    )
+
+
+def _strategy(strategy: Strategy) -> list[Any]:
+    return [strategy.name, list(map(str, strategy.inputs)), list(map(str, strategy.outputs)), strategy.call]
+
+
+def _read_strategy(item: list[Any]) -> Strategy:
+    name, inputs, outputs, call = item
+    return Strategy(name, tuple(map(Placement.parse, inputs)), tuple(map(Placement.parse, outputs)), call)
+
+
+# --- conversion ------------------------------------------------------------------------------------------
+#
+# From one placement to another: which collective it takes in the forward pass and which in the backward.
+#
+# The gradient of a value has the dual placement: ``S`` of ``S``, complete of ``P`` and ``R``. A consumer
+# that uses a replicated value for its own part of the work only hands back a partial gradient.
+
+
+class Use(NamedTuple):
+    """How a consumer wants an operand.
+
+    Attributes:
+        placement: The placement it computes on.
+        partial_gradient: Whether the gradient that it hands back is a summand of the whole; only of ``R``.
+    """
+
+    placement: Placement
+    partial_gradient: bool = False
+
+
+class Conversion(NamedTuple):
+    """The collectives of one conversion; its method in `nnx_nnscaler.runtime` is ``forward__backward``.
+
+    Attributes:
+        forward: ``"keep"``, ``"split"``, ``"all_gather"``, ``"all_to_all"``, ``"all_reduce"`` or
+            ``"reduce_scatter"``.
+        backward: Likewise, for the gradient.
+    """
+
+    forward: str
+    backward: str
+
+    @property
+    def method(self) -> str:
+        """Name of the runtime's method."""
+        return f"{self.forward}__{self.backward}"
+
+
+def uses_of(strategy: Strategy) -> tuple[Use, ...]:
+    """How a strategy uses each of its operands."""
+    partial = not strategy.is_replicated
+    return tuple(Use(placement, partial and placement == R) for placement in strategy.inputs)
+
+
+def conversion(source: Placement, use: Use) -> Conversion | None:
+    """What turns a value into what a consumer wants; None where nothing has to be done.
+
+    Raises:
+        ValueError: There is no such conversion: ``P`` is only produced by operators.
+
+    Example:
+        >>> from nnx_nnscaler.placement import P, R, S
+        >>> conversion(S(1), Use(R, partial_gradient=True)).method
+        'all_gather__reduce_scatter'
+    """
+    target, partial = use
+    if target == source:
+        return Conversion("keep", "all_reduce") if partial else None
+    if target == P:
+        raise ValueError(f"nothing converts {source} into partial sums")
+    if source == P:
+        if target == R:
+            return Conversion("all_reduce", "all_reduce" if partial else "keep")
+        return Conversion("reduce_scatter", "all_gather")
+    if source == R:
+        return Conversion("split", "all_gather")
+    if target == R:
+        return Conversion("all_gather", "reduce_scatter" if partial else "split")
+    return Conversion("all_to_all", "all_to_all")

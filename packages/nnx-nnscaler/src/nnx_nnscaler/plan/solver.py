@@ -16,9 +16,8 @@ from scipy.sparse import coo_array  # type: ignore[import-untyped]
 
 from nnx_nnscaler.cost.model import Price, Prices, Stored
 from nnx_nnscaler.plan.classes import Edge, Problem
-from nnx_nnscaler.plan.conversion import Use
 from nnx_nnscaler.plan.evaluation import price_of_change
-from nnx_nnscaler.plan.program_plan import Strategy
+from nnx_nnscaler.plan.program_plan import Strategy, Use
 
 __all__ = ["Program", "Solution"]
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 from nnx_nnscaler.ir import Argument, Graph, Op
 from nnx_nnscaler.placement import P, R, S
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.rules.call import Call, argument_of, with_code
 from nnx_nnscaler.rules.labels import Labels, label_strategies
-from nnx_nnscaler.rules.rule import Rule, Writer
+from nnx_nnscaler.rules.rule import Call, Rule, Writer, argument_of, with_code
 
 __all__ = ["RULES", "ConvolutionRule", "GridSampleRule", "LeadingDimsRule", "PadRule"]
 

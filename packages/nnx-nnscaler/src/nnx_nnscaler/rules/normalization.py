@@ -9,8 +9,7 @@ from __future__ import annotations
 from nnx_nnscaler.ir import Graph, Op
 from nnx_nnscaler.placement import R, S
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.rules.call import Call, argument_of, with_code
-from nnx_nnscaler.rules.rule import Rule, Writer
+from nnx_nnscaler.rules.rule import Call, Rule, Writer, argument_of, with_code
 
 __all__ = ["RULES", "BatchNormRule", "GroupNormRule", "InstanceNormRule"]
 

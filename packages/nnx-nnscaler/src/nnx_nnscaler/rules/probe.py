@@ -19,8 +19,7 @@ from nnx_nnscaler.ir import Argument, Graph, Op, Size, TensorMeta
 from nnx_nnscaler.placement import P, Placement, R, S
 from nnx_nnscaler.plan.program_plan import Strategy
 from nnx_nnscaler.rules import disk_cache
-from nnx_nnscaler.rules.call import bound, operator_of
-from nnx_nnscaler.rules.rule import outputs_of
+from nnx_nnscaler.rules.rule import bound, operator_of, outputs_of
 from nnx_nnscaler.rules.trial import DRAWS, Run, Trial, draw, runner
 
 __all__ = ["discover"]

@@ -7,13 +7,22 @@ from collections.abc import Callable, Hashable
 from nnx_nnscaler.ir import Argument, Graph, Op, Ref, TensorMeta
 from nnx_nnscaler.placement import P, Placement
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.rules.groups import grouped_cuts, input_values, output_values, spread_groups
-from nnx_nnscaler.rules.labels import is_floating
+from nnx_nnscaler.rules.labels import grouped_cuts, input_values, is_floating, output_values, spread_groups
 from nnx_nnscaler.rules.probe import discover
 from nnx_nnscaler.rules.rule import Rule, Writer, outputs_of, replicate
 from nnx_nnscaler.rules.table import TABLE
 
-__all__ = ["Discovery", "has_rule", "register_discovery", "register_rule", "rule_for", "strategies_of"]
+__all__ = [
+    "Discovery",
+    "has_rule",
+    "register_discovery",
+    "register_rule",
+    "rule_for",
+    "strategies_of",
+    "unsupported_message",
+    "unsupported_operators",
+]
+
 
 Discovery = Callable[[Op, Graph, int], list[Strategy]]
 """Finds strategies of an operator without a rule, in which the operator itself is right on local tensors."""
@@ -147,3 +156,64 @@ def _metas(op: Op, graph: Graph) -> list[TensorMeta]:
     if op.target == "getitem":
         return [outputs[0], outputs[0]]
     return [*(graph.meta(name) for name in op.operands()), *outputs]
+
+
+# --- unsupported -----------------------------------------------------------------------------------------
+#
+# Which operators nobody knows how to split, for a message that is said once.
+
+
+_MOST_LINES = 3
+
+
+def unsupported_operators(graph: Graph, size: int) -> dict[str, list[str]]:
+    """The operators without a rule for which none was found by trying either: every rank does all of them.
+
+    Args:
+        graph: A traced forward.
+        size: Ranks of the unit.
+
+    Returns:
+        The source lines that call each operator, by its name, in order of first use.
+    """
+    found: dict[str, dict[str, None]] = {}
+    for op in graph.ops:
+        if _matters(op, graph) and not has_rule(op) and len(strategies_of(op, graph, size)) == 1:
+            found.setdefault(op.target, {})[op.source or f"in {op.module or 'forward'}"] = None
+    return {target: list(lines) for target, lines in found.items()}
+
+
+def unsupported_message(graph: Graph, size: int) -> str:
+    """What to tell the user about them; empty if there are none."""
+    found = unsupported_operators(graph, size)
+    if not found:
+        return ""
+    lines = [f"  {target}: {_listed(sources)}" for target, sources in found.items()]
+    return "\n".join(
+        [
+            "no rule says how to split these operators, so every rank does all of them:",
+            *lines,
+            "Describe them with nnx_nnscaler.register_op if they cost much.",
+        ]
+    )
+
+
+def _matters(op: Op, graph: Graph) -> bool:
+    """Whether an operator computes with tensors that have elements to split."""
+    name = op.target.rpartition(".")[0]
+    # In place, or made anew with the shape of an operand.
+    if op.target in ("getitem", "module") or name.endswith(("_", "_like")) or name.startswith("aten.new_"):
+        return False
+    return any(extent > 1 for name in op.operands() for extent in _hints(graph, name))
+
+
+def _hints(graph: Graph, name: str) -> tuple[int, ...]:
+    try:
+        return graph.meta(name).hints
+    except KeyError:  # several results
+        return ()
+
+
+def _listed(sources: list[str]) -> str:
+    more = len(sources) - _MOST_LINES
+    return "; ".join(sources[:_MOST_LINES]) + (f"; and {more} more" if more > 0 else "")

@@ -16,7 +16,7 @@ from torch import Tensor
 from nnx_nnscaler.ir import Argument, Code, Op, Ref, Size
 from nnx_nnscaler.placement import Placement
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.rules.call import operator_of
+from nnx_nnscaler.rules.rule import operator_of
 
 __all__ = ["DRAWS", "Run", "Trial", "draw", "runner"]
 

@@ -1,8 +1,8 @@
 """From the user's module and a sample to a graph."""
 
-from nnx_nnscaler.trace.errors import GraphFormatError, TraceError
 from nnx_nnscaler.trace.fingerprint import fingerprint
 from nnx_nnscaler.trace.forward import trace_forward
+from nnx_nnscaler.trace.inputs import GraphFormatError, TraceError
 from nnx_nnscaler.trace.serialize import graph_from_json, graph_to_json
 
 __all__ = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,10 +25,23 @@ from nnx_nnscaler.trace.guard import (
     noticing,
 )
 from nnx_nnscaler.trace.inputs import Inputs
-from nnx_nnscaler.trace.structure import take_apart
-from nnx_nnscaler.trace.whole import Call, Recorded, calls_replaced, stand_in
+from nnx_nnscaler.trace.structure import Refusal, map_slots, put_together, take_apart
 
-__all__ = ["PREFIX", "Exported", "SideEffectError", "export_forward"]
+__all__ = [
+    "Call",
+    "Exported",
+    "PREFIX",
+    "Recorded",
+    "Result",
+    "SideEffectError",
+    "calls_replaced",
+    "combine",
+    "export_forward",
+    "forget_calls",
+    "recorder",
+    "stand_in",
+]
+
 
 PREFIX = "m"
 """Where the user's root is within the module that is exported."""
@@ -192,3 +205,215 @@ def _autocast_hidden() -> Iterator[None]:
             yield
     finally:
         torch.is_autocast_enabled = real
+
+
+# --- whole -----------------------------------------------------------------------------------------------
+#
+# Submodules that stay whole: during a trace, one opaque operator stands for each of their calls.
+#
+# Owns the operator, what it returns (metas that were recorded by running the module on the sample), and the
+# replacement of a module's call for a while. What a call looked like from outside is kept for the graph.
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A dim of a result: ``rows`` for each row of the batch, or a fixed number where that is 0."""
+
+    rows: int
+    fixed: int
+
+    def at(self, batch: Any) -> Any:
+        """The size for a batch."""
+        return batch * self.rows if self.rows else self.fixed
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What one call of a submodule returned.
+
+    Attributes:
+        structure: Its result with Slots for tensors.
+        shapes: Shape of every tensor.
+        dtypes: Their dtypes.
+        devices: Their devices.
+    """
+
+    structure: Any
+    shapes: tuple[tuple[Extent, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    devices: tuple[torch.device, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a submodule within a trace.
+
+    Attributes:
+        fqn: Which submodule.
+        args: Positional arguments with Slots for tensors.
+        kwargs: Keyword arguments likewise.
+        result: What it returns.
+    """
+
+    fqn: str
+    args: Any
+    kwargs: Any
+    result: Recorded
+
+
+_calls: dict[str, Call] = {}
+
+Result = tuple[Any, list[tuple[torch.Size, torch.dtype, torch.device]]]
+"""Structure of a result, and what its tensors are."""
+
+
+@torch.library.custom_op("nnx_nnscaler::whole", mutates_args=())
+def _whole(tensors: Sequence[Tensor], batch: int, key: str) -> list[Tensor]:
+    """Stands for a call of a submodule; only ever traced. The last result keeps the call alive."""
+    raise NotImplementedError("nnx_nnscaler::whole stands for a submodule in a trace and cannot be run")
+
+
+@_whole.register_fake
+def _(tensors: Sequence[Tensor], batch: int, key: str) -> list[Tensor]:
+    result = _calls[key].result
+    made = [
+        torch.empty([extent.at(batch) for extent in shape], dtype=dtype, device=device)
+        for shape, dtype, device in zip(result.shapes, result.dtypes, result.devices, strict=True)
+    ]
+    return [*made, torch.empty(())]
+
+
+Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+@contextmanager
+def calls_replaced(modules: dict[str, nn.Module], handler: Handler) -> Iterator[None]:
+    """Let a handler stand for calls of modules, hooks included; `handler(fqn, original, args, kwargs)`."""
+    with ExitStack() as stack:
+        for fqn, module in modules.items():
+            stack.enter_context(_call_replaced(fqn, module, handler))
+        yield
+
+
+@contextmanager
+def _call_replaced(fqn: str, module: nn.Module, handler: Handler) -> Iterator[None]:
+    cls = type(module)
+    inside: list[bool] = []
+
+    def handled(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if inside:
+            return original(module, *args, **kwargs)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            inside.append(True)
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                inside.pop()
+
+        return handler(fqn, run, args, kwargs)
+
+    members = {
+        "__call__": lambda _, *args, **kwargs: handled(cls.__call__, args, kwargs),
+        "forward": lambda _, *args, **kwargs: handled(cls.forward, args, kwargs),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+    }
+    try:
+        module.__class__ = type(cls.__name__, (cls,), members)
+    except TypeError as error:
+        raise Refusal(f"calls of {fqn}, a {cls.__name__}, cannot be followed: {error}") from error
+    try:
+        yield
+    finally:
+        module.__class__ = cls
+
+
+def recorder(results: dict[str, list[Result]]) -> Handler:
+    """A handler that runs the module and notes what it returns, call by call."""
+
+    def handler(fqn: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = original(*args, **kwargs)
+        tensors: list[Tensor] = []
+        structure = take_apart(result, tensors)
+        results.setdefault(fqn, []).append((structure, [(t.shape, t.dtype, t.device) for t in tensors]))
+        return result
+
+    return handler
+
+
+def combine(first: list[Result], second: list[Result], batches: tuple[int, int]) -> list[Recorded]:
+    """Results of the calls of one module for two batch sizes, as one with sizes that follow the batch.
+
+    Raises:
+        Refusal: They follow something else: the values of the data.
+    """
+    if len(first) != len(second):
+        raise Refusal("how often it is called depends on the data")
+    combined = []
+    for (structure, tensors), (other, others) in zip(first, second, strict=True):
+        same = structure == other and all(
+            len(a) == len(b) and dtype == its
+            for (a, dtype, _), (b, its, _) in zip(tensors, others, strict=True)
+        )
+        if not same:
+            raise Refusal("what it returns depends on the data")
+        shapes = tuple(
+            tuple(_extent(*sizes, batches) for sizes in zip(a[0], b[0], strict=True))
+            for a, b in zip(tensors, others, strict=True)
+        )
+        _, dtypes, devices = zip(*tensors, strict=True) if tensors else ((), (), ())
+        combined.append(Recorded(structure, shapes, tuple(dtypes), tuple(devices)))
+    return combined
+
+
+def _extent(first: int, second: int, batches: tuple[int, int]) -> Extent:
+    if first == second:
+        return Extent(0, first)
+    rows = first // batches[0]
+    if rows * batches[0] != first or rows * batches[1] != second:
+        raise Refusal("the size of its result depends on the data")
+    return Extent(rows, 0)
+
+
+def stand_in(
+    recorded: dict[str, list[Recorded]],
+    calls: dict[str, Call],
+    tokens: list[Tensor],
+    batch: Callable[[], Any],
+) -> Handler:
+    """A handler that puts the opaque operator in the place of a call.
+
+    Args:
+        recorded: What each module returns, call by call.
+        calls: Filled with the calls, by the operator's key.
+        tokens: Filled with a result of every call that the trace has to return to keep it.
+        batch: The size of the batch, symbolic in a trace.
+    """
+    counts: dict[str, int] = {}
+
+    def handler(fqn: str, _: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        number = counts.get(fqn, 0)
+        counts[fqn] = number + 1
+        if number >= len(recorded.get(fqn, ())):
+            raise Refusal("how often it is called depends on the data")
+        tensors: list[Tensor] = []
+        apart = take_apart((list(args), dict(kwargs)), tensors)
+        map_slots(apart, lambda part: part, make=_no_objects)
+        key = f"{fqn}#{number}"
+        result = recorded[fqn][number]
+        calls[key] = _calls[key] = Call(fqn, apart[0], apart[1], result)
+        *made, token = _whole(tensors, batch(), key)
+        tokens.append(token)
+        return put_together(result.structure, made)
+
+    return handler
+
+
+def _no_objects(made: Any) -> Any:
+    raise Refusal(f"it is given a {made.type.partition(':')[2]}")
+
+
+def forget_calls() -> None:
+    """Let go of the calls of the last trace."""
+    _calls.clear()

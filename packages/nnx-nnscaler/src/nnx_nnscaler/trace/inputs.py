@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from nnx_nnscaler.trace.errors import TraceError
+from nnx.errors import UnsupportedError
 
-__all__ = ["BatchDims", "Inputs", "Names", "flatten_inputs", "is_constant"]
+__all__ = ["BatchDims", "GraphFormatError", "Inputs", "Names", "TraceError", "flatten_inputs", "is_constant"]
+
 
 BatchDims = Literal["auto"] | None
 """``"auto"``: dim 0 of every tensor whose dim 0 is the most frequent one; None: every size is fixed."""
@@ -199,3 +200,16 @@ def _find_batch(leaves: Sequence[Any]) -> tuple[tuple[int, ...], int]:
         if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == batch
     )
     return found, batch
+
+
+# --- errors ----------------------------------------------------------------------------------------------
+#
+# What tracing raises: always with the line of the user's code that it is about.
+
+
+class TraceError(UnsupportedError):
+    """The forward cannot be turned into a graph; the message names the submodule and the source line."""
+
+
+class GraphFormatError(UnsupportedError):
+    """A stored graph cannot be read: damaged, of another version, or not a graph at all."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nnx_nnscaler.ir import Argument, Code, Graph, Input, Make, Op, Ref, Size, TensorMeta
-from nnx_nnscaler.trace.errors import GraphFormatError
+from nnx_nnscaler.trace.inputs import GraphFormatError
 
 __all__ = ["graph_from_json", "graph_to_json"]
 

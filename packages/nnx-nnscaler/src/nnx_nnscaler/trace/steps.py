@@ -7,25 +7,39 @@ own. A step carries what its region said instead.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from nnx_nnscaler.ir import Argument, Graph, Op, refs_in
 from nnx_nnscaler.trace.export import PREFIX
 
 __all__ = [
+    "Emitter",
+    "Functional",
     "Step",
     "UnknownCallError",
+    "UnsupportedViewError",
+    "Views",
     "flatten",
+    "functional",
+    "is_check",
     "is_float",
+    "is_random",
+    "makes_gradients",
     "module_of",
     "nodes_in",
     "notes_of",
+    "prune",
+    "same_as",
+    "simplified",
     "tensor_of",
+    "writes_buffers",
+    "written_argument",
 ]
 
 
@@ -157,3 +171,385 @@ def notes_of(step: Step) -> str | None:
 def is_float(value: Any) -> bool:
     """Whether a value is a tensor that can have a gradient."""
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
+
+
+# --- views -----------------------------------------------------------------------------------------------
+#
+# Which values of a trace share memory, and how a change of one is seen through the others.
+#
+# A graph has no writes: a write into a view becomes a new whole with the part put back, and the other views
+# are taken again. Owns what is known of torch's view operators; emits through the builder that is given.
+
+
+_RESHAPES = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze")
+_SAME = ("detach", "alias", "contiguous", "to", "dropout", "lift_fresh", "lift_fresh_copy", "clone")
+
+
+class UnsupportedViewError(Exception):
+    """A write through a view that cannot be expressed without one.
+
+    Attributes:
+        step: The view, or the write.
+    """
+
+    def __init__(self, step: Step) -> None:
+        super().__init__(f"it writes in place through {step.target}")
+        self.step = step
+
+
+class Emitter(Protocol):
+    """What is needed of the builder."""
+
+    def emit(self, step: Step, target: str, args: Sequence[Argument], like: Tensor) -> Argument:
+        """Add an operator that makes something like a tensor of the trace; `step` is where it comes from."""
+
+    def argument(self, value: Any) -> Argument:
+        """An argument of the trace as one of the graph."""
+
+    def shape(self, tensor: Tensor) -> list[Argument]:
+        """A shape as an argument."""
+
+
+class _View(NamedTuple):
+    """How a value was taken from another: a step, and for one of several results which."""
+
+    parent: fx.Node
+    step: Step
+    number: int | None
+
+
+def written_argument(step: Step) -> int | None:
+    """Position of the argument that an operator writes into; None when it writes nothing.
+
+    Raises:
+        UnsupportedViewError: It writes elsewhere than into its first argument, or changes a shape in place.
+    """
+    schema = getattr(step.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return None
+    written = [
+        i
+        for i, argument in enumerate(schema.arguments)
+        if argument.alias_info and argument.alias_info.is_write
+    ]
+    inplace_view = any(tag.name == "inplace_view" for tag in step.target.tags)
+    name = schema.name.partition("::")[2]
+    if name == "detach_":
+        return None
+    if written != [0] or inplace_view or not name.endswith("_"):
+        raise UnsupportedViewError(step)
+    return 0
+
+
+class Views:
+    """Values of one program that share memory.
+
+    Args:
+        steps: Every call.
+        placeholders: The program's inputs.
+    """
+
+    def __init__(self, steps: Sequence[Step], placeholders: Sequence[fx.Node]) -> None:
+        self._views: dict[fx.Node, _View] = {}
+        self._groups: dict[int, list[fx.Node]] = {}
+        self._makers: dict[fx.Node, Step] = {step.node: step for step in steps}
+        for node in (*placeholders, *(step.node for step in steps)):
+            tensor = tensor_of(node)
+            if tensor is not None:
+                self._groups.setdefault(_memory(tensor), []).append(node)
+        for step in steps:
+            view = self._find(step)
+            if view is not None:
+                self._views[step.node] = view
+        self.values: dict[fx.Node, Argument] = {}
+        self._stale: set[fx.Node] = set()
+
+    def _find(self, step: Step) -> _View | None:
+        tensor = tensor_of(step.node)
+        if tensor is None:
+            return None
+        index = None
+        if step.target is operator.getitem:
+            index = step.args[1]
+            step = self._makers[step.args[0]]
+        for node in nodes_in(step.args, step.kwargs):
+            parent = tensor_of(node)
+            if parent is not None and _memory(parent) == _memory(tensor):
+                return _View(node, step, index)
+        return None
+
+    def root(self, node: fx.Node) -> fx.Node:
+        """The value that owns the memory."""
+        while node in self._views:
+            node = self._views[node].parent
+        return node
+
+    def value(self, node: fx.Node, emitter: Emitter) -> Argument:
+        """What stands for a value now."""
+        if node in self._stale:
+            self._stale.discard(node)
+            view = self._views[node]
+            parent = self.value(view.parent, emitter)
+            self.values[node] = _take(view, node, parent, emitter)
+        return self.values[node]
+
+    def written(self, step: Step, node: fx.Node, new: Argument, emitter: Emitter) -> None:
+        """Let a new value stand for one that a step has written into, and for all that share its memory."""
+        tensor = tensor_of(node)
+        assert tensor is not None  # only tensors are written into
+        fresh = {node}
+        self.values[node] = new
+        while node in self._views:
+            view = self._views[node]
+            new = _put_back(view, node, self.value(view.parent, emitter), new, emitter)
+            node = view.parent
+            self.values[node] = new
+            fresh.add(node)
+        self._stale |= {other for other in self._groups[_memory(tensor)] if other in self.values}
+        self._stale -= fresh
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _name(step: Step) -> str:
+    return str(step.target._schema.name).partition("::")[2]
+
+
+def _part(view: _View) -> tuple[str, tuple[Any, ...]]:
+    """One of several results as a select or a slice: its name and arguments."""
+    dim = next((arg for arg in view.step.args[2:3]), view.step.kwargs.get("dim", 0))
+    index = view.number or 0
+    if _name(view.step) == "unbind":
+        dim = next((arg for arg in view.step.args[1:2]), view.step.kwargs.get("dim", 0))
+        return "select", (dim, index)
+    if _name(view.step) not in ("chunk", "split", "split_with_sizes"):
+        raise UnsupportedViewError(view.step)
+    sizes = [part.shape[dim] for part in view.step.value]
+    start = sum(sizes[:index])
+    return "slice", (dim, start, start + sizes[index])
+
+
+def _take(view: _View, node: fx.Node, parent: Argument, emitter: Emitter) -> Argument:
+    """A view taken again."""
+    step = view.step
+    like = tensor_of(node)
+    whole = tensor_of(view.parent)
+    assert like is not None and whole is not None  # views are of tensors
+    if view.number is not None:
+        name, args = _part(view)
+        target = "aten.select.int" if name == "select" else "aten.slice.Tensor"
+        return emitter.emit(step, target, [parent, *map(emitter.argument, args)], like)
+    if _is_same(step, like, whole):
+        return parent
+    rest = [emitter.argument(arg) for arg in step.args[1:]]
+    if step.args[:1] != (view.parent,) or step.kwargs:
+        raise UnsupportedViewError(step)
+    return emitter.emit(step, str(step.target), [parent, *rest], like)
+
+
+def _put_back(view: _View, node: fx.Node, whole: Argument, part: Argument, emitter: Emitter) -> Argument:
+    """A whole with a part of it replaced."""
+    step, like, small = view.step, tensor_of(view.parent), tensor_of(node)
+    assert like is not None and small is not None  # views are of tensors
+    name, args = (_name(step), step.args[1:]) if view.number is None else _part(view)
+    given = [emitter.argument(arg) for arg in args]
+    if view.number is None and _is_same(step, small, like):
+        return part
+    if name in ("select", "slice") and not (view.number is None and step.kwargs):
+        return emitter.emit(step, f"aten.{name}_scatter.default", [whole, part, *given], like)
+    if name in _RESHAPES:
+        return emitter.emit(step, "aten.reshape.default", [part, emitter.shape(like)], like)
+    if name in ("transpose", "t"):
+        return emitter.emit(step, str(step.target), [part, *given], like)
+    if name == "permute":
+        order = [dim % like.ndim for dim in args[0]]
+        return emitter.emit(
+            step, "aten.permute.default", [part, [order.index(d) for d in range(like.ndim)]], like
+        )
+    raise UnsupportedViewError(step)
+
+
+def _is_same(step: Step, part: Tensor, whole: Tensor) -> bool:
+    """Whether a view shows all of the memory in the same order."""
+    if _name(step).endswith("_"):  # a write returns what it wrote into
+        return True
+    known = (*_SAME, "slice", "expand", "view", "reshape")
+    return _name(step) in known and part.shape == whole.shape and part.stride() == whole.stride()
+
+
+# --- operators -------------------------------------------------------------------------------------------
+#
+# What tracing has to know of torch's operators: which draw, which write, which do nothing.
+
+
+_NO_GRADIENT = {
+    "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like",
+    "new_zeros", "new_ones", "new_full", "new_empty", "bernoulli", "detach", "detach_", "multinomial",
+}  # fmt: skip
+_CHECKS = ("_assert", "sym_constrain_range")
+# Position of the flag that lets a normalization update its running statistics, which its schema does not say.
+_STATISTICS = {"batch_norm": 5, "instance_norm": 5}
+_DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+
+
+def name_of(target: Any) -> str:
+    """An operator's name without namespace and overload.
+
+    Example:
+        >>> name_of(torch.ops.aten.add.Tensor)
+        'add'
+    """
+    return str(target).split(".")[1]
+
+
+def is_check(step: Step) -> bool:
+    """Whether a step only checks something that the trace has settled."""
+    return str(step.target).startswith(tuple(f"aten.{name}" for name in _CHECKS))
+
+
+def is_random(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator moves the random state, so that it may not be left out."""
+    namespace, name, overload = target.split(".")
+    if namespace == "aten" and name == "scaled_dot_product_attention":
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    if namespace == "aten" and name in _DROPOUTS:
+        return bool(args[2] and args[1])
+    if namespace == "aten" and name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        return False  # where it has dropout between layers, its result is used
+    found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    return any(tag.name == "nondeterministic_seeded" for tag in found.tags)
+
+
+def makes_gradients(target: str) -> bool:
+    """Whether results of an operator are connected with its operands for autograd."""
+    return name_of(target) not in _NO_GRADIENT
+
+
+def writes_buffers(step: Step) -> bool:
+    """Whether an operator updates buffers although its schema does not say so."""
+    flag = _STATISTICS.get(name_of(step.target))
+    return flag is not None and step.args[3] is not None and bool(step.args[flag])
+
+
+def same_as(step: Step, *, differentiable: bool) -> fx.Node | None:
+    """The operand that a step only hands on; None where it does something."""
+    name = name_of(step.target)
+    if not step.args or not isinstance(step.args[0], fx.Node):
+        return None
+    source, made = tensor_of(step.args[0]), tensor_of(step.node)
+    if source is None or made is None:
+        return None
+    if name in ("detach", "detach_", "alias", "lift_fresh", "lift_fresh_copy"):
+        same = not (differentiable and name.startswith("detach"))
+    elif name in _DROPOUTS:
+        same = not (step.args[2] and step.args[1])
+    elif name == "to":
+        # A conversion of floating point to what it is may be one under autocast.
+        integral = source.dtype == made.dtype and not made.dtype.is_floating_point
+        same = integral and source.device == made.device and not _asks_for_copy(step)
+    else:
+        same = name == "slice" and _same_size(source, made)
+    return step.args[0] if same else None
+
+
+def _asks_for_copy(step: Step) -> bool:
+    return any(
+        argument.name == "copy" and _given(step, position, argument.name)
+        for position, argument in enumerate(step.target._schema.arguments)
+    )
+
+
+def _given(step: Step, position: int, name: str) -> Any:
+    return step.args[position] if position < len(step.args) else step.kwargs.get(name)
+
+
+def _same_size(source: Tensor, made: Tensor) -> bool:
+    return [str(dim) for dim in source.shape] == [str(dim) for dim in made.shape] and (
+        [str(dim) for dim in source.stride()] == [str(dim) for dim in made.stride()]
+    )
+
+
+def simplified(step: Step) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """A call without arguments that say nothing, and conversions as ``aten.to.dtype``."""
+    kwargs = {name: value for name, value in step.kwargs.items() if value is not None}
+    if kwargs.get("layout") == torch.strided:
+        del kwargs["layout"]
+    if not kwargs.get("pin_memory", True):
+        del kwargs["pin_memory"]
+    source, made = tensor_of(step.args[0]) if step.args else None, tensor_of(step.node)
+    moved = ("aten.to.dtype_layout", "aten.to.device", "aten.to.other")
+    if str(step.target) in moved and source is not None and made is not None and source.device == made.device:
+        return "aten.to.dtype", (step.args[0], made.dtype), {}
+    return str(step.target), step.args, kwargs
+
+
+class Functional(NamedTuple):
+    """What computes the value that a write leaves behind.
+
+    Attributes:
+        target: The operator.
+        args: Its arguments; the first is what is written into, where the operator takes it.
+        kwargs: Its keyword arguments.
+        dtype: What its result has to be converted to; None where that is what comes out.
+    """
+
+    target: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dtype: torch.dtype | None
+
+
+def functional(step: Step) -> Functional:
+    """The operator without a write that computes the same.
+
+    Raises:
+        UnsupportedViewError: There is none.
+    """
+    name = name_of(step.target)[:-1]
+    overload = str(step.target).split(".")[2]
+    packet = getattr(torch.ops.aten, name, None)
+    found = getattr(packet, overload, None) or getattr(packet, "default", None)
+    if found is None or found._schema.is_mutable:
+        raise UnsupportedViewError(step)
+    return Functional(str(found), step.args, step.kwargs, _converted(step))
+
+
+def _converted(step: Step) -> torch.dtype | None:
+    """The dtype of what is written into, where other operands would promote it."""
+    own = tensor_of(step.args[0])
+    others = [tensor_of(arg) for arg in step.args[1:]]
+    differs = any(other is not None and own is not None and other.dtype != own.dtype for other in others)
+    return own.dtype if own is not None and differs and own.dtype.is_floating_point else None
+
+
+# --- prune -----------------------------------------------------------------------------------------------
+#
+# Leaving out what nothing needs, except what draws random numbers or changes a buffer.
+
+
+def prune(graph: Graph, lasting: set[str]) -> None:
+    """Drop operators whose results are not used, then parameters, buffers and constants likewise.
+
+    Args:
+        graph: Changed in place.
+        lasting: Names of operators that change a buffer, and stay.
+    """
+    needed = set(refs_in(graph.outputs))
+    ops: list[Op] = []
+    for op in reversed(graph.ops):
+        if op.name in needed or op.name in lasting or op.target == "module" or _draws(op):
+            ops.append(op)
+            needed |= set(op.operands())
+    graph.ops = ops[::-1]
+    for values in (graph.parameters, graph.buffers, graph.constants):
+        for name in [name for name in values if name not in needed]:
+            del values[name]
+    inputs = {leaf.name for leaf in graph.inputs}
+    for name in [name for name in graph.metas if name not in needed and name not in inputs]:
+        del graph.metas[name]
+
+
+def _draws(op: Op) -> bool:
+    return op.target not in ("getitem", "module") and is_random(op.target, op.args, op.kwargs)

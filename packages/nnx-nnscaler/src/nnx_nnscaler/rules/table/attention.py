@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from nnx_nnscaler.ir import Graph, Op, TensorMeta
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.rules.call import Call, argument_of
 from nnx_nnscaler.rules.labels import Labels, aligned, dim_labels, label_strategies
-from nnx_nnscaler.rules.rule import Rule, Writer
+from nnx_nnscaler.rules.rule import Call, Rule, Writer, argument_of
 
 __all__ = ["RULES"]
 

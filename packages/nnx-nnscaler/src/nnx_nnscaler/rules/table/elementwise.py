@@ -5,7 +5,6 @@ from __future__ import annotations
 from nnx_nnscaler.ir import Graph, Op, Ref
 from nnx_nnscaler.placement import P
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.rules.call import Call, targets
 from nnx_nnscaler.rules.labels import (
     Labels,
     aligned,
@@ -14,7 +13,7 @@ from nnx_nnscaler.rules.labels import (
     label_strategies,
     partial_strategy,
 )
-from nnx_nnscaler.rules.rule import Rule
+from nnx_nnscaler.rules.rule import Call, Rule, targets
 
 __all__ = ["RULES", "Elementwise"]
 

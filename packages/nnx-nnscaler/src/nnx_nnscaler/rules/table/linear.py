@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from nnx_nnscaler.ir import Graph, Op, Ref
 from nnx_nnscaler.placement import P
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.rules.call import Call, argument_of, with_code
 from nnx_nnscaler.rules.labels import Labels, aligned, dim_labels, label_strategies
-from nnx_nnscaler.rules.rule import Rule, Writer
+from nnx_nnscaler.rules.rule import Call, Rule, Writer, argument_of, with_code
 
 __all__ = ["RULES"]
 

@@ -7,9 +7,8 @@ from collections.abc import Collection
 from nnx_nnscaler.ir import Graph, Op, Ref, TensorMeta
 from nnx_nnscaler.placement import P
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.rules.call import Call, placement_of, targets
 from nnx_nnscaler.rules.labels import Labels, aligned, dim_labels, label_strategies, partial_strategy
-from nnx_nnscaler.rules.rule import Rule, Writer
+from nnx_nnscaler.rules.rule import Call, Rule, Writer, placement_of, targets
 
 __all__ = ["RULES"]
 

@@ -5,10 +5,17 @@ from __future__ import annotations
 from nnx_nnscaler.ir import Argument, Graph, Op, TensorMeta
 from nnx_nnscaler.placement import Placement, S
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.rules.call import Call, argument_of
-from nnx_nnscaler.rules.groups import groups_at, input_values, output_values
-from nnx_nnscaler.rules.labels import Labels, aligned, dim_labels, label_strategies, partial_strategy
-from nnx_nnscaler.rules.rule import Rule, Writer
+from nnx_nnscaler.rules.labels import (
+    Labels,
+    aligned,
+    dim_labels,
+    groups_at,
+    input_values,
+    label_strategies,
+    output_values,
+    partial_strategy,
+)
+from nnx_nnscaler.rules.rule import Call, Rule, Writer, argument_of
 
 __all__ = ["RULES"]
 

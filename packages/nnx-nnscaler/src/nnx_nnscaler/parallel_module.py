@@ -1,33 +1,173 @@
-"""From the strategy's options to a module's programs: what is traced, how it is planned, where it is kept."""
+"""One module on this rank: its parameters stored as planned, its forward replaced by programs.
+
+It owns the order in which a module is laid out and put back. Where parts lie is `runtime.storage`'s
+business, which program a call gets that of `programs`.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nnx.backend import ParallelContext, Sample, first_call
 from nnx.collective import control_group, together
+from nnx.materialize import broadcast_module, materialize, move_to
+from nnx.used import CollectiveOrder
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.codegen.self_check import checked_if_small, checked_up_to
 from nnx_nnscaler.codegen.store import Store
-from nnx_nnscaler.compiling import Compiled, Compiler, FixedLayout, ModelCall, Planner, code_digest
-from nnx_nnscaler.cost.calibration import calibrated
+from nnx_nnscaler.cost.hardware import calibrated
 from nnx_nnscaler.cost.model import CostModel
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.options import NnScalerOptions
+from nnx_nnscaler.placement import Placement
 from nnx_nnscaler.plan.document import Plan
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.plan.program_plan import ProgramPlan
-from nnx_nnscaler.programs import Programs
+from nnx_nnscaler.programs import Compiled, Compiler, FixedLayout, ModelCall, Planner, Programs, code_digest
 from nnx_nnscaler.runtime.communicator import GroupCommunicator
+from nnx_nnscaler.runtime.reducer import BUCKET_BYTES
 from nnx_nnscaler.runtime.runtime import Runtime
+from nnx_nnscaler.runtime.storage import Parameters
 
-__all__ = ["make_programs"]
+if TYPE_CHECKING:
+    from nnx_nnscaler.programs import Programs
+
+__all__ = ["LaidOut", "make_programs"]
+
+
+_MIB = 1024**2
+_NOT_IN_BACKWARD = -1
+
+
+class LaidOut:
+    """A module that is laid out. Making it does so, in place. Collective.
+
+    Args:
+        module: The user's module.
+        sample: Example inputs; asked for only where units have more than one rank.
+        axes: This rank's groups.
+        context: This rank.
+        options: The strategy's.
+        order: Notices what only some ranks read.
+
+    Attributes:
+        parameters: As they are stored.
+        programs: What runs in place of the forward; None where every rank runs the module's own.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sample: Sample,
+        *,
+        axes: Axes,
+        context: ParallelContext,
+        options: NnScalerOptions,
+        order: CollectiveOrder,
+    ) -> None:
+        self.module = module
+        self.programs: Programs | None = None
+        materialize(module, context.device, name="")
+        move_to(module, context.device)
+        broadcast_module(module)
+        stored: dict[str, Placement] = {}
+        synchronized: frozenset[str] = frozenset()
+        if axes.unit_size > 1:
+            from nnx_nnscaler.parallel_module import make_programs  # without units nothing is traced
+
+            self.programs = make_programs(
+                module, sample, axes=axes, context=context, options=options, local=self._local_mode
+            )
+        if self.programs is not None:
+            prefix = _prefix(module, self.programs.root)
+            stored = {prefix + name: place for name, place in self.programs.layout.stored.items()}
+            synchronized = frozenset(prefix + name for name in self.programs.layout.synchronized)
+        cap = options.config.reducer_bucket_cap_mb
+        self.parameters = Parameters(
+            module,
+            axes,
+            stored=stored,
+            synchronized=synchronized,
+            bucket_bytes=BUCKET_BYTES if cap is None else int(cap * _MIB),
+            order=order,
+        )
+        if self.programs is not None:
+            self.programs.attach(_Weights(self.programs.root, self.parameters.unit_local))
+
+    def undo(self) -> None:
+        """Give the module its whole parameters and its own forward back. Collective."""
+        if self.programs is not None:
+            self.programs.detach()
+        self.parameters.give_back()
+
+    def _local_mode(self) -> AbstractContextManager[None]:
+        return self.parameters.local_mode()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one step: what was gathered for it is freed.
+
+        A backward that failed before, and whose error somebody caught, is ended first.
+        """
+        if torch._C._current_graph_task_id() == _NOT_IN_BACKWARD:
+            self.parameters.reducer.recover()
+        try:
+            yield
+        finally:
+            self.parameters.end_step()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it gradients stay on this rank."""
+        reducer = self.parameters.reducer
+        before, reducer.synchronize = reducer.synchronize, False
+        try:
+            yield
+        finally:
+            reducer.synchronize = before
+
+
+class _Weights(Mapping[str, Tensor]):
+    """This rank's part of every parameter, and every buffer, by name; looked up at each use."""
+
+    def __init__(self, root: nn.Module, unit_local: Callable[[Tensor], Tensor]) -> None:
+        self._unit_local = unit_local
+        self._places: dict[str, tuple[dict[str, Any], str, bool]] = {}
+        for prefix, module in root.named_modules(remove_duplicate=False):
+            for held, is_parameter in ((module._parameters, True), (module._buffers, False)):
+                for name in held:
+                    self._places[f"{prefix}.{name}" if prefix else name] = held, name, is_parameter
+
+    def __getitem__(self, name: str) -> Tensor:
+        held, key, is_parameter = self._places[name]
+        tensor: Tensor | None = held[key]
+        if tensor is None:
+            raise KeyError(name)
+        return self._unit_local(tensor) if is_parameter else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _prefix(module: nn.Module, called: nn.Module) -> str:
+    """What the names of a submodule's parameters begin with in the module."""
+    name = next(name for name, submodule in module.named_modules() if submodule is called)
+    return f"{name}." if name else ""
+
+
+# --- planned ---------------------------------------------------------------------------------------------
+#
+# From the strategy's options to a module's programs: what is traced, how it is planned, where it is kept.
+
 
 log = logging.getLogger("nnx.nnscaler")
 
