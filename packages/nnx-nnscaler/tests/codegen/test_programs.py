@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import logging
 import pickle
+import sys
 import traceback
 
 import pytest
@@ -316,6 +317,20 @@ def test_dicts_and_labels_that_may_be_missing():
     assert len(made.variants) == 2
     assert torch.equal(module.norm.running_mean, own.norm.running_mean)
     assert int(module.norm.num_batches_tracked) == 3
+
+
+def test_the_look_up_of_a_program_makes_few_calls():
+    module = nn.Sequential(*[nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(33)])
+    made = attached(module, torch.randn(2, 2))
+    assert len(list(module.modules())) == 100
+    x, calls = torch.randn(2, 2), []
+    sys.setprofile(lambda _, event, __: calls.append(event) if event in ("call", "c_call") else None)
+    try:
+        made._find(ModelCall((x,), {}))
+    finally:
+        sys.setprofile(None)
+    print(len(calls))
+    assert 0 < len(calls) < 500
 
 
 # --- kept programs --------------------------------------------------------------------------------
