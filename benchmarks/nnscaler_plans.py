@@ -20,7 +20,6 @@ import argparse
 import gc
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from nnscaler_step import GPT
+from processes import start_again
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F  # noqa: N812 (the name everybody uses)
@@ -361,9 +361,7 @@ def main() -> int:
     arguments = parse_arguments()
     if "LOCAL_RANK" in os.environ:
         return measure(arguments)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "5"}
-    return subprocess.run([*command, __file__, *sys.argv[1:]], env=environment, check=False).returncode
+    return start_again(RANKS, KINETO_LOG_LEVEL="5")
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from processes import start_again
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the name everybody uses)
 
@@ -182,9 +182,7 @@ def main() -> int:
     arguments = parse_arguments()
     if "LOCAL_RANK" in os.environ:
         return measure(arguments)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={PROCESSES[arguments.against]}", __file__, *sys.argv[1:]]
-    return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode
+    return start_again(PROCESSES[arguments.against])
 
 
 def measure(arguments: argparse.Namespace) -> int:

@@ -15,7 +15,6 @@ import argparse
 import logging
 import os
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -23,6 +22,8 @@ from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from processes import start_again
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 LABELS = {"nnx": "nnx: fsdp_auto", "lightning": "Lightning: ModelParallelStrategy + fully_shard"}
@@ -44,9 +45,7 @@ def main() -> int:
     arguments = parse_arguments()
     if "LOCAL_RANK" in os.environ:
         return measure(arguments)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={arguments.processes}", __file__, *sys.argv[1:]]
-    return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode
+    return start_again(arguments.processes)
 
 
 def measure(arguments: argparse.Namespace) -> int:

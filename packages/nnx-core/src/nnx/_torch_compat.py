@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import Optimizer
 
-__all__ = ["exchange_in_transforms", "run_step_hooks"]
+__all__ = ["exchange_in_transforms", "run_step_hooks", "storage_users"]
 
 
 def exchange_in_transforms(kind: type, exchange: Callable[[Any], Any]) -> None:
@@ -45,3 +47,8 @@ def run_step_hooks(
     for hook in tuple(hooks.values()):
         hook(optimizer, tuple(args), dict(kwargs))
     optimizer._opt_called = True  # type: ignore[attr-defined] # what a scheduler asks for
+
+
+def storage_users(tensor: Tensor) -> int:
+    """How many tensors and others hold the storage of a tensor."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from nnx.tensor_functions import Sees, is_random, what_it_sees
 
 __all__ = [
     "Guard",
+    "KeptWholes",
     "Part",
     "Seen",
     "Source",
@@ -121,6 +122,46 @@ class Part(ABC):
             kwargs: Its keyword arguments.
         """
         return False
+
+
+class Kept(Protocol):
+    """A part that has gathered its whole."""
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether somebody else holds the memory of the whole, and may write into it."""
+        ...
+
+    def forget(self) -> None:
+        """Write back what was changed, and free the whole."""
+
+
+K = TypeVar("K", bound=Kept)
+
+
+class KeptWholes(Generic[K]):
+    """Wholes that stay gathered: the last one, and those that somebody has views of."""
+
+    def __init__(self) -> None:
+        self._parts: list[K] = []
+
+    def keep(self, part: K) -> None:
+        """Keep what a part has gathered, and forget the others that nobody has views of."""
+        viewed = [kept for kept in self._parts if kept is not part and kept.is_viewed]
+        for kept in self._parts:
+            if kept is not part and kept not in viewed:
+                kept.forget()
+        self._parts = [*viewed, part]
+
+    def is_last(self, part: K) -> bool:
+        """Whether a part was the last one to be gathered; who holds views may differ from rank to rank."""
+        return bool(self._parts) and self._parts[-1] is part
+
+    def flush(self) -> None:
+        """Write back what was changed in wholes, and free them."""
+        parts, self._parts = self._parts, []
+        for part in parts:
+            part.forget()
 
 
 class Seen:

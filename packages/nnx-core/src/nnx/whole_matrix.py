@@ -37,7 +37,7 @@ from nnx.layout import Box, Shard, shard_of
 from nnx.restore import fill_optimizer
 from nnx.state import OptimizerState, ShardOf, describe_optimizer, parameter_names
 
-__all__ = ["OwnerRanks"]
+__all__ = ["OwnerRanks", "take_closure"]
 
 T = TypeVar("T")
 log = logging.getLogger("nnx.whole_matrix")
@@ -166,7 +166,7 @@ class OwnerRanks:
         owned = self._current(optimizer)
         if owned is None:
             return step(*args, **kwargs)
-        closure, args, kwargs = _take_closure(args, kwargs)
+        closure, args, kwargs = take_closure(args, kwargs)
         if owned.trial.dependence == "model":
             return _Led(self, optimizer, owned, closure).step(step, args, kwargs)
         if closure is not None and owned.trial.evaluations:
@@ -548,7 +548,7 @@ class _Replaced:
                 entries[parameters[key]] = entries.pop(key)
 
 
-def _take_closure(
+def take_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[[], Any] | None, tuple[Any, ...], dict[str, Any]]:
     """Split the closure, the first argument of every step, from the rest."""

@@ -21,18 +21,13 @@ import fairscale.nn.data_parallel.fully_sharded_data_parallel as fsdp
 import torch
 from torch import Tensor
 
-__all__ = ["STREAMS", "HostShim", "NullStream", "storage_users"]
+__all__ = ["STREAMS", "HostShim", "NullStream"]
 
 STREAMS = ("fp32_to_fp16", "all_gather", "post_backward")
 """The streams that fairscale's FSDP looks up by name."""
 
 _record_stream: Any = Tensor.record_stream
 _base_collectives: bool = fsdp.enable_nccl_base_collectives
-
-
-def storage_users(tensor: Tensor) -> int:
-    """How many tensors and others hold the storage of a tensor (torch 2.11 to 2.15)."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 class NullStream:

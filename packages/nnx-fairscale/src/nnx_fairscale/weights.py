@@ -19,11 +19,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nnx._torch_compat import storage_users
 from nnx.errors import UnsupportedError
 from nnx.hidden_state import HiddenState
 from nnx.used import CollectiveOrder, used_anywhere
-from nnx.whole import Part, Seen, guard, guarded_mode, local_mode, part_of, show_plain, show_whole, unguard
-from nnx_fairscale._fairscale_compat import storage_users
+from nnx.whole import (
+    KeptWholes,
+    Part,
+    Seen,
+    guard,
+    guarded_mode,
+    local_mode,
+    part_of,
+    show_plain,
+    show_whole,
+    unguard,
+)
 from nnx_fairscale._fairscale_fsdp import Unit
 from nnx_fairscale.pieces import Piece, cut
 
@@ -255,7 +266,7 @@ class Weights:
     def __init__(self, order: CollectiveOrder) -> None:
         self._order = order
         self._parts: dict[nn.Parameter, _ParameterPart] = {}
-        self._kept: list[_PiecePart] = []
+        self._kept: KeptWholes[_PiecePart] = KeptWholes()
         self._leaves: list[tuple[_ParameterPart, Tensor]] = []
         self._assigned: list[_ParameterPart] = []
 
@@ -282,17 +293,11 @@ class Weights:
 
     def keep(self, part: _PiecePart) -> None:
         """Keep the last whole, and those that somebody has views of, until the engine works on pieces."""
-        viewed = [kept for kept in self._kept if kept is not part and kept.is_viewed]
-        for kept in self._kept:
-            if kept is not part and kept not in viewed:
-                kept.forget()
-        self._kept = [*viewed, part]
+        self._kept.keep(part)
 
     def flush(self) -> None:
         """Write back what was changed in wholes, and free them."""
-        kept, self._kept = self._kept, []
-        for part in kept:
-            part.forget()
+        self._kept.flush()
 
     def watch_assigned(self, part: _ParameterPart) -> None:
         """Remember a parameter that was given data."""

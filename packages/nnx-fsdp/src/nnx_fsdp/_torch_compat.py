@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import _composable_state
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
+
+from nnx._fsdp_compat import begin_anew, param_groups, state_of, states_of
 
 __all__ = [
     "GatheredParameter",
@@ -58,10 +60,10 @@ def remove_fully_shard(module: nn.Module) -> None:
     """
     if not isinstance(module, FSDPModule):
         return
-    state = _state(module)
+    state = state_of(module)
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
-    for group in _param_groups(state):
+    for group in param_groups(state):
         for handles in (
             group._module_to_pre_save_state_dict_hook_handle,
             group._module_to_pre_load_state_dict_hook_handle,
@@ -102,20 +104,20 @@ def name_as_before(module: nn.Module) -> None:
 
 def prepare_root(root: FSDPModule) -> None:
     """Make a module the root of its units before one of them runs by itself."""
-    _state(root)._lazy_init()
+    state_of(root)._lazy_init()
 
 
 def before_part(root: FSDPModule, args: Any, kwargs: Any) -> Any:
     """What the root's forward would do first: gather its parameters, and cast inputs as its policy says."""
     root.unshard()
-    return _state(root)._cast_forward_inputs(args, kwargs)
+    return state_of(root)._cast_forward_inputs(args, kwargs)
 
 
 def finish_after_backward(root: FSDPModule, output: Any) -> None:
     """When backward reaches the output, let FSDP2 reduce and reshard the root's part at its end."""
     if not torch.is_grad_enabled():
         return
-    state = _state(root)
+    state = state_of(root)
     for value in tree_leaves(output):
         if isinstance(value, Tensor) and value.requires_grad:
             value.register_hook(state._pre_backward)  # type: ignore[no-untyped-call]
@@ -210,7 +212,7 @@ class ParameterGroup:
 
 def groups_of(module: FSDPModule) -> list[ParameterGroup]:
     """What FSDP2 gathers for one module; nothing where it has no parameters of its own."""
-    return [ParameterGroup(group) for group in _param_groups(_state(module))]
+    return [ParameterGroup(group) for group in param_groups(state_of(module))]
 
 
 def when_backward_ends(then: Callable[[], None]) -> None:
@@ -229,7 +231,7 @@ def at_end_of_backward(
         before: Called at the end, before FSDP2 reduces what is left.
         after: Called at the end, after that.
     """
-    state = _state(module)
+    state = state_of(module)
     register = state._register_root_post_backward_final_callback
 
     def registered() -> None:
@@ -245,29 +247,4 @@ def at_end_of_backward(
 
 def recover(root: nn.Module) -> None:
     """After an error in a step: let every unit begin anew with its part; accumulated gradients stay."""
-    states = [_state(module) for module in root.modules() if isinstance(module, FSDPModule)]
-    for state in states:
-        if state._is_root and hasattr(state, "_reset_iter_state"):
-            state._reset_iter_state()
-    for state in states:  # the rest is for torch before it had the above
-        state._state_ctx.iter_forward_root = None
-        state._state_ctx.post_backward_final_callback_queued = False
-        state._comm_ctx.post_forward_order.clear()
-        idle = type(state._training_state).IDLE
-        state._training_state = idle
-        for group in _param_groups(state):
-            group._training_state = idle
-            group._all_gather_result = None
-            group._post_forward_indices.clear()
-            group._to_sharded()
-
-
-def _state(module: Any) -> Any:
-    return fully_shard.state(module)  # type: ignore[attr-defined]
-
-
-def _param_groups(state: Any) -> list[Any]:
-    several = getattr(state, "_fsdp_param_groups", None)
-    if several is not None:
-        return list(several)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # torch before 2.12
+    begin_anew(states_of(root))

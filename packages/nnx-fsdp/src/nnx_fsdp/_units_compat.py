@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch._C._functorch import TransformType, get_interpreter_stack
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
-__all__ = ["GatheredWeight", "HeldParameter", "Unit", "is_in_transform", "storage_users", "units_of"]
+from nnx._fsdp_compat import param_groups, states_of
+
+__all__ = ["GatheredWeight", "HeldParameter", "Unit", "is_in_transform", "units_of"]
 
 
 class GatheredWeight(nn.Parameter):
@@ -200,20 +200,11 @@ class Unit:
 
 def units_of(root: nn.Module) -> Iterator[Unit]:
     """Everything that FSDP2 gathers of a module."""
-    for module in root.modules():
-        if issubclass(type(module), FSDPModule):
-            state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
-            several = getattr(state, "_fsdp_param_groups", None)
-            groups = several if several is not None else [state._fsdp_param_group]
-            yield from (Unit(group) for group in groups if group is not None)
+    for state in states_of(root):
+        yield from map(Unit, param_groups(state))
 
 
 def is_in_transform() -> bool:
     """Whether a transform of ``torch.func`` differentiates what is computed now; it lets nobody gather."""
     stack = get_interpreter_stack()
     return bool(stack) and any(one.key() in (TransformType.Grad, TransformType.Jvp) for one in stack)
-
-
-def storage_users(tensor: Tensor) -> int:
-    """How many tensors and others hold the storage of a tensor."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

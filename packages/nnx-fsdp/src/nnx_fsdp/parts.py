@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from nnx._torch_compat import storage_users
 from nnx.errors import UnsupportedError
 from nnx.layout import shard_of
 from nnx.tensor_functions import is_elementwise_in_place
 from nnx.watch import refuse_unequal_gradient
 from nnx.whole import Guard, Part, Seen, Source, guard, local_mode
-from nnx_fsdp._units_compat import HeldParameter, storage_users
+from nnx_fsdp._units_compat import HeldParameter
 
 __all__ = ["ParameterPart", "ShardedPart", "gather"]
 

@@ -22,7 +22,16 @@ from torch.distributed.tensor import DTensor, Partial
 
 from nnx.errors import UnsupportedError
 from nnx.used import CollectiveOrder, used_anywhere
-from nnx.whole import attributes_of, guard, guarded_mode, local_mode, show_plain, show_whole, unguard
+from nnx.whole import (
+    KeptWholes,
+    attributes_of,
+    guard,
+    guarded_mode,
+    local_mode,
+    show_plain,
+    show_whole,
+    unguard,
+)
 from nnx_fsdp._units_compat import Unit, is_in_transform, units_of
 from nnx_fsdp.parts import ParameterPart, ShardedPart, gather
 
@@ -52,7 +61,7 @@ class Weights:
         self._watch_data = watch_data
         self._in_step = self._in_backward = False
         self._leaves: list[tuple[ParameterPart, Tensor]] = []
-        self._kept: list[ShardedPart] = []
+        self._kept: KeptWholes[ShardedPart] = KeptWholes()
         self._assigned: list[ShardedPart] = []
         self._units = list(units_of(module))
         self._parts: dict[nn.Parameter, ParameterPart] = {}
@@ -114,21 +123,15 @@ class Weights:
 
     def keep(self, part: ShardedPart) -> None:
         """Keep the last whole, and those that somebody has views of, until the next step."""
-        viewed = [kept for kept in self._kept if kept is not part and kept.is_viewed]
-        for kept in self._kept:
-            if kept is not part and kept not in viewed:
-                kept.forget()
-        self._kept = [*viewed, part]
+        self._kept.keep(part)
 
     def is_last(self, part: ShardedPart) -> bool:
         """Whether a part was the last one to be gathered; who holds views may differ from rank to rank."""
-        return bool(self._kept) and self._kept[-1] is part
+        return self._kept.is_last(part)
 
     def flush(self) -> None:
         """Write back what was changed in wholes, and free them."""
-        kept, self._kept = self._kept, []
-        for part in kept:
-            part.forget()
+        self._kept.flush()
         self._assigned = [part for part in self._assigned if part.keeps_source()]
 
     def add_assigned(self, part: ShardedPart) -> None:

@@ -7,15 +7,17 @@ allows. It also has no public way to learn that a unit is about to be gathered f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
+
+from nnx._fsdp_compat import begin_anew, param_groups, state_of, states_of
 
 __all__ = [
     "Gathered",
@@ -180,7 +182,7 @@ class Gathered:
 
 def gathered_together(module: FSDPModule) -> list[Gathered]:
     """What FSDP2 gathers for one module; nothing where it has no parameters of its own."""
-    return [Gathered(module, group) for group in _groups(_state(module))]
+    return [Gathered(module, group) for group in param_groups(state_of(module))]
 
 
 def when_backward_has_ended(then: Callable[[], None]) -> None:
@@ -192,47 +194,19 @@ def is_under_way(root: nn.Module) -> bool:
     """Whether a forward or a backward has begun and not ended; between steps: an error kept it from that."""
     return any(
         state._state_ctx.post_backward_final_callback_queued or state._state_ctx.iter_forward_root is not None
-        for state in map(_state, _units(root))
+        for state in states_of(root)
     )
 
 
 def recover(root: nn.Module) -> None:
     """After an error in a step: let every unit begin anew, with its part of the weights only."""
-    for unit in _units(root):
-        state = _state(unit)
-        if state._is_root and hasattr(state, "_reset_iter_state"):
-            state._reset_iter_state()
-    for unit in _units(root):
-        state = _state(unit)  # the rest is for torch before it had the above
-        state._state_ctx.iter_forward_root = None
-        state._state_ctx.post_backward_final_callback_queued = False
-        state._comm_ctx.post_forward_order.clear()
-        idle = type(state._training_state).IDLE
-        state._training_state = idle
-        for group in _groups(state):
-            group._training_state = idle
-            group._all_gather_result = None
-            group._post_forward_indices.clear()
-            group._to_sharded()
+    begin_anew(states_of(root))
+    for state in states_of(root):
+        for group in param_groups(state):
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
-
-
-def _units(root: nn.Module) -> Iterator[FSDPModule]:
-    return (cast(FSDPModule, module) for module in root.modules() if issubclass(type(module), FSDPModule))
-
-
-def _state(module: Any) -> Any:
-    return fully_shard.state(module)  # type: ignore[attr-defined]
-
-
-def _groups(state: Any) -> list[Any]:
-    several = getattr(state, "_fsdp_param_groups", None)
-    if several is not None:
-        return list(several)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # torch before 2.12
 
 
 class WaitingDTensor(DTensor):

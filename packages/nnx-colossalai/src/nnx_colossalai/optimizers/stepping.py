@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nnx.errors import NnxError
 from nnx.options import check_choice
+from nnx.whole_matrix import take_closure
 from nnx_colossalai.chunks.chunk import Chunk, guard, unguard
 from nnx_colossalai.optimizers._torch_compat import has_hooks_that_see_the_result, shadow_of, without_guards
 from nnx_colossalai.optimizers.kernels import (
@@ -117,7 +118,7 @@ class Stepper:
         """
         if not steps_each_parameter(step):
             return self._step_unknown(optimizer, step, *args, **kwargs)
-        closure, args, kwargs = _take_closure(args, kwargs)
+        closure, args, kwargs = take_closure(args, kwargs)
         touched: list[Chunk] = []
 
         def closure_then_take_over() -> Any:
@@ -139,7 +140,7 @@ class Stepper:
         self.finish()
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         chunks = [chunk for chunk in self.chunks if not own.isdisjoint(chunk.masters.values())]
-        closure, args, kwargs = _take_closure(args, kwargs)
+        closure, args, kwargs = take_closure(args, kwargs)
         if closure is not None:
             args = (self._at_new_weights(closure, chunks), *args)
         self._show_masters()
@@ -260,15 +261,6 @@ class Stepper:
 
 Part = list[tuple[dict[str, Any], list[nn.Parameter]]]
 """Param groups, each with those of its parameters that are in one chunk and have a gradient."""
-
-
-def _take_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[[], Any] | None, tuple[Any, ...], dict[str, Any]]:
-    """Split the closure, the first argument of every step of torch's, from the rest."""
-    if args:
-        return args[0], args[1:], kwargs
-    return kwargs.get("closure"), (), {key: value for key, value in kwargs.items() if key != "closure"}
 
 
 @contextmanager
