@@ -136,9 +136,16 @@ class Judge:
         torch.set_num_threads(1)
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + (4 << 30),) * 2)
+        errors = os.open(self._place / "stderr", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        os.dup2(errors, 2)
         with contextlib.suppress(EOFError):
             while True:
-                line.send(self._judged(line.recv()))
+                verdict = self._judged(line.recv())
+                if b"Traceback" in os.pread(errors, 1 << 20, 0):
+                    verdict = Verdict("wrong", "a traceback is printed")
+                os.ftruncate(errors, 0)
+                os.lseek(errors, 0, os.SEEK_SET)
+                line.send(verdict)
 
     def _judged(self, case: Case) -> Verdict:
         sample = self._samples[case.sample % len(self._samples)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import resource
 import struct
 import zipfile
 from collections.abc import Callable
@@ -174,6 +175,33 @@ def test_objects_that_were_pickled_are_bounded_too(tmp_path: Path) -> None:
     replace(path, "objects.bin", (tmp_path / "laughs").read_bytes())
     with pytest.raises(CheckpointError, match="nests more than"):
         _ = nnx.checkpoint.open_checkpoint(path).objects
+
+
+@pytest.mark.parametrize("made", [b"]", b"}", b"N", b"(", b"]\x85", b"]]\x86"])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_that_makes_an_object_of_each_byte_is_refused(
+    tmp_path: Path, made: bytes, zipped: bool
+) -> None:
+    path = tmp_path / "swollen.ckpt"
+    raw = b"\x80\x02" + made * (2_000_000 // len(made))
+    if zipped:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("archive/data.pkl", raw + b".")
+            archive.writestr("archive/version", "3")
+    else:
+        beginning = (torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION, {})
+        path.write_bytes(b"".join(pickle.dumps(value, 2) for value in beginning) + raw + b".")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match="makes so many objects"):
+        nnx.checkpoint.open_checkpoint(path)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+    assert grown < 4 * path.stat().st_size + (64 << 20)
+
+
+def test_a_large_pickle_of_plain_data_is_not_refused(tmp_path: Path) -> None:
+    history = [{"step": step, "loss": [step / 2, f"step {step}"]} for step in range(20_000)]
+    torch.save({"state_dict": {"w": torch.ones(2)}, "history": history}, tmp_path / "large.ckpt")
+    assert nnx.checkpoint.open_checkpoint(tmp_path / "large.ckpt").objects["trainer"]["history"] == history
 
 
 def test_a_tensor_of_terabytes_in_a_kilobyte_is_refused_and_a_small_expanded_one_is_not(

@@ -5,7 +5,10 @@ Nothing else in `nnx.checkpoint` uses a private name; the tests of what uses eac
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -92,9 +95,20 @@ def load_structure(path: Path) -> tuple[Any, dict[str, int]]:
         What was saved, and where the data of each record begins that holds a storage.
     """
     reader, load = _Reader(path), cast("Any", torch.serialization._load)
-    with FakeTensorMode():
+    with FakeTensorMode(), _no_tracebacks():
         loaded = load(reader, "cpu", torch._weights_only_unpickler)
     return loaded, reader.places
+
+
+@contextmanager
+def _no_tracebacks() -> Iterator[None]:
+    """Keep torch from printing the traceback of what it raises next (`FakeTensorMode`, torch 2.11 to 2.13)."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def position_in_file(tensor: Tensor) -> int:

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from nnx.checkpoint.codec import decode
 from nnx.checkpoint.fetch import Fetcher, Wanted
-from nnx.checkpoint.foreign.restoring import refuse_endless
+from nnx.checkpoint.foreign.restoring import refuse_endless, refuse_swollen
 from nnx.checkpoint.index import Index, TensorEntry
 from nnx.checkpoint.manifest import Manifest, load_json
 from nnx.checkpoint.opened import Checkpoint
@@ -119,12 +119,14 @@ class _Opaque:
 
     def __call__(self, place: str) -> Any:
         if self._objects is None:
-            raw = self._source.read_file(self._name)
+            raw, source = self._source.read_file(self._name), str(self._source.directory / self._name)
+            if self._weights_only:
+                refuse_swollen(io.BytesIO(raw), nbytes=len(raw), source=source)
             try:
                 loaded = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=self._weights_only)
             except Exception as error:  # whatever the pickle makes it raise
                 raise self._refusal(place, error) from error
-            refuse_endless(loaded, nbytes=len(raw), source=str(self._source.directory / self._name))
+            refuse_endless(loaded, nbytes=len(raw), source=source)
             self._objects = loaded
         assert self._objects is not None
         return self._objects[place]

@@ -25,6 +25,7 @@ from nnx.checkpoint.fetch import Fetcher, PlainFiles, Wanted
 from nnx.checkpoint.files import FileReader, is_file
 from nnx.checkpoint.foreign.dcp_metadata import Item, StoredTensor
 from nnx.checkpoint.foreign.enclosed import require_inside
+from nnx.checkpoint.foreign.restoring import refuse_swollen
 from nnx.checkpoint.foreign.torch_archive import DescribedTensor, TorchArchive, describe_tensor
 from nnx.checkpoint.foreign.torch_file import load_torch_file
 from nnx.checkpoint.index import Piece, TensorEntry
@@ -200,7 +201,11 @@ class Items:
 
     def _unpickle(self, name: str, item: Item, raw: bytes) -> Any:
         try:
+            if self._weights_only:
+                refuse_swollen(io.BytesIO(raw), nbytes=len(raw), source=str(self._directory / item.file))
             return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=self._weights_only)
+        except CheckpointError:
+            raise
         except Exception as error:  # whatever damage or the pickle makes it raise
             reason = str(error).strip().split("\n")[0]
             raise self._unreadable(

@@ -21,6 +21,7 @@ from typing_extensions import override
 from nnx.box import Box
 from nnx.checkpoint._torch_compat import DCP_RECORDS
 from nnx.checkpoint.files import explained
+from nnx.checkpoint.foreign.restoring import refuse_swollen
 from nnx.errors import CheckpointError
 
 __all__ = [
@@ -236,6 +237,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 def _unpickle(path: Path, weights_only: bool) -> _Record:
     with explained("read", path):
         raw = path.read_bytes()
+    if weights_only:
+        refuse_swollen(io.BytesIO(raw), nbytes=len(raw), source=str(path))
     try:
         record: Any = _MetadataUnpickler(raw, weights_only).load()
         if type(record) is not _RECORDS["Metadata"]:

@@ -11,17 +11,36 @@ from __future__ import annotations
 import argparse
 import collections
 import importlib
+import io
 import pathlib
+import pickletools
+import zipfile
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from nnx.errors import CheckpointError
 
-__all__ = ["Inert", "StandIns", "harmless", "refuse_endless"]
+__all__ = ["Inert", "StandIns", "harmless", "refuse_endless", "refuse_swollen"]
 
 _MOST_OBJECTS = 1_000_000
+_SMALL_PICKLE = 1 << 18
+"""Bytes of a pickle that can neither fill the memory nor take long, whatever it does."""
+_MEMORY = {
+    "EMPTY_LIST": 64,
+    "EMPTY_DICT": 72,
+    "EMPTY_SET": 224,
+    "MARK": 136,
+    "BINFLOAT": 32,
+    "BININT": 40,
+    "LONG1": 40,
+    **dict.fromkeys(("TUPLE1", "TUPLE2", "TUPLE3", "TUPLE", "FROZENSET", "REDUCE", "NEWOBJ"), 64),
+    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES"), 56),
+}
+"""Roughly how many bytes an operation of a pickle takes, beside those of what it holds and a place for it."""
+_MARKED = (pickletools.markobject, pickletools.stackslice)
+"""What `pickletools` says an operation takes from the stack if that is everything after the last mark."""
 
 _ATTRIBUTE_DICTS = (
     "lightning.fabric.utilities.data",
@@ -113,6 +132,62 @@ def refuse_endless(tree: Any, *, nbytes: int, source: str) -> None:
                 f"'{source}' nests more than {max(_MOST_OBJECTS, nbytes):,} objects in {nbytes:,} bytes.",
                 remedy="No training program writes that; use another checkpoint.",
             )
+
+
+def refuse_swollen(file: IO[bytes], *, nbytes: int, source: str) -> None:
+    """Refuse a file of ``torch.save`` whose pickle makes far more objects than the file has bytes.
+
+    A pickle makes an empty list, of 64 bytes, with each of its own bytes, and it is unpickled before anybody
+    can look at what it makes. So its operations are counted first, unless it is small.
+
+    Args:
+        file: The file, or what was read of it.
+        nbytes: Its size.
+        source: Its path, for messages.
+
+    Raises:
+        CheckpointError: The objects take more than 48 MB and three times the file, or a million of them wait
+            to be put somewhere.
+    """
+    if nbytes <= _SMALL_PICKLE:
+        return
+    if not zipfile.is_zipfile(file):
+        file.seek(0)
+        for _ in range(5):  # the old format is as many pickles, and the elements of tensors after them
+            _count_operations(file, nbytes, source)
+        return
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            if entry.filename.endswith("/data.pkl") and entry.file_size > _SMALL_PICKLE:
+                _count_operations(io.BytesIO(archive.read(entry)), nbytes, source)
+
+
+def _count_operations(pickled: IO[bytes], nbytes: int, source: str) -> None:
+    """Count what one pickle makes, up to its end or to where it is damaged."""
+    memory, most = 0, 3 * nbytes + (48 << 20)
+    waiting, marks = 0, []
+    try:
+        for operation, argument, _ in pickletools.genops(pickled):
+            memory += 8 + _MEMORY.get(operation.name, 0)
+            if operation.name == "MARK":
+                marks.append(waiting)
+            elif marks and pickletools.markobject in operation.stack_before:
+                waiting = marks.pop()
+                memory -= _MEMORY["MARK"]
+            waiting += len(operation.stack_after) - sum(
+                item not in (pickletools.markobject, pickletools.stackslice)
+                for item in operation.stack_before
+            )
+            if isinstance(argument, (str, bytes)):
+                memory += len(argument)
+            if memory > most or waiting > _MOST_OBJECTS:
+                raise CheckpointError(
+                    f"the pickle in '{source}', a file of {nbytes:,} bytes, makes so many objects that they "
+                    "fill the memory.",
+                    remedy="No training program writes that; use another checkpoint.",
+                )
+    except ValueError:  # who unpickles it says what is wrong
+        return
 
 
 class StandIns:

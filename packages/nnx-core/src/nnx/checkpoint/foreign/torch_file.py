@@ -24,7 +24,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from nnx.box import Box
 from nnx.checkpoint._torch_compat import load_structure, position_in_file
 from nnx.checkpoint.files import is_file, read_exactly
-from nnx.checkpoint.foreign.restoring import Inert, StandIns, harmless, refuse_endless
+from nnx.checkpoint.foreign.restoring import Inert, StandIns, harmless, refuse_endless, refuse_swollen
 from nnx.checkpoint.index import Piece, TensorEntry
 from nnx.errors import CheckpointError
 
@@ -181,6 +181,8 @@ def _refuse_inflated(path: Path) -> None:
 
 
 def _load_safely(path: Path, *, zipped: bool, known: Sequence[Any], inert: Sequence[str]) -> Any:
+    with path.open("rb") as file:
+        refuse_swollen(file, nbytes=path.stat().st_size, source=str(path))
     with safe_globals([*harmless(), *known]):
         named = get_unsafe_globals_in_checkpoint(path) if zipped else []
     stand_ins = StandIns([name for name in named if name.startswith(tuple(inert))])
