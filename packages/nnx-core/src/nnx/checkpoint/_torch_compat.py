@@ -102,7 +102,7 @@ def load_structure(path: Path) -> tuple[Any, dict[str, int]]:
 
 @contextmanager
 def _no_tracebacks() -> Iterator[None]:
-    """Keep torch from printing the traceback of what it raises next (`FakeTensorMode`, torch 2.11 to 2.13)."""
+    """Keep torch from printing a traceback of what it raises next (`FakeTensorMode`, torch 2.11 to 2.13)."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
