@@ -40,7 +40,7 @@ def test_another_value_is_refused(matrix: str) -> None:
 def test_the_tables_name_tests_that_exist() -> None:
     for file, tests in turns.CASES.items():
         source = (ROOT / file).read_text()
-        assert [name for name in tests if f"def {name}(" not in source] == [], file
+        assert [name for name in tests if name != "*" and f"def {name}(" not in source] == [], file
     suites = [path.read_text() for path in ROOT.glob("*/*/tests/**/test_conformance.py")]
     assert [name for name in turns.TURNS if not any(f"class {name}(" in source for source in suites)] == []
 

@@ -116,6 +116,14 @@ CASES: dict[str, dict[str, int]] = {
     "packages/nnx-colossalai/tests/acceptance/test_tier_mixes_traffic.py": {
         "test_bytes_moved_in_a_step_are_those_of_the_formula": 7,
     },
+    "packages/nnx-colossalai/tests/chunks/test_local_engine.py": {"*": 5},
+    "packages/nnx-colossalai/tests/chunks/test_local_gradients.py": {"*": 4},
+    "packages/nnx-colossalai/tests/chunks/test_local_listening.py": {"*": 4},
+    "packages/nnx-colossalai/tests/chunks/test_local_memory.py": {"*": 5},
+    "packages/nnx-colossalai/tests/chunks/test_local_pending.py": {"*": 5},
+    "packages/nnx-colossalai/tests/optimizers/test_stepping.py": {"*": 3},
+    "packages/nnx-colossalai/tests/plan/test_planner.py": {"*": 3},
+    "packages/nnx-colossalai/tests/plan/test_planner_engine.py": {"*": 3},
     "packages/nnx-colossalai/tests/chunks/test_sharded_engine.py": {
         "test_gradients_are_those_of_fsdp2_however_they_come_about": 4,
     },
@@ -149,6 +157,9 @@ CASES: dict[str, dict[str, int]] = {
         "test_the_solver_finds_the_best_of_all_plans": 5,
         "test_least_memory_is_near_the_least_of_all_plans": 2,
     },
+    "packages/nnx-nnscaler/tests/probing/test_convolution_rules.py": {"*": 3},
+    "packages/nnx-nnscaler/tests/probing/test_convolutional_models.py": {"*": 3},
+    "packages/nnx-nnscaler/tests/rules/test_random_plans.py": {"*": 3},
     "packages/nnx-nnscaler/tests/rules/test_rule_table.py": {
         "test_every_strategy_gives_the_results_and_gradients_of_the_whole_operator": 3,
     },
@@ -175,9 +186,11 @@ CASES: dict[str, dict[str, int]] = {
         "test_a_shuffling_run_resumes_exactly_wherever_it_was_interrupted": 5,
     },
 }
-"""By file, the tests of which every so many-th case is tried by default.
+"""By file, the tests of which every so many-th case is tried by default; ``"*"`` is every other of the file.
 
-Of others every third is where they run on worker processes, and every one elsewhere.
+Of tests that are not here every third case is tried where they run on worker processes, and every one
+elsewhere. The tests of a file begin with different cases where there is ``"*"``, so that together they try
+every value of a parameter that they share, such as the tiers of a chunk.
 """
 
 
@@ -190,16 +203,22 @@ def _numbers() -> dict[str, int]:
 
 def mark_what_has_no_turn(items: Sequence[pytest.Item]) -> None:
     """Give the mark to the checks and cases that are not tried by default, by the tables here."""
-    seen: Counter[str] = Counter()
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        test = item.nodeid.partition("[")[0]
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    begun: Counter[str] = Counter()
+    for test, cases in tests.items():
         file, *_, name = test.split("::")
-        turn = TURNS.get(getattr(getattr(item, "cls", None), "__name__", ""))
-        is_tried = turn.has(item.callspec.params["check"]) if turn else True  # type: ignore[attr-defined]
-        usual = 3 if "pool" in getattr(item, "fixturenames", ()) else 1
-        if not is_tried or seen[test] % CASES.get(file, {}).get(name, usual):
-            item.add_marker("full")
-        seen[test] += 1
+        known = CASES.get(file, {})
+        usual = 3 if "pool" in getattr(cases[0], "fixturenames", ()) else 1
+        of = min(known.get(name, known.get("*", usual)), len(cases))
+        first = begun[file] % of if name not in known and "*" in known else 0
+        begun[file] += 1
+        turn = TURNS.get(getattr(getattr(cases[0], "cls", None), "__name__", ""))
+        for place, item in enumerate(cases):
+            is_tried = turn.has(item.callspec.params["check"]) if turn else True  # type: ignore[attr-defined]
+            if not is_tried or place % of != first:
+                item.add_marker("full")
 
 
 def chosen(items: Sequence[pytest.Item], matrix: str) -> list[pytest.Item]:
