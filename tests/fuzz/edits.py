@@ -143,7 +143,7 @@ def apply(edits: tuple[Edit, ...], before: dict[str, bytes]) -> tuple[dict[str, 
     """
     files, special = dict(before), {}
     documents: dict[str, Document | None] = {}
-    for edit in edits:
+    for edit in sorted(edits, key=lambda edit: edit.kind == "laugh"):  # nothing can walk over the tree then
         names = sorted(files)
         if not names:
             break
@@ -158,6 +158,8 @@ def apply(edits: tuple[Edit, ...], before: dict[str, bytes]) -> tuple[dict[str, 
             found = documents[name]
             if found is not None:
                 _edit_tree(found, edit)
+                if edit.kind == "laugh":
+                    break
                 continue
         raw = _dump(documents.pop(name, None), files[name])
         files[name] = _TEXT.get(edit.kind, _flip)(raw, edit)

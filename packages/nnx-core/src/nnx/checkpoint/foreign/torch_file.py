@@ -237,6 +237,11 @@ def _record_stops(path: Path, places: Mapping[str, int]) -> dict[int, int]:
 def _located(value: Any, path: Path, stops: Mapping[int, int]) -> Any:
     if not isinstance(value, Tensor):
         return value
+    if any(stride < 0 for stride in value.stride()):
+        raise CheckpointError(
+            f"'{path}' claims a tensor with strides {value.stride()}.",
+            remedy="torch has no negative ones; use another checkpoint.",
+        )
     nbytes, most = value.numel() * value.dtype.itemsize, 4 * path.stat().st_size + _SMALL
     if nbytes > most:
         raise CheckpointError(
