@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import nnx.checkpoint
 from nnx.box import Box, find_fault
+from nnx.checkpoint.comparing import compare
 from nnx.checkpoint.manifest import MANIFEST, _sign, digest
 from nnx.cli.output import printable
 from nnx.errors import CheckpointError
@@ -126,6 +127,28 @@ def test_optimizers_that_cannot_be_are_malformed(tmp_path: Path, optimizers: Any
     replace(path, "objects.json", json.dumps({"trainer": {}, "optim": optimizers}).encode())
     with pytest.raises(CheckpointError, match="is malformed"):
         nnx.checkpoint.merge(path, tmp_path / "one.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [("ranks", [1]), ("aliases", 7), ("objects", 7), ("objects", ["abc"]), ("ranks", {"x": 1})],
+)
+def test_what_nnx_left_beside_a_safetensors_file_is_checked(tmp_path: Path, part: str, value: Any) -> None:
+    nnx.checkpoint.convert(save(tmp_path / "a.ckpt"), tmp_path / "st", to="safetensors")
+    (left,) = (tmp_path / "st").glob("*state.json")
+    left.write_text(json.dumps({**json.loads(left.read_text()), part: value}))
+    with pytest.raises(CheckpointError, match="malformed data of nnx"):
+        nnx.checkpoint.open_checkpoint(tmp_path / "st")
+
+
+@pytest.mark.parametrize("optimizers", ["adam", [7], [{"groups": [{}], "values": {}}]])
+def test_objects_called_optim_are_compared_whatever_they_are(tmp_path: Path, optimizers: Any) -> None:
+    for name, step in (("a", 1), ("b", 2)):
+        nnx.checkpoint.save(tmp_path / name, tensors={}, objects={"optim": optimizers, "step": step})
+    differences = compare(*(nnx.checkpoint.open_checkpoint(tmp_path / name) for name in "ab"))
+    assert "step" in str(differences) and "adam" not in str(differences)
+    with pytest.raises(CheckpointError, match="malformed"):
+        nnx.checkpoint.convert(tmp_path / "a", tmp_path / "c", to="dcp")
 
 
 def test_shapes_beyond_all_numbers_are_refused(tmp_path: Path) -> None:

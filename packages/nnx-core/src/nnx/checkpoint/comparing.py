@@ -145,8 +145,11 @@ class _Side:
 
     @property
     def optimizers(self) -> list[Any]:
-        """The groups and values of each optimizer."""
-        return list(self.objects.get("optim") or ()) if isinstance(self.objects, dict) else []
+        """The groups and values of each optimizer; nothing if somebody saved another object by that name."""
+        described = self.objects.get("optim") if isinstance(self.objects, dict) else None
+        if isinstance(described, list) and all(_is_optimizer(optimizer) for optimizer in described):
+            return list(described)
+        return []
 
     def take_names(self, other: _Side) -> None:
         """Call parameters that have only numbers here as the other side does."""
@@ -200,6 +203,15 @@ class _Pair:
     name: str
     left: str
     right: str
+
+
+def _is_optimizer(described: Any) -> bool:
+    if not (isinstance(described, Mapping) and isinstance(described.get("values"), Mapping)):
+        return False
+    groups = described.get("groups")
+    return isinstance(groups, list) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups
+    )
 
 
 def _parameters(optimizer: Mapping[str, Any]) -> list[Any]:

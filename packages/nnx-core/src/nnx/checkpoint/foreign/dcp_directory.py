@@ -10,6 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from nnx.canonical import stored_optimizer_states
 from nnx.checkpoint.files import explained
 from nnx.checkpoint.foreign.contents import Contents, ForeignCheckpoint
 from nnx.checkpoint.foreign.dcp_items import Items
@@ -89,7 +90,7 @@ class DcpDirectory(CheckpointFormat):
         """
         refuse_options(self.name, options)
         described = Described(checkpoint)
-        several = len(described.objects.get("optim", ())) > 1
+        several = len(stored_optimizer_states(described) or ()) > 1
         state, beside = state_to_write(
             described,
             model_key="model",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from nnx.canonical import StoredName
@@ -75,26 +76,24 @@ def unpack(text: str, contents: Contents, tensor: Callable[[str], Any], *, sourc
     Raises:
         CheckpointError: It is malformed or newer.
     """
+    decoded = partial(decode, tensor=tensor, opaque=_no_opaque, source=source)
     try:
         body = load_json(text.encode())
         version = body["version"]
-        objects, ranks, aliases = body["objects"], body["ranks"], body["aliases"]
-        opened = {"world_size": int(body["world_size"]), "provenance": dict(body["provenance"])}
+        if version != _VERSION:
+            raise CheckpointError(
+                f"'{source}' holds data of nnx in version {version}; this nnx reads version {_VERSION}.",
+                remedy="Upgrade with `pip install --upgrade nnx-core`.",
+            )
+        contents.objects |= dict(decoded(body["objects"]))
+        contents.rank_objects |= {int(rank): decoded(tree) for rank, tree in dict(body["ranks"]).items()}
+        contents.aliases |= {str(alias): str(name) for alias, name in dict(body["aliases"]).items()}
+        return {"world_size": int(body["world_size"]), "provenance": dict(body["provenance"])}
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"'{source}' holds malformed data of nnx: {type(error).__name__}: {error}.",
             remedy="Restore it from a backup, or use another checkpoint.",
         ) from error
-    if version != _VERSION:
-        raise CheckpointError(
-            f"'{source}' holds data of nnx in version {version}; this nnx reads version {_VERSION}.",
-            remedy="Upgrade with `pip install --upgrade nnx-core`.",
-        )
-    contents.objects |= decode(objects, tensor=tensor, opaque=_no_opaque, source=source)
-    for rank, tree in ranks.items():
-        contents.rank_objects[int(rank)] = decode(tree, tensor=tensor, opaque=_no_opaque, source=source)
-    contents.aliases |= aliases
-    return opened
 
 
 def _no_opaque(place: str) -> Any:
