@@ -163,6 +163,11 @@ def test_optimizers_of_the_whole_model_are_found(kind):
     assert try_optimizer(kind(parameters())).communicates is (kind is Gathering)
 
 
+def test_parameters_without_elements_say_nothing_about_an_optimizer():
+    optimizer = torch.optim.AdamW(parameters((4, 3), (0, 3), (0,)))
+    assert try_optimizer(optimizer, shape_of=lambda p: tuple(p.shape)).dependence == "element"
+
+
 def test_an_optimizer_that_makes_single_precision_tensors_can_be_tried():
     assert dependence(SinglePrecisionInside(parameters((8, 4), (32, 16)))) == "parameter"
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from nnx.backend import Backend, ParallelContext, Sample
 from nnx.errors import UnsupportedError
 from nnx.gradients import Gradient
+from nnx.hidden_state import HiddenStates
 from nnx.layout import Shard
 from nnx.state import ModelState, OptimizerState
 from nnx.whole_matrix import OwnerRanks
@@ -46,6 +47,7 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
         super().__init__(options)
         self._models: dict[nn.Module, ChunkedModel] = {}
         self._owners: dict[Optimizer, ChunkedModel] = {}
+        self._states = HiddenStates()
         self._retrying: Retrying | None = None
         self._device: Device[Any] | None = None
 
@@ -104,6 +106,14 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
         self._owners.update(dict.fromkeys(optimizers, model))
         model.setup_optimizers(optimizers)
         self._owner_ranks.setup(optimizers)
+        parts = model.engine.state_parts(self._refusal)
+        for optimizer in optimizers if parts is not None else ():
+            self._states.hide(optimizer, parts=parts)
+
+    def _refusal(self, optimizer: Optimizer) -> str | None:
+        """Where state is that user code cannot look at; what it looks at must have been stepped."""
+        self._finish()
+        return self._owner_ranks.refusal(optimizer)
 
     def _refuse_what_another_model_has(self, module: nn.Module) -> None:
         """Every chunk is one model's, and so is every optimizer's step."""
@@ -129,6 +139,8 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
         model = self._models.pop(module, None)
         if model is None:
             return {}
+        model.finish()
+        self._states.remove()
         self._owners = {optimizer: owner for optimizer, owner in self._owners.items() if owner is not model}
         return model.undo()
 
@@ -199,9 +211,10 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
         if not args and kwargs.get("closure") is None:
             # A forward since the last backward has left working weights, which hooks of the step would see.
             owner.engine.end_step()
-        args = tuple(owner.engine.for_user(argument) for argument in args)
-        kwargs = {name: owner.engine.for_user(argument) for name, argument in kwargs.items()}
-        with owner.engine.stepping():
+        for_user = partial(self._states.for_user, optimizer)
+        args = tuple(owner.engine.for_user(for_user(argument)) for argument in args)
+        kwargs = {name: owner.engine.for_user(for_user(argument)) for name, argument in kwargs.items()}
+        with owner.engine.stepping(), self._states.shown(optimizer):
             if self._owner_ranks.serves(optimizer):
                 step = partial(self._owner_ranks.step, optimizer, step)
             return owner.stepper.step(optimizer, step, *args, **kwargs)
@@ -230,12 +243,14 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
         """Handles on the optimizer's state, once all that is pending is over."""
         self._finish()
-        return self._owner_ranks.describe(module, optimizer)
+        with self._states.shown(optimizer):
+            return self._owner_ranks.describe(module, optimizer)
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
         """Restore an optimizer, once all that is pending is over."""
         self._finish()
-        self._owner_ranks.load(self, module, optimizer, saved)
+        with self._states.shown(optimizer):
+            self._owner_ranks.load(self, module, optimizer, saved)
 
     def finish_load(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Make working weights of the masters that were loaded."""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from nnx.backend import ParallelContext, Sample
+from nnx.hidden_state import held_state
 from nnx.layer_classes import as_classes
 from nnx.state import repoint_optimizer
 from nnx_colossalai.chunks.chunk import ChunkEngine
@@ -183,9 +184,10 @@ def move_states(optimizer: Optimizer) -> None:
     Args:
         optimizer: Holds the present parameters; its state was made for the former ones.
     """
+    held = held_state(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
+            state = held.get(parameter, {})
             for name, value in state.items():
                 if isinstance(value, Tensor):
                     state[name] = _beside(value, parameter, group)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import types
 import warnings
 from collections import defaultdict
@@ -249,8 +250,9 @@ class _Subject:
         """One tensor for each shape of a group's, at most as many as it has parameters of its own."""
         shapes: dict[tuple[Shape, bool], None] = {}
         for parameter in parameters:
-            if parameter.numel() or shape_of is not _own_shape:
-                shapes[_clipped(tuple(shape_of(parameter))), parameter.is_complex()] = None
+            shape = tuple(shape_of(parameter))
+            if math.prod(shape):
+                shapes[_clipped(shape), parameter.is_complex()] = None
         wanted = [*_spread([*shapes]), *((shape, False) for shape in extra)]
         own = self._optimizer.param_groups[index]["params"]
         for number, (shape, is_complex) in enumerate(wanted):

@@ -117,6 +117,7 @@ class OwnerRanks:
             }
         _choose_owners(list(routes.values()), to_rank_0=trial.dependence == "model")
         owned = _Owned(trial, _membership(optimizer), routes)
+        owned.has_state = any(has for of_rank in held for _, has in of_rank)
         self._take_over_state(optimizer, owned)
         return owned
 
@@ -152,6 +153,13 @@ class OwnerRanks:
             owned = self._owned[optimizer] = self._plan(optimizer)
         return owned if owned.routes else None
 
+    def refusal(self, optimizer: Optimizer) -> str | None:
+        """Why user code cannot look at an optimizer's state: it is whole, and only where it is stepped."""
+        owned = self._owned.get(optimizer)
+        if owned is None or not (owned.routes and owned.has_state):
+            return None
+        return "each rank has that of the parameters that it owns"
+
     def serves(self, optimizer: Optimizer) -> bool:
         """Whether owners step some of its parameters. Collective if its groups were changed."""
         return self._current(optimizer) is not None
@@ -166,6 +174,7 @@ class OwnerRanks:
         owned = self._current(optimizer)
         if owned is None:
             return step(*args, **kwargs)
+        owned.has_state = True
         closure, args, kwargs = take_closure(args, kwargs)
         if owned.trial.dependence == "model":
             return _Led(self, optimizer, owned, closure).step(step, args, kwargs)
@@ -305,6 +314,7 @@ class OwnerRanks:
         if owned is None or not owned.routes:
             fill_optimizer(backend, module, optimizer, saved)
             return
+        owned.has_state = True
         names = parameter_names(module)
         rank = dist.get_rank()
         others = {names[parameter] for parameter, route in owned.routes.items() if route.owner != rank}
@@ -378,12 +388,14 @@ class _Owned:
         membership: Its groups' parameters when that was found out.
         routes: The parameters that owners step.
         places: Of this rank's own parameters, the complete ones that take their places in a step.
+        has_state: Whether owners have state, by a step, by resuming, or from before.
     """
 
     trial: Trial
     membership: tuple[tuple[int, ...], ...]
     routes: dict[nn.Parameter, _Route] = field(default_factory=dict)
     places: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    has_state: bool = False
 
 
 def _tell(optimizer: Optimizer, owned: _Owned) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._C._functorch import TransformType, get_interpreter_stack
 
 from nnx._fsdp_compat import param_groups, states_of
+from nnx.watch import refuse_unequal_gradient
 
 __all__ = ["GatheredWeight", "HeldParameter", "Unit", "is_in_transform", "units_of"]
 
@@ -41,8 +42,20 @@ class GatheredWeight(nn.Parameter):
             part.may_be_written = True
             _DATA.__get__(self).copy_(data)
 
+    @property
+    def grad(self) -> Tensor | None:
+        """As of any tensor; one that user code gives it must be the same on all ranks."""
+        return cast("Tensor | None", _GRAD.__get__(self))
 
-_DATA = cast(Any, Tensor.data)
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        part = vars(self).get("_part")
+        if part is not None and gradient is not None and _GRAD.__get__(self) is None:
+            refuse_unequal_gradient(gradient, part.name)
+        _GRAD.__set__(self, gradient)
+
+
+_DATA, _GRAD = cast(Any, Tensor.data), cast(Any, Tensor.grad)
 
 
 class HeldParameter:

@@ -29,6 +29,7 @@ from nnx.backend import Backend, ParallelContext, Sample
 from nnx.errors import OptionError, UnsupportedError
 from nnx.forwarding import forward_as
 from nnx.gradients import Gradient, refuse_sparse_layers
+from nnx.hidden_state import HiddenStates, StateParts
 from nnx.layer_classes import as_classes
 from nnx.materialize import broadcast_module, lay_in_order, materialize, move_to, with_strides
 from nnx.state import ModelState, OptimizerState
@@ -37,7 +38,7 @@ from nnx.whole_matrix import OwnerRanks
 from nnx_fsdp._torch_compat import can_be_sharded, name_as_before, recover, remove_fully_shard
 from nnx_fsdp.agreement import REMEDY, StepAgreement
 from nnx_fsdp.mesh import mesh_of
-from nnx_fsdp.optimizer_state import StateAfterwards, shard_state
+from nnx_fsdp.optimizer_state import PartsOfState, StateAfterwards, shard_state
 from nnx_fsdp.options import FSDPOptions
 from nnx_fsdp.replicate import ReplicatedParameters, unshardable
 from nnx_fsdp.steps import PartsOfRoot
@@ -91,6 +92,7 @@ class FSDPBackend(Backend[FSDPOptions]):
         self._layouts: dict[nn.Module, _Layout] = {}
         self._unfinished = _Layout()  # of units that were wrapped before their root is known
         self._mesh: DeviceMesh | None = None
+        self._states = HiddenStates()
         self._order: CollectiveOrder | None = None
 
     # --- set up -------------------------------------------------------------------------------
@@ -154,6 +156,8 @@ class FSDPBackend(Backend[FSDPOptions]):
         for optimizer in optimizers:
             shard_state(optimizer)
         self._owner_ranks.setup(optimizers)
+        for optimizer in optimizers:
+            self._states.hide(optimizer, parts=self.state_parts(self._owner_ranks.refusal))
 
     def _refuse_split_ties(self, root: nn.Module) -> None:
         """A unit took a parameter away that a module outside of it still holds."""
@@ -279,6 +283,7 @@ class FSDPBackend(Backend[FSDPOptions]):
         layout = self._layouts.pop(module, self._unfinished)
         self._unfinished = _Layout()
         self._reshard(module)
+        self._states.remove()
         if layout.weights is not None:
             layout.weights.release()
         replaced = layout.plain
@@ -413,11 +418,22 @@ class FSDPBackend(Backend[FSDPOptions]):
             argument = weights.for_user(argument)
         return argument
 
+    def state_parts(self, refusal: Callable[[Optimizer], str | None]) -> StateParts:
+        """How optimizers' state looks whole to user code.
+
+        Args:
+            refusal: As of `nnx.hidden_state.StateParts`.
+        """
+        return PartsOfState(self._all_weights, refusal)
+
+    def _for_user(self, optimizer: Optimizer, argument: Any) -> Any:
+        return self.for_user(self._states.for_user(optimizer, argument))
+
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the step, on owner ranks if it needs whole parameters; gathered old weights are freed."""
-        args = tuple(self.for_user(argument) for argument in args)
-        kwargs = {name: self.for_user(argument) for name, argument in kwargs.items()}
-        with self.stepping():
+        args = tuple(self._for_user(optimizer, argument) for argument in args)
+        kwargs = {name: self._for_user(optimizer, argument) for name, argument in kwargs.items()}
+        with self.stepping(), self._states.shown(optimizer):
             result = self._owner_ranks.step(optimizer, step, *args, **kwargs)
         for module in self._layouts:  # a forward that no backward followed left its units gathered
             self._reshard(module)
@@ -437,12 +453,12 @@ class FSDPBackend(Backend[FSDPOptions]):
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
         """Handles on the shards, and on what owner ranks hold whole."""
-        with self.stepping():
+        with self.stepping(), self._states.shown(optimizer):
             return self._owner_ranks.describe(module, optimizer)
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
         """Restore the shards that this rank holds, and what it owns."""
-        with self.stepping():
+        with self.stepping(), self._states.shown(optimizer):
             self._owner_ranks.load(self, module, optimizer, saved)
 
 

@@ -1,17 +1,53 @@
-"""The state of optimizers that come to a run with complete state, or go on after it with a part."""
+"""The state of optimizers: what user code sees of it while it is sharded, and where it comes from or goes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nnx.layout import shard_of
+from nnx.whole import local_mode
+from nnx_fsdp.parts import ParameterPart, ShardedPart
+from nnx_fsdp.weights import Weights
 
-__all__ = ["StateAfterwards", "shard_state"]
+__all__ = ["PartsOfState", "StateAfterwards", "shard_state"]
+
+
+class PartsOfState:
+    """How sharded state looks whole to user code; `nnx.hidden_state.StateParts`.
+
+    Args:
+        weights: Those of every module that is laid out.
+        refusal: As of `StateParts`.
+    """
+
+    def __init__(
+        self, weights: Callable[[], Iterable[Weights]], refusal: Callable[[Optimizer], str | None]
+    ) -> None:
+        self._weights = weights
+        self.refusal = refusal
+
+    def part(self, value: Tensor, parameter: nn.Parameter, name: str) -> ShardedPart | None:
+        """A DTensor is a part."""
+        keeper = next((weights for weights in self._weights() if weights.knows(parameter)), None)
+        if keeper is None or not isinstance(value, DTensor):
+            return None
+        return ShardedPart(value, keeper, f"'{name}' in the optimizer's state")
+
+    def key(self, parameter: Any) -> Any:
+        """The sharded parameter, also of the gathered one and of the user's own object."""
+        part = vars(parameter).get("_part") if isinstance(parameter, Tensor) else None
+        return part.tensor if isinstance(part, ParameterPart) else parameter
+
+    def own(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
+        """The shard of a complete tensor of a sharded parameter's shape."""
+        with local_mode():
+            return _shard(value, parameter)
 
 
 class StateAfterwards:
@@ -25,7 +61,7 @@ class StateAfterwards:
         gather: Makes a complete tensor of a sharded one.
     """
 
-    def __init__(self, optimizer: Optimizer, gather: Callable[[Any], torch.Tensor]) -> None:
+    def __init__(self, optimizer: Optimizer, gather: Callable[[Any], Tensor]) -> None:
         self._gather = gather
         self._is_done = False  # torch does not let a hook remove itself
         optimizer.register_step_pre_hook(self._before_step)
@@ -44,17 +80,22 @@ class StateAfterwards:
         self._is_done = True
 
 
-@torch.no_grad()
 def shard_state(optimizer: Optimizer) -> None:
     """Keep this rank's part of state that is complete while its parameters are sharded."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if not isinstance(parameter, DTensor):
-                continue
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
-                is_complete = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-                if is_complete and value.shape == parameter.shape and value.ndim:
-                    part = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
-                    shard_of(part).fill_from(value.to(parameter.device))
-                    state[name] = part
+                if isinstance(value, Tensor):
+                    state[name] = _shard(value, parameter)
+
+
+@torch.no_grad()
+def _shard(value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """The shard of a complete tensor that is like a sharded parameter; any other tensor as it is."""
+    is_complete = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
+    if not is_complete or value.shape != parameter.shape or not value.ndim:
+        return value
+    part = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
+    shard_of(part).fill_from(value.to(parameter.device))
+    return part

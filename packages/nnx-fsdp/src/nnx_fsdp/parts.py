@@ -21,7 +21,7 @@ from nnx.errors import UnsupportedError
 from nnx.layout import shard_of
 from nnx.tensor_functions import is_elementwise_in_place
 from nnx.watch import refuse_unequal_gradient
-from nnx.whole import Guard, Part, Seen, Source, guard, local_mode
+from nnx.whole import Guard, Part, Seen, Source, guard, local_mode, unguard
 from nnx_fsdp._units_compat import HeldParameter
 
 __all__ = ["ParameterPart", "ShardedPart", "gather"]
@@ -318,6 +318,8 @@ class ParameterPart(ShardedPart):
         """When FSDP2 is off the module: hold no memory, whoever refers to this."""
         self._value = self._leaf = self._source = None
         self._aliases = []
+        with local_mode():
+            unguard(self.tensor.grad)  # held by C++, where the collector sees no circle through its guard
         self.held.release()
         self.tensor = self.plain
 

@@ -85,6 +85,10 @@ class Weights:
         guard(sharded, part)
         guard(part.plain, part)
 
+    def knows(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is one of these."""
+        return parameter in self._parts
+
     def replace(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Other objects have taken the place of sharded parameters."""
         for old, new in replaced.items():

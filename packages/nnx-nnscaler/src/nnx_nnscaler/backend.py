@@ -19,6 +19,7 @@ from nnx import random_state
 from nnx.backend import Backend, ParallelContext, Sample
 from nnx.errors import OptionError, UnsupportedError
 from nnx.gradients import Gradient
+from nnx.hidden_state import HiddenStates
 from nnx.layout import Shard, shard_of
 from nnx.state import ModelState, OptimizerState
 from nnx.used import CollectiveOrder
@@ -28,6 +29,7 @@ from nnx_nnscaler.axes import Axes, make_axes
 from nnx_nnscaler.optimizers import Masters
 from nnx_nnscaler.options import NnScalerOptions
 from nnx_nnscaler.parallel_module import LaidOut
+from nnx_nnscaler.runtime.part import Part
 from nnx_nnscaler.runtime.storage import Parameters
 from nnx_nnscaler.statistics import StatisticsOverUnits
 
@@ -55,6 +57,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         self._laid_out: dict[nn.Module, LaidOut] = {}
         self._statistics: dict[nn.Module, StatisticsOverUnits] = {}
         self._masters = Masters(())
+        self._states = HiddenStates()
         self._random_state_may_differ = False
         self.axes: Axes
         self._order: CollectiveOrder
@@ -120,6 +123,8 @@ class NnScalerBackend(Backend[NnScalerOptions]):
             )
         with local_mode():
             self._owner_ranks.setup(optimizers)
+        for optimizer in optimizers:
+            self._states.hide(optimizer, parts=_PartsOfState(self._parameters_with, self._owner_ranks))
         if self.options.fp32_masters:
             groups = [group for optimizer in optimizers for group in optimizer.param_groups]
             with local_mode():
@@ -128,6 +133,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """Gather what is stored in parts, and give the module its own forward back."""
         laid_out = self._laid_out.pop(module, None)
+        self._states.remove()
         if laid_out is not None:
             self._order.forget()  # all ranks gather everything now
             self._statistics.pop(module).undo()
@@ -194,11 +200,12 @@ class NnScalerBackend(Backend[NnScalerOptions]):
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Step on the parts that this rank holds; a closure sees the module as everyone else does."""
-        args = tuple(self._for_user(arg) for arg in args)
-        kwargs = {name: self._for_user(value) for name, value in kwargs.items()}
+        args = tuple(self._for_user(self._states.for_user(optimizer, arg)) for arg in args)
+        kwargs = {name: self._for_user(self._states.for_user(optimizer, arg)) for name, arg in kwargs.items()}
         with ExitStack() as stack:
             for laid_out in self._laid_out.values():
                 stack.enter_context(laid_out.parameters.stepping())
+            stack.enter_context(self._states.shown(optimizer))
             stack.enter_context(self._masters.lent(optimizer))
             return self._owner_ranks.step(optimizer, step, *args, **kwargs)
 
@@ -255,7 +262,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
         """Handles on the parts of the optimizer's state, and on what owner ranks hold whole."""
-        with local_mode():
+        with local_mode(), self._states.shown(optimizer):
             return self._owner_ranks.describe(module, optimizer)
 
     def new_optimizer_state(
@@ -275,7 +282,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
         """Restore the parts that this rank holds, and what it owns."""
-        with local_mode():
+        with local_mode(), self._states.shown(optimizer):
             self._owner_ranks.load(self, module, optimizer, saved)
 
     def finish_load(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -283,3 +290,27 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         with local_mode():
             self._masters.publish()
         self._random_state_may_differ = True
+
+
+class _PartsOfState:
+    """How an optimizer's state looks whole to user code; `nnx.hidden_state.StateParts`."""
+
+    def __init__(
+        self, parameters_with: Callable[[Tensor], Parameters | None], owner_ranks: OwnerRanks
+    ) -> None:
+        self._parameters_with = parameters_with
+        self.refusal = owner_ranks.refusal
+
+    def part(self, value: Tensor, parameter: nn.Parameter, name: str) -> Part | None:
+        parameters = self._parameters_with(parameter)
+        return None if parameters is None else parameters.state_part(value, parameter, name)
+
+    def own(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
+        parameters = self._parameters_with(parameter)
+        if parameters is None or not value.ndim or parameters.is_whole(parameter):
+            return value
+        layout = parameters.layout(parameter)
+        return layout.local_part(value).clone() if tuple(value.shape) == layout.shape else value
+
+    def key(self, parameter: Any) -> Any:
+        return parameter

@@ -18,9 +18,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from nnx.backend import ParallelContext
+from nnx.hidden_state import StateParts
 from nnx.layout import Shard
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.plan.spec import Tier
@@ -143,6 +145,14 @@ class ChunkEngine(ABC):
     def stepping(self) -> AbstractContextManager[Any]:
         """Around what works on this rank's part of masters, such as an optimizer's step."""
         return nullcontext()
+
+    def state_parts(self, refusal: Callable[[Optimizer], str | None]) -> StateParts | None:
+        """How optimizers' state is shown whole to user code; None if this rank has all of it.
+
+        Args:
+            refusal: As of `nnx.hidden_state.StateParts`.
+        """
+        return None
 
     def for_user(self, argument: Any) -> Any:
         """Within `stepping`: an argument of an optimizer's step, whose closure is the user's code again."""

@@ -21,11 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from nnx.backend import ParallelContext
 from nnx.collective import all_gather_object, control_group, together
+from nnx.hidden_state import StateParts
 from nnx.layout import Shard, shard_of
 from nnx.whole import is_guarded, show_plain, show_whole
 from nnx_colossalai.chunks._torch_compat import (
@@ -205,6 +207,10 @@ class ShardedEngine(ChunkEngine):
     @override
     def stepping(self) -> AbstractContextManager[Any]:
         return self._units.stepping()
+
+    @override
+    def state_parts(self, refusal: Callable[[Optimizer], str | None]) -> StateParts:
+        return self._units.state_parts(refusal)
 
     @override
     def for_user(self, argument: Any) -> Any:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from nnx.errors import NnxError
+from nnx.hidden_state import held_state
 from nnx.options import check_choice
 from nnx.whole_matrix import take_closure
 from nnx_colossalai.chunks.chunk import Chunk, guard, unguard
@@ -382,14 +383,14 @@ def take_share(
         optimizer: Whose state and settings are used.
         groups: Param groups, each with those of its parameters that are the chunk's and have a gradient.
     """
-    share = Share(chunk)
+    share, held = Share(chunk), held_state(optimizer)
     for group, parameters in groups:
         aliases = []
         for parameter in parameters:
             alias = local_part(parameter)
             alias.grad = local_part(parameter.grad)  # type: ignore[arg-type] # those with a gradient only
             share.owners[alias] = parameter
-            share.state[alias] = _local_state(optimizer.state.get(parameter, {}))
+            share.state[alias] = _local_state(held.get(parameter, {}))
             aliases.append(alias)
         share.groups.append({**_copied(group), "params": aliases})
     return share
@@ -406,11 +407,12 @@ def _local_state(state: dict[str, Any]) -> dict[str, Any]:
 
 def give_back_state(share: Share, optimizer: Optimizer) -> None:
     """Give the optimizer what a step has added to its state; existing tensors were changed in place."""
+    held = held_state(optimizer)
     for alias, parameter in share.owners.items():
         stepped = share.state[alias]
         if not stepped:
             continue
-        own = optimizer.state[parameter]
+        own = held[parameter]
         for key, value in stepped.items():
             if key not in own or _is_another(own[key], value):
                 own[key] = _like(parameter, alias, value)

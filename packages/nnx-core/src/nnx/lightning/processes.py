@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -307,6 +308,8 @@ def leave_process_group_at_exit() -> None:
     """Let this process leave its group before the interpreter is taken down.
 
     A thread of the group that wants the interpreter after that is ended by force, and the process aborts.
+    Torch keeps some groups that it has left, of meshes for example, so their threads get a moment to let
+    the tensors of their last collective go.
     """
     atexit.register(_leave_process_group)
 
@@ -314,3 +317,4 @@ def leave_process_group_at_exit() -> None:
 def _leave_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+        time.sleep(0.05)

@@ -226,14 +226,23 @@ class Part(guards.Part):
 
     def gradient(self, gradient: Tensor) -> Part:
         """What is known of this parameter's gradient."""
-        source = LocalPart(gradient) if self.gradients is None else self.gradients.source_of(gradient)
+        return self._beside(gradient, f"the gradient of {self._name}")
+
+    def state(self, value: Tensor, name: str) -> Part | None:
+        """What is known of a tensor in the optimizer's state; None if it is not cut like the parameter."""
+        if self.layout.is_whole or tuple(value.shape) != self.layout.local_shape:
+            return None
+        return self._beside(value, f"'{name}' of {self._name} in the optimizer's state")
+
+    def _beside(self, tensor: Tensor, name: str) -> Part:
+        """What is known of a tensor that is stored as this one is."""
         return Part(
-            gradient,
+            tensor,
             self.layout,
             unit=self._unit,
-            source=source,
+            source=LocalPart(tensor) if self.gradients is None else self.gradients.source_of(tensor),
             in_use=self._in_use,
-            name=f"the gradient of {self._name}",
+            name=name,
             order=self._order,
         )
 

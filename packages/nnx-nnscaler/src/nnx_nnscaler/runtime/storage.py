@@ -246,6 +246,11 @@ class Parameters:
         """How this rank stores a parameter."""
         return self._layouts[parameter]
 
+    def state_part(self, value: Tensor, parameter: nn.Parameter, name: str) -> Part | None:
+        """What is known of a tensor in an optimizer's state; None if this rank stores all of it."""
+        part = self._parts.get(parameter)
+        return None if part is None else part.state(value, name)
+
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of the parameters."""
         return tensor in self._layouts

@@ -232,3 +232,35 @@ class DescentByHand(Manual):
                 parameter.sub_(parameter.grad, alpha=0.1)
                 parameter.grad = None
         optimizer.step()
+
+
+@habit()
+class CombinedGradients(Manual):
+    """Gradients of two losses that are taken apart, combined by their angle and assigned, as in surgery."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        """Without the part of one that is against the other."""
+        optimizer: Any = self.optimizers()
+        loss, trained = self.recorded_loss(batch), list(self.parameters())
+        other = self(batch[0]).square().mean()
+        first = torch.autograd.grad(loss, trained, retain_graph=True)
+        second = torch.autograd.grad(other, trained)
+        for parameter, one, two in zip(trained, first, second, strict=True):
+            along = (one * two).sum() / (one.square().sum() + 1e-6)
+            parameter.grad = one + (two if along >= 0 else two - along * one)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit()
+class RememberedGradients(Habitual):
+    """Gradients of former steps, kept by the module, that are added in `on_after_backward`."""
+
+    def on_after_backward(self) -> None:
+        """Momentum by hand."""
+        kept: dict[str, Tensor] = self.__dict__.setdefault("kept", {})
+        for name, parameter in self.named_parameters():
+            assert parameter.grad is not None
+            if name in kept:
+                parameter.grad = parameter.grad + 0.5 * kept[name]
+            kept[name] = parameter.grad.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -213,3 +214,47 @@ class Lbfgs(Habitual):
     def configure_optimizers(self) -> Any:
         """Few evaluations, as rounding grows from one to the next."""
         return optim.LBFGS(self.parameters(), lr=0.05, max_iter=2)
+
+
+class _Adaptive(Habitual):
+    def configure_optimizers(self) -> Any:
+        """Over everything, with two tensors of state for each parameter."""
+        return optim.AdamW(self.parameters(), lr=0.02)
+
+
+@habit()
+class OptimizerStateRead(_Adaptive):
+    """Moments that are read between steps and in a step, by parameter and all of them, are whole."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        """As it is, after a look."""
+        state: Any = self.optimizers(use_pl_optimizer=False).state  # type: ignore[union-attr]
+        self.look(sum(float(state[p]["exp_avg"].norm()) for p in self.parameters() if p in state))
+        return super().training_step(batch, index)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Through the state, and through a state dict."""
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        self.look(sum(float(entries["exp_avg_sq"].sqrt().sum()) for entries in optimizer.state.values()))
+        held = optimizer.state_dict()["state"].values()
+        self.look(sum(float(entries["exp_avg"].abs().max()) for entries in held))
+
+
+@habit(steps=6)
+class OptimizerStateChanged(_Adaptive):
+    """Moments that are scaled, exchanged, loaded and cleared between steps have that effect on the next."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """One after the other."""
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        if batch_idx == 1:
+            for entries in optimizer.state.values():
+                entries["exp_avg"].mul_(0.5)
+            self.__dict__["kept"] = copy.deepcopy(optimizer.state_dict())
+        elif batch_idx == 2:
+            moment = optimizer.state[self.head.weight]["exp_avg"]
+            optimizer.state[self.head.weight]["exp_avg"] = torch.ones(tuple(moment.shape)) * 0.01
+        elif batch_idx == 3:
+            optimizer.load_state_dict(self.__dict__["kept"])
+        elif batch_idx == 4:
+            optimizer.state.clear()
