@@ -166,6 +166,61 @@ class StepsWithParts(TinyBackend):
         return (part.view(size, 1) if tensor.dim() > 1 else part).clone()
 
 
+class AveragesBeforeTheStep(TinyBackend):
+    """Steps with the mean of what each rank has in its gradients, whatever user code made of them."""
+
+    def optimizer_step(
+        self, optimizer: Optimizer, step: Callable[..., Any], closure: Any = None, **kwargs: Any
+    ) -> Any:
+        loss = closure() if closure else None
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.context.world_size
+        step(lambda: loss)
+        return loss
+
+
+class HidesRowsOfState(TinyBackend):
+    """Between steps a rank sees zeros in place of some rows of the optimizer's state."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.whole: list[tuple[Tensor, Tensor]] = []
+
+    def optimizer_step(
+        self, optimizer: Optimizer, step: Callable[..., Any], closure: Any = None, **kwargs: Any
+    ) -> Any:
+        loss = closure() if closure else None
+        for tensor, values in self.whole:
+            tensor.copy_(values)
+        step(lambda: loss)
+        held = [value for entries in optimizer.state.values() for value in entries.values() if value.ndim]
+        self.whole = [(value, value.clone()) for value in held]
+        for value in held:
+            value[self.context.rank :: self.context.world_size] = 0
+        return loss
+
+
+class KeepsItsState(TinyBackend):
+    """Steps with the state that it left, whatever was written into it."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.kept: dict[Any, dict[str, Tensor]] = {}
+
+    def optimizer_step(
+        self, optimizer: Optimizer, step: Callable[..., Any], closure: Any = None, **kwargs: Any
+    ) -> Any:
+        loss = closure() if closure else None
+        for parameter, entries in self.kept.items():
+            optimizer.state[parameter] = {name: value.clone() for name, value in entries.items()}
+        step(lambda: loss)
+        self.kept = {
+            parameter: {name: value.clone() for name, value in entries.items()}
+            for parameter, entries in optimizer.state.items()
+        }
+        return loss
+
+
 class NeverFreezes(TinyBackend):
     """Trains what it trained first, for ever."""
 

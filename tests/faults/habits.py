@@ -19,8 +19,11 @@ _CAUGHT = {
     ),
     "IgnoresChanges": (
         *("configured_clipping", "scaled_gradients", "zeroed_gradients", "assigned_gradients"),
-        "centralized_gradients",
+        *("centralized_gradients", "remembered_gradients"),
     ),
+    "AveragesBeforeTheStep": ("combined_gradients",),
+    "HidesRowsOfState": ("optimizer_state_read",),
+    "KeepsItsState": ("optimizer_state_changed",),
     "StepsWithParts": (
         *("lamb", "muon", "muon_for_large_matrices", "muon_with_auxiliary_group", "shampoo", "adafactor"),
         *("gradient_norm_optimizer", "sam_by_closure", "lbfgs"),

@@ -18,7 +18,9 @@ def nnx_strategies() -> list[StrategySpec]:
             "nnx_tiny.backend:TinyBackend",
             description="Data parallel: every rank holds the whole model, gradients are averaged",
             use_when="you want to see how small a backend can be",
-            capabilities=Capabilities(precisions=_PRECISIONS, refuses=("backward_on_the_loss", "lbfgs")),
+            capabilities=Capabilities(
+                precisions=_PRECISIONS, refuses=("backward_on_the_loss", "combined_gradients", "lbfgs")
+            ),
             options="nnx_tiny.options:TinyOptions",
         ),
         StrategySpec(

@@ -379,6 +379,13 @@ def _differentiate(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         answer = sum(own[1:], own[0]) if own else None
         if answer is None and zeros:
             answer = torch.zeros_like(tensor)
+        elif answer is None and not unused and part_of(tensor) is not None:
+            raise UnsupportedError(
+                f"the graph does not lead to the differentiated tensor at index {position}, which is stored "
+                "in parts: it was not used, or it was gathered once more since.",
+                remedy="Set `allow_unused=True` if it was not used; else differentiate before the next "
+                "forward, or call `self.manual_backward(loss)` and read `p.grad`.",
+            )
         elif answer is None and not unused:
             raise RuntimeError(
                 f"the differentiated tensor at index {position} was not used in the graph. Set "

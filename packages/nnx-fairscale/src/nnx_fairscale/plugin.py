@@ -10,15 +10,16 @@ _OF_THE_MODEL = ("gradient_norm_optimizer", "sam_by_closure", "lbfgs")
 _OF_PARAMETERS = (
     *("lamb", "muon", "muon_for_large_matrices", "muon_with_auxiliary_group", "shampoo", "adafactor"),
 )
+_OF_STATE = ("combined_gradients", "optimizer_state_read", "optimizer_state_changed")
 _OSS = Capabilities(
     accelerators=("cpu", "cuda"),
     precisions=("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"),
     shards_optimizer=True,
     meta_initialization=True,
     repeated_closures=False,
-    refuses=_OF_THE_MODEL,
+    refuses=(*_OF_THE_MODEL, *_OF_STATE),
 )
-_SHARDED = replace(_OSS, shards_gradients=True, refuses=(*_OF_THE_MODEL, "backward_on_the_loss"))
+_SHARDED = replace(_OSS, shards_gradients=True, refuses=(*_OSS.refuses, "backward_on_the_loss"))
 _FSDP = Capabilities(
     accelerators=("cpu", "cuda"),
     precisions=("32-true", "16-mixed", "bf16-mixed"),
@@ -32,6 +33,7 @@ _FSDP = Capabilities(
     refuses=(
         *_OF_PARAMETERS,
         *_OF_THE_MODEL,
+        *_OF_STATE,
         *("backward_on_the_loss", "pruned_by_lightning", "sparse_gradients"),
         *("gradients_read_on_rank_zero", "weights_read_on_rank_zero"),  # all ranks gather
     ),

@@ -10,6 +10,7 @@ _OF_PLANS = (
     *("iterable_split_by_rank", "shuffled_by_rank"),  # ranks of a unit have to read one batch
     *("gradient_of_a_weight", "gradient_penalty"),  # programs compute the forward in parts
 )
+_OF_RANKS = ("combined_gradients",)  # each rank would combine those of its own samples
 _OF_PARTS = ("gradients_read_on_rank_zero", "weights_read_on_rank_zero")  # all ranks gather
 _PLANNED = Capabilities(
     accelerators=("cpu", "cuda"),
@@ -22,15 +23,19 @@ _PLANNED = Capabilities(
     meta_initialization=True,
     needs_sample=True,
     leaves_no_files=False,  # the generated code is for the user to read
-    refuses=(*_OF_PLANS, *_OF_PARTS),
+    refuses=(*_OF_RANKS, *_OF_PLANS, *_OF_PARTS),
 )
 # A cost model stores in parts only what pays: of a model that fits easily, nothing.
 _CHOSEN = replace(
-    _PLANNED, shards_parameters=False, shards_gradients=False, shards_optimizer=False, refuses=_OF_PLANS
+    _PLANNED,
+    shards_parameters=False,
+    shards_gradients=False,
+    shards_optimizer=False,
+    refuses=(*_OF_RANKS, *_OF_PLANS),
 )
 _REPLICATED = replace(
     _CHOSEN,
-    refuses=(),
+    refuses=_OF_RANKS,
     tensor_parallel=False,
     activation_checkpointing=False,
     needs_sample=False,
@@ -38,7 +43,7 @@ _REPLICATED = replace(
 )
 _IN_PARTS = replace(
     _PLANNED,
-    refuses=_OF_PARTS,
+    refuses=(*_OF_RANKS, *_OF_PARTS),
     tensor_parallel=False,
     activation_checkpointing=False,
     needs_sample=False,
