@@ -23,9 +23,9 @@ from torch import Tensor
 
 from nnx.box import Box
 from nnx.checkpoint.index import Piece, TensorEntry
+from nnx.checkpoint.manifest import rank_file
 from nnx.checkpoint.places import place_of
 from nnx.checkpoint.ranges import cut, ranges_of, strides_of
-from nnx.checkpoint.shardfile import rank_file
 from nnx.checkpoint.storage import Location, Reader
 from nnx.errors import CheckpointError
 

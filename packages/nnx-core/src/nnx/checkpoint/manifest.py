@@ -31,10 +31,13 @@ __all__ = [
     "encode_manifest",
     "is_save_id",
     "load_json",
+    "objects_file",
+    "rank_file",
     "unique_names",
 ]
 
 MANIFEST = "manifest.json"
+OBJECTS = "objects.json"
 FORMAT = "nnx-ckpt"
 VERSION = (1, 1)
 KINDS = "kinds"
@@ -51,6 +54,16 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 # The digest stands at a fixed place, so that it can be checked before anything is parsed.
 _HEAD = b'{\n "digest": "'
 _ZEROS = b"0" * 32
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file that this rank writes."""
+    return f"r{rank:05d}.safetensors"
+
+
+def objects_file(rank: int | None) -> str:
+    """Name of the file with the objects of one rank, or with the common ones."""
+    return OBJECTS if rank is None else f"r{rank:05d}.{OBJECTS}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,8 @@ from nnx.checkpoint.codec import decode
 from nnx.checkpoint.fetch import Fetcher, Wanted
 from nnx.checkpoint.foreign.restoring import refuse_endless, refuse_swollen
 from nnx.checkpoint.index import Index, TensorEntry
-from nnx.checkpoint.manifest import Manifest, load_json
+from nnx.checkpoint.manifest import Manifest, load_json, objects_file
 from nnx.checkpoint.opened import Checkpoint
-from nnx.checkpoint.saving import objects_file
 from nnx.checkpoint.source import Source
 from nnx.checkpoint.storage import Location
 from nnx.errors import CheckpointError

@@ -28,20 +28,19 @@ from nnx.checkpoint.codec import Encoder
 from nnx.checkpoint.commit import Attempt, begin, now
 from nnx.checkpoint.describing import Description, describe
 from nnx.checkpoint.index import INDEX, decode_index, encode_index, required
-from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, digest
+from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, digest, objects_file, rank_file
 from nnx.checkpoint.negotiating import gather_descriptions
 from nnx.checkpoint.places import place_of
 from nnx.checkpoint.plan import Deal, Mode, Own, Plan, make_plan, select
 from nnx.checkpoint.rounds import exchange, rank_and_size, share
-from nnx.checkpoint.shardfile import rank_file, write_rank_file
+from nnx.checkpoint.shardfile import write_rank_file
 from nnx.checkpoint.storage import Location, Place
 from nnx.collective import control_group
 from nnx.errors import CheckpointError
 from nnx.layout import Box, Shard, shard_of
 
-__all__ = ["OBJECTS", "Save", "SaveRequest", "encode_objects", "objects_file", "save", "write_objects"]
+__all__ = ["Save", "SaveRequest", "encode_objects", "save", "write_objects"]
 
-OBJECTS = "objects.json"
 Files = dict[str, FileEntry]
 
 
@@ -301,11 +300,6 @@ class Save:
 def writer_info(world_size: int) -> dict[str, Any]:
     """What the manifest records about the program that writes."""
     return {"world_size": world_size, "torch": str(torch.__version__), "python": platform.python_version()}
-
-
-def objects_file(rank: int | None) -> str:
-    """Name of the file with the objects of one rank, or with the common ones."""
-    return OBJECTS if rank is None else f"r{rank:05d}.{OBJECTS}"
 
 
 def encode_objects(rank: int | None, tree: Any, opaque: Mapping[str, Any]) -> dict[str, bytes]:

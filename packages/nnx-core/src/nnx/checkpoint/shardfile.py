@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nnx.box import Box
 from nnx.checkpoint.dtypes import DTYPES, width
-from nnx.checkpoint.manifest import BLOCK, FileEntry, digest
+from nnx.checkpoint.manifest import BLOCK, FileEntry, digest, rank_file
 from nnx.checkpoint.storage import Place
 from nnx.checkpoint.stream import ALIGNMENT, StreamWriter
 
@@ -28,7 +28,6 @@ __all__ = [
     "StoredBox",
     "file_order",
     "flat_bytes",
-    "rank_file",
     "write_in_order",
     "write_rank_file",
 ]
@@ -50,11 +49,6 @@ class StoredBox:
     def nbytes(self) -> int:
         """Its length in the file."""
         return self.box.numel * DTYPES[self.dtype_name].itemsize
-
-
-def rank_file(rank: int) -> str:
-    """Name of the file that this rank writes."""
-    return f"r{rank:05d}.safetensors"
 
 
 def file_order(boxes: Sequence[StoredBox]) -> list[int]:
