@@ -664,6 +664,7 @@ BOUNDED = """
     import sys
     import torch
     import nnx.checkpoint as storage
+    from nnx.box import Box
     from nnx.checkpoint.formats import get_format
     from nnx.layout import shard_of
 
@@ -678,7 +679,7 @@ BOUNDED = """
     resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20), resource.RLIM_INFINITY))
     get_format(form).write(warm, target)
     back = storage.open_checkpoint(target)
-    assert back.read("model.0", storage.opened.Box((399, 0), (1, 1 << 17))).eq(1).all()
+    assert back.read("model.0", Box((399, 0), (1, 1 << 17))).eq(1).all()
 """
 
 

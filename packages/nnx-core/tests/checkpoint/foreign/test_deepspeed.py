@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import nnx.checkpoint as storage
 from jobs.deepspeed_native_jobs import FIXTURES, script
+from nnx.box import Box
 from nnx.canonical import stored_optimizer_states
 from nnx.checkpoint.files import FileReader
 from nnx.checkpoint.foreign.deepspeed import DeepSpeed
@@ -205,7 +206,7 @@ def test_reading_a_row_reads_its_bytes_only(monkeypatch: pytest.MonkeyPatch) -> 
         read_into(self, start, into)
 
     monkeypatch.setattr(FileReader, "read_into", counted)
-    row = stored.read("model.inner.weight", storage.opened.Box((3, 0), (1, 7)))
+    row = stored.read("model.inner.weight", Box((3, 0), (1, 7)))
     assert row.shape == (1, 7) and sum(sizes) == 28
 
 
