@@ -30,12 +30,11 @@ from typing import TypeVar
 
 import torch
 
-from nnx.checkpoint.cells import grid
+from nnx.checkpoint.cells import Placement, Stored, grid
 from nnx.checkpoint.describing import Description, Head, describe, pack, unpack
 from nnx.checkpoint.index import Index, decode_index, encode_index, required
 from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, encode_manifest
 from nnx.checkpoint.negotiating import requests
-from nnx.checkpoint.placing import Placement, Stored
 from nnx.checkpoint.plan import Deal, Mode, Own, make_plan, select
 from nnx.layout import Box, Shard
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nnx.box import Box, boxes_of_range, find_fault
+from nnx.checkpoint.cells import OddBox, OddTensor, Stored
 from nnx.checkpoint.index import decode_index, encode_index
 from nnx.checkpoint.manifest import FileEntry, Manifest, decode_manifest, encode_manifest
-from nnx.checkpoint.placing import OddBox, OddTensor, Stored
 from nnx.checkpoint.shardfile import flat_bytes
 from nnx.errors import CheckpointError
 

@@ -19,13 +19,12 @@ from hypothesis import strategies as st
 
 import nnx.checkpoint
 from nnx.box import Box, boxes_of_range, find_fault
-from nnx.checkpoint import placing
-from nnx.checkpoint.cells import cell_box, guess, habits, seats
+from nnx.checkpoint import cells
+from nnx.checkpoint.cells import Kind, Placement, Stored, cell_box, guess, habits, seats
 from nnx.checkpoint.describing import Description, describe, pack, unpack
 from nnx.checkpoint.index import Index, decode_index, encode_index, required
 from nnx.checkpoint.manifest import FileEntry, Manifest, decode_manifest, encode_manifest
 from nnx.checkpoint.negotiating import requests
-from nnx.checkpoint.placing import Kind, Placement, Stored
 from nnx.checkpoint.plan import Mode, make_plan, select
 from nnx.checkpoint.shardfile import StoredBox, file_order
 from nnx.errors import CheckpointError
@@ -177,7 +176,7 @@ def listed(selected: list[list[StoredBox]]) -> dict[tuple[str, Box, str], tuple[
 def shared_from(request: pytest.FixtureRequest) -> Iterator[None]:
     """Positions by sums that files share, and without, which is what few tensors get."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placing, "_SHARED", request.param)
+        patch.setattr(cells, "_SHARED", request.param)
         yield
 
 

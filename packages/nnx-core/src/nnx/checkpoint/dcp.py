@@ -40,6 +40,7 @@ from torch.futures import Future
 from typing_extensions import override
 
 from nnx.checkpoint._torch_compat import Checkpointable
+from nnx.checkpoint.cells import OddBox, OddTensor, Stored
 from nnx.checkpoint.codec import Encoder
 from nnx.checkpoint.commit import Attempt, begin, now
 from nnx.checkpoint.formats import open_checkpoint
@@ -47,7 +48,6 @@ from nnx.checkpoint.index import INDEX, encode_index
 from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, digest, rank_file
 from nnx.checkpoint.opened import Checkpoint
 from nnx.checkpoint.places import place_of
-from nnx.checkpoint.placing import OddBox, OddTensor, Stored
 from nnx.checkpoint.saving import write_objects, writer_info
 from nnx.checkpoint.shardfile import StoredBox, write_rank_file
 from nnx.errors import CheckpointError

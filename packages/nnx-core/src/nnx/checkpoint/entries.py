@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, overload
 from typing_extensions import override
 
 from nnx.box import Box
-from nnx.checkpoint.cells import Cell, cell_box, cells_overlapping, has_cell
+from nnx.checkpoint.cells import Cell, Kind, Layout, Placement, cell_box, cells_overlapping, has_cell
 from nnx.checkpoint.dtypes import DTYPES
-from nnx.checkpoint.placing import Kind, Layout, Placement
 from nnx.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -20,11 +20,22 @@ from typing import Any
 from typing_extensions import override
 
 from nnx.box import Box, find_fault
-from nnx.checkpoint.cells import Cell, find_fault_of_grid, grid, table, trimmed
+from nnx.checkpoint.cells import (
+    Cell,
+    Kind,
+    Layout,
+    OddBox,
+    OddTensor,
+    Placement,
+    Stored,
+    find_fault_of_grid,
+    grid,
+    table,
+    trimmed,
+)
 from nnx.checkpoint.dtypes import DTYPES
 from nnx.checkpoint.entries import CellPieces, Piece, TensorEntry
 from nnx.checkpoint.manifest import KINDS, Manifest, load_json
-from nnx.checkpoint.placing import Kind, Layout, OddBox, OddTensor, Placement, Stored
 from nnx.errors import CheckpointError
 
 __all__ = ["INDEX", "Index", "Piece", "TensorEntry", "decode_index", "encode_index", "required"]

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from nnx.checkpoint.cells import Kind, OddBox, OddTensor, Stored
 from nnx.checkpoint.commit import Attempt, begin, now
 from nnx.checkpoint.foreign.leftovers import StoredEncoder
 from nnx.checkpoint.formats import CheckpointFormat, Progress
@@ -21,7 +22,6 @@ from nnx.checkpoint.index import INDEX, encode_index, required
 from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, digest, rank_file
 from nnx.checkpoint.opened import Checkpoint
 from nnx.checkpoint.places import LocalPlace, place_of
-from nnx.checkpoint.placing import Kind, OddBox, OddTensor, Stored
 from nnx.checkpoint.reading import open_native
 from nnx.checkpoint.saving import Files, write_objects, writer_info
 from nnx.checkpoint.shardfile import StoredBox, file_order, write_in_order

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from nnx.box import Box
 from nnx.checkpoint.assigning import Assigned, assign_all, assign_once
-from nnx.checkpoint.cells import Cell, cell_box, has_cell
+from nnx.checkpoint.cells import Cell, Kind, OddBox, OddTensor, Stored, cell_box, has_cell
 from nnx.checkpoint.describing import Description, Extents, dtype_name
 from nnx.checkpoint.manifest import rank_file
 from nnx.checkpoint.merging import Held, merge
-from nnx.checkpoint.placing import Kind, OddBox, OddTensor, Stored
 from nnx.checkpoint.shardfile import StoredBox
 from nnx.errors import CheckpointError
 from nnx.layout import Shard
