@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nnx.checkpoint.dtypes import DTYPES
-from nnx.checkpoint.entries import Piece, TensorEntry
+from nnx.checkpoint.index import Piece, TensorEntry
 from nnx.checkpoint.manifest import load_json
 
 __all__ = ["find_contradiction"]

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from nnx.checkpoint.entries import Piece, TensorEntry
 from nnx.checkpoint.headers import find_contradiction
-from nnx.checkpoint.index import INDEX, Index
+from nnx.checkpoint.index import INDEX, Index, Piece, TensorEntry
 from nnx.checkpoint.manifest import MANIFEST, DamagedManifestError, FileEntry
 from nnx.checkpoint.places import place_of
 from nnx.checkpoint.source import Source, is_replaced, read_manifest
