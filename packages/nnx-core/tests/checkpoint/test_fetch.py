@@ -16,7 +16,7 @@ from nnx.checkpoint import fetch
 from nnx.checkpoint.fetch import Fetcher, PlainFiles, Wanted
 from nnx.checkpoint.files import FileReader
 from nnx.checkpoint.index import Piece, TensorEntry
-from nnx.checkpoint.ranges import ranges_of
+from nnx.checkpoint.rankfile import ranges_of
 from nnx.errors import CheckpointError
 from nnx.layout import Box, shard_of
 

@@ -13,7 +13,7 @@ from nnx.box import Box, boxes_of_range, find_fault
 from nnx.checkpoint.cells import OddBox, OddTensor, Stored
 from nnx.checkpoint.index import decode_index, encode_index
 from nnx.checkpoint.manifest import FileEntry, Manifest, decode_manifest, encode_manifest
-from nnx.checkpoint.shardfile import flat_bytes
+from nnx.checkpoint.rankfile import flat_bytes
 from nnx.errors import CheckpointError
 
 shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)

@@ -26,7 +26,7 @@ from nnx.checkpoint.index import Index, decode_index, encode_index, required
 from nnx.checkpoint.manifest import FileEntry, Manifest, decode_manifest, encode_manifest
 from nnx.checkpoint.negotiating import requests
 from nnx.checkpoint.plan import Mode, make_plan, select
-from nnx.checkpoint.shardfile import StoredBox, file_order
+from nnx.checkpoint.rankfile import StoredBox, file_order
 from nnx.errors import CheckpointError
 from nnx.layout import Shard, shard_of
 from nnx.testing.pool import WorkerPool

@@ -25,7 +25,7 @@ from nnx.box import Box
 from nnx.checkpoint.index import Piece, TensorEntry
 from nnx.checkpoint.manifest import rank_file
 from nnx.checkpoint.places import place_of
-from nnx.checkpoint.ranges import cut, ranges_of, strides_of
+from nnx.checkpoint.rankfile import cut, ranges_of, strides_of
 from nnx.checkpoint.storage import Location, Reader
 from nnx.errors import CheckpointError
 

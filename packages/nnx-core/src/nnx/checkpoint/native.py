@@ -22,9 +22,9 @@ from nnx.checkpoint.index import INDEX, encode_index, required
 from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, digest, rank_file
 from nnx.checkpoint.opened import Checkpoint
 from nnx.checkpoint.places import LocalPlace, place_of
+from nnx.checkpoint.rankfile import StoredBox, file_order, write_in_order
 from nnx.checkpoint.reading import open_native
 from nnx.checkpoint.saving import Files, write_objects, writer_info
-from nnx.checkpoint.shardfile import StoredBox, file_order, write_in_order
 from nnx.checkpoint.source import is_checkpoint
 from nnx.checkpoint.storage import Place
 from nnx.checkpoint.views import Described

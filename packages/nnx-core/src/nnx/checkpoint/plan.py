@@ -20,7 +20,7 @@ from nnx.checkpoint.cells import Cell, Kind, OddBox, OddTensor, Stored, cell_box
 from nnx.checkpoint.describing import Description, Extents, dtype_name
 from nnx.checkpoint.manifest import rank_file
 from nnx.checkpoint.merging import Held, merge
-from nnx.checkpoint.shardfile import StoredBox
+from nnx.checkpoint.rankfile import StoredBox
 from nnx.errors import CheckpointError
 from nnx.layout import Shard
 

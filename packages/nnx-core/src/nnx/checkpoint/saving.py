@@ -32,8 +32,8 @@ from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, digest, objects_
 from nnx.checkpoint.negotiating import gather_descriptions
 from nnx.checkpoint.places import place_of
 from nnx.checkpoint.plan import Deal, Mode, Own, Plan, make_plan, select
+from nnx.checkpoint.rankfile import write_rank_file
 from nnx.checkpoint.rounds import exchange, rank_and_size, share
-from nnx.checkpoint.shardfile import write_rank_file
 from nnx.checkpoint.storage import Location, Place
 from nnx.collective import control_group
 from nnx.errors import CheckpointError
