@@ -31,10 +31,9 @@ from typing import TypeVar
 import torch
 
 from nnx.checkpoint.cells import Placement, Stored, grid
-from nnx.checkpoint.describing import Description, Head, describe, pack, unpack
+from nnx.checkpoint.description import Description, Head, describe, pack, requests, unpack
 from nnx.checkpoint.index import Index, decode_index, encode_index, required
 from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, encode_manifest
-from nnx.checkpoint.negotiating import requests
 from nnx.checkpoint.plan import Deal, Mode, Own, make_plan, select
 from nnx.layout import Box, Shard
 

@@ -21,10 +21,9 @@ import nnx.checkpoint
 from nnx.box import Box, boxes_of_range, find_fault
 from nnx.checkpoint import cells
 from nnx.checkpoint.cells import Kind, Placement, Stored, cell_box, guess, habits, seats
-from nnx.checkpoint.describing import Description, describe, pack, unpack
+from nnx.checkpoint.description import Description, describe, pack, requests, unpack
 from nnx.checkpoint.index import Index, decode_index, encode_index, required
 from nnx.checkpoint.manifest import FileEntry, Manifest, decode_manifest, encode_manifest
-from nnx.checkpoint.negotiating import requests
 from nnx.checkpoint.plan import Mode, make_plan, select
 from nnx.checkpoint.rankfile import StoredBox, file_order
 from nnx.errors import CheckpointError

@@ -16,7 +16,7 @@ import numpy as np
 
 from nnx.box import Box
 from nnx.checkpoint.cells import Cell, Ints, cell_sizes, trimmed
-from nnx.checkpoint.describing import Extents
+from nnx.checkpoint.description import Extents
 from nnx.checkpoint.dtypes import DTYPES
 from nnx.checkpoint.merging import Held, HeldKind, OddHeld
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from nnx.box import Box, find_fault
 from nnx.checkpoint.cells import Cell, Ints, cell_box, find_fault_of_grid, has_cell, table
-from nnx.checkpoint.describing import Cuts, Description, Extents, Facts
+from nnx.checkpoint.description import Cuts, Description, Extents, Facts
 from nnx.errors import CheckpointError
 
 __all__ = ["Held", "HeldKind", "OddHeld", "merge"]

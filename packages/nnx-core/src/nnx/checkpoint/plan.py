@@ -17,7 +17,7 @@ from torch import Tensor
 from nnx.box import Box
 from nnx.checkpoint.assigning import Assigned, assign_all, assign_once
 from nnx.checkpoint.cells import Cell, Kind, OddBox, OddTensor, Stored, cell_box, has_cell
-from nnx.checkpoint.describing import Description, Extents, dtype_name
+from nnx.checkpoint.description import Description, Extents, dtype_name
 from nnx.checkpoint.manifest import rank_file
 from nnx.checkpoint.merging import Held, merge
 from nnx.checkpoint.rankfile import StoredBox

@@ -26,10 +26,9 @@ from torch.distributed.tensor import DTensor
 from nnx.checkpoint import pending
 from nnx.checkpoint.codec import Encoder
 from nnx.checkpoint.commit import Attempt, begin, now
-from nnx.checkpoint.describing import Description, describe
+from nnx.checkpoint.description import Description, describe, gather_descriptions
 from nnx.checkpoint.index import INDEX, decode_index, encode_index, required
 from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, digest, objects_file, rank_file
-from nnx.checkpoint.negotiating import gather_descriptions
 from nnx.checkpoint.places import place_of
 from nnx.checkpoint.plan import Deal, Mode, Own, Plan, make_plan, select
 from nnx.checkpoint.rankfile import write_rank_file

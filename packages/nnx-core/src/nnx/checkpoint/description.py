@@ -1,4 +1,4 @@
-"""What a rank holds, described so that little of it has to travel.
+"""What a rank holds, described so that little of it has to travel, and collected on the coordinator.
 
 Nearly everything that ranks could say about their shards is the same on many of them. So a description has
 parts that are sent by digest, and in full by one rank only:
@@ -8,29 +8,41 @@ parts that are sent by digest, and in full by one rank only:
   tensors;
 - the cells, a few numbers, which differ from rank to rank;
 - odd boxes: what is not cut regularly, spelled out.
-
-This module owns describing and the form that is sent. It never communicates.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 
 from nnx.box import Box
 from nnx.checkpoint.cells import Cell, guess, habits, seats
 from nnx.checkpoint.dtypes import DTYPES
+from nnx.checkpoint.rounds import deliver, exchange
 from nnx.errors import CheckpointError
 from nnx.layout import Shard
 
-__all__ = ["Cuts", "Description", "Facts", "Head", "Odd", "describe", "dtype_name", "pack", "unpack"]
+__all__ = [
+    "Cuts",
+    "Description",
+    "Extents",
+    "Facts",
+    "Head",
+    "describe",
+    "dtype_name",
+    "gather_descriptions",
+    "pack",
+    "requests",
+    "unpack",
+]
 
 _INLINE = 512
 """Parts up to so many bytes travel with the head: asking for them would cost more."""
@@ -318,3 +330,60 @@ def _parse_odd(raw: bytes) -> tuple[Odd, ...]:
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
+
+
+# --- collecting -----------------------------------------------------------------------------------
+# Every rank sends digests of the parts of its description; the coordinator asks one rank for each part that
+# it has not seen. So what arrives grows with the number of distinct parts, and a message from every rank is
+# a few dozen bytes.
+
+
+def gather_descriptions(
+    group: dist.ProcessGroup | None, describe: Callable[[], Description], *, doing: str
+) -> Callable[[], list[Description]]:
+    """Describe on every rank, and collect the descriptions.
+
+    Args:
+        group: The ranks that take part; None for this process alone.
+        describe: Describes what this rank holds. It must not communicate.
+        doing: What this is for, for messages.
+
+    Returns:
+        What gives all descriptions, in rank order, to the coordinator; others must not call it.
+
+    Raises:
+        CheckpointError: Some rank could not describe what it holds; on every rank alike.
+    """
+    if group is None:
+        alone = exchange(None, describe, lambda found: found, doing=doing)
+        return lambda: [alone]
+    parts: dict[bytes, bytes] = {}
+    heads: list[Head] = []
+    asked: list[list[bytes]] = []
+
+    def say() -> Head:
+        head, raws = pack(describe())
+        parts.update(raws)
+        return head
+
+    def ask(found: list[Head]) -> list[list[bytes]]:
+        heads.extend(found)
+        asked.extend(requests(found))
+        return asked
+
+    wanted = exchange(group, say, ask, doing=doing)
+    here = dist.get_rank(group) == 0
+    senders = [rank for rank, digests in enumerate(asked) if rank for _ in digests]
+    received = deliver(group, [] if here else [parts[key] for key in wanted], senders, doing=doing)
+    keys = [key for rank, digests in enumerate(asked) if rank for key in digests]
+    return lambda: unpack(heads, parts | dict(zip(keys, received, strict=True)))
+
+
+def requests(heads: Sequence[Head]) -> list[list[bytes]]:
+    """Which parts each rank must send: one that came with a head, or that a lower rank has, nobody."""
+    known = {key for head in heads for key in head.inline}
+    wanted = []
+    for head in heads:
+        wanted.append([key for key in dict.fromkeys(head.parts) if key not in known])
+        known.update(wanted[-1])
+    return wanted
