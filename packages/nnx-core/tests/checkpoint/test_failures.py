@@ -20,10 +20,10 @@ import torch
 import nnx.checkpoint
 from jobs import checkpoint_jobs
 from nnx.checkpoint import locks
-from nnx.checkpoint.commit import begin
 from nnx.checkpoint.files import _REMEDIES, explained
 from nnx.checkpoint.manifest import FileEntry, Manifest
 from nnx.checkpoint.places import LocalPlace, place_of
+from nnx.checkpoint.transaction import begin
 from nnx.errors import CheckpointError
 from nnx.layout import Box, Shard, shard_of
 from nnx.testing.pool import JobError, WorkerPool
@@ -194,7 +194,9 @@ def test_a_clock_that_is_set_back_does_not_change_which_saves_are_the_latest(
 ) -> None:
     begun = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
     for step, hours in enumerate((0, 1, -2, -3)):
-        monkeypatch.setattr("nnx.checkpoint.commit.now", lambda hours=hours: begun + timedelta(hours=hours))
+        monkeypatch.setattr(
+            "nnx.checkpoint.transaction.now", lambda hours=hours: begun + timedelta(hours=hours)
+        )
         save(tmp_path / "a", objects={"step": step}, keep_previous=1)
     assert nnx.checkpoint.open_checkpoint(tmp_path / "a").objects == {"step": 3}
     saves = sorted(path for path in (tmp_path / "a").iterdir() if path.is_dir())

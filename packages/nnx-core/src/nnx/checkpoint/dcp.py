@@ -42,7 +42,6 @@ from typing_extensions import override
 from nnx.checkpoint._torch_compat import Checkpointable
 from nnx.checkpoint.cells import OddBox, OddTensor, Stored
 from nnx.checkpoint.codec import Encoder
-from nnx.checkpoint.commit import Attempt, begin, now
 from nnx.checkpoint.formats import open_checkpoint
 from nnx.checkpoint.index import INDEX, encode_index
 from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, digest, rank_file
@@ -50,6 +49,7 @@ from nnx.checkpoint.opened import Checkpoint
 from nnx.checkpoint.places import place_of
 from nnx.checkpoint.rankfile import StoredBox, write_rank_file
 from nnx.checkpoint.saving import write_objects, writer_info
+from nnx.checkpoint.transaction import Attempt, begin, now
 from nnx.errors import CheckpointError
 from nnx.layout import Box, Shard
 

@@ -15,7 +15,6 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from nnx.checkpoint.cells import Kind, OddBox, OddTensor, Stored
-from nnx.checkpoint.commit import Attempt, begin, now
 from nnx.checkpoint.foreign.leftovers import StoredEncoder
 from nnx.checkpoint.formats import CheckpointFormat, Progress
 from nnx.checkpoint.index import INDEX, encode_index, required
@@ -27,6 +26,7 @@ from nnx.checkpoint.reading import open_native
 from nnx.checkpoint.saving import Files, write_objects, writer_info
 from nnx.checkpoint.source import is_checkpoint
 from nnx.checkpoint.storage import Place
+from nnx.checkpoint.transaction import Attempt, begin, now
 from nnx.checkpoint.views import Described
 from nnx.checkpoint.writing import new_directory, read_in_order
 from nnx.errors import CheckpointError

@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 
 from nnx.checkpoint import pending
 from nnx.checkpoint.codec import Encoder
-from nnx.checkpoint.commit import Attempt, begin, now
 from nnx.checkpoint.description import Description, describe, gather_descriptions
 from nnx.checkpoint.index import INDEX, decode_index, encode_index, required
 from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, digest, objects_file, rank_file
@@ -34,6 +33,7 @@ from nnx.checkpoint.plan import Deal, Mode, Own, Plan, make_plan, select
 from nnx.checkpoint.rankfile import write_rank_file
 from nnx.checkpoint.rounds import exchange, rank_and_size, share
 from nnx.checkpoint.storage import Location, Place
+from nnx.checkpoint.transaction import Attempt, begin, now
 from nnx.collective import control_group
 from nnx.errors import CheckpointError
 from nnx.layout import Box, Shard, shard_of

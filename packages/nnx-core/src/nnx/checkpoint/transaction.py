@@ -21,7 +21,7 @@ from nnx.checkpoint.manifest import MANIFEST, FileEntry, Manifest, encode_manife
 from nnx.checkpoint.storage import Place
 from nnx.errors import CheckpointError
 
-__all__ = ["Attempt", "begin", "collect", "now"]
+__all__ = ["Attempt", "begin", "now"]
 
 _STAMP = "%Y%m%dT%H%M%S.%f"
 
