@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import nnx.checkpoint
-from nnx.checkpoint.retention import collect_garbage
+from nnx.checkpoint.garbage import collect_garbage
 from nnx.errors import CheckpointError
 from nnx.layout import Box, Shard, shard_of
 

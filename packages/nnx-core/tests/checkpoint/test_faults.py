@@ -15,8 +15,8 @@ import pytest
 import nnx.checkpoint
 from jobs import failing_disk
 from jobs.failing_disk import meddled, save, version_at
+from nnx.checkpoint.garbage import collect_garbage
 from nnx.checkpoint.locks import LOCK
-from nnx.checkpoint.retention import collect_garbage
 from nnx.errors import CheckpointError
 from nnx.testing.pool import WorkerPool
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import nnx.checkpoint
+from nnx.checkpoint.garbage import collect_garbage
 from nnx.checkpoint.locks import LOCK
-from nnx.checkpoint.retention import collect_garbage
 from nnx.checkpoint.verifying import verify
 from nnx.errors import CheckpointError
 from nnx.layout import shard_of

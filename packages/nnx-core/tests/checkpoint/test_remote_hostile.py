@@ -15,8 +15,8 @@ import torch
 import nnx.checkpoint
 from jobs import remote_jobs
 from nnx.checkpoint import urls
+from nnx.checkpoint.garbage import collect_garbage
 from nnx.checkpoint.places import place_of
-from nnx.checkpoint.retention import collect_garbage
 from nnx.checkpoint.transaction import begin
 from nnx.errors import CheckpointError
 from nnx.layout import shard_of

@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 
 import nnx.checkpoint as storage
 from jobs.remote_jobs import s3_server
+from nnx.checkpoint.garbage import collect_garbage
 from nnx.checkpoint.places import LocalPlace, place_of
-from nnx.checkpoint.retention import collect_garbage
 from nnx.checkpoint.surveying import PARTIAL
 from nnx.cli.ckpt import app
 from nnx.errors import CheckpointError

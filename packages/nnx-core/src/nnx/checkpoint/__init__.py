@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from nnx.checkpoint.dcp import Handle, Reader, Writer
     from nnx.checkpoint.foreign.contents import Contents
     from nnx.checkpoint.formats import CheckpointFormat, find_format, open_checkpoint
+    from nnx.checkpoint.garbage import collect_garbage
     from nnx.checkpoint.index import TensorEntry
     from nnx.checkpoint.manifest import Manifest
     from nnx.checkpoint.opened import Checkpoint
     from nnx.checkpoint.pending import PendingSave
     from nnx.checkpoint.reading import NativeCheckpoint, open_native
-    from nnx.checkpoint.retention import collect_garbage
     from nnx.checkpoint.saving import save
     from nnx.checkpoint.source import is_checkpoint
     from nnx.checkpoint.verifying import Damage, verify
@@ -68,7 +68,7 @@ _HOME = {
     "Reader": "dcp",
     "TensorEntry": "index",
     "Writer": "dcp",
-    "collect_garbage": "retention",
+    "collect_garbage": "garbage",
     "compare": "comparing",
     "convert": "converting",
     "find_format": "formats",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from nnx.checkpoint.retention import collect_garbage
+from nnx.checkpoint.garbage import collect_garbage
 from nnx.cli.output import human_bytes, print_json, print_note, print_table, print_text
 
 __all__ = ["run"]

@@ -20,7 +20,7 @@ from nnx.checkpoint.storage import Location, Place
 from nnx.checkpoint.surveying import files_below, survey
 from nnx.errors import CheckpointError
 
-__all__ = ["Collected", "Garbage", "Spared", "collect_garbage"]
+__all__ = ["collect_garbage"]
 
 HOUR = 3600.0
 
