@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import nnx.checkpoint
 from jobs import checkpoint_jobs
-from nnx.checkpoint import background, pending
+from nnx.checkpoint import background, inflight
 from nnx.checkpoint.saving import Save
 from nnx.errors import CheckpointError
 from nnx.layout import shard_of
@@ -96,7 +96,7 @@ def poll_until_noticed(path: str, slow_rank: int, fail: bool) -> tuple[int, str]
                 background.poll()
             except CheckpointError as error:
                 return number, str(error)
-            if pending.current() is None:
+            if inflight.current() is None:
                 return number, ""
             time.sleep(0.01 * (rank + 1))
     return -1, "never"

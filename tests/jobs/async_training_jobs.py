@@ -22,7 +22,7 @@ from jobs.fabric_jobs import model_and_optimizer, step
 from jobs.lightning_checkpoint_jobs import keep_best
 from jobs.lightning_jobs import OPTIONS, QUIET, rank
 from jobs.training import MODELS, Net, Outcome, Run, make_trainer, train
-from nnx.checkpoint import pending
+from nnx.checkpoint import inflight
 from nnx.errors import NnxError
 
 ASYNC = {**OPTIONS, "async_save": True}
@@ -56,7 +56,7 @@ def save_late(run: Run, until: int) -> tuple[Outcome, bool]:
     gate, held = threading.Event(), []
 
     def release(trainer: Trainer) -> None:
-        save = pending.current()
+        save = inflight.current()
         held.append(save is not None and not save.done())
         gate.set()
 
@@ -69,7 +69,7 @@ def save_late_beside_ddp(run: Run, until: int) -> bool:
     gate, held = threading.Event(), []
 
     def release(trainer: Trainer) -> None:
-        save = pending.current()
+        save = inflight.current()
         held.append(save is not None and not save.done())
         gate.set()
 
@@ -136,7 +136,7 @@ def fail(run: Run, at: int, slow_rank: int) -> tuple[int, str, str, bool]:
             trainer.fit(SlowNet(run))
         except NnxError as error:
             name, text = type(error).__name__, str(error)
-    return trainer.global_step, name, text, pending.current() is not None
+    return trainer.global_step, name, text, inflight.current() is not None
 
 
 class SlowNet(Net):
@@ -152,7 +152,7 @@ def interrupt(run: Run, error: Literal["ValueError", "KeyboardInterrupt"]) -> st
     handler = signal.getsignal(signal.SIGINT)
 
     def stop(trainer: Trainer) -> None:
-        save = pending.current()
+        save = inflight.current()
         assert (run.strategy == "ddp" and rank() > 0) or (save is not None and not save.done())
         raise {"ValueError": ValueError, "KeyboardInterrupt": KeyboardInterrupt}[error]("the user's")
 
@@ -161,7 +161,7 @@ def interrupt(run: Run, error: Literal["ValueError", "KeyboardInterrupt"]) -> st
         try:
             trainer_of(run, save, At(3, stop)).fit(Net(run))
         except (Exception, SystemExit) as caught:
-            return f"{type(caught).__name__}: {caught}; {pending.current()}"
+            return f"{type(caught).__name__}: {caught}; {inflight.current()}"
         finally:
             signal.signal(signal.SIGINT, handler)
     return "no error"
@@ -181,13 +181,13 @@ def save_after(run: Run, path: str) -> tuple[bool, bool, bool]:
     trainer = trainer_of(run, save)
     trainer.fit(module)
     trainer.save_checkpoint(path)
-    complete = pending.current() is None
+    complete = inflight.current() is None
     freed = background._arena.nbytes == 0
     in_flight = []
 
     def save_again(trainer: Trainer) -> None:
         trainer.save_checkpoint(str(run.save))
-        in_flight.append(pending.current() is not None)
+        in_flight.append(inflight.current() is not None)
 
     again = replace(run, steps=2)
     second = trainer_of(again, At(2, save_again))
@@ -207,7 +207,7 @@ def fabric(devices: int, folder: str) -> dict[str, Any]:
     gate = threading.Event()
     with delayed(lambda: gate.wait(60)):
         fabric.save(f"{folder}/a", {"model": model, "optimizer": optimizer, "step": 2})
-        save = pending.current()
+        save = inflight.current()
         report["first"] = [step(fabric, model, optimizer, index) for index in range(2, 4)]
         report["in flight"] = save is not None and not save.done()
         gate.set()
@@ -223,7 +223,7 @@ def fabric(devices: int, folder: str) -> dict[str, Any]:
         except NnxError as error:
             report["error"] = (index, str(error))
             break
-    report["left"] = pending.current() is None
+    report["left"] = inflight.current() is None
     strategy.teardown()
     return report
 

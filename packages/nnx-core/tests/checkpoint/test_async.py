@@ -19,7 +19,7 @@ import torch
 import nnx
 import nnx.checkpoint
 from jobs import async_jobs, checkpoint_jobs
-from nnx.checkpoint import background, pending
+from nnx.checkpoint import background, inflight
 from nnx.checkpoint.staging import Arena
 from nnx.errors import CheckpointError
 from nnx.layout import shard_of
@@ -35,7 +35,7 @@ def gate() -> Iterator[threading.Event]:
             yield opened
     finally:
         opened.set()
-        pending.take_error()
+        inflight.take_error()
 
 
 def state(value: int, **more: Any) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def test_what_cannot_be_saved_is_refused_as_it_is_without_background(tmp_path: P
     for fault, message in refused:
         with pytest.raises(CheckpointError, match=message):
             nnx.checkpoint.save_async(tmp_path / "a", **{**state(1), **fault}).wait()
-        assert pending.current() is None
+        assert inflight.current() is None
         assert not (tmp_path / "a").exists()
 
 
@@ -181,7 +181,7 @@ def test_what_follows_waits_for_the_save_in_flight(
     timer.join()
     assert first.done()
     assert version(path) in (1, 2)
-    assert pending.current() is None
+    assert inflight.current() is None
 
 
 @pytest.mark.parametrize("name", ["a", "link", "../{}/a"])
@@ -236,7 +236,7 @@ def test_an_error_that_nobody_waited_for_is_raised_by_the_next_save(tmp_path: Pa
         follow(tmp_path / "b", **state(2))
     assert not (tmp_path / "b").exists()
     follow(tmp_path / "b", **state(3))
-    pending.settle()
+    inflight.settle()
     assert version(tmp_path / "b") == 3
 
 
@@ -350,7 +350,7 @@ def test_a_removal_that_fails_is_logged(
     def fail() -> None:
         raise OSError("busy")
 
-    pending.after_save("removing 'x'", fail)
+    inflight.after_save("removing 'x'", fail)
     gate.set()
     save.wait()
     assert "removing 'x' failed: busy" in caplog.text

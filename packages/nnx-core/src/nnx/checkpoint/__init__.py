@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from nnx.checkpoint.formats import CheckpointFormat, find_format, open_checkpoint
     from nnx.checkpoint.garbage import collect_garbage
     from nnx.checkpoint.index import TensorEntry
+    from nnx.checkpoint.inflight import PendingSave
     from nnx.checkpoint.manifest import Manifest
     from nnx.checkpoint.opened import Checkpoint
-    from nnx.checkpoint.pending import PendingSave
     from nnx.checkpoint.reading import NativeCheckpoint, open_native
     from nnx.checkpoint.saving import save
     from nnx.checkpoint.source import is_checkpoint
@@ -64,7 +64,7 @@ _HOME = {
     "Handle": "dcp",
     "Manifest": "manifest",
     "NativeCheckpoint": "reading",
-    "PendingSave": "pending",
+    "PendingSave": "inflight",
     "Reader": "dcp",
     "TensorEntry": "index",
     "Writer": "dcp",

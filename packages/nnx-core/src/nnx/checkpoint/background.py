@@ -2,7 +2,7 @@
 
 The foreground encodes the objects and copies the tensors, without talking to other ranks. Planning,
 hashing, writing and committing happen in the thread, over a process group of their own, because two
-threads must not use one group. One save is in flight at a time; see `nnx.checkpoint.pending`.
+threads must not use one group. One save is in flight at a time; see `nnx.checkpoint.inflight`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from nnx.checkpoint import pending
-from nnx.checkpoint.pending import PendingSave
+from nnx.checkpoint import inflight
+from nnx.checkpoint.inflight import PendingSave
 from nnx.checkpoint.saving import Save, SaveRequest
 from nnx.checkpoint.staging import Arena
 from nnx.checkpoint.storage import Location, Place
@@ -79,7 +79,7 @@ def save_async(
             raise
         save.fail(error)
     made = save.rank == 0 and _make_directory(save.path)
-    return pending.start(str(path), partial(_complete, save, made), collective=group is not None)
+    return inflight.start(str(path), partial(_complete, save, made), collective=group is not None)
 
 
 def poll(*, collective: bool = True) -> None:
@@ -92,11 +92,11 @@ def poll(*, collective: bool = True) -> None:
     Raises:
         CheckpointError: The save failed; on every rank that has a part in it.
     """
-    save = pending.current()
+    save = inflight.current()
     if save is None or (save.collective and not collective):
         return
     if _ended_everywhere(save.done()) if save.collective else save.done():
-        pending.settle()
+        inflight.settle()
 
 
 def release() -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from nnx.checkpoint import pending
+from nnx.checkpoint import inflight
 from nnx.checkpoint.codec import Encoder
 from nnx.checkpoint.description import Description, describe, gather_descriptions
 from nnx.checkpoint.index import INDEX, decode_index, encode_index, required
@@ -165,9 +165,9 @@ class Save:
         Raises:
             CheckpointError: The save in flight failed.
         """
-        previous = pending.current()
+        previous = inflight.current()
         try:
-            pending.settle()
+            inflight.settle()
         except Exception as error:
             if self.group is None or (previous is not None and previous.collective):
                 raise

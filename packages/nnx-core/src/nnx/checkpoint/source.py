@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from nnx.checkpoint.index import INDEX, Index, decode_index
+from nnx.checkpoint.inflight import wait_until_saved
 from nnx.checkpoint.manifest import MANIFEST, Manifest, decode_manifest, digest
-from nnx.checkpoint.pending import wait_until_saved
 from nnx.checkpoint.places import place_of
 from nnx.checkpoint.storage import Location, Place, Reader
 from nnx.errors import CheckpointError

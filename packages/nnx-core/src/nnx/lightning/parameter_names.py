@@ -12,7 +12,7 @@ import importlib
 from typing import Any
 
 from nnx.checkpoint.background import poll
-from nnx.checkpoint.pending import current, settle_quietly
+from nnx.checkpoint.inflight import current, settle_quietly
 from nnx.lightning.checkpoint_io import CheckpointIO, exists
 from nnx.lightning.resume_callback import make_resume_callback
 

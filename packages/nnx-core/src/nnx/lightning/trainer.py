@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nnx.backend import Backend
 from nnx.checkpoint.background import poll
-from nnx.checkpoint.pending import settle_quietly, take_error
+from nnx.checkpoint.inflight import settle_quietly, take_error
 from nnx.collective import all_arrive
 from nnx.errors import CheckpointError
 from nnx.lightning.averaging import Averages
