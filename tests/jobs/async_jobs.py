@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import nnx.checkpoint
 from jobs import checkpoint_jobs
-from nnx.checkpoint import background, inflight
-from nnx.checkpoint.saving import Save
+from nnx.checkpoint import inflight, writer
+from nnx.checkpoint.writer import Save
 from nnx.errors import CheckpointError
 from nnx.layout import shard_of
 
@@ -93,7 +93,7 @@ def poll_until_noticed(path: str, slow_rank: int, fail: bool) -> tuple[int, str]
         nnx.checkpoint.save_async(path, tensors=tensors, objects={})
         for number in range(1000):
             try:
-                background.poll()
+                writer.poll()
             except CheckpointError as error:
                 return number, str(error)
             if inflight.current() is None:

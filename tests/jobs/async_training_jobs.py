@@ -174,7 +174,7 @@ def save_after(run: Run, path: str) -> tuple[bool, bool, bool]:
         Whether the first was complete on return, what the copy's memory was then given back, and whether
         the second was in flight on return.
     """
-    from nnx.checkpoint import background
+    from nnx.checkpoint import writer
 
     save = At(1, lambda trainer: trainer.save_checkpoint(str(run.save)))
     module = Net(run)
@@ -182,7 +182,7 @@ def save_after(run: Run, path: str) -> tuple[bool, bool, bool]:
     trainer.fit(module)
     trainer.save_checkpoint(path)
     complete = inflight.current() is None
-    freed = background._arena.nbytes == 0
+    freed = writer._arena.nbytes == 0
     in_flight = []
 
     def save_again(trainer: Trainer) -> None:

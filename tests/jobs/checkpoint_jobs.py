@@ -215,7 +215,7 @@ def plant(fault: str, state: dict[str, Any]) -> Iterator[None]:
 
 def leave_during_save(path: str) -> str:
     """Rank 1 dies between planning and writing."""
-    from nnx.checkpoint import saving
+    from nnx.checkpoint import writer
 
     rank, size = rank_and_size()
     if rank == 1:
@@ -223,7 +223,7 @@ def leave_during_save(path: str) -> str:
         def die(*_: object) -> Any:
             os._exit(9)
 
-        saving.write_rank_file = die
+        writer.write_rank_file = die
     try:
         nnx.checkpoint.save(path, tensors=shards(rank, size), objects={})
     except CheckpointError as error:
@@ -233,22 +233,22 @@ def leave_during_save(path: str) -> str:
 
 def lose_directory_during_save(path: str) -> str:
     """The save's directory vanishes on both ranks' file system between planning and writing."""
-    from nnx.checkpoint import saving
+    from nnx.checkpoint import writer
 
     rank, size = rank_and_size()
-    real = saving.write_rank_file
+    real = writer.write_rank_file
 
     def lose_first(directory: Any, *rest: Any) -> Any:
         shutil.rmtree(directory.location, ignore_errors=True)
         return real(directory, *rest)
 
-    saving.write_rank_file = lose_first
+    writer.write_rank_file = lose_first
     try:
         nnx.checkpoint.save(path, tensors=shards(rank, size), objects={})
     except CheckpointError as error:
         return str(error)
     finally:
-        saving.write_rank_file = real
+        writer.write_rank_file = real
     return ""
 
 

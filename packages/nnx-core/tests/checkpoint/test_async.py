@@ -19,8 +19,8 @@ import torch
 import nnx
 import nnx.checkpoint
 from jobs import async_jobs, checkpoint_jobs
-from nnx.checkpoint import background, inflight
-from nnx.checkpoint.staging import Arena
+from nnx.checkpoint import inflight, writer
+from nnx.checkpoint.writer import Arena
 from nnx.errors import CheckpointError
 from nnx.layout import shard_of
 from nnx.testing.pool import JobError, WorkerPool
@@ -242,12 +242,12 @@ def test_an_error_that_nobody_waited_for_is_raised_by_the_next_save(tmp_path: Pa
 
 def test_polling_raises_once_when_the_save_has_ended(tmp_path: Path, gate: threading.Event) -> None:
     save = nnx.checkpoint.save_async(in_the_way(tmp_path / "a"), **state(1))
-    background.poll()
+    writer.poll()
     gate.set()
     save._thread.join()
     with pytest.raises(CheckpointError, match="it is a file"):
-        background.poll()
-    background.poll()
+        writer.poll()
+    writer.poll()
 
 
 def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest
 
 SCRIPT = """
 import sys, time, torch, nnx.checkpoint
-from nnx.checkpoint.saving import Save
+from nnx.checkpoint.writer import Save
 from nnx.layout import shard_of
 complete = Save.complete
 Save.complete = lambda self: (time.sleep(0.5), complete(self))

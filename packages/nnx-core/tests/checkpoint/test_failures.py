@@ -393,12 +393,12 @@ def test_a_lock_that_is_released_while_another_run_asks_for_it_is_taken_anew(
 
 
 def test_an_interrupted_save_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nnx.checkpoint import saving
+    from nnx.checkpoint import writer
 
     def interrupt(*_: object) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(saving, "write_rank_file", interrupt)
+    monkeypatch.setattr(writer, "write_rank_file", interrupt)
     with pytest.raises(KeyboardInterrupt) as kept:
         save(tmp_path / "a")
     monkeypatch.undo()

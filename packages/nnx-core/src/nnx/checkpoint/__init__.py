@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nnx.checkpoint.background import save_async
     from nnx.checkpoint.codec import EnumName
     from nnx.checkpoint.comparing import Comparison, compare
     from nnx.checkpoint.converting import convert, merge
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
     from nnx.checkpoint.manifest import Manifest
     from nnx.checkpoint.opened import Checkpoint
     from nnx.checkpoint.reading import NativeCheckpoint, open_native
-    from nnx.checkpoint.saving import save
     from nnx.checkpoint.source import is_checkpoint
     from nnx.checkpoint.verifying import Damage, verify
+    from nnx.checkpoint.writer import save, save_async
 
 __all__ = [
     "Checkpoint",
@@ -76,8 +75,8 @@ _HOME = {
     "merge": "converting",
     "open_checkpoint": "formats",
     "open_native": "reading",
-    "save": "saving",
-    "save_async": "background",
+    "save": "writer",
+    "save_async": "writer",
     "verify": "verifying",
 }
 

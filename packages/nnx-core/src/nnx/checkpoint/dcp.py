@@ -48,8 +48,8 @@ from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, digest, rank_fil
 from nnx.checkpoint.opened import Checkpoint
 from nnx.checkpoint.places import place_of
 from nnx.checkpoint.rankfile import StoredBox, write_rank_file
-from nnx.checkpoint.saving import write_objects, writer_info
 from nnx.checkpoint.transaction import Attempt, begin, now
+from nnx.checkpoint.writer import write_objects, writer_info
 from nnx.errors import CheckpointError
 from nnx.layout import Box, Shard
 

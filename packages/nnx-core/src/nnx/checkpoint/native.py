@@ -1,6 +1,6 @@
 """Our own format as a `CheckpointFormat`: opened as usual, and written from one process by streaming.
 
-Training saves through `nnx.checkpoint.saving`, from all ranks. This is for converting: what is written was
+Training saves through `nnx.checkpoint.writer`, from all ranks. This is for converting: what is written was
 never all in memory, and the objects of every rank that wrote the source come along.
 """
 
@@ -23,11 +23,11 @@ from nnx.checkpoint.opened import Checkpoint
 from nnx.checkpoint.places import LocalPlace, place_of
 from nnx.checkpoint.rankfile import StoredBox, file_order, write_in_order
 from nnx.checkpoint.reading import open_native
-from nnx.checkpoint.saving import Files, write_objects, writer_info
 from nnx.checkpoint.source import is_checkpoint
 from nnx.checkpoint.storage import Place
 from nnx.checkpoint.transaction import Attempt, begin, now
 from nnx.checkpoint.views import Described
+from nnx.checkpoint.writer import Files, write_objects, writer_info
 from nnx.checkpoint.writing import new_directory, read_in_order
 from nnx.errors import CheckpointError
 from nnx.layout import Box

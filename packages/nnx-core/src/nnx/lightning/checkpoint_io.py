@@ -28,10 +28,10 @@ from nnx.canonical import (
     positional_optimizer_state,
     stored_optimizer_states,
 )
-from nnx.checkpoint.background import release
 from nnx.checkpoint.inflight import after_save, settle
 from nnx.checkpoint.places import place_of
 from nnx.checkpoint.views import FABRIC_KEYS
+from nnx.checkpoint.writer import release
 from nnx.collective import control_group, together
 from nnx.errors import CheckpointError
 from nnx.options import StateDictType, check_choice

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx.backend import Backend
-from nnx.checkpoint.background import poll
+from nnx.checkpoint.writer import poll
 from nnx.errors import UnsupportedError
 from nnx.lightning.checkpoint import module_state_dict, restore_model
 from nnx.lightning.engine_module import EngineModule, unwrap_engine

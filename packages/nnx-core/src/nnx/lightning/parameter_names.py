@@ -11,8 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from nnx.checkpoint.background import poll
 from nnx.checkpoint.inflight import current, settle_quietly
+from nnx.checkpoint.writer import poll
 from nnx.lightning.checkpoint_io import CheckpointIO, exists
 from nnx.lightning.resume_callback import make_resume_callback
 

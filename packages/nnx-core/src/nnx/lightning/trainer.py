@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from nnx.backend import Backend
-from nnx.checkpoint.background import poll
 from nnx.checkpoint.inflight import settle_quietly, take_error
+from nnx.checkpoint.writer import poll
 from nnx.collective import all_arrive
 from nnx.errors import CheckpointError
 from nnx.lightning.averaging import Averages
