@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from nnx.checkpoint.opened import Checkpoint
+from nnx.checkpoint.reader import Checkpoint
 from nnx.errors import CheckpointError
 from nnx.layout import Shard, shard_of
 from nnx.state import OptimizerState

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx.canonical import LazyStateDict, StoredName
-from nnx.checkpoint.opened import Checkpoint
+from nnx.checkpoint.reader import Checkpoint
 from nnx.errors import CheckpointError
 from nnx.layout import Shard
 from nnx.state import ModelState, OptimizerState, parameter_names

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import nnx.checkpoint
-from nnx.checkpoint import fetch
-from nnx.checkpoint.fetch import Fetcher, PlainFiles, Wanted
+from nnx.checkpoint import reader
 from nnx.checkpoint.files import FileReader
 from nnx.checkpoint.index import Piece, TensorEntry
 from nnx.checkpoint.rankfile import ranges_of
+from nnx.checkpoint.reader import Fetcher, PlainFiles, Wanted
 from nnx.errors import CheckpointError
 from nnx.layout import Box, shard_of
 
@@ -82,7 +82,7 @@ def test_any_region_of_a_plain_file_arrives_exactly(
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(FileReader, "gap", gap),
-        mock.patch.multiple(fetch, _SCRATCH=limit, _TASK=4 * limit),
+        mock.patch.multiple(reader, _SCRATCH=limit, _TASK=4 * limit),
     ):
         entry = plain_file(Path(folder) / "file", tensor)
         Fetcher(PlainFiles(folder)).fetch([Wanted(entry, region, into)])
@@ -94,8 +94,8 @@ def test_any_region_of_a_plain_file_arrives_exactly(
 def test_any_region_of_a_verified_file_arrives_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, strided: bool
 ) -> None:
-    monkeypatch.setattr(fetch, "_SCRATCH", limit)
-    monkeypatch.setattr(fetch, "_TASK", 4 * limit)
+    monkeypatch.setattr(reader, "_SCRATCH", limit)
+    monkeypatch.setattr(reader, "_TASK", 4 * limit)
     tensor = torch.arange(7 * 130 * 600).reshape(7, 130, 600)
     nnx.checkpoint.save(tmp_path / "a", tensors={"w": shard_of(tensor)}, objects={})
     checkpoint = nnx.checkpoint.open_checkpoint(tmp_path / "a")

@@ -16,10 +16,10 @@ from jobs import checkpoint_jobs, remote_jobs, remote_training_jobs
 from jobs.remote_jobs import Unreachable, keys
 from jobs.training import Run
 from nnx.checkpoint import urls
-from nnx.checkpoint.fetch import Fetcher, PlainFiles, Wanted
 from nnx.checkpoint.index import Piece, TensorEntry
 from nnx.checkpoint.manifest import Manifest
 from nnx.checkpoint.places import LocalPlace, place_of
+from nnx.checkpoint.reader import Fetcher, PlainFiles, Wanted
 from nnx.checkpoint.transaction import begin
 from nnx.errors import CheckpointError
 from nnx.layout import Box, shard_of

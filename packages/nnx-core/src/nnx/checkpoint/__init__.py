@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from nnx.checkpoint.index import TensorEntry
     from nnx.checkpoint.inflight import PendingSave
     from nnx.checkpoint.manifest import Manifest
-    from nnx.checkpoint.opened import Checkpoint
-    from nnx.checkpoint.reading import NativeCheckpoint, open_native
+    from nnx.checkpoint.reader import Checkpoint, NativeCheckpoint, open_native
     from nnx.checkpoint.source import is_checkpoint
     from nnx.checkpoint.verifying import Damage, verify
     from nnx.checkpoint.writer import save, save_async
@@ -54,7 +53,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "Checkpoint": "opened",
+    "Checkpoint": "reader",
     "CheckpointFormat": "formats",
     "Comparison": "comparing",
     "Contents": "foreign.contents",
@@ -62,7 +61,7 @@ _HOME = {
     "EnumName": "codec",
     "Handle": "dcp",
     "Manifest": "manifest",
-    "NativeCheckpoint": "reading",
+    "NativeCheckpoint": "reader",
     "PendingSave": "inflight",
     "Reader": "dcp",
     "TensorEntry": "index",
@@ -74,7 +73,7 @@ _HOME = {
     "is_checkpoint": "source",
     "merge": "converting",
     "open_checkpoint": "formats",
-    "open_native": "reading",
+    "open_native": "reader",
     "save": "writer",
     "save_async": "writer",
     "verify": "verifying",

@@ -17,7 +17,7 @@ import numpy as np
 from nnx.checkpoint.codec import EnumName
 from nnx.checkpoint.distances import NO_DIFFERENCE, Difference, difference_of
 from nnx.checkpoint.formats import Progress
-from nnx.checkpoint.opened import Checkpoint
+from nnx.checkpoint.reader import Checkpoint
 from nnx.checkpoint.writing import read_in_order
 
 __all__ = ["Comparison", "ObjectDifference", "TensorDifference", "compare"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from nnx.checkpoint.formats import CheckpointFormat, Progress, get_format, open_checkpoint
-from nnx.checkpoint.opened import Checkpoint
+from nnx.checkpoint.reader import Checkpoint
 from nnx.checkpoint.views import WeightsOnly
 from nnx.errors import CheckpointError
 

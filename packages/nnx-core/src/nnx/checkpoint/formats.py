@@ -24,7 +24,7 @@ from nnx.plugins import checkpoint_formats
 from nnx.spec import CheckpointFormatSpec, import_reference
 
 if TYPE_CHECKING:
-    from nnx.checkpoint.opened import Checkpoint
+    from nnx.checkpoint.reader import Checkpoint
 
 __all__ = ["CheckpointFormat", "Progress", "find_format", "get_format", "open_checkpoint", "specs"]
 

@@ -19,10 +19,9 @@ from nnx.checkpoint.foreign.leftovers import StoredEncoder
 from nnx.checkpoint.formats import CheckpointFormat, Progress
 from nnx.checkpoint.index import INDEX, encode_index, required
 from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, digest, rank_file
-from nnx.checkpoint.opened import Checkpoint
 from nnx.checkpoint.places import LocalPlace, place_of
 from nnx.checkpoint.rankfile import StoredBox, file_order, write_in_order
-from nnx.checkpoint.reading import open_native
+from nnx.checkpoint.reader import Checkpoint, open_native
 from nnx.checkpoint.source import is_checkpoint
 from nnx.checkpoint.storage import Place
 from nnx.checkpoint.transaction import Attempt, begin, now

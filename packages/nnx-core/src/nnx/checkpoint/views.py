@@ -9,10 +9,9 @@ from typing import Any
 from typing_extensions import override
 
 from nnx.canonical import StoredName
-from nnx.checkpoint.fetch import Wanted
 from nnx.checkpoint.foreign.torch_file import map_tree
 from nnx.checkpoint.index import TensorEntry
-from nnx.checkpoint.opened import Checkpoint
+from nnx.checkpoint.reader import Checkpoint, Wanted
 
 __all__ = ["FABRIC_KEYS", "Described", "View", "WeightsOnly"]
 

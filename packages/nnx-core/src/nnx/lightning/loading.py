@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import nnx.checkpoint as storage
 from nnx.canonical import LazyStateDict
 from nnx.checkpoint._torch_compat import loads_itself
-from nnx.checkpoint.opened import Checkpoint
+from nnx.checkpoint.reader import Checkpoint
 from nnx.errors import CheckpointError, OptionError
 from nnx.layout import Shard, shard_of
 from nnx.lightning.averaged_weights import WeightsOnDisk

@@ -18,10 +18,9 @@ from typing_extensions import override
 
 from nnx.box import Box, find_fault
 from nnx.checkpoint.dtypes import DTYPES
-from nnx.checkpoint.fetch import Fetcher, PlainFiles, Wanted
 from nnx.checkpoint.foreign.torch_file import FileTensor, map_paths, map_tree
 from nnx.checkpoint.index import Piece, TensorEntry
-from nnx.checkpoint.opened import Checkpoint
+from nnx.checkpoint.reader import Checkpoint, Fetcher, PlainFiles, Wanted
 from nnx.errors import CheckpointError
 
 __all__ = ["Contents", "ForeignCheckpoint", "Lifted"]

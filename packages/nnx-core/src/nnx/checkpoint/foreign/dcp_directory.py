@@ -20,7 +20,7 @@ from nnx.checkpoint.foreign.dcp_naming import OURS, TRAINER, add_parts, is_ours,
 from nnx.checkpoint.foreign.dcp_safetensors import read_shards, shard_files
 from nnx.checkpoint.foreign.dcp_writing import refuse_options, state_to_write, write_dcp_files
 from nnx.checkpoint.formats import CheckpointFormat, Progress
-from nnx.checkpoint.opened import Checkpoint
+from nnx.checkpoint.reader import Checkpoint
 from nnx.checkpoint.views import Described
 from nnx.checkpoint.writing import new_directory
 from nnx.errors import CheckpointError

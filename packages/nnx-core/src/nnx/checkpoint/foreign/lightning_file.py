@@ -24,7 +24,7 @@ from nnx.checkpoint.foreign.leftovers import pack, unpack
 from nnx.checkpoint.foreign.torch_file import FileTensor, load_torch_file, map_tree
 from nnx.checkpoint.foreign.torch_writing import write_torch_file
 from nnx.checkpoint.formats import CheckpointFormat, Progress
-from nnx.checkpoint.opened import Checkpoint
+from nnx.checkpoint.reader import Checkpoint
 from nnx.checkpoint.views import FABRIC_KEYS, Described
 from nnx.checkpoint.writing import new_file
 from nnx.errors import CheckpointError

@@ -19,7 +19,7 @@ from nnx.checkpoint.foreign.dcp_writing import refuse_options, state_to_write, w
 from nnx.checkpoint.foreign.torch_file import load_torch_file
 from nnx.checkpoint.foreign.torch_writing import write_torch_file
 from nnx.checkpoint.formats import CheckpointFormat, Progress
-from nnx.checkpoint.opened import Checkpoint
+from nnx.checkpoint.reader import Checkpoint
 from nnx.checkpoint.views import FABRIC_KEYS, Described
 from nnx.checkpoint.writing import new_directory
 from nnx.errors import CheckpointError

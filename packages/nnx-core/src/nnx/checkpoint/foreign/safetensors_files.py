@@ -24,7 +24,7 @@ from nnx.checkpoint.foreign.safetensors_header import Header, StoredTensor, enco
 from nnx.checkpoint.formats import CheckpointFormat, Progress
 from nnx.checkpoint.index import Piece, TensorEntry
 from nnx.checkpoint.manifest import load_json
-from nnx.checkpoint.opened import Checkpoint
+from nnx.checkpoint.reader import Checkpoint
 from nnx.checkpoint.views import Described, WeightsOnly
 from nnx.checkpoint.writing import new_directory, new_file, read_in_order, stream_to
 from nnx.errors import CheckpointError

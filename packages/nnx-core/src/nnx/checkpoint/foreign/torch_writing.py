@@ -24,8 +24,8 @@ from nnx.canonical import StoredName
 from nnx.checkpoint._torch_compat import rebuilding, storage_kind
 from nnx.checkpoint.codec import EnumName
 from nnx.checkpoint.formats import Progress
-from nnx.checkpoint.opened import Checkpoint
 from nnx.checkpoint.rankfile import flat_bytes
+from nnx.checkpoint.reader import Checkpoint
 from nnx.checkpoint.writing import read_in_order, stream_to
 from nnx.errors import CheckpointError
 

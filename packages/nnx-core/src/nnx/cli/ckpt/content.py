@@ -21,7 +21,7 @@ from nnx.errors import CheckpointError
 
 if TYPE_CHECKING:
     from nnx.checkpoint.index import TensorEntry
-    from nnx.checkpoint.opened import Checkpoint
+    from nnx.checkpoint.reader import Checkpoint
 
 __all__ = ["Content", "groups_of", "optimizers_of", "progress_of", "read_content", "read_objects"]
 
