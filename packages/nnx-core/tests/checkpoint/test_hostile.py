@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import nnx.checkpoint
 from nnx.box import Box, find_fault
-from nnx.checkpoint.comparing import compare
+from nnx.checkpoint.comparison import compare
 from nnx.checkpoint.manifest import MANIFEST, _sign, digest
 from nnx.cli.output import printable
 from nnx.errors import CheckpointError

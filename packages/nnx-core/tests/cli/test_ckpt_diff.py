@@ -14,8 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import nnx.checkpoint as storage
-from nnx.checkpoint.comparing import compare
-from nnx.checkpoint.distances import difference_of
+from nnx.checkpoint.comparison import compare, difference_of
 from nnx.checkpoint.foreign.contents import Contents
 from nnx.cli.ckpt import app
 from nnx.layout import shard_of

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nnx.checkpoint.codec import EnumName
-    from nnx.checkpoint.comparing import Comparison, compare
+    from nnx.checkpoint.comparison import Comparison, compare
     from nnx.checkpoint.converting import convert, merge
     from nnx.checkpoint.dcp import Handle, Reader, Writer
     from nnx.checkpoint.foreign.contents import Contents
@@ -55,7 +55,7 @@ __all__ = [
 _HOME = {
     "Checkpoint": "reader",
     "CheckpointFormat": "formats",
-    "Comparison": "comparing",
+    "Comparison": "comparison",
     "Contents": "foreign.contents",
     "Damage": "verifying",
     "EnumName": "codec",
@@ -67,7 +67,7 @@ _HOME = {
     "TensorEntry": "index",
     "Writer": "dcp",
     "collect_garbage": "garbage",
-    "compare": "comparing",
+    "compare": "comparison",
     "convert": "converting",
     "find_format": "formats",
     "is_checkpoint": "source",

@@ -11,7 +11,7 @@ from nnx.cli.output import human_bytes, print_json, print_note, print_table, pri
 from nnx.cli.progress import byte_progress
 
 if TYPE_CHECKING:
-    from nnx.checkpoint.comparing import Comparison, TensorDifference
+    from nnx.checkpoint.comparison import Comparison, TensorDifference
 
 __all__ = ["run"]
 
@@ -21,7 +21,7 @@ _ROWS = 20
 
 def run(left: str, right: str, *, values: bool, only_weights: bool, weights_only: bool, as_json: bool) -> int:
     """Print the differences; 1 if there are any."""
-    from nnx.checkpoint.comparing import compare
+    from nnx.checkpoint.comparison import compare
     from nnx.checkpoint.formats import open_checkpoint
 
     opened = [open_checkpoint(path, weights_only=weights_only) for path in (left, right)]
