@@ -19,7 +19,7 @@ from torch import Tensor
 from nnx.checkpoint.codec import EnumName
 from nnx.checkpoint.formats import Progress
 from nnx.checkpoint.reader import Checkpoint
-from nnx.checkpoint.writing import read_in_order
+from nnx.checkpoint.slabs import read_in_order
 
 __all__ = ["Comparison", "TensorDifference", "compare", "difference_of"]
 

@@ -22,12 +22,12 @@ from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, digest, rank_fil
 from nnx.checkpoint.places import LocalPlace, place_of
 from nnx.checkpoint.rankfile import StoredBox, file_order, write_in_order
 from nnx.checkpoint.reader import Checkpoint, open_native
+from nnx.checkpoint.slabs import new_directory, read_in_order
 from nnx.checkpoint.source import is_checkpoint
 from nnx.checkpoint.storage import Place
 from nnx.checkpoint.transaction import Attempt, begin, now
 from nnx.checkpoint.views import Described
 from nnx.checkpoint.writer import Files, write_objects, writer_info
-from nnx.checkpoint.writing import new_directory, read_in_order
 from nnx.errors import CheckpointError
 from nnx.layout import Box
 

@@ -22,7 +22,7 @@ from jobs.resume_jobs import run_cell
 from jobs.rich_checkpoint import differences, save_rich
 from jobs.training import Run
 from nnx.checkpoint.formats import get_format, writable
-from nnx.checkpoint.writing import SLAB, read_in_order, row_boxes
+from nnx.checkpoint.slabs import SLAB, read_in_order, row_boxes
 from nnx.errors import CheckpointError
 from nnx.layout import Box, shard_of
 from nnx.testing.pool import WorkerPool

@@ -21,8 +21,8 @@ from nnx.checkpoint.foreign.dcp_safetensors import read_shards, shard_files
 from nnx.checkpoint.foreign.dcp_writing import refuse_options, state_to_write, write_dcp_files
 from nnx.checkpoint.formats import CheckpointFormat, Progress
 from nnx.checkpoint.reader import Checkpoint
+from nnx.checkpoint.slabs import new_directory
 from nnx.checkpoint.views import Described
-from nnx.checkpoint.writing import new_directory
 from nnx.errors import CheckpointError
 
 __all__ = ["DcpDirectory", "check_ages", "looks_like_dcp", "opened", "read_directory"]

@@ -37,8 +37,8 @@ from nnx.checkpoint.foreign.torch_file import map_tree
 from nnx.checkpoint.foreign.torch_writing import write_torch_file
 from nnx.checkpoint.formats import Progress
 from nnx.checkpoint.reader import Checkpoint
+from nnx.checkpoint.slabs import SLAB, read_in_order, row_boxes
 from nnx.checkpoint.views import Described
-from nnx.checkpoint.writing import SLAB, read_in_order, row_boxes
 from nnx.errors import CheckpointError
 from nnx.layout import Box
 from nnx.state import OptimizerState

@@ -25,8 +25,8 @@ from nnx.checkpoint.foreign.torch_file import FileTensor, load_torch_file, map_t
 from nnx.checkpoint.foreign.torch_writing import write_torch_file
 from nnx.checkpoint.formats import CheckpointFormat, Progress
 from nnx.checkpoint.reader import Checkpoint
+from nnx.checkpoint.slabs import new_file
 from nnx.checkpoint.views import FABRIC_KEYS, Described
-from nnx.checkpoint.writing import new_file
 from nnx.errors import CheckpointError
 
 __all__ = ["LightningFile", "lightning_dict"]

@@ -20,8 +20,8 @@ from nnx.checkpoint.foreign.torch_file import load_torch_file
 from nnx.checkpoint.foreign.torch_writing import write_torch_file
 from nnx.checkpoint.formats import CheckpointFormat, Progress
 from nnx.checkpoint.reader import Checkpoint
+from nnx.checkpoint.slabs import new_directory
 from nnx.checkpoint.views import FABRIC_KEYS, Described
-from nnx.checkpoint.writing import new_directory
 from nnx.errors import CheckpointError
 
 __all__ = ["LightningSharded"]

@@ -25,8 +25,8 @@ from nnx.checkpoint.formats import CheckpointFormat, Progress
 from nnx.checkpoint.index import Piece, TensorEntry
 from nnx.checkpoint.manifest import load_json
 from nnx.checkpoint.reader import Checkpoint
+from nnx.checkpoint.slabs import new_directory, new_file, read_in_order, stream_to
 from nnx.checkpoint.views import Described, WeightsOnly
-from nnx.checkpoint.writing import new_directory, new_file, read_in_order, stream_to
 from nnx.errors import CheckpointError
 
 __all__ = ["SafetensorsFiles"]

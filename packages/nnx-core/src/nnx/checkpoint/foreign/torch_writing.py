@@ -26,7 +26,7 @@ from nnx.checkpoint.codec import EnumName
 from nnx.checkpoint.formats import Progress
 from nnx.checkpoint.rankfile import flat_bytes
 from nnx.checkpoint.reader import Checkpoint
-from nnx.checkpoint.writing import read_in_order, stream_to
+from nnx.checkpoint.slabs import read_in_order, stream_to
 from nnx.errors import CheckpointError
 
 __all__ = ["ZipLayout", "write_torch_file"]

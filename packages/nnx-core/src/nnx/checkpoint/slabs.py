@@ -31,15 +31,7 @@ from nnx.checkpoint.surveying import PARTIAL
 from nnx.errors import CheckpointError
 from nnx.layout import Shard
 
-__all__ = [
-    "SLAB",
-    "Part",
-    "new_directory",
-    "new_file",
-    "read_in_order",
-    "row_boxes",
-    "stream_to",
-]
+__all__ = ["SLAB", "new_directory", "new_file", "read_in_order", "row_boxes", "stream_to"]
 
 SLAB = 4 << 20
 """Bytes that are read at once; two slabs exist at a time."""
