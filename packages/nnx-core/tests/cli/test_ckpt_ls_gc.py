@@ -15,9 +15,9 @@ from typer.testing import CliRunner, Result
 
 import nnx.checkpoint as storage
 from jobs.remote_jobs import s3_server
+from nnx.checkpoint.formats import PARTIAL
 from nnx.checkpoint.garbage import collect_garbage
 from nnx.checkpoint.places import LocalPlace, place_of
-from nnx.checkpoint.surveying import PARTIAL
 from nnx.cli.ckpt import app
 from nnx.errors import CheckpointError
 from nnx.layout import shard_of

@@ -11,11 +11,10 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nnx.checkpoint.formats import Progress, open_checkpoint
+from nnx.checkpoint.formats import Progress, files_below, open_checkpoint
 from nnx.checkpoint.index import TensorEntry
 from nnx.checkpoint.places import place_of
 from nnx.checkpoint.storage import Location, Place
-from nnx.checkpoint.surveying import files_below
 from nnx.checkpoint.verifying import Damage
 from nnx.errors import CheckpointError
 

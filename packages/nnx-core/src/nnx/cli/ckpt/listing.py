@@ -8,10 +8,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from nnx.checkpoint.formats import Found, files_below, survey
 from nnx.checkpoint.manifest import MANIFEST, Manifest, decode_manifest, is_save_id
 from nnx.checkpoint.source import Source, read_manifest
 from nnx.checkpoint.storage import Place
-from nnx.checkpoint.surveying import Found, files_below, survey
 from nnx.cli.ckpt.content import progress_of, read_content, read_objects
 from nnx.cli.output import human_bytes, print_json, print_note, print_table
 from nnx.errors import CheckpointError

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from nnx.checkpoint.surveying import files_below
+from nnx.checkpoint.formats import files_below
 from nnx.cli.output import human_bytes, print_json, print_text
 from nnx.cli.progress import byte_progress
 from nnx.errors import CheckpointError
