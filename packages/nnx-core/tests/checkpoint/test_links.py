@@ -13,7 +13,7 @@ import torch
 import nnx.checkpoint
 from nnx.checkpoint.garbage import collect_garbage
 from nnx.checkpoint.locks import LOCK
-from nnx.checkpoint.verifying import verify
+from nnx.checkpoint.verification import verify
 from nnx.errors import CheckpointError
 from nnx.layout import shard_of
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nnx.checkpoint.manifest import Manifest
     from nnx.checkpoint.reader import Checkpoint, NativeCheckpoint, open_native
     from nnx.checkpoint.source import is_checkpoint
-    from nnx.checkpoint.verifying import Damage, verify
+    from nnx.checkpoint.verification import Damage, verify
     from nnx.checkpoint.writer import save, save_async
 
 __all__ = [
@@ -57,7 +57,7 @@ _HOME = {
     "CheckpointFormat": "formats",
     "Comparison": "comparison",
     "Contents": "foreign.contents",
-    "Damage": "verifying",
+    "Damage": "verification",
     "EnumName": "codec",
     "Handle": "dcp",
     "Manifest": "manifest",
@@ -76,7 +76,7 @@ _HOME = {
     "open_native": "reader",
     "save": "writer",
     "save_async": "writer",
-    "verify": "verifying",
+    "verify": "verification",
 }
 
 

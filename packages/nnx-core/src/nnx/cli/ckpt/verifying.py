@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnx.checkpoint.source import is_checkpoint
-from nnx.checkpoint.verifying import Damage, verify
+from nnx.checkpoint.verification import Damage, verify
 from nnx.cli.output import print_json, print_note, print_table, print_text
 from nnx.cli.progress import byte_progress
 
@@ -21,7 +21,7 @@ def run(path: str, *, weights_only: bool, as_json: bool) -> int:
         checked: dict[str, Any] = {"format": "nnx", "checksums": True}
         praise = "every byte is as it was written."
     else:
-        from nnx.checkpoint.structure import check_structure
+        from nnx.checkpoint.verification import check_structure
 
         with byte_progress("checking") as progress:
             found = check_structure(path, weights_only=weights_only, progress=progress)
