@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nnx.checkpoint.codec import EnumName
     from nnx.checkpoint.comparison import Comparison, compare
-    from nnx.checkpoint.converting import convert, merge
+    from nnx.checkpoint.conversion import convert, merge
     from nnx.checkpoint.dcp import Handle, Reader, Writer
     from nnx.checkpoint.foreign.contents import Contents
     from nnx.checkpoint.formats import CheckpointFormat, find_format, open_checkpoint
@@ -68,10 +68,10 @@ _HOME = {
     "Writer": "dcp",
     "collect_garbage": "garbage",
     "compare": "comparison",
-    "convert": "converting",
+    "convert": "conversion",
     "find_format": "formats",
     "is_checkpoint": "source",
-    "merge": "converting",
+    "merge": "conversion",
     "open_checkpoint": "formats",
     "open_native": "reader",
     "save": "writer",

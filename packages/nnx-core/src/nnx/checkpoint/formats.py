@@ -102,7 +102,7 @@ class CheckpointFormat(ABC):
 
 _HOME = "nnx.checkpoint.foreign"
 _BUILT_IN = (
-    CheckpointFormatSpec("nnx", "nnx.checkpoint.native:Native", description="the shared checkpoint"),
+    CheckpointFormatSpec("nnx", "nnx.checkpoint.conversion:Native", description="the shared checkpoint"),
     CheckpointFormatSpec(
         "nnscaler",
         f"{_HOME}.nnscaler:NnScaler",
