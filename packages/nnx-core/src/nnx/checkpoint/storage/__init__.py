@@ -1,8 +1,9 @@
 """What a checkpoint is stored through: a `Place` is a file or a directory, wherever it lies.
 
 Everything of a checkpoint is read and written through this interface, so that what is above need not know
-whether it is a path or a URL. `nnx.checkpoint.places` has the half for this machine's file systems and
-finds the right one; `nnx.checkpoint.urls` is the other half. Neither knows what a checkpoint is.
+whether it is a path or a URL. `nnx.checkpoint.storage.locations` has the half for this machine's file systems
+and finds the right one; `nnx.checkpoint.storage.remote` is the other half. Neither knows what a checkpoint
+is.
 """
 
 from __future__ import annotations
