@@ -19,10 +19,10 @@ import torch
 
 import nnx.checkpoint
 from jobs import checkpoint_jobs
-from nnx.checkpoint import locks
-from nnx.checkpoint.files import _REMEDIES, explained
 from nnx.checkpoint.manifest import FileEntry, Manifest
 from nnx.checkpoint.places import LocalPlace, place_of
+from nnx.checkpoint.storage import files
+from nnx.checkpoint.storage.files import _REMEDIES, explained
 from nnx.checkpoint.transaction import begin
 from nnx.errors import CheckpointError
 from nnx.layout import Box, Shard, shard_of
@@ -407,7 +407,7 @@ def test_an_interrupted_save_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.
     assert nnx.checkpoint.verify(tmp_path / "a") == []
 
 
-@pytest.mark.parametrize("code", sorted(locks._UNSUPPORTED))
+@pytest.mark.parametrize("code", sorted(files._UNSUPPORTED))
 def test_where_there_are_no_locks_a_save_that_was_overtaken_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:

@@ -16,7 +16,7 @@ import nnx.checkpoint
 from jobs import failing_disk
 from jobs.failing_disk import meddled, save, version_at
 from nnx.checkpoint.garbage import collect_garbage
-from nnx.checkpoint.locks import LOCK
+from nnx.checkpoint.storage.files import LOCK
 from nnx.errors import CheckpointError
 from nnx.testing.pool import WorkerPool
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 import nnx.checkpoint
 from nnx.checkpoint import reader
-from nnx.checkpoint.files import FileReader
 from nnx.checkpoint.index import Piece, TensorEntry
 from nnx.checkpoint.rankfile import ranges_of
 from nnx.checkpoint.reader import Fetcher, PlainFiles, Wanted
+from nnx.checkpoint.storage.files import FileReader
 from nnx.errors import CheckpointError
 from nnx.layout import Box, shard_of
 

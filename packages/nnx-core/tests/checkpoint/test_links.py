@@ -12,7 +12,7 @@ import torch
 
 import nnx.checkpoint
 from nnx.checkpoint.garbage import collect_garbage
-from nnx.checkpoint.locks import LOCK
+from nnx.checkpoint.storage.files import LOCK
 from nnx.checkpoint.verification import verify
 from nnx.errors import CheckpointError
 from nnx.layout import shard_of

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nnx.checkpoint import stream
-from nnx.checkpoint.files import read_exactly
+from nnx.checkpoint.storage.files import read_exactly
 from nnx.checkpoint.stream import DirectFile, StreamWriter
 from nnx.errors import CheckpointError
 

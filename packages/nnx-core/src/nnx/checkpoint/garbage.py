@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nnx.checkpoint.formats import files_below, survey
-from nnx.checkpoint.locks import LOCK
 from nnx.checkpoint.manifest import MANIFEST, is_save_id
 from nnx.checkpoint.source import read_manifest
 from nnx.checkpoint.storage import Location, Place
+from nnx.checkpoint.storage.files import LOCK
 from nnx.errors import CheckpointError
 
 __all__ = ["collect_garbage"]

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from typing_extensions import override
 
-from nnx.checkpoint.files import (
+from nnx.checkpoint.storage import Location, Place
+from nnx.checkpoint.storage.files import (
     FileReader,
+    Lock,
     close_quietly,
     explained,
     look,
@@ -28,8 +30,6 @@ from nnx.checkpoint.files import (
     sync_directory,
     write_file,
 )
-from nnx.checkpoint.locks import Lock
-from nnx.checkpoint.storage import Location, Place
 from nnx.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from nnx.checkpoint.files import explained, open_file
+from nnx.checkpoint.storage.files import explained, open_file
 
 __all__ = ["ALIGNMENT", "DirectFile", "Sink", "StreamWriter"]
 
@@ -169,7 +169,7 @@ class DirectFile:
 
     Args:
         path: The file, which must not exist.
-        root: See `nnx.checkpoint.files.parent_directory`.
+        root: See `nnx.checkpoint.storage.files.parent_directory`.
 
     Raises:
         CheckpointError: It cannot be created.

@@ -16,9 +16,9 @@ import secrets
 from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 
-from nnx.checkpoint.locks import LOCK, Lock
 from nnx.checkpoint.manifest import MANIFEST, FileEntry, Manifest, encode_manifest, is_save_id
 from nnx.checkpoint.storage import Place
+from nnx.checkpoint.storage.files import LOCK, Lock
 from nnx.errors import CheckpointError
 
 __all__ = ["Attempt", "begin", "now"]

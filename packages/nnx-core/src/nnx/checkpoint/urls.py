@@ -20,9 +20,8 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.registry import known_implementations  # type: ignore[import-untyped]
 from typing_extensions import override
 
-from nnx.checkpoint.files import truncated
-from nnx.checkpoint.locks import Lock
 from nnx.checkpoint.storage import Place
+from nnx.checkpoint.storage.files import Lock, truncated
 from nnx.checkpoint.stream import StreamWriter
 from nnx.errors import CheckpointError
 

@@ -15,8 +15,8 @@ import nnx.checkpoint as storage
 from jobs.deepspeed_native_jobs import FIXTURES, script
 from nnx.box import Box
 from nnx.canonical import stored_optimizer_states
-from nnx.checkpoint.files import FileReader
 from nnx.checkpoint.foreign.deepspeed import DeepSpeed
+from nnx.checkpoint.storage.files import FileReader
 from nnx.errors import CheckpointError
 
 HOME = FIXTURES / "deepspeed"

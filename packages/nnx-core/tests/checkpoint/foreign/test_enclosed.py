@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import nnx.checkpoint
-from nnx.checkpoint.foreign.enclosed import require_inside
+from nnx.checkpoint.storage.files import require_inside
 from nnx.errors import CheckpointError
 
 

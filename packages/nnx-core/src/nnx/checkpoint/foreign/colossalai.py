@@ -19,7 +19,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from nnx.box import Box
-from nnx.checkpoint.files import read_exactly
 from nnx.checkpoint.foreign.contents import Contents, ForeignCheckpoint
 from nnx.checkpoint.foreign.faults import malformed_explained
 from nnx.checkpoint.foreign.flat import as_step
@@ -28,6 +27,7 @@ from nnx.checkpoint.foreign.torch_file import FileTensor, load_torch_file
 from nnx.checkpoint.formats import CheckpointFormat
 from nnx.checkpoint.index import Piece
 from nnx.checkpoint.manifest import load_json
+from nnx.checkpoint.storage.files import read_exactly
 from nnx.errors import CheckpointError
 
 __all__ = ["ColossalAI"]

@@ -11,7 +11,6 @@ from typing import Any
 from typing_extensions import override
 
 from nnx.canonical import stored_optimizer_states
-from nnx.checkpoint.files import explained
 from nnx.checkpoint.foreign.contents import Contents, ForeignCheckpoint
 from nnx.checkpoint.foreign.dcp_items import Items
 from nnx.checkpoint.foreign.dcp_layouts import Parts, interpret, nest
@@ -22,6 +21,7 @@ from nnx.checkpoint.foreign.dcp_writing import refuse_options, state_to_write, w
 from nnx.checkpoint.formats import CheckpointFormat, Progress
 from nnx.checkpoint.reader import Checkpoint
 from nnx.checkpoint.slabs import new_directory
+from nnx.checkpoint.storage.files import explained
 from nnx.checkpoint.views import Described
 from nnx.errors import CheckpointError
 

@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from nnx.box import Box
 from nnx.checkpoint._torch_compat import DCP_RECORDS
-from nnx.checkpoint.files import explained
 from nnx.checkpoint.foreign.restoring import refuse_swollen
+from nnx.checkpoint.storage.files import explained
 from nnx.errors import CheckpointError
 
 __all__ = [

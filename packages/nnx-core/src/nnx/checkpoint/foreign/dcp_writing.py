@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from nnx.canonical import StoredName, numbers_parameters, stored_optimizer_states
 from nnx.checkpoint._torch_compat import DCP_VERSION, new_storage_info
-from nnx.checkpoint.files import explained, write_file
 from nnx.checkpoint.foreign.dcp_metadata import METADATA, Keys
 from nnx.checkpoint.foreign.dcp_naming import OURS
 from nnx.checkpoint.foreign.lightning_file import lightning_dict
@@ -38,6 +37,7 @@ from nnx.checkpoint.foreign.torch_writing import write_torch_file
 from nnx.checkpoint.formats import Progress
 from nnx.checkpoint.reader import Checkpoint
 from nnx.checkpoint.slabs import SLAB, read_in_order, row_boxes
+from nnx.checkpoint.storage.files import explained, write_file
 from nnx.checkpoint.views import Described
 from nnx.errors import CheckpointError
 from nnx.layout import Box

@@ -14,9 +14,9 @@ from typing import Any
 from nnx.box import Box
 from nnx.checkpoint.foreign.contents import Contents
 from nnx.checkpoint.foreign.deepspeed_zero import OWN_CLASSES, Shapes, contradiction
-from nnx.checkpoint.foreign.enclosed import require_inside
 from nnx.checkpoint.foreign.flat import add_shared_state, pieces_of_range
 from nnx.checkpoint.foreign.torch_file import FileTensor, load_torch_file
+from nnx.checkpoint.storage.files import require_inside
 
 __all__ = ["Universal"]
 

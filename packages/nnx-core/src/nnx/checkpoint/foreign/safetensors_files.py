@@ -17,7 +17,6 @@ from typing import Any
 from typing_extensions import override
 
 from nnx.box import Box
-from nnx.checkpoint.files import read_exactly, write_file
 from nnx.checkpoint.foreign.contents import Contents, ForeignCheckpoint, Lifted
 from nnx.checkpoint.foreign.leftovers import pack, unpack
 from nnx.checkpoint.foreign.safetensors_header import Header, StoredTensor, encode_header, read_header
@@ -26,6 +25,7 @@ from nnx.checkpoint.index import Piece, TensorEntry
 from nnx.checkpoint.manifest import load_json
 from nnx.checkpoint.reader import Checkpoint
 from nnx.checkpoint.slabs import new_directory, new_file, read_in_order, stream_to
+from nnx.checkpoint.storage.files import read_exactly, write_file
 from nnx.checkpoint.views import Described, WeightsOnly
 from nnx.errors import CheckpointError
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from nnx.checkpoint.dtypes import DTYPES
-from nnx.checkpoint.files import explained, is_file, read_exactly
 from nnx.checkpoint.index import TensorEntry
 from nnx.checkpoint.manifest import load_json
+from nnx.checkpoint.storage.files import explained, is_file, read_exactly
 from nnx.errors import CheckpointError
 
 __all__ = ["Header", "StoredTensor", "encode_header", "read_header"]

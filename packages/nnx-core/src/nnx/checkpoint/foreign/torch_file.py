@@ -23,9 +23,9 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from nnx.box import Box
 from nnx.checkpoint._torch_compat import load_structure, position_in_file
-from nnx.checkpoint.files import is_file, read_exactly
 from nnx.checkpoint.foreign.restoring import Inert, StandIns, harmless, refuse_endless, refuse_swollen
 from nnx.checkpoint.index import Piece, TensorEntry
+from nnx.checkpoint.storage.files import is_file, read_exactly
 from nnx.errors import CheckpointError
 
 __all__ = ["FileTensor", "Inert", "load_torch_file", "map_paths", "map_tree", "mentions", "read_tensors"]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
 
 from typing_extensions import override
 
-from nnx.checkpoint.locks import Lock
+from nnx.checkpoint.storage.files import Lock
 
 if TYPE_CHECKING:
     from nnx.checkpoint.stream import StreamWriter

@@ -2,14 +2,16 @@
 
 This module owns errors of the operating system: each becomes a `CheckpointError` with path and remedy. It
 also keeps a checkpoint from leading elsewhere: below its root directory nothing is opened through a link, and
-nothing but regular files is read or written.
+nothing but regular files is read or written. And it has the lock that keeps two runs from saving to one path.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,9 @@ from pathlib import Path
 from nnx.errors import CheckpointError
 
 __all__ = [
+    "LOCK",
     "FileReader",
+    "Lock",
     "close_quietly",
     "explained",
     "is_file",
@@ -26,6 +30,8 @@ __all__ = [
     "open_file",
     "parent_directory",
     "read_exactly",
+    "require_enclosed",
+    "require_inside",
     "sync_directory",
     "truncated",
     "write_file",
@@ -256,3 +262,208 @@ def truncated(path: str | os.PathLike[str], position: int, expected: int) -> Che
         f"'{os.fspath(path)}' is truncated: it ends at byte {position}, {expected} were expected.",
         remedy="Restore it from a backup, or resume from another checkpoint.",
     )
+
+
+# --- what a directory may lead to -----------------------------------------------------------------
+# A directory of another program's may lead to itself, and in Hugging Face's cache to its repository. Those
+# programs write no links, but people make them, and pass directories on. A link that stays in the directory
+# is followed; one that leaves it, a pipe, a socket or a device is refused before anything is read.
+
+
+_DEPTH = 2
+"""Formats look into a directory and those directly in it,"""
+_ZERO = "zero"
+"""and DeepSpeed's universal one into a folder of this name with a folder for each parameter."""
+
+
+def require_enclosed(directory: Path) -> None:
+    """Refuse a directory of which a part that a format looks at lies elsewhere or is no regular file.
+
+    Raises:
+        CheckpointError: With the name of what is refused.
+    """
+    _check(directory, directory, _DEPTH)
+
+
+def require_inside(path: Path, directory: Path) -> None:
+    """Refuse what is not a regular file or a directory, or leads out of the checkpoint.
+
+    A snapshot in Hugging Face's cache, ``models--*/snapshots/*``, is made of links to files in ``blobs``
+    beside ``snapshots``; these are its own.
+
+    Args:
+        path: Something in the checkpoint, which need not exist.
+        directory: The checkpoint.
+
+    Raises:
+        CheckpointError: With its name.
+    """
+    try:
+        target, root = path.resolve(), directory.resolve()
+        kind = path.stat().st_mode
+    except FileNotFoundError:
+        return
+    except (OSError, RuntimeError) as error:  # such as links in circles
+        raise CheckpointError(f"cannot read '{path}': {error}.", remedy=_REMEDY) from error
+    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+        raise CheckpointError(f"'{path}' is neither a file nor a directory.", remedy="Remove it.")
+    homes = [root]
+    if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
+        homes.append(root.parent.parent / "blobs")
+    if not any(target.is_relative_to(home) for home in homes):
+        raise CheckpointError(f"'{path}' is a link that leads out of the checkpoint.", remedy=_REMEDY)
+
+
+def _check(directory: Path, root: Path, depth: int) -> None:
+    with explained("list", directory), os.scandir(directory) as listed:
+        entries = sorted(listed, key=lambda entry: entry.name)
+    for entry in entries:
+        path = Path(entry.path)
+        if entry.is_file(follow_symlinks=False):
+            continue
+        if entry.is_symlink() or not entry.is_dir():
+            require_inside(path, root)
+        if entry.is_symlink() and depth < _DEPTH and entry.is_dir():
+            raise CheckpointError(f"'{path}' is a link to a directory.", remedy=_REMEDY)
+        if entry.is_dir() and (depth > 1 or _ZERO in (entry.name, directory.name)):
+            _check(path, root, depth - 1)
+
+
+_REMEDY = "Copy the checkpoint with what its links lead to (`cp -rL`), or open a directory without them."
+
+
+# --- the lock of a save ---------------------------------------------------------------------------
+# It keeps two runs from saving to one path at the same time. It is `flock` on a hidden file, so the kernel
+# releases it however the process ends, and the file that a killed process leaves behind locks nothing.
+# Where the file system has no such locks there is none.
+
+
+LOCK = ".saving.lock"
+
+_UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+_TAKEN = {errno.EWOULDBLOCK, errno.EACCES}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+class Lock:
+    """A lock that this process holds; made by `acquire`."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self._path = path
+        self._fd: int | None = fd
+        self._owner = os.getpid()
+
+    @classmethod
+    def acquire(cls, directory: Path) -> Lock | None:
+        """Lock a directory.
+
+        Returns:
+            The lock; None where the file system has no locks.
+
+        Raises:
+            CheckpointError: Somebody else holds it, or the directory cannot be written to.
+        """
+        path = directory / LOCK
+        while True:
+            fd = _open(path, directory)
+            if fd is None:
+                return None
+            try:
+                if not _flock(fd, directory):
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+                    close_quietly(fd)
+                    return None
+                if _is_current(path, fd):
+                    _sign(fd)
+                    return cls(path, fd)
+            except CheckpointError:
+                close_quietly(fd)
+                raise
+            close_quietly(fd)  # the run that held it removed the file meanwhile
+
+    def release(self) -> None:
+        """Let others save again; does nothing the second time."""
+        if self._fd is None:
+            return
+        fd, self._fd = self._fd, None
+        if os.getpid() == self._owner:  # and not a forked child, of which it is not the lock
+            # A new file is a new lock, so it does not matter that a forked child still has this one open.
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+        close_quietly(fd)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def _open(path: Path, directory: Path) -> int | None:
+    """The lock's file, made if it is not there; None where a full disk has no room for one.
+
+    Raises:
+        CheckpointError: Something else stands in its place, or the directory cannot be written to.
+    """
+    try:
+        fd = open_file(path, os.O_RDWR | os.O_CREAT, root=directory, doing="write to")
+    except CheckpointError as error:
+        if getattr(error.__cause__, "errno", None) in _FULL:
+            return None
+        raise
+    try:
+        with explained("lock", directory):
+            names = os.fstat(fd).st_nlink
+    except CheckpointError:
+        close_quietly(fd)
+        raise
+    if names > 1:
+        close_quietly(fd)
+        raise CheckpointError(
+            f"cannot lock '{directory}': '{path.name}' has a second name elsewhere, which no save gives it.",
+            remedy=f"Remove '{path}'.",
+        )
+    return fd
+
+
+def _flock(fd: int, directory: Path) -> bool:
+    """Take the lock; false where the file system has none.
+
+    Raises:
+        CheckpointError: Somebody else holds it.
+    """
+    with explained("lock", directory):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _TAKEN:
+                raise CheckpointError(
+                    f"cannot save to '{directory}': another run is saving to it now ({_owner(fd)}).",
+                    remedy="Give every run a path of its own.",
+                ) from error
+            if error.errno not in _UNSUPPORTED:
+                raise
+            return False
+    return True
+
+
+def _sign(fd: int) -> None:
+    """Write down who holds the lock. That is for people: a full disk may have no place for it."""
+    with contextlib.suppress(OSError):
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+
+def _owner(fd: int) -> str:
+    with contextlib.suppress(OSError):
+        return _printable(os.pread(fd, 200, 0)) or "another process"
+    return "another process"
+
+
+def _printable(raw: bytes) -> str:
+    """What a file that anybody may have written says, without what would steer a terminal."""
+    return "".join(char if char.isprintable() else "?" for char in raw.decode(errors="replace"))
+
+
+def _is_current(path: Path, fd: int) -> bool:
+    with explained("lock", path.parent), contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(fd))
+    return False
