@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nnx.checkpoint import stream
+from nnx.checkpoint.storage import stream
 from nnx.checkpoint.storage.files import read_exactly
-from nnx.checkpoint.stream import DirectFile, StreamWriter
+from nnx.checkpoint.storage.stream import DirectFile, StreamWriter
 from nnx.errors import CheckpointError
 
 

@@ -33,7 +33,7 @@ from nnx.checkpoint.storage.files import (
 from nnx.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from nnx.checkpoint.stream import StreamWriter
+    from nnx.checkpoint.storage.stream import StreamWriter
 
 __all__ = ["LocalPlace", "place_of"]
 
@@ -158,7 +158,7 @@ class LocalPlace(Place):
 
     @override
     def stream(self, size: int) -> StreamWriter:
-        from nnx.checkpoint.stream import DirectFile, StreamWriter
+        from nnx.checkpoint.storage.stream import DirectFile, StreamWriter
 
         return StreamWriter(DirectFile(self.path, root=self._root), size=size)
 

@@ -23,7 +23,7 @@ from nnx.box import Box
 from nnx.checkpoint.dtypes import DTYPES, width
 from nnx.checkpoint.manifest import BLOCK, FileEntry, digest, rank_file
 from nnx.checkpoint.storage import Place
-from nnx.checkpoint.stream import ALIGNMENT, StreamWriter
+from nnx.checkpoint.storage.stream import ALIGNMENT, StreamWriter
 
 __all__ = [
     "StoredBox",

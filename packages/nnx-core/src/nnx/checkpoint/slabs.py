@@ -26,7 +26,7 @@ from nnx.checkpoint.index import TensorEntry
 from nnx.checkpoint.places import LocalPlace, place_of
 from nnx.checkpoint.reader import Checkpoint
 from nnx.checkpoint.storage.files import explained, sync_directory
-from nnx.checkpoint.stream import DirectFile, StreamWriter
+from nnx.checkpoint.storage.stream import DirectFile, StreamWriter
 from nnx.errors import CheckpointError
 from nnx.layout import Shard
 

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from nnx.checkpoint.storage import Place
 from nnx.checkpoint.storage.files import Lock, truncated
-from nnx.checkpoint.stream import StreamWriter
+from nnx.checkpoint.storage.stream import StreamWriter
 from nnx.errors import CheckpointError
 
 __all__ = ["UrlPlace"]

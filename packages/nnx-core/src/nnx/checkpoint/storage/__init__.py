@@ -20,7 +20,7 @@ from typing_extensions import override
 from nnx.checkpoint.storage.files import Lock
 
 if TYPE_CHECKING:
-    from nnx.checkpoint.stream import StreamWriter
+    from nnx.checkpoint.storage.stream import StreamWriter
 
 __all__ = ["Location", "Place", "Reader"]
 

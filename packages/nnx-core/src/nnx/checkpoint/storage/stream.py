@@ -21,7 +21,7 @@ from typing import Protocol
 
 from nnx.checkpoint.storage.files import explained, open_file
 
-__all__ = ["ALIGNMENT", "DirectFile", "Sink", "StreamWriter"]
+__all__ = ["ALIGNMENT", "DirectFile", "StreamWriter"]
 
 ALIGNMENT = 4096
 """Direct I/O needs positions, lengths and memory aligned to this (at most, on known file systems)."""
