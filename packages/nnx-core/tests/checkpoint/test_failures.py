@@ -20,9 +20,9 @@ import torch
 import nnx.checkpoint
 from jobs import checkpoint_jobs
 from nnx.checkpoint.manifest import FileEntry, Manifest
-from nnx.checkpoint.places import LocalPlace, place_of
 from nnx.checkpoint.storage import files
 from nnx.checkpoint.storage.files import _REMEDIES, explained
+from nnx.checkpoint.storage.locations import LocalPlace, place_of
 from nnx.checkpoint.transaction import begin
 from nnx.errors import CheckpointError
 from nnx.layout import Box, Shard, shard_of

@@ -18,8 +18,8 @@ from jobs.training import Run
 from nnx.checkpoint import urls
 from nnx.checkpoint.index import Piece, TensorEntry
 from nnx.checkpoint.manifest import Manifest
-from nnx.checkpoint.places import LocalPlace, place_of
 from nnx.checkpoint.reader import Fetcher, PlainFiles, Wanted
+from nnx.checkpoint.storage.locations import LocalPlace, place_of
 from nnx.checkpoint.transaction import begin
 from nnx.errors import CheckpointError
 from nnx.layout import Box, shard_of

@@ -16,7 +16,7 @@ import nnx.checkpoint
 from jobs import remote_jobs
 from nnx.checkpoint import urls
 from nnx.checkpoint.garbage import collect_garbage
-from nnx.checkpoint.places import place_of
+from nnx.checkpoint.storage.locations import place_of
 from nnx.checkpoint.transaction import begin
 from nnx.errors import CheckpointError
 from nnx.layout import shard_of

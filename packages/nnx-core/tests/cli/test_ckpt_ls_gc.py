@@ -17,7 +17,7 @@ import nnx.checkpoint as storage
 from jobs.remote_jobs import s3_server
 from nnx.checkpoint.formats import PARTIAL
 from nnx.checkpoint.garbage import collect_garbage
-from nnx.checkpoint.places import LocalPlace, place_of
+from nnx.checkpoint.storage.locations import LocalPlace, place_of
 from nnx.cli.ckpt import app
 from nnx.errors import CheckpointError
 from nnx.layout import shard_of

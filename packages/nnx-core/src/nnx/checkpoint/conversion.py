@@ -21,12 +21,12 @@ from nnx.checkpoint.foreign.leftovers import StoredEncoder
 from nnx.checkpoint.formats import CheckpointFormat, Progress, get_format, open_checkpoint
 from nnx.checkpoint.index import INDEX, encode_index, required
 from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, digest, rank_file
-from nnx.checkpoint.places import LocalPlace, place_of
 from nnx.checkpoint.rankfile import StoredBox, file_order, write_in_order
 from nnx.checkpoint.reader import Checkpoint, open_native
 from nnx.checkpoint.slabs import new_directory, read_in_order
 from nnx.checkpoint.source import is_checkpoint
 from nnx.checkpoint.storage import Place
+from nnx.checkpoint.storage.locations import LocalPlace, place_of
 from nnx.checkpoint.transaction import Attempt, begin, now
 from nnx.checkpoint.views import Described, WeightsOnly
 from nnx.checkpoint.writer import Files, write_objects, writer_info

@@ -45,9 +45,9 @@ from nnx.checkpoint.codec import Encoder
 from nnx.checkpoint.formats import open_checkpoint
 from nnx.checkpoint.index import INDEX, encode_index
 from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, digest, rank_file
-from nnx.checkpoint.places import place_of
 from nnx.checkpoint.rankfile import StoredBox, write_rank_file
 from nnx.checkpoint.reader import Checkpoint
+from nnx.checkpoint.storage.locations import place_of
 from nnx.checkpoint.transaction import Attempt, begin, now
 from nnx.checkpoint.writer import write_objects, writer_info
 from nnx.errors import CheckpointError

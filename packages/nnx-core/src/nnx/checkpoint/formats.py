@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from nnx.checkpoint.manifest import MANIFEST, is_save_id
-from nnx.checkpoint.places import place_of
 from nnx.checkpoint.source import is_checkpoint
 from nnx.checkpoint.storage import Location, Place
 from nnx.checkpoint.storage.files import require_enclosed
+from nnx.checkpoint.storage.locations import place_of
 from nnx.errors import CheckpointError, CheckpointNotFoundError, PluginError
 from nnx.plugins import checkpoint_formats
 from nnx.spec import CheckpointFormatSpec, import_reference

@@ -31,10 +31,10 @@ from nnx.checkpoint.codec import decode
 from nnx.checkpoint.foreign.restoring import refuse_endless, refuse_swollen
 from nnx.checkpoint.index import Index, Piece, TensorEntry
 from nnx.checkpoint.manifest import Manifest, load_json, objects_file, rank_file
-from nnx.checkpoint.places import place_of
 from nnx.checkpoint.rankfile import cut, ranges_of, strides_of
 from nnx.checkpoint.source import Source
 from nnx.checkpoint.storage import Location, Reader
+from nnx.checkpoint.storage.locations import place_of
 from nnx.errors import CheckpointError
 from nnx.layout import Shard
 

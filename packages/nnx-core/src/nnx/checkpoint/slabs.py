@@ -23,9 +23,9 @@ import torch
 from nnx.box import Box
 from nnx.checkpoint.formats import PARTIAL, Progress
 from nnx.checkpoint.index import TensorEntry
-from nnx.checkpoint.places import LocalPlace, place_of
 from nnx.checkpoint.reader import Checkpoint
 from nnx.checkpoint.storage.files import explained, sync_directory
+from nnx.checkpoint.storage.locations import LocalPlace, place_of
 from nnx.checkpoint.storage.stream import DirectFile, StreamWriter
 from nnx.errors import CheckpointError
 from nnx.layout import Shard

@@ -15,8 +15,8 @@ from functools import cached_property
 from nnx.checkpoint.index import INDEX, Index, decode_index
 from nnx.checkpoint.inflight import wait_until_saved
 from nnx.checkpoint.manifest import MANIFEST, Manifest, decode_manifest, digest
-from nnx.checkpoint.places import place_of
 from nnx.checkpoint.storage import Location, Place, Reader
+from nnx.checkpoint.storage.locations import place_of
 from nnx.errors import CheckpointError
 
 __all__ = ["Source", "is_checkpoint", "is_replaced", "read_manifest"]

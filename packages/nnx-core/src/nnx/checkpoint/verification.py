@@ -25,9 +25,9 @@ from nnx.checkpoint.dtypes import DTYPES
 from nnx.checkpoint.formats import Progress, files_below, open_checkpoint
 from nnx.checkpoint.index import INDEX, Index, Piece, TensorEntry
 from nnx.checkpoint.manifest import MANIFEST, DamagedManifestError, FileEntry, load_json
-from nnx.checkpoint.places import place_of
 from nnx.checkpoint.source import Source, is_replaced, read_manifest
 from nnx.checkpoint.storage import Location, Place, Reader
+from nnx.checkpoint.storage.locations import place_of
 from nnx.errors import CheckpointError
 
 __all__ = ["Damage", "check_structure", "verify"]

@@ -37,11 +37,11 @@ from nnx.checkpoint.dtypes import DTYPES
 from nnx.checkpoint.index import INDEX, decode_index, encode_index, required
 from nnx.checkpoint.inflight import PendingSave
 from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, digest, objects_file, rank_file
-from nnx.checkpoint.places import place_of
 from nnx.checkpoint.plan import Deal, Mode, Own, Plan, make_plan, select
 from nnx.checkpoint.rankfile import write_rank_file
 from nnx.checkpoint.rounds import exchange, rank_and_size, share
 from nnx.checkpoint.storage import Location, Place
+from nnx.checkpoint.storage.locations import place_of
 from nnx.checkpoint.transaction import Attempt, begin, now
 from nnx.collective import background_group, control_group
 from nnx.errors import CheckpointError

@@ -27,7 +27,7 @@ from nnx.canonical import (
     positional_optimizer_state,
     stored_optimizer_states,
 )
-from nnx.checkpoint.places import place_of
+from nnx.checkpoint.storage.locations import place_of
 from nnx.collective import control_group, gather_object, together
 from nnx.errors import CheckpointError
 from nnx.layout import Shard

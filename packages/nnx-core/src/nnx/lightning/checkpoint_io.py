@@ -29,7 +29,7 @@ from nnx.canonical import (
     stored_optimizer_states,
 )
 from nnx.checkpoint.inflight import after_save, settle
-from nnx.checkpoint.places import place_of
+from nnx.checkpoint.storage.locations import place_of
 from nnx.checkpoint.views import FABRIC_KEYS
 from nnx.checkpoint.writer import release
 from nnx.collective import control_group, together

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from nnx.checkpoint.formats import files_below
 from nnx.checkpoint.manifest import load_json
-from nnx.checkpoint.places import place_of
 from nnx.checkpoint.source import Source, is_checkpoint
 from nnx.checkpoint.storage import Place
+from nnx.checkpoint.storage.locations import place_of
 from nnx.cli.ckpt.names import owner_of
 from nnx.cli.ckpt.plain import plain
 from nnx.errors import CheckpointError

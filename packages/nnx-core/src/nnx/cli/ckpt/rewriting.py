@@ -59,7 +59,7 @@ def _write(
     doing: str, write: Callable[..., Any], source: Any, target: str, chosen: dict[str, Any], *, as_json: bool
 ) -> int:
     from nnx.checkpoint.formats import find_format
-    from nnx.checkpoint.places import place_of
+    from nnx.checkpoint.storage.locations import place_of
 
     began = time.monotonic()
     with byte_progress(doing) as progress:

@@ -1,6 +1,7 @@
 """Paths of this machine's file systems, and which place a path or a URL is.
 
-The interface is `nnx.checkpoint.storage`; `nnx.checkpoint.urls` is imported only when a URL is used.
+The interface is `nnx.checkpoint.storage`; `nnx.checkpoint.storage.remote` is imported only when a URL is
+used.
 """
 
 from __future__ import annotations
