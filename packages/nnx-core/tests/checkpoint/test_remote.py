@@ -15,10 +15,10 @@ import nnx.checkpoint
 from jobs import checkpoint_jobs, remote_jobs, remote_training_jobs
 from jobs.remote_jobs import Unreachable, keys
 from jobs.training import Run
-from nnx.checkpoint import urls
 from nnx.checkpoint.index import Piece, TensorEntry
 from nnx.checkpoint.manifest import Manifest
 from nnx.checkpoint.reader import Fetcher, PlainFiles, Wanted
+from nnx.checkpoint.storage import remote
 from nnx.checkpoint.storage.locations import LocalPlace, place_of
 from nnx.checkpoint.transaction import begin
 from nnx.errors import CheckpointError
@@ -164,17 +164,17 @@ def test_a_store_that_is_lost_at_any_moment_keeps_the_old_checkpoint_or_has_the_
 
 def test_the_manifest_is_what_is_written_last(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
-    real = {name: getattr(urls.UrlPlace, name) for name in ("write", "stream")}
+    real = {name: getattr(remote.UrlPlace, name) for name in ("write", "stream")}
 
     def note(name: str) -> Any:
-        def noted(self: urls.UrlPlace, argument: Any) -> Any:
+        def noted(self: remote.UrlPlace, argument: Any) -> Any:
             written.append(str(self))
             return real[name](self, argument)
 
         return noted
 
     for name in real:
-        monkeypatch.setattr(urls.UrlPlace, name, note(name))
+        monkeypatch.setattr(remote.UrlPlace, name, note(name))
     save(memory, 1, rank_objects={"x": 1})
     assert len(written) == 7
     assert written[-1] == f"{memory}/manifest.json"
@@ -218,25 +218,25 @@ def test_many_small_tensors_take_few_requests(memory: str, monkeypatch: pytest.M
     nnx.checkpoint.save(memory, tensors={k: shard_of(v) for k, v in tensors.items()}, objects={})
     checkpoint = nnx.checkpoint.open_checkpoint(memory)
     requests = []
-    real = urls.UrlReader._request
+    real = remote.UrlReader._request
 
-    def counted(self: urls.UrlReader, start: int, stop: int) -> bytes:
+    def counted(self: remote.UrlReader, start: int, stop: int) -> bytes:
         requests.append((start, stop))
         return real(self, start, stop)
 
-    monkeypatch.setattr(urls.UrlReader, "_request", counted)
+    monkeypatch.setattr(remote.UrlReader, "_request", counted)
     filled = {name: torch.zeros(100, dtype=torch.int64) for name in tensors}
     checkpoint.fill({name: shard_of(value) for name, value in filled.items()})
     assert all(torch.equal(filled[name], value) for name, value in tensors.items())
     assert len(requests) == 1
-    assert not urls._chunks._kept
+    assert not remote._chunks._kept
 
 
 def test_large_reads_are_one_request_each_and_chunks_are_not_kept_for_ever(
     memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(urls, "_CHUNK", 1000)
-    monkeypatch.setattr(urls, "_KEPT_CHUNKS", 3)
+    monkeypatch.setattr(remote, "_CHUNK", 1000)
+    monkeypatch.setattr(remote, "_KEPT_CHUNKS", 3)
     data = torch.arange(10_000, dtype=torch.uint8).numpy().tobytes()
     place = place_of(memory) / "x"
     place.write(data)
@@ -245,12 +245,12 @@ def test_large_reads_are_one_request_each_and_chunks_are_not_kept_for_ever(
         target = memoryview(bytearray(length))
         reader.read_into(start, target)
         assert bytes(target) == data[start : start + length]
-    assert len(urls._chunks._kept) == 3
+    assert len(remote._chunks._kept) == 3
     for start, length in ((9990, 11), (0, 10_001), (20_000, 1)):
         with pytest.raises(CheckpointError, match=r"/x' is truncated: it ends at byte .*, \d+ were expected"):
             reader.read_into(start, memoryview(bytearray(length)))
     reader.close()
-    assert not urls._chunks._kept
+    assert not remote._chunks._kept
 
 
 def test_files_of_other_programs_are_read_from_urls(memory: str) -> None:

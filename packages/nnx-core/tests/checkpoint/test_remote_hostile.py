@@ -14,8 +14,8 @@ import torch
 
 import nnx.checkpoint
 from jobs import remote_jobs
-from nnx.checkpoint import urls
 from nnx.checkpoint.garbage import collect_garbage
+from nnx.checkpoint.storage import remote
 from nnx.checkpoint.storage.locations import place_of
 from nnx.checkpoint.transaction import begin
 from nnx.errors import CheckpointError
@@ -89,7 +89,7 @@ def test_what_is_overwritten_between_two_reads_is_noticed(s3: dict[str, str], ho
     else:
         save(url, 2)
         save(url, 3)
-    urls._chunks._kept.clear()
+    remote._chunks._kept.clear()
     with pytest.raises(CheckpointError):
         opened.read("w")
     if how == "saved over":

@@ -58,7 +58,7 @@ def place_of(location: Location | Place) -> Place:
     for local in ("file://", "local://"):
         text = text.removeprefix(local)
     if _URL.match(text):
-        from nnx.checkpoint.urls import UrlPlace
+        from nnx.checkpoint.storage.remote import UrlPlace
 
         return UrlPlace.of(text)
     if _SQUEEZED_URL.match(text):

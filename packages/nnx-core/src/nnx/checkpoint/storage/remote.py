@@ -25,7 +25,7 @@ from nnx.checkpoint.storage.files import Lock, truncated
 from nnx.checkpoint.storage.stream import StreamWriter
 from nnx.errors import CheckpointError
 
-__all__ = ["UrlPlace"]
+__all__ = ["UrlPlace", "UrlReader"]
 
 _PART = 16 << 20
 """Bytes of one part of an upload."""
