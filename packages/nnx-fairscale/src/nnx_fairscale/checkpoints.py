@@ -16,8 +16,7 @@ from typing import Any
 
 from nnx.box import Box
 from nnx.checkpoint import Checkpoint, CheckpointFormat, Contents
-from nnx.checkpoint.foreign.faults import malformed_explained
-from nnx.checkpoint.foreign.flat import pieces_of_range
+from nnx.checkpoint.foreign.contents import malformed_explained, pieces_of_range
 from nnx.checkpoint.foreign.torch_file import FileTensor, load_torch_file, mentions
 from nnx.checkpoint.index import Piece
 from nnx.errors import CheckpointError

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 from typing_extensions import override
 
 from nnx.checkpoint.cells import Kind, OddBox, OddTensor, Stored
-from nnx.checkpoint.foreign.leftovers import StoredEncoder
+from nnx.checkpoint.foreign.contents import StoredEncoder
 from nnx.checkpoint.formats import CheckpointFormat, Progress, get_format, open_checkpoint
 from nnx.checkpoint.index import INDEX, encode_index, required
 from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, digest, rank_file

@@ -19,9 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from nnx.box import Box
-from nnx.checkpoint.foreign.contents import Contents, ForeignCheckpoint
-from nnx.checkpoint.foreign.faults import malformed_explained
-from nnx.checkpoint.foreign.flat import as_step
+from nnx.checkpoint.foreign.contents import Contents, ForeignCheckpoint, as_step, malformed_explained
 from nnx.checkpoint.foreign.safetensors_header import read_header
 from nnx.checkpoint.foreign.torch_file import FileTensor, load_torch_file
 from nnx.checkpoint.formats import CheckpointFormat

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nnx.checkpoint.foreign.contents import Contents, Lifted
+from nnx.checkpoint.foreign.contents import Contents, Lifted, unpack
 from nnx.checkpoint.foreign.dcp_items import LocatedTensor
 from nnx.checkpoint.foreign.dcp_layouts import Parts
-from nnx.checkpoint.foreign.leftovers import unpack
 from nnx.checkpoint.foreign.torch_file import map_paths
 from nnx.checkpoint.views import FABRIC_KEYS
 

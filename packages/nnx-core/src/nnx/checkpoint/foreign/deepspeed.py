@@ -16,13 +16,18 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from nnx.box import Box
-from nnx.checkpoint.foreign.contents import Contents, ForeignCheckpoint
+from nnx.checkpoint.foreign.contents import (
+    Contents,
+    ForeignCheckpoint,
+    add_shared_state,
+    load_rank_file,
+    malformed_explained,
+    pieces_of_range,
+    split_evenly,
+)
 from nnx.checkpoint.foreign.deepspeed_files import Files, holds_checkpoints, model_file, scan, tag_directory
 from nnx.checkpoint.foreign.deepspeed_universal import Universal
 from nnx.checkpoint.foreign.deepspeed_zero import OWN_CLASSES, Partitions
-from nnx.checkpoint.foreign.faults import malformed_explained
-from nnx.checkpoint.foreign.flat import add_shared_state, pieces_of_range, split_evenly
-from nnx.checkpoint.foreign.rank_file import load_rank_file
 from nnx.checkpoint.foreign.torch_file import load_torch_file
 from nnx.checkpoint.formats import CheckpointFormat
 from nnx.errors import CheckpointError

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from nnx.box import Box
-from nnx.checkpoint.foreign.contents import Contents
+from nnx.checkpoint.foreign.contents import Contents, add_shared_state, pieces_of_range
 from nnx.checkpoint.foreign.deepspeed_zero import OWN_CLASSES, Shapes, contradiction
-from nnx.checkpoint.foreign.flat import add_shared_state, pieces_of_range
 from nnx.checkpoint.foreign.torch_file import FileTensor, load_torch_file
 from nnx.checkpoint.storage.files import require_inside
 

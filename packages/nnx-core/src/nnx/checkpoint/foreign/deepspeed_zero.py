@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from nnx.box import Box
-from nnx.checkpoint.foreign.contents import Contents
-from nnx.checkpoint.foreign.flat import (
+from nnx.checkpoint.foreign.contents import (
+    Contents,
     Span,
     add_shared_state,
     pieces_of_range,

@@ -17,10 +17,15 @@ from typing import Any
 from typing_extensions import override
 
 from nnx.box import Box
-from nnx.checkpoint.foreign.contents import Contents, ForeignCheckpoint
-from nnx.checkpoint.foreign.faults import malformed_explained
-from nnx.checkpoint.foreign.flat import add_shared_state, pieces_of_range, spans_of_partitions
-from nnx.checkpoint.foreign.rank_file import load_rank_file
+from nnx.checkpoint.foreign.contents import (
+    Contents,
+    ForeignCheckpoint,
+    add_shared_state,
+    load_rank_file,
+    malformed_explained,
+    pieces_of_range,
+    spans_of_partitions,
+)
 from nnx.checkpoint.foreign.torch_file import FileTensor, mentions
 from nnx.checkpoint.formats import CheckpointFormat
 from nnx.checkpoint.index import Piece

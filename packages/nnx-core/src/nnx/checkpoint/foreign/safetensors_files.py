@@ -17,8 +17,7 @@ from typing import Any
 from typing_extensions import override
 
 from nnx.box import Box
-from nnx.checkpoint.foreign.contents import Contents, ForeignCheckpoint, Lifted
-from nnx.checkpoint.foreign.leftovers import pack, unpack
+from nnx.checkpoint.foreign.contents import Contents, ForeignCheckpoint, Lifted, pack, unpack
 from nnx.checkpoint.foreign.safetensors_header import Header, StoredTensor, encode_header, read_header
 from nnx.checkpoint.formats import CheckpointFormat, Progress
 from nnx.checkpoint.index import Piece, TensorEntry
