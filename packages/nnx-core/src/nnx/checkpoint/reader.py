@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from nnx.box import Box
 from nnx.checkpoint.codec import decode
-from nnx.checkpoint.foreign.restoring import refuse_endless, refuse_swollen
+from nnx.checkpoint.foreign.torch_file import refuse_endless, refuse_swollen
 from nnx.checkpoint.index import Index, Piece, TensorEntry
 from nnx.checkpoint.manifest import Manifest, load_json, objects_file, rank_file
 from nnx.checkpoint.rankfile import cut, ranges_of, strides_of

@@ -22,9 +22,13 @@ from typing_extensions import Self
 
 from nnx.box import Box, find_fault
 from nnx.checkpoint.foreign.dcp_metadata import Item, StoredTensor
-from nnx.checkpoint.foreign.restoring import refuse_swollen
-from nnx.checkpoint.foreign.torch_archive import DescribedTensor, TorchArchive, describe_tensor
-from nnx.checkpoint.foreign.torch_file import load_torch_file
+from nnx.checkpoint.foreign.torch_file import (
+    DescribedTensor,
+    TorchArchive,
+    describe_tensor,
+    load_torch_file,
+    refuse_swollen,
+)
 from nnx.checkpoint.index import Piece, TensorEntry
 from nnx.checkpoint.reader import Fetcher, PlainFiles, Wanted
 from nnx.checkpoint.storage.files import FileReader, is_file, require_inside

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from nnx.box import Box
 from nnx.checkpoint._torch_compat import DCP_RECORDS
-from nnx.checkpoint.foreign.restoring import refuse_swollen
+from nnx.checkpoint.foreign.torch_file import refuse_swollen
 from nnx.checkpoint.storage.files import explained
 from nnx.errors import CheckpointError
 
