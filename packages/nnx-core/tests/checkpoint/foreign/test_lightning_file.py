@@ -20,7 +20,7 @@ import nnx.checkpoint
 from jobs.rich_checkpoint import differences, save_rich
 from nnx.canonical import stored_optimizer_states
 from nnx.checkpoint.foreign.lightning_file import LightningFile
-from nnx.checkpoint.foreign.torch_writing import ZipLayout
+from nnx.checkpoint.foreign.torch_writer import ZipLayout
 from nnx.errors import CheckpointError
 from nnx.layout import shard_of
 

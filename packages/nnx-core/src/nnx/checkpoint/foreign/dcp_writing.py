@@ -33,7 +33,7 @@ from nnx.checkpoint.foreign.dcp_metadata import METADATA, Keys
 from nnx.checkpoint.foreign.dcp_naming import OURS
 from nnx.checkpoint.foreign.lightning_file import lightning_dict
 from nnx.checkpoint.foreign.torch_file import map_tree
-from nnx.checkpoint.foreign.torch_writing import write_torch_file
+from nnx.checkpoint.foreign.torch_writer import write_torch_file
 from nnx.checkpoint.formats import Progress
 from nnx.checkpoint.reader import Checkpoint
 from nnx.checkpoint.slabs import SLAB, read_in_order, row_boxes

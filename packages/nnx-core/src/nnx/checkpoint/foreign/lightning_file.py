@@ -21,7 +21,7 @@ from typing_extensions import override
 from nnx.canonical import StoredName, numbered_optimizer_state, stored_optimizer_states
 from nnx.checkpoint.foreign.contents import Contents, ForeignCheckpoint, Lifted, pack, unpack
 from nnx.checkpoint.foreign.torch_file import FileTensor, load_torch_file, map_tree
-from nnx.checkpoint.foreign.torch_writing import write_torch_file
+from nnx.checkpoint.foreign.torch_writer import write_torch_file
 from nnx.checkpoint.formats import CheckpointFormat, Progress
 from nnx.checkpoint.reader import Checkpoint
 from nnx.checkpoint.slabs import new_file

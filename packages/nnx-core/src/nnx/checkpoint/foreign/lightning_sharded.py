@@ -17,7 +17,7 @@ from nnx.checkpoint.foreign.dcp_layouts import interpret
 from nnx.checkpoint.foreign.dcp_naming import OURS, is_ours
 from nnx.checkpoint.foreign.dcp_writing import refuse_options, state_to_write, write_dcp_files
 from nnx.checkpoint.foreign.torch_file import load_torch_file
-from nnx.checkpoint.foreign.torch_writing import write_torch_file
+from nnx.checkpoint.foreign.torch_writer import write_torch_file
 from nnx.checkpoint.formats import CheckpointFormat, Progress
 from nnx.checkpoint.reader import Checkpoint
 from nnx.checkpoint.slabs import new_directory
