@@ -129,7 +129,7 @@ _BUILT_IN = (
     ),
     CheckpointFormatSpec(
         "safetensors",
-        f"{_HOME}.safetensors_files:SafetensorsFiles",
+        f"{_HOME}.safetensors:SafetensorsFiles",
         description="safetensors file, or Hugging Face directory with an index",
     ),
 )

@@ -14,7 +14,7 @@ from torch import nn
 
 import nnx.checkpoint
 from jobs.rich_checkpoint import differences, rich_tensors, save_rich
-from nnx.checkpoint.foreign.safetensors_header import read_header
+from nnx.checkpoint.foreign.safetensors import read_header
 from nnx.errors import CheckpointError
 
 

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from nnx.box import Box
 from nnx.checkpoint.foreign.contents import Contents, ForeignCheckpoint, as_step, malformed_explained
-from nnx.checkpoint.foreign.safetensors_header import read_header
+from nnx.checkpoint.foreign.safetensors import read_header
 from nnx.checkpoint.foreign.torch_file import FileTensor, load_torch_file
 from nnx.checkpoint.formats import CheckpointFormat
 from nnx.checkpoint.index import Piece

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nnx.box import Box, find_fault
 from nnx.checkpoint.foreign.dcp_items import LocatedTensor
-from nnx.checkpoint.foreign.safetensors_header import read_header
+from nnx.checkpoint.foreign.safetensors import read_header
 from nnx.checkpoint.index import Piece
 from nnx.checkpoint.manifest import load_json
 from nnx.errors import CheckpointError
