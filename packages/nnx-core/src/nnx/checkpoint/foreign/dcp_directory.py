@@ -12,11 +12,16 @@ from typing_extensions import override
 
 from nnx.canonical import stored_optimizer_states
 from nnx.checkpoint.foreign.contents import Contents, ForeignCheckpoint
-from nnx.checkpoint.foreign.dcp_items import Items
+from nnx.checkpoint.foreign.dcp_files import (
+    DcpMetadata,
+    Items,
+    metadata_files,
+    read_metadata,
+    read_shards,
+    shard_files,
+)
 from nnx.checkpoint.foreign.dcp_layouts import Parts, interpret, nest
-from nnx.checkpoint.foreign.dcp_metadata import DcpMetadata, metadata_files, read_metadata
 from nnx.checkpoint.foreign.dcp_naming import OURS, TRAINER, add_parts, is_ours, restore_ours
-from nnx.checkpoint.foreign.dcp_safetensors import read_shards, shard_files
 from nnx.checkpoint.foreign.dcp_writing import refuse_options, state_to_write, write_dcp_files
 from nnx.checkpoint.formats import CheckpointFormat, Progress
 from nnx.checkpoint.reader import Checkpoint

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nnx.checkpoint.foreign.dcp_items import LocatedTensor
+from nnx.checkpoint.foreign.dcp_files import LocatedTensor
 from nnx.errors import CheckpointError
 
 __all__ = ["Parts", "interpret", "nest"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nnx.checkpoint.foreign.contents import Contents, Lifted, unpack
-from nnx.checkpoint.foreign.dcp_items import LocatedTensor
+from nnx.checkpoint.foreign.dcp_files import LocatedTensor
 from nnx.checkpoint.foreign.dcp_layouts import Parts
 from nnx.checkpoint.foreign.torch_file import map_paths
 from nnx.checkpoint.views import FABRIC_KEYS
