@@ -26,8 +26,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import nnx.checkpoint as storage
 from nnx.canonical import collect, stored_optimizer_states
+from nnx.checkpoint.foreign.dcp_contents import interpret
 from nnx.checkpoint.foreign.dcp_directory import DcpDirectory
-from nnx.checkpoint.foreign.dcp_layouts import interpret
 from nnx.checkpoint.formats import get_format
 from nnx.errors import CheckpointError
 from nnx.layout import shard_of

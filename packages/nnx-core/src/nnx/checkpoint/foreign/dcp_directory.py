@@ -12,6 +12,16 @@ from typing_extensions import override
 
 from nnx.canonical import stored_optimizer_states
 from nnx.checkpoint.foreign.contents import Contents, ForeignCheckpoint
+from nnx.checkpoint.foreign.dcp_contents import (
+    OURS,
+    TRAINER,
+    Parts,
+    add_parts,
+    interpret,
+    is_ours,
+    nest,
+    restore_ours,
+)
 from nnx.checkpoint.foreign.dcp_files import (
     DcpMetadata,
     Items,
@@ -20,8 +30,6 @@ from nnx.checkpoint.foreign.dcp_files import (
     read_shards,
     shard_files,
 )
-from nnx.checkpoint.foreign.dcp_layouts import Parts, interpret, nest
-from nnx.checkpoint.foreign.dcp_naming import OURS, TRAINER, add_parts, is_ours, restore_ours
 from nnx.checkpoint.foreign.dcp_writing import refuse_options, state_to_write, write_dcp_files
 from nnx.checkpoint.formats import CheckpointFormat, Progress
 from nnx.checkpoint.reader import Checkpoint

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from nnx.canonical import StoredName, numbers_parameters, stored_optimizer_states
 from nnx.checkpoint._torch_compat import DCP_VERSION, new_storage_info
+from nnx.checkpoint.foreign.dcp_contents import OURS
 from nnx.checkpoint.foreign.dcp_files import METADATA, Keys
-from nnx.checkpoint.foreign.dcp_naming import OURS
 from nnx.checkpoint.foreign.lightning_file import lightning_dict
 from nnx.checkpoint.foreign.torch_file import map_tree
 from nnx.checkpoint.foreign.torch_writer import write_torch_file

@@ -12,9 +12,8 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from nnx.checkpoint.foreign.dcp_contents import OURS, interpret, is_ours
 from nnx.checkpoint.foreign.dcp_directory import check_ages, looks_like_dcp, opened, read_directory
-from nnx.checkpoint.foreign.dcp_layouts import interpret
-from nnx.checkpoint.foreign.dcp_naming import OURS, is_ours
 from nnx.checkpoint.foreign.dcp_writing import refuse_options, state_to_write, write_dcp_files
 from nnx.checkpoint.foreign.torch_file import load_torch_file
 from nnx.checkpoint.foreign.torch_writer import write_torch_file
