@@ -113,7 +113,7 @@ _BUILT_IN = (
     ),
     CheckpointFormatSpec(
         "lightning_sharded",
-        f"{_HOME}.lightning_sharded:LightningSharded",
+        f"{_HOME}.dcp_directory:LightningSharded",
         description="sharded directory of Lightning's ModelParallelStrategy or FSDPStrategy",
     ),
     CheckpointFormatSpec(

@@ -573,7 +573,7 @@ def assert_equal_checkpoints(actual: storage.Checkpoint, expected: storage.Check
 @pytest.fixture
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slabs that the tensors of `example` do not fit into."""
-    for module in ("nnx.checkpoint.slabs", "nnx.checkpoint.foreign.dcp_writing"):
+    for module in ("nnx.checkpoint.slabs", "nnx.checkpoint.foreign.dcp_directory"):
         monkeypatch.setattr(f"{module}.SLAB", 4096)
 
 

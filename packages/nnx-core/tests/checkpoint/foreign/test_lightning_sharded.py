@@ -19,7 +19,7 @@ import nnx.checkpoint as storage
 from jobs.sharded_jobs import cell, fabric_run, load_as_fsdp
 from jobs.training import Run
 from nnx.canonical import stored_optimizer_states
-from nnx.checkpoint.foreign.lightning_sharded import LightningSharded
+from nnx.checkpoint.foreign.dcp_directory import LightningSharded
 from nnx.errors import CheckpointError
 from nnx.testing.pool import WorkerPool
 

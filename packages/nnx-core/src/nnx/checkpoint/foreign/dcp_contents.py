@@ -352,7 +352,7 @@ def _named(state: Mapping[str, Any], parts: Parts) -> Mapping[str, Any]:
 
 
 def restore_ours(contents: Contents, beside: dict[str, Any]) -> dict[str, Any] | None:
-    """Take out of the trainer's objects what `nnx.checkpoint.foreign.dcp_writing` put there.
+    """Take out of the trainer's objects what `nnx.checkpoint.foreign.dcp_directory` put there.
 
     Args:
         contents: Where it belongs.
