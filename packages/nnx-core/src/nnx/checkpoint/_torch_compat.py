@@ -19,9 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nnx.layout import Shard
 
 __all__ = [
+    "DCP_RECORDS",
+    "DCP_VERSION",
+    "STORAGE_DTYPES",
     "Checkpointable",
     "load_structure",
     "loads_itself",
+    "new_storage_info",
     "position_in_file",
     "rebuilding",
     "storage_kind",

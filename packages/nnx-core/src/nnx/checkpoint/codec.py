@@ -28,7 +28,7 @@ from torch import Tensor
 from nnx.errors import CheckpointError
 from nnx.layout import Shard
 
-__all__ = ["EnumName", "Encoder", "Opaque", "decode"]
+__all__ = ["Encoder", "EnumName", "decode"]
 
 Opaque = Literal["error", "pickle", "skip"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DTYPES", "StoredType", "width"]
+__all__ = ["DTYPES", "width"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,8 @@ from nnx.errors import CheckpointError
 
 __all__ = [
     "BLOCK",
-    "FORMAT",
     "KINDS",
     "MANIFEST",
-    "VERSION",
     "DamagedManifestError",
     "FileEntry",
     "Manifest",
@@ -33,7 +31,6 @@ __all__ = [
     "load_json",
     "objects_file",
     "rank_file",
-    "unique_names",
 ]
 
 MANIFEST = "manifest.json"
