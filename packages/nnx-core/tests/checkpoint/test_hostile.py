@@ -223,6 +223,24 @@ def test_a_pickle_that_makes_an_object_of_each_byte_is_refused(
     assert grown < 4 * path.stat().st_size + (64 << 20)
 
 
+@pytest.mark.parametrize("place", ["state_dict", ".metadata"])
+def test_a_tuple_that_is_a_key_and_never_ends_is_refused(tmp_path: Path, place: str) -> None:
+    key: tuple[Any, ...] = (1,)
+    for _ in range(60):
+        key = (key, key)
+    raw = b"\x80\x02}" + pickle.dumps(key, 2)[2:-1] + b"K\x01s."  # to be pickled, it would be hashed
+    path = tmp_path / "checkpoint"
+    if place == ".metadata":
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=path)
+        (path / place).write_bytes(raw)
+    else:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("archive/data.pkl", raw)
+            archive.writestr("archive/version", "3")
+    with pytest.raises(CheckpointError, match="makes so many objects"):
+        nnx.checkpoint.open_checkpoint(path)
+
+
 def test_negative_strides_are_refused(tmp_path: Path) -> None:
     class Turned:
         def __reduce__(self) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from nnx.checkpoint.source import is_checkpoint
 from nnx.checkpoint.storage import Location, Place
 from nnx.checkpoint.storage.files import require_enclosed
 from nnx.checkpoint.storage.locations import place_of
-from nnx.errors import CheckpointError, CheckpointNotFoundError, PluginError
+from nnx.errors import CheckpointError, CheckpointNotFoundError, NnxError, PluginError
 from nnx.plugins import checkpoint_formats
 from nnx.spec import CheckpointFormatSpec, import_reference
 
@@ -225,7 +225,15 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True) 
     found = find_format(path)
     if found.name != "nnx" and os.path.isdir(path):  # noqa: PTH112 - `path` may be a URL
         require_enclosed(Path(path))
-    return found.open(path, weights_only=weights_only)
+    try:
+        return found.open(path, weights_only=weights_only)
+    except NnxError:
+        raise
+    except Exception as error:  # whatever data of another form than its program writes makes a reader raise
+        raise CheckpointError(
+            f"'{path}' is no sound checkpoint of format '{found.name}': {type(error).__name__}: {error}.",
+            remedy="Restore it from a backup, or use another checkpoint.",
+        ) from error
 
 
 # --- what lies below a directory ------------------------------------------------------------------

@@ -88,11 +88,12 @@ class ForeignCheckpoint(Checkpoint):
     @override
     def _fetch(self, wanted: Sequence[Wanted]) -> None:
         resident = self._contents.resident
-        for want in wanted:
-            value = resident.get(want.entry.name)
-            if value is not None:
-                tensor = value.read() if isinstance(value, FileTensor) else value
-                want.view.copy_(tensor[want.box.slices])
+        with malformed_explained(self.path, self.format):
+            for want in wanted:
+                value = resident.get(want.entry.name)
+                if value is not None:
+                    tensor = value.read() if isinstance(value, FileTensor) else value
+                    want.view.copy_(tensor[want.box.slices])
         direct = [self._contents.located(want) for want in wanted if want.entry.name not in resident]
         Fetcher(PlainFiles()).fetch(direct)
 

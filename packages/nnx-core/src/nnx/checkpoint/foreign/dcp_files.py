@@ -30,6 +30,7 @@ from nnx.checkpoint.foreign.torch_file import (
     TorchArchive,
     describe_tensor,
     load_torch_file,
+    refuse_endless,
     refuse_swollen,
 )
 from nnx.checkpoint.index import Piece, TensorEntry
@@ -177,6 +178,7 @@ def read_metadata(directory: Path, *, weights_only: bool = True) -> DcpMetadata:
         )
     for path in found.files:
         record = _unpickle(path, weights_only)
+        refuse_endless(record, nbytes=path.stat().st_size, source=str(path), records=(_Record,))
         try:
             _add(found, record)
         except CheckpointError:

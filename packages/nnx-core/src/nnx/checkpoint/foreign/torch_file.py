@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import copy
 import importlib
 import io
@@ -59,8 +60,6 @@ __all__ = [
 
 
 _MOST_OBJECTS = 1_000_000
-_SMALL_PICKLE = 1 << 18
-"""Bytes of a pickle that can neither fill the memory nor take long, whatever it does."""
 _MEMORY = {
     "EMPTY_LIST": 64,
     "EMPTY_DICT": 72,
@@ -73,8 +72,8 @@ _MEMORY = {
     **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES"), 56),
 }
 """Roughly how many bytes an operation of a pickle takes, beside those of what it holds and a place for it."""
-_MARKED = (pickletools.markobject, pickletools.stackslice)
-"""What `pickletools` says an operation takes from the stack if that is everything after the last mark."""
+_PUTS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
+_GETS = ("GET", "BINGET", "LONG_BINGET")
 
 _ATTRIBUTE_DICTS = (
     "lightning.fabric.utilities.data",
@@ -134,7 +133,7 @@ def _numpy() -> list[Any]:
     return [np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in _NUMPY_KINDS}, *functions]
 
 
-def refuse_endless(tree: Any, *, nbytes: int, source: str) -> None:
+def refuse_endless(tree: Any, *, nbytes: int, source: str, records: tuple[type, ...] = ()) -> None:
     """Refuse nested containers with far more in them than the bytes they were read from can hold.
 
     A list that holds another one twice, which holds the next one twice, and so on, has 2^40 leaves in two
@@ -144,6 +143,7 @@ def refuse_endless(tree: Any, *, nbytes: int, source: str) -> None:
         tree: What was read.
         nbytes: From how many bytes.
         source: Path of the file, for messages.
+        records: Further classes, into whose attributes is looked.
 
     Raises:
         CheckpointError: There are more objects in it than a million and than bytes.
@@ -155,7 +155,7 @@ def refuse_endless(tree: Any, *, nbytes: int, source: str) -> None:
             inner = list(value.values())
         elif isinstance(value, (list, tuple, collections.deque, set, frozenset)):
             inner = list(value)
-        elif isinstance(value, (argparse.Namespace, Inert)):
+        elif isinstance(value, (argparse.Namespace, Inert, *records)):
             inner = list(vars(value).values())
         else:
             continue
@@ -171,8 +171,9 @@ def refuse_endless(tree: Any, *, nbytes: int, source: str) -> None:
 def refuse_swollen(file: IO[bytes], *, nbytes: int, source: str) -> None:
     """Refuse a file of ``torch.save`` whose pickle makes far more objects than the file has bytes.
 
-    A pickle makes an empty list, of 64 bytes, with each of its own bytes, and it is unpickled before anybody
-    can look at what it makes. So its operations are counted first, unless it is small.
+    A pickle makes an empty list, of 64 bytes, with each of its own bytes, and a tuple that holds one twice,
+    which holds one twice, and so on, is looked through to the end when it becomes a key. It is unpickled
+    before anybody can look at what it makes. So its operations are counted first.
 
     Args:
         file: The file, or what was read of it.
@@ -180,48 +181,77 @@ def refuse_swollen(file: IO[bytes], *, nbytes: int, source: str) -> None:
         source: Its path, for messages.
 
     Raises:
-        CheckpointError: The objects take more than 48 MB and three times the file, or a million of them wait
-            to be put somewhere.
+        CheckpointError: The objects take more than 48 MB and three times the file, a million of them wait to
+            be put somewhere, or a tuple holds more than a million and than the file has bytes.
     """
-    if nbytes <= _SMALL_PICKLE:
-        return
     if not zipfile.is_zipfile(file):
         file.seek(0)
         for _ in range(5):  # the old format is as many pickles, and the elements of tensors after them
-            _count_operations(file, nbytes, source)
+            _Operations(nbytes, source).count(file)
         return
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
-            if entry.filename.endswith("/data.pkl") and entry.file_size > _SMALL_PICKLE:
-                _count_operations(io.BytesIO(archive.read(entry)), nbytes, source)
+            if entry.filename.endswith("/data.pkl"):
+                _Operations(nbytes, source).count(io.BytesIO(archive.read(entry)))
 
 
-def _count_operations(pickled: IO[bytes], nbytes: int, source: str) -> None:
-    """Count what one pickle makes, up to its end or to where it is damaged."""
-    memory, most = 0, 3 * nbytes + (48 << 20)
-    waiting, marks = 0, []
-    try:
-        for operation, argument, _ in pickletools.genops(pickled):
-            memory += 8 + _MEMORY.get(operation.name, 0)
-            if operation.name == "MARK":
-                marks.append(waiting)
-            elif marks and pickletools.markobject in operation.stack_before:
-                waiting = marks.pop()
-                memory -= _MEMORY["MARK"]
-            waiting += len(operation.stack_after) - sum(
-                item not in (pickletools.markobject, pickletools.stackslice)
-                for item in operation.stack_before
+class _Operations:
+    """What a pickle does, as far as sizes go: for every object on the stack how much a hash of it looks at.
+
+    Args:
+        nbytes: Size of the file.
+        source: Its path, for messages.
+    """
+
+    def __init__(self, nbytes: int, source: str) -> None:
+        self._nbytes, self._source = nbytes, source
+        self._stack: list[int] = []
+        self._below: list[list[int]] = []  # what lies below each mark
+        self._memo: dict[Any, int] = {}
+        self._memory = self._waiting = 0
+
+    def count(self, pickled: IO[bytes]) -> None:
+        """Follow one pickle up to its end, or to where it is damaged: who unpickles it says what is wrong."""
+        with contextlib.suppress(ValueError, IndexError):
+            for operation, argument, _ in pickletools.genops(pickled):
+                self._follow(operation, argument)
+                self._check(self._stack[-1] if self._stack else 0)
+
+    def _follow(self, operation: pickletools.OpcodeInfo, argument: Any) -> None:
+        name, before = operation.name, operation.stack_before
+        self._memory += (
+            8 + _MEMORY.get(name, 0) + (len(argument) if isinstance(argument, (str, bytes)) else 0)
+        )
+        if name == "MARK":
+            self._below.append(self._stack)
+            self._stack = []
+        elif name in _PUTS:
+            self._memo[len(self._memo) if argument is None else argument] = self._stack[-1]
+        elif name in _GETS:
+            self._push([self._memo.get(argument, 1)])
+        elif pickletools.markobject in before:
+            taken, self._stack = self._stack, self._below.pop()
+            self._memory -= _MEMORY["MARK"]
+            self._waiting -= len(taken)
+            if before[0] is pickletools.markobject and operation.stack_after:  # else they go into a container
+                self._push([sum(taken)])
+        else:
+            taken = [self._stack.pop() for _ in before]
+            self._waiting -= len(taken)
+            self._push([sum(taken) or 1 for _ in operation.stack_after])
+
+    def _push(self, weights: list[int]) -> None:
+        self._stack += weights
+        self._waiting += len(weights)
+
+    def _check(self, weight: int) -> None:
+        is_small = self._memory <= 3 * self._nbytes + (48 << 20) and self._waiting <= _MOST_OBJECTS
+        if not is_small or weight > max(_MOST_OBJECTS, self._nbytes):
+            raise CheckpointError(
+                f"the pickle in '{self._source}', a file of {self._nbytes:,} bytes, makes so many objects "
+                "that they fill the memory.",
+                remedy="No training program writes that; use another checkpoint.",
             )
-            if isinstance(argument, (str, bytes)):
-                memory += len(argument)
-            if memory > most or waiting > _MOST_OBJECTS:
-                raise CheckpointError(
-                    f"the pickle in '{source}', a file of {nbytes:,} bytes, makes so many objects that they "
-                    "fill the memory.",
-                    remedy="No training program writes that; use another checkpoint.",
-                )
-    except ValueError:  # who unpickles it says what is wrong
-        return
 
 
 class StandIns:
