@@ -263,12 +263,13 @@ def test_converting_takes_at_most_64_megabytes(tmp_path: Path) -> None:
     tensors = {f"model.{name}": shard_of(torch.ones(size)) for name, size in sizes.items()}
     nnx.checkpoint.save(tmp_path / "large", tensors=tensors, objects={"trainer": {}, "extra": {}})
     script = """
-        import resource, sys
+        import resource, sys, threading
         import torch
         import lightning.fabric.utilities.data
         import nnx.checkpoint
         from nnx.checkpoint import formats
         formats.writable(), formats.find_format(sys.argv[1])
+        threading.stack_size(1 << 20)  # addresses are limited: 8 MB of them for a thread are no memory
         pages = int(open("/proc/self/statm").read().split()[0])
         limit = pages * resource.getpagesize() + (64 << 20)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
