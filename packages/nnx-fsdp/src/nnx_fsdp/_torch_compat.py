@@ -8,7 +8,7 @@ public way to begin and end what hangs on the root's forward where that is not c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -153,7 +153,8 @@ class GatheredParameter:
     def fill(self) -> None:
         """Give the complete parameter a gradient of zeros."""
         whole = self._inner._unsharded_param
-        whole.grad = torch.zeros_like(whole, requires_grad=False)
+        zeros = torch.zeros_like(whole, requires_grad=False)
+        cast(Any, torch.Tensor.grad).__set__(whole, zeros)  # `whole` compares what user code gives it
 
     def drop_reduced_gradient(self) -> None:
         """Leave this rank's part without a gradient."""
