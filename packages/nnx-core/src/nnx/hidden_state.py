@@ -256,6 +256,7 @@ class _StandIn(dict[Any, Any]):
     __delitem__, __contains__ = _keyed("__delitem__"), _keyed("__contains__")
     get, pop, setdefault = _keyed("get"), _keyed("pop"), _keyed("setdefault")
     __iter__, __len__ = _forwarded("__iter__"), _forwarded("__len__")
+    __repr__, __eq__ = _forwarded("__repr__"), _forwarded("__eq__")
     keys, values, items = _forwarded("keys"), _forwarded("values"), _forwarded("items")
     popitem, update = _forwarded("popitem"), _forwarded("update")
     clear, copy = _forwarded("clear"), _forwarded("copy")
