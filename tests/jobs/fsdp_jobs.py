@@ -52,6 +52,25 @@ def train_and_look(run: Run) -> tuple[Outcome, dict[str, Any]]:
     return train(run, module=MODELS[run.model](run), callbacks=[look]), look.seen
 
 
+class Copies(Callback):
+    """Copies the module after each batch, and notes the norms of the copy's parameters."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        copied = copy.deepcopy(module)
+        assert not any(isinstance(p, DTensor) for p in copied.parameters())
+        self.norms.append(sum(float(p.norm()) for p in copied.parameters()))
+
+
+def norms_of_copies(run: Run) -> list[float]:
+    """Train as described, and copy the module while it trains."""
+    copies = Copies()
+    train(run, module=MODELS[run.model](run), callbacks=[copies])
+    return copies.norms
+
+
 class Sharded(Net):
     """Built in the older hook, in the seed's way: the model is composed of wrapped layers."""
 

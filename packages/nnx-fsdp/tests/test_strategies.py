@@ -15,6 +15,7 @@ from jobs.fsdp_jobs import (
     evaluate_everything,
     fit_error,
     init_differently,
+    norms_of_copies,
     train_and_look,
     train_twice,
 )
@@ -247,3 +248,12 @@ def test_a_policy_leaves_tied_layers_to_the_root(pool: WorkerPool, expected: Out
     units = _check(pool, expected, Run(options={"auto_wrap_policy": torch.nn.Linear}))["units"]
     assert "embed" in units and "blocks.0.up" in units
     assert "head" not in units and "back" not in units
+
+
+def test_a_module_can_be_copied_while_it_is_sharded(pool: WorkerPool) -> None:
+    run = Run(strategy="fsdp_auto", options={"min_num_params": 100}, devices=2, steps=2)
+    (expected,) = pool.run(
+        norms_of_copies, replace(run, strategy="auto", options={}, devices=1), world_size=1
+    )
+    for norms in pool.run(norms_of_copies, run, world_size=2):
+        assert norms == pytest.approx(expected, abs=1e-4)

@@ -7,7 +7,9 @@ public way to begin and end what hangs on the root's forward where that is not c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,8 +19,10 @@ from torch.distributed import _composable_state
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from nnx._fsdp_compat import begin_anew, param_groups, state_of, states_of
+from nnx.errors import UnsupportedError
 
 __all__ = [
     "GatheredParameter",
@@ -61,18 +65,11 @@ def remove_fully_shard(module: nn.Module) -> None:
     if not isinstance(module, FSDPModule):
         return
     state = state_of(module)
-    state._pre_forward_hook_handle.remove()
-    state._post_forward_hook_handle.remove()
+    for handle in _hook_handles(state):
+        handle.remove()
     for group in param_groups(state):
-        for handles in (
-            group._module_to_pre_save_state_dict_hook_handle,
-            group._module_to_pre_load_state_dict_hook_handle,
-        ):
-            for handle in handles.values():
-                handle.remove()
-            handles.clear()
-        for parameter in group.fsdp_params:
-            parameter._post_load_hook_handle.remove()
+        group._module_to_pre_save_state_dict_hook_handle.clear()
+        group._module_to_pre_load_state_dict_hook_handle.clear()
     for submodule in module.modules():
         for mark in _MARKS:
             submodule.__dict__.pop(mark, None)
@@ -80,6 +77,37 @@ def remove_fully_shard(module: nn.Module) -> None:
     module.__dict__.pop(REGISTRY_KEY, None)
     _composable_state._module_state_mapping.pop(module, None)
     module.__class__ = _without_fsdp(type(module))
+
+
+def _hook_handles(state: Any) -> Iterator[RemovableHandle]:
+    """Those of all hooks that FSDP2 has on one module and what belongs to it."""
+    yield state._pre_forward_hook_handle
+    yield state._post_forward_hook_handle
+    for group in param_groups(state):
+        yield from group._module_to_pre_save_state_dict_hook_handle.values()
+        yield from group._module_to_pre_load_state_dict_hook_handle.values()
+        for parameter in group.fsdp_params:
+            yield parameter._post_load_hook_handle
+
+
+def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy without FSDP2; its parameters are whole where they are guarded. Collective."""
+    if any(hasattr(part.forward, "_torchdynamo_orig_callable") for part in module.modules()):
+        raise UnsupportedError(
+            f"a {type(module).__name__} whose layers are compiled is deep-copied while it is sharded.",
+            remedy="Copy its weights, `{n: w.detach().clone() for n, w in self.named_parameters()}`, or "
+            "train without compile=True.",
+        )
+    own = {handle.id for handle in _hook_handles(state_of(module))}
+    made: Any = object.__new__(_without_fsdp(type(module)))
+    memo[id(module)] = made
+    pickled: Any = module.__reduce_ex__(4)
+    content = {n: value for n, value in pickled[2].items() if n not in (STATE_KEY, REGISTRY_KEY, *_MARKS)}
+    for name, hooks in content.items():
+        if name.endswith("_hooks") and isinstance(hooks, dict):
+            content[name] = OrderedDict((key, hook) for key, hook in hooks.items() if key not in own)
+    made.__setstate__(copy.deepcopy(content, memo))
+    return cast(nn.Module, made)
 
 
 def _without_fsdp(cls: type[Any]) -> type[Any]:
@@ -97,8 +125,9 @@ def _without_fsdp(cls: type[Any]) -> type[Any]:
 
 
 def name_as_before(module: nn.Module) -> None:
-    """Let the class that ``fully_shard`` made for a module have the name of the module's own."""
-    made = type(module)
+    """Let the class that ``fully_shard`` made for a module have the name of its own, and deep copies."""
+    made: Any = type(module)
+    made.__deepcopy__ = _copied
     made.__name__, made.__qualname__ = made.__mro__[2].__name__, made.__mro__[2].__qualname__
 
 
