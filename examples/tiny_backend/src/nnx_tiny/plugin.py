@@ -7,6 +7,7 @@ from nnx import Capabilities, StrategySpec, hookimpl
 __all__ = ["nnx_strategies"]
 
 _PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
+_REFUSES = ("backward_on_the_loss", "combined_gradients", "lbfgs")
 
 
 @hookimpl
@@ -18,9 +19,7 @@ def nnx_strategies() -> list[StrategySpec]:
             "nnx_tiny.backend:TinyBackend",
             description="Data parallel: every rank holds the whole model, gradients are averaged",
             use_when="you want to see how small a backend can be",
-            capabilities=Capabilities(
-                precisions=_PRECISIONS, refuses=("backward_on_the_loss", "combined_gradients", "lbfgs")
-            ),
+            capabilities=Capabilities(precisions=_PRECISIONS, refuses=_REFUSES),
             options="nnx_tiny.options:TinyOptions",
         ),
         StrategySpec(

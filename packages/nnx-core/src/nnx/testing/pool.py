@@ -353,6 +353,8 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        # A rank that ends a short job at once would cut off others that still connect.
+        "TORCH_DIST_INIT_BARRIER": "1",
     }
 
 
