@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import turns
 from longest_first import ordered
-from nnx.testing.pool import WorkerPool, shared_pool
+from nnx_conformance.pool import WorkerPool, shared_pool
 
 _SET_BY_LAUNCHERS = (
     *("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),

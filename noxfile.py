@@ -34,7 +34,9 @@ PROJECTS = {
     for path in sorted(ROOT.glob(pattern))
 }
 """The folder of every distribution that is made here, the example of a third party's too."""
-PLUGINS = [name for name in PROJECTS if name != "nnx-core"]
+SHARED = ["nnx-checkpoint", "nnx-core", "nnx-conformance"]
+"""What engines stand on, each on the one before."""
+PLUGINS = [name for name in PROJECTS if name not in SHARED]
 
 QUICK_CHECKS = ("losses_float32", "losses_go_on", "light_plugin")
 """Trains, saves, resumes, and lists without importing an engine: what shows whether an installation works."""
@@ -47,6 +49,20 @@ for name in sys.argv[1:]:
     print(f"Trainer(strategy={name!r}) has a {type(trainer.strategy).__name__}")
 """
 """Chooses strategies by their names; nothing of ours is imported by hand."""
+BARE_LOOP = """
+import importlib.util, sys
+import torch
+import nnx_checkpoint
+from nnx_checkpoint.shard import shard_of
+model = torch.nn.Linear(3, 2)
+shards = {name: shard_of(tensor) for name, tensor in model.state_dict().items()}
+nnx_checkpoint.save(sys.argv[1], tensors=shards, objects={"step": 3})
+found = nnx_checkpoint.open_checkpoint(sys.argv[1])
+assert all(torch.equal(found.read(name), tensor) for name, tensor in model.state_dict().items())
+assert found.objects["step"] == 3
+assert importlib.util.find_spec("lightning") is None and importlib.util.find_spec("nnx_core") is None
+"""
+"""Saves a model without Lightning and reads it back."""
 TOOLS_FOR_WHEELS = ("twine==7.0.0", "check-wheel-contents==0.6.3", "validate-pyproject==0.27")
 
 
@@ -128,24 +144,26 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session
 def isolation(session: nox.Session) -> None:
-    """The core alone, then each plugin with the core and what it declares: `nox -s isolation -- nnx-fsdp`.
+    """Checkpoints alone, the core, and each plugin with what it declares: `nox -s isolation -- nnx-fsdp`.
 
     One environment serves all of them, as torch is large: before the next plugin comes, everything goes
     that came with the last.
     """
     built = {wheel_of(path): path for path in build(session, "wheel")}
     python = new_environment(session, "isolation")
-    install(session, python, built["nnx-core"])
-    core_alone = installed(session, python)
-    expect_ours(session, core_alone, ["nnx-core"])
+    save_without_lightning(session, python, built["nnx-checkpoint"])
+    install(session, python, built["nnx-checkpoint"], built["nnx-core"])
+    expect_ours(session, installed(session, python), SHARED[:2])
     ask(session, python)
+    install(session, python, built["nnx-conformance"], built["nnx-core"], built["nnx-checkpoint"])
+    shared = installed(session, python)
     for plugin in session.posargs or PLUGINS:
         ours = needed(plugin)
         session.log(f"{plugin} alone" + (f", with {', '.join(ours[1:])}, which it needs" if ours[1:] else ""))
-        install(session, python, *(built[name] for name in ours))
-        expect_ours(session, installed(session, python), ["nnx-core", *ours])
+        install(session, python, *(built[name] for name in [*SHARED, *ours]))
+        expect_ours(session, installed(session, python), [*SHARED, *ours])
         conform(session, python, ask(session, python)[plugin][0])
-        came = sorted(installed(session, python) - core_alone)
+        came = sorted(installed(session, python) - shared)
         pip(session, python, "uninstall", "--yes", *came)
 
 
@@ -168,6 +186,16 @@ def compat(session: nox.Session, edge: str) -> None:
     other = "lightning" if edge == "oldest" else lightning
     pip(session, python, "install", "--upgrade", other, f"pytorch-{other}", *built)
     try_one_of_each(session, python)
+
+
+def save_without_lightning(session: nox.Session, python: str, wheel: str) -> None:
+    """Use checkpoints where nothing else of ours is, in Python and by the command."""
+    install(session, python, wheel)
+    expect_ours(session, installed(session, python), SHARED[:1])
+    saved = os.fspath(Path(session.create_tmp()).resolve() / "bare.ckpt")
+    shutil.rmtree(saved, ignore_errors=True)
+    session.run(python, "-I", "-c", BARE_LOOP, saved, external=True)
+    session.run(os.fspath(Path(python).with_name("nnx")), "ckpt", "verify", saved, external=True)
 
 
 def run(session: nox.Session, *arguments: str, **variables: str) -> None:

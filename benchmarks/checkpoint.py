@@ -33,9 +33,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import nnx.checkpoint
-from nnx.layout import shard_of
-from nnx.testing.pool import WorkerPool
+import nnx_checkpoint
+from nnx_checkpoint.shard import shard_of
+from nnx_conformance.pool import WorkerPool
 
 WORLD_SIZE = 2
 CHUNK = 8 << 20
@@ -86,15 +86,15 @@ class Contest:
         self.target = bytearray(self.local_bytes)
         self.flat = torch.ones(self.local_bytes, dtype=torch.uint8)
         self.savers: dict[str, Callable[[], None]] = {
-            "nnx": lambda: nnx.checkpoint.save(self.path("nnx"), tensors=self.shards, objects={"step": 1}),
-            "nnx storage under DCP": lambda: self.dcp_save(nnx.checkpoint.Writer(self.path("under"))),
+            "nnx": lambda: nnx_checkpoint.save(self.path("nnx"), tensors=self.shards, objects={"step": 1}),
+            "nnx storage under DCP": lambda: self.dcp_save(nnx_checkpoint.Writer(self.path("under"))),
             "DCP": lambda: self.dcp_save(dcp.FileSystemWriter(self.path("dcp"))),
             "raw direct": lambda: self.raw_write("raw", os.O_DIRECT),
             "raw buffered": lambda: self.raw_write("rawb", 0),
         }
         self.loaders: dict[str, Callable[[], None]] = {
-            "nnx": lambda: nnx.checkpoint.open_checkpoint(self.path("nnx")).fill(self.shards),
-            "nnx storage under DCP": lambda: self.dcp_load(nnx.checkpoint.Reader(self.path("under"))),
+            "nnx": lambda: nnx_checkpoint.open_checkpoint(self.path("nnx")).fill(self.shards),
+            "nnx storage under DCP": lambda: self.dcp_load(nnx_checkpoint.Reader(self.path("under"))),
             "DCP": lambda: self.dcp_load(dcp.FileSystemReader(self.path("dcp"))),
             "raw": self.raw_read,
         }
@@ -133,7 +133,7 @@ class Contest:
         """Seconds until the slowest rank may go on, and until everything is committed."""
         dist.barrier()
         start = time.perf_counter()
-        save = nnx.checkpoint.save_async(self.path("nnx"), tensors=self.shards, objects={"step": 1})
+        save = nnx_checkpoint.save_async(self.path("nnx"), tensors=self.shards, objects={"step": 1})
         blocking = torch.tensor(time.perf_counter() - start)
         save.wait()
         dist.barrier()

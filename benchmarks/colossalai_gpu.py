@@ -81,9 +81,9 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def _ours(model: GPT, allowed: int, arguments: argparse.Namespace) -> tuple[Step, int]:
-    from nnx.backend import ParallelContext
     from nnx_colossalai.backend import ColossalAIBackend
     from nnx_colossalai.options import ColossalAIOptions
+    from nnx_core.backend import ParallelContext
 
     plan_file = arguments.plan_file or str(Path(tempfile.mkdtemp()) / "plan.json")
     options = ColossalAIOptions(

@@ -56,9 +56,9 @@ class Side(NamedTuple):
 
 def ours(model: GPT, arguments: argparse.Namespace) -> Side:
     """The engine, driven without Lightning."""
-    from nnx.backend import ParallelContext
     from nnx_colossalai.backend import ColossalAIBackend
     from nnx_colossalai.options import ColossalAIOptions
+    from nnx_core.backend import ParallelContext
 
     options = ColossalAIOptions(placement_policy=TIERS[arguments.what], overlap=arguments.overlap)
     backend = ColossalAIBackend(options)

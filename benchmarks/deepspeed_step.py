@@ -26,7 +26,7 @@ from nnscaler_step import Lap
 from pairs import compare
 from torch import Tensor, nn
 
-from nnx.testing.pool import free_port
+from nnx_conformance.pool import free_port
 
 BAR = 1.03
 WARMUP = 5
@@ -154,7 +154,7 @@ def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def _ours(arguments: argparse.Namespace, stage: int, rank: int) -> Step:
-    from nnx.backend import ParallelContext
+    from nnx_core.backend import ParallelContext
     from nnx_deepspeed.backend import DeepSpeedBackend
     from nnx_deepspeed.options import DeepSpeedOptions
 

@@ -25,7 +25,7 @@ from nnscaler_step import GPT, Lap
 from pairs import compare
 from torch import Tensor
 
-from nnx.testing.pool import free_port
+from nnx_conformance.pool import free_port
 
 RANKS = 2
 
@@ -38,7 +38,7 @@ Step = Callable[[Tensor, Tensor], None]
 
 def ours(model: GPT) -> Step:
     """The engine, driven without Lightning."""
-    from nnx.backend import ParallelContext
+    from nnx_core.backend import ParallelContext
     from nnx_fairscale.options import ShardedOptions
     from nnx_fairscale.sharded import ShardedBackend
 

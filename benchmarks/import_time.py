@@ -47,7 +47,7 @@ import sys
 assert ("_nnx_autoload" in sys.modules) != {hidden}
 """
 
-LIST_MODULES = "import sys; sys.argv = ['nnx', 'list']\nfrom nnx.cli import main\ntry: main()\n" + (
+LIST_MODULES = "import sys; sys.argv = ['nnx', 'list']\nfrom nnx_checkpoint.cli.command import main\ntry: main()\n" + (
     "finally: assert 'torch' not in sys.modules and 'lightning' not in sys.modules"
 )
 

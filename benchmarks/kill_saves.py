@@ -35,9 +35,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-import nnx.checkpoint
-from nnx.errors import CheckpointError
-from nnx.layout import Box, Shard, shard_of
+import nnx_checkpoint
+from nnx_checkpoint.shard import Box, Shard, shard_of
+from nnx_core.errors import CheckpointError
 
 ROWS, COLUMNS, TENSORS = 256, 1024, 4
 DEADLINE = 60.0
@@ -61,9 +61,9 @@ def save(path: Path, version: int, rank: int, size: int, *, in_background: bool 
     tensors["replicated"] = shard_of(torch.full((50,), version))
     state: dict[str, Any] = {"objects": {"version": version}, "rank_objects": {"v": version}}
     if not in_background:
-        nnx.checkpoint.save(path, tensors=tensors, **state)
+        nnx_checkpoint.save(path, tensors=tensors, **state)
         return
-    pending = nnx.checkpoint.save_async(path, tensors=tensors, **state)
+    pending = nnx_checkpoint.save_async(path, tensors=tensors, **state)
     for shard in tensors.values():
         for view in shard.data:
             view.fill_(-version)
@@ -72,10 +72,10 @@ def save(path: Path, version: int, rank: int, size: int, *, in_background: bool 
 
 def check(path: Path, acknowledged: int) -> int:
     """The version on disk, after making sure that it is whole and not older than promised."""
-    damage = nnx.checkpoint.verify(path)
+    damage = nnx_checkpoint.verify(path)
     if damage:
         raise LostError(f"damaged: {damage}")
-    checkpoint = nnx.checkpoint.open_checkpoint(path)
+    checkpoint = nnx_checkpoint.open_checkpoint(path)
     version = int(checkpoint.objects["version"])
     if version not in (acknowledged, acknowledged + 1):
         raise LostError(f"version {version} is there, {acknowledged} was acknowledged")

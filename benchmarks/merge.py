@@ -32,9 +32,9 @@ import torch.distributed.checkpoint as dcp
 from checkpoint import make_state
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-import nnx.checkpoint
-from nnx.layout import shard_of
-from nnx.testing.pool import WorkerPool
+import nnx_checkpoint
+from nnx_checkpoint.shard import shard_of
+from nnx_conformance.pool import WorkerPool
 
 WORLD_SIZE = 2
 CHUNK = 8 << 20
@@ -52,7 +52,7 @@ def save(directory: str, megabytes: int) -> None:
         tensors[logical] = shard_of(tensor)
     optim = [{"groups": [{"lr": 0.1, "params": parameters}], "values": {}}]
     objects = {"trainer": {"epoch": 1}, "extra": {}, "optim": optim}
-    nnx.checkpoint.save(Path(directory) / "nnx", tensors=tensors, objects=objects)
+    nnx_checkpoint.save(Path(directory) / "nnx", tensors=tensors, objects=objects)
 
 
 @dataclass
@@ -77,9 +77,9 @@ class Contest:
         source = directory / "nnx"
         self.sources = [file for file in source.rglob("*") if file.is_file()]
         self.contenders: dict[str, Callable[[], None]] = {
-            "nnx to .ckpt": lambda: nnx.checkpoint.merge(source, self.target, to="lightning"),
-            "nnx to safetensors": lambda: nnx.checkpoint.convert(source, self.target, to="safetensors"),
-            "nnx to nnx": lambda: nnx.checkpoint.convert(source, self.target, to="nnx"),
+            "nnx to .ckpt": lambda: nnx_checkpoint.merge(source, self.target, to="lightning"),
+            "nnx to safetensors": lambda: nnx_checkpoint.convert(source, self.target, to="safetensors"),
+            "nnx to nnx": lambda: nnx_checkpoint.convert(source, self.target, to="nnx"),
             "dcp_to_torch_save": lambda: dcp_to_torch_save(directory / "dcp", self.target),
             "raw": self.raw,
         }

@@ -181,7 +181,7 @@ class Side:
 
 def side(model: Model, written: Written) -> Side:
     """Set a plan up through the backend."""
-    from nnx.backend import ParallelContext
+    from nnx_core.backend import ParallelContext
     from nnx_nnscaler.backend import NnScalerBackend
     from nnx_nnscaler.options import NnScalerOptions
 
@@ -308,7 +308,7 @@ def side_with_peak(model: Model, written: Written) -> Side:
 
 def alive() -> int:
     """Bytes of all tensors that Python knows, those aside that a trace left without storage."""
-    from nnx.whole import local_mode
+    from nnx_core.whole import local_mode
 
     storages = {}
     with local_mode():  # of parameters in parts, the parts

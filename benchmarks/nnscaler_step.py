@@ -95,7 +95,7 @@ def ours(
     model: GPT, batch: tuple[Tensor, Tensor], arguments: argparse.Namespace
 ) -> tuple[Step, Callable[[], object]]:
     """The engine, driven without Lightning."""
-    from nnx.backend import ParallelContext
+    from nnx_core.backend import ParallelContext
     from nnx_nnscaler.backend import NnScalerBackend
     from nnx_nnscaler.options import NnScalerOptions
 

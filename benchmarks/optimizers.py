@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 STRATEGIES = ("fsdp_auto", "colossalai", "nnscaler_zero", "nnscaler_tp")
 
@@ -50,7 +50,7 @@ class Layers(nn.Module):
 def measure(strategy: str, name: str, arguments: argparse.Namespace) -> tuple[list[float], int, int]:
     """Step the parts and the whole in turns; the ratios, the bytes sent in a step, and the formula's."""
     import nnx
-    from nnx.backend import ParallelContext
+    from nnx_core.backend import ParallelContext
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -30,12 +30,12 @@ from typing import TypeVar
 
 import torch
 
-from nnx.checkpoint.cells import Placement, Stored, grid
-from nnx.checkpoint.description import Description, Head, describe, pack, requests, unpack
-from nnx.checkpoint.index import Index, decode_index, encode_index, required
-from nnx.checkpoint.manifest import BLOCK, FileEntry, Manifest, encode_manifest
-from nnx.checkpoint.plan import Deal, Mode, Own, make_plan, select
-from nnx.layout import Box, Shard
+from nnx_checkpoint.cells import Placement, Stored, grid
+from nnx_checkpoint.description import Description, Head, describe, pack, requests, unpack
+from nnx_checkpoint.index import Index, decode_index, encode_index, required
+from nnx_checkpoint.manifest import BLOCK, FileEntry, Manifest, encode_manifest
+from nnx_checkpoint.plan import Deal, Mode, Own, make_plan, select
+from nnx_checkpoint.shard import Box, Shard
 
 T = TypeVar("T")
 WIDTH = 4096

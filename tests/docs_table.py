@@ -9,7 +9,7 @@ from __future__ import annotations
 Entry = tuple[str, str, str]
 
 _CONFORMANCE = "takes a minute in processes of its own; its options are parsed, conformance tests run it"
-_CKPT = "compared by packages/nnx-core/tests/cli/test_ckpt_docs.py"
+_CKPT = "compared by packages/nnx-checkpoint/tests/cli/test_ckpt_docs.py"
 
 NOT_RUN: list[Entry] = [
     ("*", "pip install nnx-", "installs; `nox -s wheels isolation` do that with what was built here"),

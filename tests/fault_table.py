@@ -19,10 +19,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from faults import Fault, all_faults
-from nnx.registry import StrategyRegistry
-from nnx.testing.conformance import Session, Subject, all_checks, select_checks
-from nnx.testing.conformance.check import Reference
-from nnx.testing.pool import PRELOAD, WorkerPool
+from nnx_conformance import Session, Subject, all_checks, select_checks
+from nnx_conformance.check import Reference
+from nnx_conformance.pool import PRELOAD, WorkerPool
+from nnx_core.registry import StrategyRegistry
 
 CHECKS = {check.name: check for check in all_checks()}
 FAST = [check.name for check in select_checks()]

@@ -20,7 +20,7 @@ import torch
 
 from jobs.engine_resume_jobs import run_and_save, tensors_of
 from jobs.training import Run
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 FULL = os.environ.get("NNX_MATRIX") == "full"
 STEP, STEPS = 2, 4

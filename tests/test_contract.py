@@ -20,7 +20,7 @@ from jobs.contract_jobs import (
     train_with_engines,
 )
 from jobs.training import Run
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 ENGINES = ["column_parallel", "flat_masters"]
 CASES: dict[str, dict[str, Any]] = {

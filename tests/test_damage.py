@@ -12,7 +12,7 @@ import pytest
 
 from jobs.damage_jobs import resume_error, save_on_a_full_disk
 from jobs.training import Run, train
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 RUN = Run(options={"min_num_params": 100}, steps=2)
 

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from nnx.registry import StrategyRegistry
-from nnx.spec import Capabilities
-from nnx.testing.conformance import all_checks
+from nnx_conformance import all_checks
+from nnx_core.registry import StrategyRegistry
+from nnx_core.spec import Capabilities
 
 PAGE = Path(__file__).parents[1] / "docs" / "choosing.md"
 TABLE = re.compile(

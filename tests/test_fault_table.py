@@ -9,8 +9,8 @@ import pytest
 import fault_table
 from fault_table import CHECKS, FAST, Laboratory, examine, to_try, unbroken
 from faults import EVERYTHING, Fault
-from nnx.testing.conformance import Subject
-from nnx.testing.pool import WorkerPool
+from nnx_conformance import Subject
+from nnx_conformance.pool import WorkerPool
 
 SUMMED = Fault(name="summed", target="jobs.conformance_names:SumsGradients", caught_by="losses_float32")
 TRIED = ["losses_float32", "sgd_momentum", "rank_properties"]

@@ -9,7 +9,7 @@ import pytest
 
 from jobs import lite_jobs as jobs
 from jobs.resume_jobs import Seen
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 PACKAGES = {"fsdp_auto": "nnx_fsdp", "nnscaler": "nnx_nnscaler", "colossalai": "nnx_colossalai"}
 STRATEGIES = ["ddp", *PACKAGES]

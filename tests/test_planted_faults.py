@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from faults import Fault, all_faults
-from nnx.testing.conformance import Session, all_checks
-from nnx.testing.conformance.check import Reference
-from nnx.testing.pool import WorkerPool
+from nnx_conformance import Session, all_checks
+from nnx_conformance.check import Reference
+from nnx_conformance.pool import WorkerPool
 from turns import FULL
 
 CHECKS = {check.name: check for check in all_checks()}

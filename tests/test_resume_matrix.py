@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
-import nnx.checkpoint
+import nnx_checkpoint
 from jobs.resume_jobs import Seen, run_cell
 from jobs.training import Run
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 FULL = os.environ.get("NNX_MATRIX") == "full"
 STEP, STEPS = 2, 3
@@ -138,7 +138,7 @@ class Matrix:
         """Lightning's ModelParallelStrategy reads nothing but its own directories."""
         path, _ = self.saved(cell, optimizers)
         converted = path.with_suffix(".sharded")
-        nnx.checkpoint.convert(path, converted, to="lightning_sharded")
+        nnx_checkpoint.convert(path, converted, to="lightning_sharded")
         return converted
 
     def check(self, source: Cell, target: Cell, optimizers: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import turns
 from longest_first import ROOT
-from nnx.testing.conformance import select_checks
+from nnx_conformance import select_checks
 
 
 def items(file: str, names: str, marked: str) -> list[Any]:

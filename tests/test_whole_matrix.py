@@ -22,7 +22,7 @@ from jobs.whole_matrix_jobs import (
     step_muon_on_given_gradients,
     train_all,
 )
-from nnx.testing.pool import JobError, WorkerPool
+from nnx_conformance.pool import JobError, WorkerPool
 
 UNITS = {"min_num_params": 1}
 ENGINES: dict[str, dict[str, Any]] = {

@@ -20,6 +20,4 @@ def train_loader():
     return DataLoader(torch.randn(16, 16), batch_size=4)
 
 
-lay_out(
-    ROOT / "packages/nnx-core/tests/checkpoint/foreign/fixtures/deepspeed/zero3_world2_lightning", "zero3"
-)
+lay_out(ROOT / "packages/nnx-checkpoint/tests/foreign/fixtures/deepspeed/zero3_world2_lightning", "zero3")

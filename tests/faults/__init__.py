@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 
-from nnx.testing.conformance.check import GROUPS
-from nnx.testing.conformance.subject import Subject
+from nnx_conformance.check import GROUPS
+from nnx_conformance.subject import Subject
 
 __all__ = ["Fault", "all_faults"]
 

@@ -19,11 +19,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
-import nnx.checkpoint
+import nnx_checkpoint
 from faults import EVERYTHING, Fault
-from nnx.canonical import RANKS
-from nnx.layout import shard_of
-from nnx.state import ModelState, OptimizerState
+from nnx_checkpoint.naming import RANKS
+from nnx_checkpoint.shard import shard_of
+from nnx_core.state import ModelState, OptimizerState
 from nnx_fsdp.backend import FSDPBackend
 from nnx_tiny.backend import TinyBackend
 
@@ -285,7 +285,7 @@ class SavesEveryRank(DDPStrategy):
         weights = {f"model.{name}": shard_of(value) for name, value in checkpoint["state_dict"].items()}
         rest = {key: checkpoint[key] for key in ("global_step", "pytorch-lightning_version")}
         objects = {"trainer": rest, "extra": {}}
-        nnx.checkpoint.save(filepath, tensors=weights, objects=objects, state_dict_type="sharded")
+        nnx_checkpoint.save(filepath, tensors=weights, objects=objects, state_dict_type="sharded")
 
 
 class BreaksWhatItSaved(DDPStrategy):

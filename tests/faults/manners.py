@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from faults import EVERYTHING, Fault
-from nnx.backend import ParallelContext
-from nnx.errors import UnsupportedError
-from nnx.options import option
+from nnx_core.backend import ParallelContext
+from nnx_core.errors import UnsupportedError
+from nnx_core.options import option
 from nnx_tiny.backend import TinyBackend
 
 Step = Callable[..., Any]

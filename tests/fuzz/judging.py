@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from typer.testing import CliRunner
 
-import nnx.checkpoint
+import nnx_checkpoint
 from fuzz.documents import sign
 from fuzz.edits import Case, Special, apply
 from fuzz.references import bits, explains, stored_sums
 from fuzz.samples import make_samples
-from nnx.cli.ckpt import app
-from nnx.errors import CheckpointError, NnxError
+from nnx_checkpoint.cli import app
+from nnx_core.errors import CheckpointError, NnxError
 
 __all__ = ["Judge", "Verdict"]
 
@@ -200,7 +200,7 @@ def _write(root: Path, files: Mapping[str, bytes], special: Mapping[str, Special
 
 def _read(path: Path) -> tuple[dict[str, Any], Any]:
     """The tensors of a checkpoint, and everything that can be compared."""
-    opened = nnx.checkpoint.open_checkpoint(path)
+    opened = nnx_checkpoint.open_checkpoint(path)
     tensors = {name: opened.read(name) for name in opened.tensors}
     kinds = {name: (str(value.dtype), tuple(value.shape), bits(value)) for name, value in tensors.items()}
     ranks = [repr(opened.rank_objects(rank)) for rank in range(min(opened.world_size, 3))]
@@ -210,10 +210,10 @@ def _read(path: Path) -> tuple[dict[str, Any], Any]:
 def _opened(path: Path, sample: Sample, format: str, files: Mapping[str, bytes], size: int) -> Verdict:
     before, started = _peak(), time.process_time()
     try:
-        nnx.checkpoint.open_checkpoint(path)
+        nnx_checkpoint.open_checkpoint(path)
         growth = _peak(reset=False) - before
         tensors, found = _read(path)
-        damage = nnx.checkpoint.verify(path) if format == "nnx" else []
+        damage = nnx_checkpoint.verify(path) if format == "nnx" else []
     except CheckpointError as error:
         growth = _peak(reset=False) - before
         verdict = Verdict("refused", str(error))

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import nnx.checkpoint
-from nnx.layout import shard_of
+import nnx_checkpoint
+from nnx_checkpoint.shard import shard_of
 
 __all__ = ["FORMATS", "make_samples"]
 
@@ -60,7 +60,7 @@ def objects() -> dict[str, Any]:
 
 
 def _own(place: Path) -> Path:
-    nnx.checkpoint.save(
+    nnx_checkpoint.save(
         place,
         tensors={name: shard_of(tensor) for name, tensor in tensors().items()},
         objects=objects(),
@@ -84,7 +84,7 @@ def _converted(place: Path, to: str, name: str, target: str = "", **options: Any
         _own(source)
     (place / name).mkdir()
     path = place / name / (target or "directory")
-    nnx.checkpoint.convert(source, path, to=to, **options)
+    nnx_checkpoint.convert(source, path, to=to, **options)
     return path.parent if target else path
 
 

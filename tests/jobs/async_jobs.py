@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import nnx.checkpoint
+import nnx_checkpoint
 from jobs import checkpoint_jobs
-from nnx.checkpoint import inflight, writer
-from nnx.checkpoint.writer import Save
-from nnx.errors import CheckpointError
-from nnx.layout import shard_of
+from nnx_checkpoint import inflight, writer
+from nnx_checkpoint.shard import shard_of
+from nnx_checkpoint.writer import Save
+from nnx_core.errors import CheckpointError
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ def save_and_change(path: str) -> bool:
     best, rng, rest = torch.tensor(0.5), torch.full((4,), rank), {"rank": rank}
     objects = {"version": 1, "best": best, "pair": (1, 2)}
     with delayed(lambda: gate.wait(30)):
-        save = nnx.checkpoint.save_async(
+        save = nnx_checkpoint.save_async(
             path,
             tensors=tensors,
             objects=objects,
@@ -71,8 +71,8 @@ def attempt(path: str, fault: str) -> list[tuple[str, str] | None]:
     with contextlib.ExitStack() as planted:
         if rank == 1:
             planted.enter_context(checkpoint_jobs.plant(fault, state))
-        save: list[nnx.checkpoint.PendingSave] = []
-        raised.append(_error(lambda: save.append(nnx.checkpoint.save_async(path, **state))))
+        save: list[nnx_checkpoint.PendingSave] = []
+        raised.append(_error(lambda: save.append(nnx_checkpoint.save_async(path, **state))))
         raised.append(_error(save[0].wait))
     return raised
 
@@ -90,7 +90,7 @@ def poll_until_noticed(path: str, slow_rank: int, fail: bool) -> tuple[int, str]
     rank, _ = checkpoint_jobs.rank_and_size()
     tensors = {"w": shard_of(torch.zeros(10, dtype=torch.complex32 if fail and rank else torch.complex64))}
     with delayed(lambda: time.sleep(0.3 if rank == slow_rank else 0.0)):
-        nnx.checkpoint.save_async(path, tensors=tensors, objects={})
+        nnx_checkpoint.save_async(path, tensors=tensors, objects={})
         for number in range(1000):
             try:
                 writer.poll()
@@ -108,11 +108,11 @@ def alone_then_together(folder: str) -> list[tuple[str, str] | None]:
     if rank == 0:
         file = Path(folder) / "file"
         file.write_text("in the way")
-        nnx.checkpoint.save_async(file, tensors={}, objects={}, collective=False)
+        nnx_checkpoint.save_async(file, tensors={}, objects={}, collective=False)
     state: dict[str, Any] = {"tensors": {"w": shard_of(torch.ones(3))}, "objects": {}}
     return [
-        _error(lambda: nnx.checkpoint.save(Path(folder) / "a", **state)),
-        _error(lambda: nnx.checkpoint.save_async(Path(folder) / "a", **state).wait()),
+        _error(lambda: nnx_checkpoint.save(Path(folder) / "a", **state)),
+        _error(lambda: nnx_checkpoint.save_async(Path(folder) / "a", **state).wait()),
     ]
 
 
@@ -121,7 +121,7 @@ def train_meanwhile(path: str, saves: int) -> tuple[int, list[str]]:
     rank, size = checkpoint_jobs.rank_and_size()
     steps = 0
     for version in range(1, saves + 1):
-        save = nnx.checkpoint.save_async(
+        save = nnx_checkpoint.save_async(
             path,
             tensors=checkpoint_jobs.shards(rank, size),
             objects={"version": version, "best": torch.tensor(0.5), "pair": (1, 2)},
@@ -145,7 +145,7 @@ def leave_during_save(path: str) -> str:
 
     rank, size = checkpoint_jobs.rank_and_size()
     with delayed(lambda: os._exit(9) if rank == 1 else None):
-        save = nnx.checkpoint.save_async(path, tensors=checkpoint_jobs.shards(rank, size), objects={})
+        save = nnx_checkpoint.save_async(path, tensors=checkpoint_jobs.shards(rank, size), objects={})
         try:
             save.wait()
         except CheckpointError as error:

@@ -15,15 +15,15 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import nnx
-import nnx.checkpoint as storage
+import nnx_checkpoint as storage
 from jobs import lightning_jobs
 from jobs.async_jobs import delayed
 from jobs.fabric_jobs import model_and_optimizer, step
 from jobs.lightning_checkpoint_jobs import keep_best
 from jobs.lightning_jobs import OPTIONS, QUIET, rank
 from jobs.training import MODELS, Net, Outcome, Run, make_trainer, train
-from nnx.checkpoint import inflight
-from nnx.errors import NnxError
+from nnx_checkpoint import inflight
+from nnx_core.errors import NnxError
 
 ASYNC = {**OPTIONS, "async_save": True}
 
@@ -174,7 +174,7 @@ def save_after(run: Run, path: str) -> tuple[bool, bool, bool]:
         Whether the first was complete on return, what the copy's memory was then given back, and whether
         the second was in flight on return.
     """
-    from nnx.checkpoint import writer
+    from nnx_checkpoint import writer
 
     save = At(1, lambda trainer: trainer.save_checkpoint(str(run.save)))
     module = Net(run)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-import nnx.checkpoint as storage
+import nnx_checkpoint as storage
 from jobs import engines
 from jobs.lightning_checkpoint_jobs import PLUGINS
 from jobs.training import MODELS, Block, Net, Run, SaveAt, make_trainer

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardDim
 
-import nnx.checkpoint
-from nnx.errors import CheckpointError
-from nnx.layout import Box, Shard, shard_of, shard_of_range
+import nnx_checkpoint
+from nnx_checkpoint.shard import Box, Shard, shard_of, shard_of_range
+from nnx_core.errors import CheckpointError
 
 Cut = Literal["whole", "rows", "columns", "flat", "first", "grid"]
 
@@ -112,7 +112,7 @@ def _bits(tensor: Tensor) -> bytes:
 
 def save_all(path: str, state_dict_type: Literal["sharded", "deduped"], version: int = 1) -> None:
     rank, size = rank_and_size()
-    nnx.checkpoint.save(
+    nnx_checkpoint.save(
         path,
         tensors=shards(rank, size),
         objects={"version": version, "best": torch.tensor(0.5), "pair": (1, 2)},
@@ -126,7 +126,7 @@ def save_all(path: str, state_dict_type: Literal["sharded", "deduped"], version:
 def load_all(path: str) -> list[str]:
     """Names of tensors that did not come back bit for bit."""
     rank, size = rank_and_size()
-    checkpoint = nnx.checkpoint.open_checkpoint(path)
+    checkpoint = nnx_checkpoint.open_checkpoint(path)
     wanted = shards(rank, size)
     expected = {name: [view.clone() for view in shard.data] for name, shard in wanted.items()}
     for shard in wanted.values():
@@ -164,7 +164,7 @@ def save_dtensors(path: str) -> None:
         "handle": cut(full, "flat", rank, size),
         "only here": {f"rank {rank}": object()} if rank else None,
     }
-    nnx.checkpoint.save(path, tensors={}, objects=tree)
+    nnx_checkpoint.save(path, tensors={}, objects=tree)
 
 
 def attempt(path: str, fault: str) -> tuple[str, str] | None:
@@ -175,7 +175,7 @@ def attempt(path: str, fault: str) -> tuple[str, str] | None:
         if rank == 1:
             planted.enter_context(plant(fault, state))
         try:
-            nnx.checkpoint.save(path, **state)
+            nnx_checkpoint.save(path, **state)
         except CheckpointError as error:
             return type(error).__name__, str(error)
     return None
@@ -215,7 +215,7 @@ def plant(fault: str, state: dict[str, Any]) -> Iterator[None]:
 
 def leave_during_save(path: str) -> str:
     """Rank 1 dies between planning and writing."""
-    from nnx.checkpoint import writer
+    from nnx_checkpoint import writer
 
     rank, size = rank_and_size()
     if rank == 1:
@@ -225,7 +225,7 @@ def leave_during_save(path: str) -> str:
 
         writer.write_rank_file = die
     try:
-        nnx.checkpoint.save(path, tensors=shards(rank, size), objects={})
+        nnx_checkpoint.save(path, tensors=shards(rank, size), objects={})
     except CheckpointError as error:
         return str(error)
     return ""
@@ -233,7 +233,7 @@ def leave_during_save(path: str) -> str:
 
 def lose_directory_during_save(path: str) -> str:
     """The save's directory vanishes on both ranks' file system between planning and writing."""
-    from nnx.checkpoint import writer
+    from nnx_checkpoint import writer
 
     rank, size = rank_and_size()
     real = writer.write_rank_file
@@ -244,7 +244,7 @@ def lose_directory_during_save(path: str) -> str:
 
     writer.write_rank_file = lose_first
     try:
-        nnx.checkpoint.save(path, tensors=shards(rank, size), objects={})
+        nnx_checkpoint.save(path, tensors=shards(rank, size), objects={})
     except CheckpointError as error:
         return str(error)
     finally:
@@ -255,7 +255,7 @@ def lose_directory_during_save(path: str) -> str:
 def load_what_vanishes(path: str) -> str:
     """Open a checkpoint on every rank, lose it, and load from it."""
     rank, size = rank_and_size()
-    checkpoint = nnx.checkpoint.open_checkpoint(path)
+    checkpoint = nnx_checkpoint.open_checkpoint(path)
     dist.barrier()
     if rank == 0:
         shutil.rmtree(path)
@@ -274,7 +274,7 @@ def save_without_permission(path: str) -> str:
     if own == 0:
         os.seteuid(65534)
     try:
-        nnx.checkpoint.save(path, tensors=shards(rank, size), objects={})
+        nnx_checkpoint.save(path, tensors=shards(rank, size), objects={})
     except CheckpointError as error:
         return str(error)
     finally:
@@ -284,13 +284,13 @@ def save_without_permission(path: str) -> str:
 
 def bytes_written(path: str, state_dict_type: Literal["sharded", "deduped"]) -> dict[str, int]:
     save_all(path, state_dict_type)
-    checkpoint = nnx.checkpoint.open_checkpoint(path)
+    checkpoint = nnx_checkpoint.open_checkpoint(path)
     return {name: entry.size for name, entry in checkpoint.manifest.files.items()}
 
 
 def load_one_row_of(path: str) -> tuple[int, int]:
     """Bytes read from files and bytes needed, for a quarter of the rows of one large tensor."""
-    checkpoint = nnx.checkpoint.open_checkpoint(path)
+    checkpoint = nnx_checkpoint.open_checkpoint(path)
     entry = checkpoint.tensors["model.big"]
     rows = entry.shape[0] // 4
     before = _bytes_read()
@@ -315,11 +315,11 @@ def dcp_save(path: str) -> None:
     assert flat is not None
     state = {
         "layer": {"weight": distribute_tensor(full, mesh, [ShardDim(0)]), "bias": torch.arange(3)},
-        "flat": nnx.checkpoint.Handle(flat),
+        "flat": nnx_checkpoint.Handle(flat),
         "lr": 0.1,
         "betas": (0.9, 0.999),
     }
-    dcp.save(state, storage_writer=nnx.checkpoint.Writer(path))
+    dcp.save(state, storage_writer=nnx_checkpoint.Writer(path))
 
 
 def dcp_load(path: str) -> dict[str, Any]:
@@ -333,11 +333,11 @@ def dcp_load(path: str) -> dict[str, Any]:
     weight = distribute_tensor(empty, mesh, [ShardDim(1)])
     state: dict[str, Any] = {
         "layer": {"weight": weight, "bias": torch.zeros(3, dtype=torch.int64)},
-        "flat": nnx.checkpoint.Handle(flat),
+        "flat": nnx_checkpoint.Handle(flat),
         "lr": 0.0,
         "betas": (),
     }
-    dcp.load(state, storage_reader=nnx.checkpoint.Reader(path))
+    dcp.load(state, storage_reader=nnx_checkpoint.Reader(path))
     full = torch.arange(35.0).view(7, 5)
     expected = cut(full, "flat", rank, size)
     assert expected is not None
@@ -356,7 +356,7 @@ def dcp_write_failure(path: str) -> str:
     rank, _ = rank_and_size()
     with plant("file size limit", {"tensors": {}}) if rank == 1 else contextlib.nullcontext():
         try:
-            dcp.save({f"own {rank}": torch.zeros(100_000)}, storage_writer=nnx.checkpoint.Writer(path))
+            dcp.save({f"own {rank}": torch.zeros(100_000)}, storage_writer=nnx_checkpoint.Writer(path))
         except dcp.api.CheckpointException as error:  # not derived from Exception
             return str(error)
     return ""
@@ -402,10 +402,10 @@ def golden_objects() -> dict[str, Any]:
 
 
 def save_golden(path: str) -> None:
-    """Write the golden checkpoint: two ranks, kept under packages/nnx-core/tests/checkpoint/golden."""
+    """Write the golden checkpoint: two ranks, kept under packages/nnx-checkpoint/tests/golden."""
     rank, size = rank_and_size()
     parts = {name: cut(full, how, rank, size) for name, (full, how) in golden_tensors().items()}
-    nnx.checkpoint.save(
+    nnx_checkpoint.save(
         path,
         tensors={name: part for name, part in parts.items() if part is not None},
         objects=golden_objects(),

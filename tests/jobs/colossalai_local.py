@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nnx.backend import ParallelContext
 from nnx_colossalai.chunks.chunk import Unit
 from nnx_colossalai.chunks.local import LocalEngine
 from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.plan.spec import Tier
+from nnx_core.backend import ParallelContext
 
 TIERS = tuple(Tier)
 WIDTH = 8

@@ -28,12 +28,12 @@ from jobs.colossalai_mix_model import (
     states_of,
     whole,
 )
-from nnx.backend import ParallelContext
-from nnx.errors import UnsupportedError
-from nnx.lightning.routing import route_optimizer_steps
 from nnx_colossalai.backend import ColossalAIBackend
 from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.options import ColossalAIOptions
+from nnx_core.backend import ParallelContext
+from nnx_core.errors import UnsupportedError
+from nnx_core.lightning.routing import route_optimizer_steps
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from nnx.testing.conformance import Subject
+from nnx_conformance import Subject
 
 
 def name_of(subject: Subject) -> str:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import nnx
 from jobs import engines
 from jobs.training import Net, Outcome, Run, make_trainer, train
-from nnx.errors import DisagreementError
+from nnx_core.errors import DisagreementError
 
 
 def train_with_engines(run: Run) -> Outcome:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-import nnx.checkpoint
+import nnx_checkpoint
 from jobs.training import MODELS, Run, make_trainer
-from nnx.errors import CheckpointError
+from nnx_core.errors import CheckpointError
 
 
 def resume_error(run: Run) -> str:
@@ -48,6 +48,6 @@ def save_on_a_full_disk(run: Run, rank: int) -> tuple[list[str], int, list[str]]
     """
     saver = _SaveTwice(run, rank)
     make_trainer(run, callbacks=[saver]).fit(MODELS[run.model](run))
-    stored = nnx.checkpoint.open_checkpoint(str(run.save))
+    stored = nnx_checkpoint.open_checkpoint(str(run.save))
     left = sorted(entry.name for entry in Path(str(run.save)).iterdir())
     return saver.errors, int(stored.objects["trainer"]["global_step"]), left

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from jobs.engine_resume_jobs import Losses, run_and_save
 from jobs.training import MODELS, Net, Run, make_trainer, train
-from nnx.errors import NnxError
+from nnx_core.errors import NnxError
 
 SHORT = Run(strategy="nnx_deepspeed_2", steps=2)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-import nnx.checkpoint
+import nnx_checkpoint
 from jobs.training import MODELS, Run, make_trainer
 
 
@@ -56,5 +56,5 @@ def linear_after(run: Run) -> tuple[bool, list[float]]:
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     """Every logical tensor of a checkpoint, whole: weights, optimizer state and steps."""
-    saved = nnx.checkpoint.open_checkpoint(path)
+    saved = nnx_checkpoint.open_checkpoint(path)
     return {key: saved.read(key) for key in saved.tensors}

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import nnx
-import nnx.checkpoint as storage
+import nnx_checkpoint as storage
 from jobs.lightning_jobs import OPTIONS, collectives, full
 from jobs.resume_jobs import Seen
 from jobs.training import GLOBAL_BATCH, Block, Net, Run, dataset, digest_of, loader, make_trainer
-from nnx.testing.conformance import Subject
-from nnx.testing.conformance import fabric_jobs as conformance
+from nnx_conformance import Subject
+from nnx_conformance import fabric_jobs as conformance
 from nnx_fsdp.backend import FSDPBackend
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import nnx.checkpoint
-from nnx.checkpoint.garbage import collect_garbage
-from nnx.errors import CheckpointError
-from nnx.layout import Box, Shard, shard_of
+import nnx_checkpoint
+from nnx_checkpoint.garbage import collect_garbage
+from nnx_checkpoint.shard import Box, Shard, shard_of
+from nnx_core.errors import CheckpointError
 
 ERRNOS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.ESTALE)
 _IN_OS = "open close write pwrite pread ftruncate fsync replace mkdir unlink rmdir listdir scandir stat fstat"
@@ -72,14 +72,14 @@ def save(path: Path, version: int, *, rank: int = 0, size: int = 1, in_backgroun
     tensors["replicated"] = shard_of(torch.full((3,), version))
     state: dict[str, Any] = {"objects": {"version": version}, "rank_objects": {"v": version}}
     if in_background:
-        nnx.checkpoint.save_async(path, tensors=tensors, **state).wait()
+        nnx_checkpoint.save_async(path, tensors=tensors, **state).wait()
     else:
-        nnx.checkpoint.save(path, tensors=tensors, **state)
+        nnx_checkpoint.save(path, tensors=tensors, **state)
 
 
 def version_at(path: Path) -> int:
     """The version at a path, after making sure that every number in it is of that version."""
-    checkpoint = nnx.checkpoint.open_checkpoint(path)
+    checkpoint = nnx_checkpoint.open_checkpoint(path)
     version = int(checkpoint.objects["version"])
     for name in checkpoint.tensors:
         assert bool((checkpoint.read(name) == version).all()), f"{name} is not of version {version}"
@@ -121,7 +121,7 @@ def fail_once(path: Path, version: int, fault: tuple[str, int, int, bool], savin
         assert (error, found) == (None, version + 1)
         return 0
     assert found in (version, version + 1)
-    assert nnx.checkpoint.verify(path) == []
+    assert nnx_checkpoint.verify(path) == []
     if error is None:
         assert found == version + 1
     else:
@@ -223,5 +223,5 @@ def fail_on_one_rank(path: str, every: tuple[int, int]) -> tuple[int, int]:
         version = found + 1
         save(where, version, rank=rank, size=size)
         dist.barrier()
-    assert nnx.checkpoint.verify(where) == []
+    assert nnx_checkpoint.verify(where) == []
     return len(faults), failures

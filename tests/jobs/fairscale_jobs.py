@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import wrap as torch_wrap
 
-from nnx.backend import Backend, ParallelContext
+from nnx_core.backend import Backend, ParallelContext
 
 WEIGHTS = dict[str, Tensor]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from jobs.fairscale_jobs import WEIGHTS
 from jobs.training import MODELS, Net, Run, make_trainer, train
-from nnx.errors import NnxError
+from nnx_core.errors import NnxError
 
 STEP, STEPS = 2, 4
 

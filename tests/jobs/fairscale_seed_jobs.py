@@ -12,7 +12,7 @@ from torch.distributed.fsdp.wrap import wrap
 from torch.utils.data import DataLoader
 
 from jobs.fairscale_jobs import Layer, Loop, Net, make_backend
-from nnx.backend import ParallelContext
+from nnx_core.backend import ParallelContext
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
 
 import nnx
-import nnx.checkpoint as storage
+import nnx_checkpoint as storage
 from jobs.lightning_jobs import trainer_for
 from jobs.resume_jobs import Seen, run_cell
 from jobs.trainer_edge_jobs import EMA

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from jobs.lightning_jobs import QUIET
 from jobs.resume_jobs import Seen, exact_state
 from jobs.training import GLOBAL_BATCH, Block, Strided, dataset
-from nnx.lite import LightningLite
+from nnx_core.lite import LightningLite
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "lite"
 WIDTH = 10

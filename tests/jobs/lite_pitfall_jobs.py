@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import nnx
 from jobs.lite_jobs import Regressor, batch_of, optimizer_of
 from jobs.training import digest_of
-from nnx.lite import LightningLite
+from nnx_core.lite import LightningLite
 
 PATIENCE = 5.0
 """Seconds that a collective waits for the others in jobs that diverge; by default it is half an hour."""

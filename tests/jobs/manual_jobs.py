@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor, nn, optim
 from torch.nn.functional import mse_loss
 
-from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Outcome, Plain, Task
-from nnx.testing.conformance.training import fit
+from nnx_conformance.subject import Subject
+from nnx_conformance.task import Outcome, Plain, Task
+from nnx_conformance.training import fit
 
 
 class Adversaries(Plain):

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nnx.errors import UnsupportedError
-from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Plain, Task
-from nnx.testing.conformance.training import fit
+from nnx_conformance.subject import Subject
+from nnx_conformance.task import Plain, Task
+from nnx_conformance.training import fit
+from nnx_core.errors import UnsupportedError
 
 FROM = 2
 """Step from which on somebody reads: the ranks have agreed by then on what their steps do."""

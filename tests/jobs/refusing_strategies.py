@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import nnx
-from nnx.errors import UnsupportedError
+from nnx_core.errors import UnsupportedError
 from nnx_tiny.backend import TinyBackend
 
 

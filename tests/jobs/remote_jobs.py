@@ -11,7 +11,7 @@ from urllib.request import Request, urlopen
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
-from nnx.errors import CheckpointError
+from nnx_core.errors import CheckpointError
 
 
 @contextmanager
@@ -60,12 +60,12 @@ def refusal(path: str) -> tuple[str, str]:
     """The class and text of the error with which saving to a URL fails on this rank."""
     import torch
 
-    import nnx.checkpoint
-    from nnx.layout import shard_of
+    import nnx_checkpoint
+    from nnx_checkpoint.shard import shard_of
 
     forget_connections()
     try:
-        nnx.checkpoint.save(path, tensors={"w": shard_of(torch.ones(3))}, objects={})
+        nnx_checkpoint.save(path, tensors={"w": shard_of(torch.ones(3))}, objects={})
     except CheckpointError as error:
         return type(error).__name__, str(error)
     finally:

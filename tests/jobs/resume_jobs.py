@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.tensor import DTensor
 
 from jobs.training import MODELS, Run, digest_of, make_trainer
-from nnx.collective import all_gather_object, control_group
-from nnx.layout import Shard, shard_of
+from nnx_checkpoint.collective import all_gather_object, control_group
+from nnx_checkpoint.shard import Shard, shard_of
 
 
 @dataclass

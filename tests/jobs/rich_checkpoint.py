@@ -13,8 +13,8 @@ import torch
 from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor
 
-import nnx.checkpoint
-from nnx.layout import shard_of
+import nnx_checkpoint
+from nnx_checkpoint.shard import shard_of
 
 
 def rich_tensors() -> dict[str, Tensor]:
@@ -73,9 +73,9 @@ def rich_objects() -> dict[str, Any]:
     }
 
 
-def save_rich(path: Path) -> nnx.checkpoint.Checkpoint:
+def save_rich(path: Path) -> nnx_checkpoint.Checkpoint:
     """Write it in our own format, and open it."""
-    nnx.checkpoint.save(
+    nnx_checkpoint.save(
         path,
         tensors={name: shard_of(tensor) for name, tensor in rich_tensors().items()},
         objects=rich_objects(),
@@ -83,10 +83,10 @@ def save_rich(path: Path) -> nnx.checkpoint.Checkpoint:
         aliases={"model.tied": "model.net.weight"},
         provenance={"strategy": "some"},
     )
-    return nnx.checkpoint.open_checkpoint(path)
+    return nnx_checkpoint.open_checkpoint(path)
 
 
-def differences(one: nnx.checkpoint.Checkpoint, other: nnx.checkpoint.Checkpoint) -> list[str]:
+def differences(one: nnx_checkpoint.Checkpoint, other: nnx_checkpoint.Checkpoint) -> list[str]:
     """Where two checkpoints differ in any bit, type or name."""
     found = [f"tensor {name}" for name in set(one.tensors) ^ set(other.tensors)]
     for name in set(one.tensors) & set(other.tensors):

@@ -79,7 +79,7 @@ def refused_option() -> str:
 def show_in_a_fresh_process(name: str) -> tuple[str, bool]:
     """What ``nnx show --json`` prints, and whether it imports torch."""
     script = (
-        "import sys; from nnx.cli import main\n"
+        "import sys; from nnx_checkpoint.cli.command import main\n"
         f"sys.argv = ['nnx', 'show', {name!r}, '--json']\n"
         "try: main()\n"
         "finally: sys.stderr.write(str('torch' in sys.modules))\n"

@@ -257,8 +257,8 @@ def loader(trainer: Trainer, dtype: torch.dtype = torch.float32, skip: int = 0) 
 def _nnx_resumes(trainer: Trainer) -> bool:
     if trainer.ckpt_path is None:
         return False
-    from nnx.lightning.checkpoint_io import innermost_checkpoint_io
-    from nnx.lightning.processes import ParallelProcesses
+    from nnx_core.lightning.checkpoint_io import innermost_checkpoint_io
+    from nnx_core.lightning.processes import ParallelProcesses
 
     ours = isinstance(trainer.strategy, ParallelProcesses)
     return ours or innermost_checkpoint_io(trainer.strategy.checkpoint_io) is not None

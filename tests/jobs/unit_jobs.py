@@ -19,12 +19,12 @@ import nnx
 from jobs.lightning_jobs import OPTIONS, full
 from jobs.resume_jobs import Seen, run_cell
 from jobs.training import MODELS, Net, Outcome, Run, train
-from nnx.backend import Backend, Sample
-from nnx.collective import all_arrive, control_group, together
-from nnx.errors import CheckpointError, UnsupportedError
-from nnx.gradients import clip_gradients_by_norm, gradients_of, unscale_gradients
-from nnx.layout import shard_of
-from nnx.materialize import broadcast_module
+from nnx_checkpoint.collective import all_arrive, control_group, together
+from nnx_checkpoint.shard import shard_of
+from nnx_core.backend import Backend, Sample
+from nnx_core.errors import CheckpointError, UnsupportedError
+from nnx_core.gradients import clip_gradients_by_norm, gradients_of, unscale_gradients
+from nnx_core.materialize import broadcast_module
 
 CPU = torch.device("cpu")
 SHAPES = {"plain": (5, 4), "rows": (3, 4), "columns": (2, 7), "whole": (6,), "hybrid": (5, 3), "scalar": ()}

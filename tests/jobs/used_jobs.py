@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nnx.errors import UnsupportedError
-from nnx.testing.conformance.checks.habits.used import Routed
-from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import WIDTH, Block, Outcome, Task
-from nnx.testing.conformance.training import fit
+from nnx_conformance.checks.habits.used import Routed
+from nnx_conformance.subject import Subject
+from nnx_conformance.task import WIDTH, Block, Outcome, Task
+from nnx_conformance.training import fit
+from nnx_core.errors import UnsupportedError
 
 
 class Swapped(Routed):

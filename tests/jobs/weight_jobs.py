@@ -9,10 +9,10 @@ from torch import Tensor, nn, optim
 from torch.nn.functional import mse_loss
 from torch.nn.utils import parametrize, prune
 
-from nnx.errors import UnsupportedError
-from nnx.testing.conformance.subject import Subject
-from nnx.testing.conformance.task import Outcome, Plain, Task
-from nnx.testing.conformance.training import fit
+from nnx_conformance.subject import Subject
+from nnx_conformance.task import Outcome, Plain, Task
+from nnx_conformance.training import fit
+from nnx_core.errors import UnsupportedError
 
 
 class Habits(Plain):

@@ -294,8 +294,8 @@ def step_muon_on_given_gradients(shards: bool) -> Stepped:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    from nnx.layout import shard_of
-    from nnx.whole_matrix import OwnerRanks
+    from nnx_checkpoint.shard import shard_of
+    from nnx_core.whole_matrix import OwnerRanks
 
     generator = torch.Generator().manual_seed(5)
     shapes = [(48, 64), (33, 20), (5, 7), (1, 9)]
@@ -321,7 +321,7 @@ def step_muon_on_given_gradients(shards: bool) -> Stepped:
 
 def saved_tensors(path: str) -> dict[str, Tensor]:
     """What a checkpoint holds, whole."""
-    import nnx.checkpoint
+    import nnx_checkpoint
 
-    saved = nnx.checkpoint.open_checkpoint(Path(path))
+    saved = nnx_checkpoint.open_checkpoint(Path(path))
     return {key: saved.read(key) for key in saved.tensors}

@@ -1,6 +1,6 @@
 """What a plugin's own test suite needs: a class for each strategy that it provides."""
 
-from nnx.testing import StrategyConformance
+from nnx_conformance import StrategyConformance
 
 
 class TestTiny(StrategyConformance):

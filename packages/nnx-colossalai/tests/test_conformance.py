@@ -8,7 +8,7 @@ conformance NAME` tries everything.
 
 from __future__ import annotations
 
-from nnx.testing import StrategyConformance
+from nnx_conformance import StrategyConformance
 
 UNITS = {"min_num_params": 100}
 STREAMED = {"min_num_params": 1, "placement_policy": "streamed"}

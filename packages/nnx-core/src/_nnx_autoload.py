@@ -3,7 +3,7 @@
 torch loads and calls each entry point of the group ``torch.backends``, and an exception there breaks
 `import torch` for everybody. So this file stands outside the package `nnx`, needs the standard library
 only, and catches everything. It waits until one of Lightning's four modules that hold a registry of
-strategies has been imported, and then asks `nnx.lightning.registration` to fill that registry.
+strategies has been imported, and then asks `nnx_core.lightning.registration` to fill that registry.
 It never imports nnx, Lightning or torch by itself. ``NNX_AUTOLOAD=0`` turns it off; `import nnx`
 installs the same hook explicitly.
 """
@@ -77,7 +77,7 @@ def _call_after_execution(loader: Any, fullname: str) -> None:
 
 def _register(fullname: str) -> None:
     try:
-        from nnx.lightning.registration import fill
+        from nnx_core.lightning.registration import fill
 
         fill(fullname)
     except KeyboardInterrupt:
@@ -134,11 +134,11 @@ def mirror_callbacks() -> list[Any]:
 
 def _callbacks(maker: str) -> list[Any]:
     # A Trainer that has nothing to do with nnx must not import it, nor fail because it is broken.
-    if "nnx.lightning.checkpoint_io" not in sys.modules:
+    if "nnx_core.lightning.checkpoint_io" not in sys.modules:
         return []
     import logging
 
-    from nnx.lightning import parameter_names
+    from nnx_core.lightning import parameter_names
 
     for tree in ("lightning.fabric", "lightning_fabric"):  # which names them, on every rank
         logging.getLogger(f"{tree}.utilities.registry").addFilter(_is_not_about_us)

@@ -63,8 +63,8 @@ class Site:
 @pytest.fixture
 def clean_names():
     """Forget, before and after, what was discovered and registered in this process."""
-    from nnx.plugins import discovery
-    from nnx.registry import StrategyRegistry
+    from nnx_core.plugins import discovery
+    from nnx_core.registry import StrategyRegistry
 
     def forget():
         discovery._State.found = None

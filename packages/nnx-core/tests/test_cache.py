@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nnx.cache import cache_directory, read_json, write_json
+from nnx_core.cache import cache_directory, read_json, write_json
 
 
 def test_it_lies_below_the_directory_that_the_user_names(

@@ -7,9 +7,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from nnx.errors import UnsupportedError
-from nnx.testing.pool import WorkerPool
-from nnx.used import CollectiveOrder, used_anywhere
+from nnx_conformance.pool import WorkerPool
+from nnx_core.errors import UnsupportedError
+from nnx_core.used import CollectiveOrder, used_anywhere
 
 
 def agree_on_use() -> list[bool]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from nnx.errors import OptionError
+from nnx_core.errors import OptionError
 from nnx_deepspeed.config import make_config
 from nnx_deepspeed.options import DeepSpeedOptions
 from nnx_deepspeed.plugin import nnx_strategies

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from nnx.testing import StrategyConformance
+from nnx_conformance import StrategyConformance
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 

@@ -23,8 +23,8 @@ from jobs.deepspeed_jobs import (
 )
 from jobs.engine_resume_jobs import run_and_save, tensors_of
 from jobs.training import Run
-from nnx.errors import UnsupportedError
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
+from nnx_core.errors import UnsupportedError
 from nnx_deepspeed._deepspeed_operators import prepare_operators
 from nnx_deepspeed.config import with_fitting_buckets
 from nnx_deepspeed.refusals import refuse_unfit

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from jobs.deepspeed_native_jobs import FIXTURES, resume_native
 from jobs.training import Run
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 

@@ -9,7 +9,7 @@ import pytest
 
 from jobs.engine_resume_jobs import linear_after
 from jobs.training import Run
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 from resuming import Cell, Resuming, check_that_all_meet, pairs
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")

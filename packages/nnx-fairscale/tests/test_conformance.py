@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from nnx.testing import StrategyConformance
+from nnx_conformance import StrategyConformance
 
 pytest.importorskip("fairscale", reason="fairscale is not installed")
 

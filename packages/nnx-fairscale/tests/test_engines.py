@@ -11,9 +11,9 @@ import torch
 
 from jobs.fairscale_jobs import Layer, Loop, patched_names, save_shards, train, train_with_fairscale_alone
 from jobs.weight_jobs import Remembering, Surgeon, refused
-from nnx.checkpoint import open_checkpoint
-from nnx.errors import CheckpointError
-from nnx.testing.pool import WorkerPool
+from nnx_checkpoint import open_checkpoint
+from nnx_conformance.pool import WorkerPool
+from nnx_core.errors import CheckpointError
 
 pytest.importorskip("fairscale", reason="fairscale is not installed")
 

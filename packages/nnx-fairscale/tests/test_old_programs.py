@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from jobs.fairscale_seed_jobs import LAYER, settings_of, train_program
-from nnx.errors import OptionError
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
+from nnx_core.errors import OptionError
 
 pytest.importorskip("fairscale", reason="fairscale is not installed")
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from nnx.errors import OptionError, UnsupportedError
+from nnx_core.errors import OptionError, UnsupportedError
 
 pytest.importorskip("fairscale", reason="fairscale is not installed")
 
-from nnx.layer_classes import as_classes
+from nnx_core.layer_classes import as_classes
 from nnx_fairscale.fsdp import FairscaleFSDPBackend
 from nnx_fairscale.options import FairscaleFSDPOptions, OSSOptions, ShardedOptions
 from nnx_fairscale.ownership import Ownership

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 from resuming import Cell, Resuming, check_that_all_meet, pairs
 
 pytest.importorskip("fairscale", reason="fairscale is not installed")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from jobs.used_jobs import Swapped, refuse, train
-from nnx.testing.conformance.comparing import expect_same_run
-from nnx.testing.conformance.task import Block
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.comparing import expect_same_run
+from nnx_conformance.pool import WorkerPool
+from nnx_conformance.task import Block
 from nnx_fsdp.options import MixedPrecision
 from nnx_fsdp.units import choose_units
 

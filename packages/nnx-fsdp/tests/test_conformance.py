@@ -7,7 +7,7 @@ checkpoints are in `tests/test_resume_matrix.py`.
 
 from __future__ import annotations
 
-from nnx.testing import StrategyConformance
+from nnx_conformance import StrategyConformance
 
 UNITS = {"min_num_params": 100}
 

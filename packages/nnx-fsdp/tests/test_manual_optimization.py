@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from jobs.manual_jobs import Adversaries, LookingAgain, train
-from nnx.testing.conformance.comparing import expect_same_run
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.comparing import expect_same_run
+from nnx_conformance.pool import WorkerPool
 from nnx_fsdp.options import MixedPrecision
 
 OPTIONS: dict[str, dict[str, Any]] = {

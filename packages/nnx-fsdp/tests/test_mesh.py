@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 from nnx_fsdp.mesh import mesh_of
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nnx.errors import OptionError
+from nnx_core.errors import OptionError
 from nnx_fsdp.options import FSDPOptions, MixedPrecision
 
 

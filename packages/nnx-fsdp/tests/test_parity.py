@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from jobs.training import Outcome, Run, train
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 BLOCKS = {"min_num_params": 100}
 """Small enough that the three blocks of the test model become units."""

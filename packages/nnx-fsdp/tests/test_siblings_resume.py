@@ -11,7 +11,7 @@ import pytest
 
 from jobs.resume_jobs import Seen, run_cell
 from jobs.training import Run
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 STEP, STEPS = 1, 2
 UNITS = {"min_num_params": 100}

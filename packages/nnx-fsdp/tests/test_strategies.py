@@ -20,7 +20,7 @@ from jobs.fsdp_jobs import (
     train_twice,
 )
 from jobs.training import Block, Outcome, Run, train
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 from nnx_fsdp.options import MixedPrecision
 
 BLOCKS = {"min_num_params": 100}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from nnx.errors import OptionError
-from nnx.layer_classes import as_classes
+from nnx_core.errors import OptionError
+from nnx_core.layer_classes import as_classes
 from nnx_fsdp.units import choose_units, tied_across
 
 

@@ -7,7 +7,7 @@ They are one backend with different options, so what does not depend on these is
 
 from __future__ import annotations
 
-from nnx.testing import StrategyConformance
+from nnx_conformance import StrategyConformance
 
 
 class TestNnScalerTp(StrategyConformance):

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-import nnx
+from nnx_core import Backend
 from nnx_tiny.averaging import average_gradients, take_from_rank_zero
 from nnx_tiny.options import TinyOptions
 
 __all__ = ["TinyBackend"]
 
 
-class TinyBackend(nnx.Backend[TinyOptions]):
+class TinyBackend(Backend[TinyOptions]):
     """Every rank holds the whole model; after each backward the gradients are averaged over the ranks."""
 
     Options = TinyOptions

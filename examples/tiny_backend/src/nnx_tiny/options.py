@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nnx.errors import OptionError
-from nnx.options import option
+from nnx_core.errors import OptionError
+from nnx_core.options import option
 
 __all__ = ["TinyOptions"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nnx import Capabilities, StrategySpec, hookimpl
+from nnx_core import Capabilities, StrategySpec, hookimpl
 
 __all__ = ["nnx_strategies"]
 

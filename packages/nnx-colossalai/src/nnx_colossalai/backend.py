@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from nnx.backend import Backend, ParallelContext, Sample
-from nnx.errors import UnsupportedError
-from nnx.gradients import Gradient
-from nnx.hidden_state import HiddenStates
-from nnx.layout import Shard
-from nnx.state import ModelState, OptimizerState
-from nnx.whole_matrix import OwnerRanks
+from nnx_checkpoint.shard import Shard
 from nnx_colossalai.device import HostDevice, make_device
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.loss_scale import DynamicLossScaler, LossScaleRule
 from nnx_colossalai.model import ChunkedModel
 from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.retrying import Retrying
+from nnx_core.backend import Backend, ParallelContext, Sample
+from nnx_core.errors import UnsupportedError
+from nnx_core.gradients import Gradient
+from nnx_core.hidden_state import HiddenStates
+from nnx_core.state import ModelState, OptimizerState
+from nnx_core.whole_matrix import OwnerRanks
 
 __all__ = ["ColossalAIBackend"]
 

@@ -1,11 +1,11 @@
 """The error of a device that has no room: what was asked for, what is in use, and what is allowed.
 
-Everything else that can go wrong here is one of `nnx.errors`.
+Everything else that can go wrong here is one of `nnx_core.errors`.
 """
 
 from __future__ import annotations
 
-from nnx.errors import NnxError
+from nnx_core.errors import NnxError
 
 __all__ = ["DeviceMemoryError", "format_bytes"]
 

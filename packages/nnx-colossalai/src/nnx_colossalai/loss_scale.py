@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nnx.backend import Backend
-from nnx.errors import OptionError
-from nnx.gradients import ParallelGradScaler
+from nnx_core.backend import Backend
+from nnx_core.errors import OptionError
+from nnx_core.gradients import ParallelGradScaler
 
 __all__ = ["DynamicLossScaler", "LossScaleRule", "LossScaleState"]
 

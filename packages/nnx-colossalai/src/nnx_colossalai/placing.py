@@ -17,9 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from nnx.backend import ParallelContext, Sample, first_call
-from nnx.collective import all_gather_object, control_group, is_distributed, together
-from nnx.errors import NnxError
+from nnx_checkpoint.collective import all_gather_object, control_group, is_distributed, together
 from nnx_colossalai.chunks.chunk import Unit
 from nnx_colossalai.chunks.units import FoundUnit, find_units
 from nnx_colossalai.device import HostDevice
@@ -33,6 +31,8 @@ from nnx_colossalai.plan.model import model_spec, optimizer_state, widths
 from nnx_colossalai.plan.planner import Planned, downgrade, evaluate, plan, why_not_lower
 from nnx_colossalai.plan.probe import Probe, doubtful_units, left_with_the_root, probe
 from nnx_colossalai.plan.spec import Hardware, ModelSpec, Tier
+from nnx_core.backend import ParallelContext, Sample, first_call
+from nnx_core.errors import NnxError
 
 __all__ = ["Placing", "wishes_of"]
 

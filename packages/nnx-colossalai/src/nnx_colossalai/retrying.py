@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from nnx import random_state
-from nnx.collective import all_arrive
-from nnx.errors import PlanError
+from nnx_checkpoint.collective import all_arrive
 from nnx_colossalai.errors import DeviceMemoryError
 from nnx_colossalai.model import ChunkedModel
+from nnx_core import random_state
+from nnx_core.errors import PlanError
 
 __all__ = ["OUT_OF_MEMORY", "Retrying"]
 

@@ -10,8 +10,8 @@ import pytest
 
 import nnx
 from jobs.colossalai_bad_input_jobs import ENOUGH, fit
-from nnx.errors import OptionError
-from nnx.testing.pool import JobError, WorkerPool
+from nnx_conformance.pool import JobError, WorkerPool
+from nnx_core.errors import OptionError
 
 BYTES = re.compile(r"\d+(\.\d+)? ([KMG]iB|bytes)")
 MOVED = re.compile(r"^\S.* (sharded|offloaded|streamed) +[\d,]+ ", re.MULTILINE)

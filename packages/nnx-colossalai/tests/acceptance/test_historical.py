@@ -34,7 +34,7 @@ from jobs.colossalai_historical_jobs import (
     train_by_hand,
     untrained_by_hand,
 )
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 POLICIES = ("auto", "cuda", "cpu", "offloaded")
 """The three of the historical strategy, and the tier between them."""

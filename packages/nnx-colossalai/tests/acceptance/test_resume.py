@@ -15,7 +15,7 @@ import pytest
 
 from jobs.colossalai_resume_jobs import Exact, run_cell
 from jobs.training import Run
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 Cell = tuple[str, int]
 

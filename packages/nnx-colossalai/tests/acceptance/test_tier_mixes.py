@@ -20,7 +20,7 @@ import pytest
 from jobs.colossalai_mix_jobs import Mix, train_mixes_of_rank
 from jobs.colossalai_mix_model import Recipe
 from jobs.colossalai_plain_loop import train_plainly
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 SEEDS = 20
 MIXES = {

@@ -6,9 +6,9 @@ import pytest
 
 from jobs.colossalai_mix_jobs import Mix, bytes_moved
 from jobs.colossalai_mix_model import Recipe
-from nnx.testing.pool import WorkerPool
 from nnx_colossalai.plan.schedule import work
 from nnx_colossalai.plan.spec import Group, ModelSpec, Tier
+from nnx_conformance.pool import WorkerPool
 
 NUMELS = (64, 128, 64, 32)
 """Elements of the units of the model, of all ranks."""

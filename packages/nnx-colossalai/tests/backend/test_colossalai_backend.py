@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nnx.backend import ParallelContext
-from nnx.errors import OptionError, PlanError, UnsupportedError
-from nnx.gradients import ParallelGradScaler
 from nnx_colossalai.backend import ColossalAIBackend
 from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.errors import DeviceMemoryError
 from nnx_colossalai.loss_scale import DynamicLossScaler
 from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.plan.spec import Tier
+from nnx_core.backend import ParallelContext
+from nnx_core.errors import OptionError, PlanError, UnsupportedError
+from nnx_core.gradients import ParallelGradScaler
 
 CPU = torch.device("cpu")
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from nnx.errors import OptionError
 from nnx_colossalai.options import ColossalAIOptions, bytes_of
 from nnx_colossalai.placing import wishes_of
 from nnx_colossalai.plan.spec import Tier
+from nnx_core.errors import OptionError
 
 
 def test_listing_the_options_imports_neither_torch_nor_lightning() -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nnx.backend import ParallelContext
-from nnx.errors import UnsupportedError
 from nnx_colossalai.backend import ColossalAIBackend
 from nnx_colossalai.options import ColossalAIOptions
+from nnx_core.backend import ParallelContext
+from nnx_core.errors import UnsupportedError
 
 CPU = torch.device("cpu")
 

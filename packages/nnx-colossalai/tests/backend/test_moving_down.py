@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nnx.backend import ParallelContext
-from nnx.errors import UnsupportedError
-from nnx.testing.pool import WorkerPool
 from nnx_colossalai.backend import ColossalAIBackend
 from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.errors import DeviceMemoryError
 from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.plan.spec import Tier
+from nnx_conformance.pool import WorkerPool
+from nnx_core.backend import ParallelContext
+from nnx_core.errors import UnsupportedError
 
 WIDTH = 16
 STEPS = 4

@@ -10,12 +10,12 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 import nnx
-from nnx.backend import ParallelContext
-from nnx.errors import PlanError, UnsupportedError
-from nnx.testing.pool import WorkerPool
 from nnx_colossalai.backend import ColossalAIBackend
 from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.options import ColossalAIOptions
+from nnx_conformance.pool import WorkerPool
+from nnx_core.backend import ParallelContext
+from nnx_core.errors import PlanError, UnsupportedError
 
 UNITS = {"min_num_params": 10}
 MIXED = {**UNITS, "offload_fraction": 0.6, "stream_fraction": 0.3}

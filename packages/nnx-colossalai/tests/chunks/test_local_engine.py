@@ -24,10 +24,10 @@ from jobs.colossalai_local import (
     same_bits,
     units_of,
 )
-from nnx.backend import ParallelContext
 from nnx_colossalai.chunks.local import LocalEngine
 from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.plan.spec import Tier
+from nnx_core.backend import ParallelContext
 
 UNITS = ("layers.0", "layers.1", "layers.2", "")
 MIXED = dict(zip(UNITS, (Tier.STREAMED, Tier.OFFLOADED, Tier.SHARDED, Tier.STREAMED), strict=True))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from jobs import colossalai_sharded_jobs as jobs
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 ALL = {tier: (tier,) * 4 for tier in jobs.TIERS}
 MIXED = ("offloaded", "gathered", "streamed", "sharded")

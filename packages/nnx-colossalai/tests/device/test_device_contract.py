@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from nnx.backend import ParallelContext
-from nnx.errors import UnsupportedError
 from nnx_colossalai.device import Device, HostDevice, make_device
 from nnx_colossalai.device.device import host_memory
 from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.errors import DeviceMemoryError
+from nnx_core.backend import ParallelContext
+from nnx_core.errors import UnsupportedError
 
 CAPACITY = 64 * 2**20
 

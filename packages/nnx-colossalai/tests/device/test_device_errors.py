@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from nnx.errors import NnxError
 from nnx_colossalai.errors import DeviceMemoryError, format_bytes
+from nnx_core.errors import NnxError
 
 
 @pytest.mark.parametrize(

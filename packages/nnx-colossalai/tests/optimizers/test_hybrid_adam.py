@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from nnx.errors import OptionError
 from nnx_colossalai.optimizers.hybrid_adam import CPUAdam, FusedAdam, HybridAdam
+from nnx_core.errors import OptionError
 
 KINDS = [HybridAdam, CPUAdam, FusedAdam]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jobs.colossalai_sharded_steps import OPTIMIZERS, train, train_alone
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 pytestmark = pytest.mark.timeout(120)
 

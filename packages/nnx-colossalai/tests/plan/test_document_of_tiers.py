@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from nnx.errors import PlanError
 from nnx_colossalai.plan.document import PlanDocument, plan_key
 from nnx_colossalai.plan.planner import Planned, plan
 from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Placement, Tier
+from nnx_core.errors import PlanError
 
 GROUPS = tuple(Group(name=f"layers.{at}", numel=1000, trainable=1000) for at in range(4))
 SPEC = ModelSpec(groups=(*GROUPS, Group(name="", numel=10, trainable=10)))

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jobs.colossalai_llama import Llama, llama2_7b
-from nnx.backend import ParallelContext
-from nnx.errors import PlanError
 from nnx_colossalai.backend import ColossalAIBackend
 from nnx_colossalai.chunks.units import find_units
 from nnx_colossalai.options import ColossalAIOptions
@@ -23,6 +21,8 @@ from nnx_colossalai.plan.dry_run import dry_run
 from nnx_colossalai.plan.hardware import Rates
 from nnx_colossalai.plan.model import model_spec
 from nnx_colossalai.plan.spec import Tier
+from nnx_core.backend import ParallelContext
+from nnx_core.errors import PlanError
 
 GIB = 2**30
 TOKENS = torch.zeros(2, 6, dtype=torch.long)

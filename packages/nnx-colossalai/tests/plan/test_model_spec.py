@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from jobs.colossalai_llama import Llama, llama2_7b
-from nnx.errors import OptionError
 from nnx_colossalai.chunks.units import find_units
 from nnx_colossalai.plan.model import buffer_bytes, model_spec, optimizer_state, widths
 from nnx_colossalai.plan.probe import Probe
+from nnx_core.errors import OptionError
 
 
 @pytest.mark.parametrize(

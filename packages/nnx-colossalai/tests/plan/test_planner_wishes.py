@@ -3,11 +3,11 @@
 import pytest
 
 from jobs.colossalai_recount import HUGE, layers, llama, random_spec, tiers_of
-from nnx.errors import OptionError, PlanError
 from nnx_colossalai.plan.constraints import Wishes
 from nnx_colossalai.plan.cost import MemoryModel
 from nnx_colossalai.plan.planner import evaluate, plan
 from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Placement, Tier
+from nnx_core.errors import OptionError, PlanError
 
 # ---------------------------------------------------------------- what is asked for
 

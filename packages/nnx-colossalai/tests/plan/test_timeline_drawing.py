@@ -10,11 +10,11 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from nnx.errors import PlanError
 from nnx_colossalai.plan import document
 from nnx_colossalai.plan.document import draw_timeline
 from nnx_colossalai.plan.planner import Planned, evaluate
 from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Placement, Tier
+from nnx_core.errors import PlanError
 
 MIB = 2**20
 LAYERS = tuple(

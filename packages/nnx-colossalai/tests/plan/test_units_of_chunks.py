@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from jobs.colossalai_llama import Llama, llama2_7b
-from nnx.errors import OptionError
 from nnx_colossalai.chunks.units import find_units, padded_numel, waste
+from nnx_core.errors import OptionError
 
 
 def names(model: nn.Module, **options: object) -> list[str]:

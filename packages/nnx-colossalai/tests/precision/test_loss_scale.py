@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from nnx.errors import OptionError
-from nnx.gradients import ParallelGradScaler, gradients_of
 from nnx_colossalai.loss_scale import DynamicLossScaler, LossScaleRule
+from nnx_core.errors import OptionError
+from nnx_core.gradients import ParallelGradScaler, gradients_of
 
 Settings = dict[str, Any]
 

@@ -13,8 +13,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 
 import nnx
-from nnx.errors import OptionError
 from nnx_colossalai import ColossalAIPrecision, ColossalAIStrategy
+from nnx_core.errors import OptionError
 
 HISTORICAL = (
     "use_chunk", "chunk_size", "enable_distributed_storage", "placement_policy", "force_outputs_fp32",

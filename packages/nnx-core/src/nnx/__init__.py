@@ -1,106 +1,102 @@
-"""nnx: every way of distributing a model as one string for Trainer and Fabric.
+"""The face of nnx: ``import nnx``, then `nnx.strategy`, `nnx.Lite`, `nnx.checkpoint` and so on.
 
-Importing this package is light: no torch, no Lightning. It makes every installed strategy known to
-Lightning, as ``import torch`` does by itself where nnx-core is installed; see `_nnx_autoload`.
+Everything lives in `nnx_core`, `nnx_checkpoint` and `nnx_conformance`, and nothing of ours imports this
+package: on the package index another project is called nnx, and who installs both may lose this folder. The
+names that modules had before they moved (``nnx.checkpoint.manifest``, ``nnx.testing``) are the modules of
+today.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
-import _nnx_autoload
+import nnx_core
+from nnx_core import __all__
 
 if TYPE_CHECKING:
-    from nnx.backend import Backend, ParallelContext
-    from nnx.errors import (
-        CheckpointError,
-        NnxError,
-        OptionError,
-        PlanError,
-        PluginError,
-        StrategyNotFoundError,
-        StrategyNotInstalledError,
-        UnsupportedError,
-    )
-    from nnx.lightning.checkpoint_io import CheckpointIO
-    from nnx.lightning.factory import strategy
-    from nnx.lightning.loading import load_from_checkpoint
-    from nnx.lightning.rank_comparison import compare_ranks
-    from nnx.lite import LightningLite, Lite
-    from nnx.plugins.hookspecs import hookimpl
-    from nnx.random_state import RandomState
-    from nnx.registry import StrategyRegistry
-    from nnx.spec import Capabilities, CheckpointFormatSpec, StrategySpec
+    from collections.abc import Sequence
+    from types import ModuleType
 
-    __version__: str
+    import nnx_checkpoint as checkpoint  # noqa: F401 - what type checkers see of the names below
+    import nnx_conformance as testing  # noqa: F401
+    from nnx_core import *  # noqa: F403
+    from nnx_core import lite  # noqa: F401
 
-__all__ = [
-    "Capabilities",
-    "CheckpointFormatSpec",
-    "StrategySpec",
-    "hookimpl",
-    "StrategyRegistry",
-    "strategy",
-    "Backend",
-    "ParallelContext",
-    "CheckpointIO",
-    "RandomState",
-    "load_from_checkpoint",
-    "compare_ranks",
-    "Lite",
-    "LightningLite",
-    "NnxError",
-    "CheckpointError",
-    "OptionError",
-    "PlanError",
-    "PluginError",
-    "StrategyNotFoundError",
-    "StrategyNotInstalledError",
-    "UnsupportedError",
-    "__version__",
-]
-
-_HOME = {
-    "Capabilities": "nnx.spec",
-    "CheckpointFormatSpec": "nnx.spec",
-    "StrategySpec": "nnx.spec",
-    "hookimpl": "nnx.plugins.hookspecs",
-    "StrategyRegistry": "nnx.registry",
-    "strategy": "nnx.lightning.factory",
-    "Backend": "nnx.backend",
-    "ParallelContext": "nnx.backend",
-    "CheckpointIO": "nnx.lightning.checkpoint_io",
-    "RandomState": "nnx.random_state",
-    "load_from_checkpoint": "nnx.lightning.loading",
-    "compare_ranks": "nnx.lightning.rank_comparison",
-    "Lite": "nnx.lite",
-    "LightningLite": "nnx.lite",
-    "NnxError": "nnx.errors",
-    "CheckpointError": "nnx.errors",
-    "OptionError": "nnx.errors",
-    "PlanError": "nnx.errors",
-    "PluginError": "nnx.errors",
-    "StrategyNotFoundError": "nnx.errors",
-    "StrategyNotInstalledError": "nnx.errors",
-    "UnsupportedError": "nnx.errors",
+_MOVED = {
+    "checkpoint": "nnx_checkpoint",
+    "testing.conformance": "nnx_conformance",
+    "testing": "nnx_conformance",
+    "cli.ckpt": "nnx_checkpoint.cli",
+    "cli.conformance": "nnx_conformance.cli",
+    "box": "nnx_checkpoint.box",
+    "canonical": "nnx_checkpoint.naming",
+    "collective": "nnx_checkpoint.collective",
+    "layout": "nnx_checkpoint.shard",
 }
+"""Where modules are that are not in nnx_core; the longest name that fits counts."""
+
+
+def _home_of(name: str) -> str:
+    """What the module ``nnx.<name>`` is called today."""
+    for old in sorted(_MOVED, key=len, reverse=True):
+        if name == old or name.startswith(f"{old}."):
+            return _MOVED[old] + name[len(old) :]
+    return f"nnx_core.{name}"
+
+
+class _Moved:
+    """Finds ``nnx.<name>`` as the very module that has it today, so that there is one of each class."""
+
+    @staticmethod
+    def find_spec(
+        fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Part of Python's import protocol."""
+        if not fullname.startswith("nnx.") or fullname == "nnx.__main__":
+            return None
+        try:
+            module = importlib.import_module(_home_of(fullname.removeprefix("nnx.")))
+        except ModuleNotFoundError as error:
+            if error.name and error.name.startswith("nnx_conformance"):
+                raise ModuleNotFoundError(
+                    f"{fullname} is in nnx-conformance: `pip install nnx-conformance`.", name=fullname
+                ) from error
+            return None
+        return ModuleSpec(fullname, _Same(module), is_package=hasattr(module, "__path__"))
+
+
+class _Same(Loader):
+    """Gives an import the module that was imported already."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Part of Python's import protocol."""
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Undo what the import did to the module: it has been executed under its own name."""
+        module.__spec__ = self._spec
+
+
+sys.meta_path.insert(0, _Moved())
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("nnx-core")
-    if name not in _HOME:
+    if name in __all__:
+        value = getattr(nnx_core, name)
+    elif name in ("checkpoint", "lite", "testing"):
+        value = importlib.import_module(f"nnx.{name}")
+    else:
         raise AttributeError(f"module 'nnx' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-_nnx_autoload.install()

@@ -16,7 +16,7 @@ def hook(monkeypatch, tmp_path):
     registered = []
     monkeypatch.setattr(_nnx_autoload, "TARGETS", (FAKE,))
     monkeypatch.setattr(_nnx_autoload, "failures", [])
-    monkeypatch.setattr("nnx.lightning.registration.fill", registered.append)
+    monkeypatch.setattr("nnx_core.lightning.registration.fill", registered.append)
     monkeypatch.setattr(
         sys, "meta_path", [entry for entry in sys.meta_path if entry is not _nnx_autoload._FINDER]
     )
@@ -69,7 +69,7 @@ def test_a_failure_is_remembered_and_warned_about_but_never_raised(hook, monkeyp
     def fail(name):
         raise error
 
-    monkeypatch.setattr("nnx.lightning.registration.fill", fail)
+    monkeypatch.setattr("nnx_core.lightning.registration.fill", fail)
     _nnx_autoload.install()
     with pytest.warns(
         UserWarning, match=f"nnx could not register its strategies in {FAKE}: .* Run `nnx doctor`"
@@ -79,7 +79,7 @@ def test_a_failure_is_remembered_and_warned_about_but_never_raised(hook, monkeyp
 
 
 def test_a_failure_is_not_raised_even_where_warnings_are_errors(hook, monkeypatch):
-    monkeypatch.setattr("nnx.lightning.registration.fill", lambda name: 1 / 0)
+    monkeypatch.setattr("nnx_core.lightning.registration.fill", lambda name: 1 / 0)
     _nnx_autoload.install()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -67,7 +67,7 @@ def test_names_work_in_a_script_for_trainer_fabric_and_both_mirrors(probes, run_
         quiet = dict(accelerator="cpu", devices=1, logger=False)
         assert type(Trainer(strategy="probe_trainer", **quiet).strategy).__name__ == "TrainerProbe"
         # Every Trainer asks nnx-core for callbacks, which must cost nothing where nnx is not in use.
-        assert not [name for name in sys.modules if name.startswith("nnx.lightning.parameter")]
+        assert not [name for name in sys.modules if name.startswith("nnx_core.lightning.parameter")]
         fabric = Fabric(strategy="probe_fabric", accelerator="cpu", devices=1)
         assert type(fabric.strategy).__name__ == "FabricProbe"
         assert fabric.strategy.process_group_backend == "gloo"
@@ -136,7 +136,7 @@ trainer:
             return LightningCLI(BoringModel, run=False, save_config_callback=None).trainer.strategy
 
         assert type(parsed("--trainer.strategy", "probe_trainer")).__name__ == "TrainerProbe"
-        assert "nnx.lightning.factory" not in sys.modules
+        assert "nnx_core.lightning.factory" not in sys.modules
         strategy = parsed("--config", "options.yaml")
         assert type(strategy).__name__ == "TrainerProbe"
         assert strategy._ddp_kwargs == {"static_graph": True}
@@ -200,7 +200,7 @@ def test_broken_plugins_break_neither_lightning_nor_the_other_plugins(probes, ru
         assert {"probe_trainer", "fsdp_auto"} <= set(StrategyRegistry)
         assert "heavy_trainer" not in StrategyRegistry
 
-        from nnx.plugins import inventory
+        from nnx_core.plugins import inventory
         details = {problem.plugin: problem.detail for problem in inventory().problems}
         assert details["bb_broken"] == "SystemExit: 9."
         assert details["cc_heavy"].startswith("it imports lightning."), details
@@ -212,7 +212,7 @@ def test_strict_mode_reaches_whoever_imports_lightning(site, run_python):
     site.add("bb-broken", "import does_not_exist")
     done = run_python("import lightning.pytorch", check=False, NNX_STRICT_PLUGINS="1")
     assert done.returncode == 1
-    assert "nnx.errors.PluginError: plugin 'bb_broken' of bb-broken 1.0" in done.stderr
+    assert "nnx_core.errors.PluginError: plugin 'bb_broken' of bb-broken 1.0" in done.stderr
 
 
 def test_names_are_known_under_torchrun(probes, tmp_path):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from nnx.cli import _application, main
-from nnx.plugins import inventory
+from nnx_core.cli import _application, main
+from nnx_core.plugins import inventory
 
 PAGE = Path(__file__).parents[4] / "docs" / "command-line.md"
 COMMANDS = re.findall(r"```console\n\$ nnx (.*?)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

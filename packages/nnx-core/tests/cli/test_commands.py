@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
-from nnx.cli import main
-from nnx.registry import StrategyRegistry
+from nnx_checkpoint.cli.command import main
+from nnx_core.registry import StrategyRegistry
 
 FULL = """
 from nnx import Capabilities, StrategySpec, hookimpl
@@ -245,7 +245,7 @@ def test_doctor_remarks_on_a_hook_that_is_turned_off_and_strictly_objects(site, 
 
 
 def test_doctor_notices_that_the_zero_import_hook_is_missing(nnx_command, clean_names, monkeypatch):
-    monkeypatch.setattr("nnx.cli.doctor.entry_points", lambda group: ())
+    monkeypatch.setattr("nnx_core.cli.doctor.entry_points", lambda group: ())
     code, output, _ = nnx_command("doctor")
     assert code == 1
     assert "the entry point of nnx-core is missing" in output
@@ -253,7 +253,7 @@ def test_doctor_notices_that_the_zero_import_hook_is_missing(nnx_command, clean_
 
 
 def test_doctor_warns_of_versions_that_were_malicious(nnx_command, clean_names, monkeypatch):
-    monkeypatch.setattr("nnx.cli.doctor.version", lambda name: "2.6.3")
+    monkeypatch.setattr("nnx_core.cli.doctor.version", lambda name: "2.6.3")
     code, output, _ = nnx_command("doctor")
     assert code == 1
     assert "problem: lightning: version 2.6.3 was a malicious upload" in output
@@ -303,7 +303,7 @@ def test_the_verbs_on_checkpoints_are_reached_through_the_same_command(nnx_comma
 
 def test_on_a_terminal_tables_are_drawn_and_brackets_are_not_markup(acme, nnx_command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("nnx.cli.output._on_terminal", lambda: True)
+    monkeypatch.setattr("nnx_checkpoint.cli.output._on_terminal", lambda: True)
     _, output, _ = nnx_command("list")
     assert "does everything [really]" in output
     assert "━" in output or "─" in output

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nnx.cli import main
+from nnx_checkpoint.cli.command import main
 
 SPEC = "from nnx import StrategySpec, hookimpl\n@hookimpl\ndef nnx_strategies():\n    return "
 FINE = SPEC + "[StrategySpec('bad', 'some:Thing')]"
@@ -49,7 +49,7 @@ HARMLESS = {
         "import os, sys\nos.write(1, b'{'); os.write(2, b'{'); sys.__stdout__.write('{'); print('{')\n" + FINE
     ),
     "reads from the terminal": "try: input()\nexcept EOFError: pass\n" + FINE,
-    "asks who is there": "from nnx.plugins import inventory\nassert not inventory().specs\n" + FINE,
+    "asks who is there": "from nnx_core.plugins import inventory\nassert not inventory().specs\n" + FINE,
 }
 
 
@@ -62,7 +62,7 @@ def command(capfd: Any, site: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setenv("NNX_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("NNX_LOAD_PLUGINS", "aa-fine,bb-odd,cc-fine")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # whose folder would change the directory
-    monkeypatch.setattr("nnx.plugins.outside._SECONDS", 1)
+    monkeypatch.setattr("nnx_core.plugins.outside._SECONDS", 1)
     site.provide("aa-fine", "before")
     site.provide("cc-fine", "after")
 
@@ -122,7 +122,7 @@ def test_what_a_plugin_writes_or_reads_does_not_disturb(command: Any, site: Any,
 def test_answers_are_kept_until_the_plugin_changes(
     command: Any, site: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nnx.plugins import outside
+    from nnx_core.plugins import outside
 
     asked: list[str] = []
     real = outside._ask

@@ -15,12 +15,12 @@ from pathlib import Path
 import copier
 import pytest
 
-from nnx.cli import main
-from nnx.cli.new import Given, run
-from nnx.spec import API_VERSION
-from nnx.testing.conformance import Subject, select_checks
-from nnx.testing.conformance.check import Reference
-from nnx.testing.conformance.runner import Session
+from nnx_conformance import Subject, select_checks
+from nnx_conformance.check import Reference
+from nnx_conformance.runner import Session
+from nnx_checkpoint.cli.command import main
+from nnx_core.cli.new import Given, run
+from nnx_core.spec import API_VERSION
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -167,7 +167,7 @@ def test_the_catalog_takes_the_rendered_entry(rendered, tmp_path):
 
 LIST = """
 import sys
-from nnx.cli import main
+from nnx_checkpoint.cli.command import main
 
 sys.argv = ["nnx", "list", "--json"]
 try:
@@ -337,7 +337,7 @@ def test_json_asks_nothing_and_names_every_file(command, tmp_path):
 def test_what_cannot_work_is_refused_before_anything_is_written(
     command, tmp_path, clean_names, monkeypatch, options, message
 ):
-    from nnx.registry import StrategyRegistry
+    from nnx_core.registry import StrategyRegistry
 
     monkeypatch.setattr(type(StrategyRegistry), "owner", lambda self, name: "acme 1.0")
     StrategyRegistry.register("acme", "acme:Acme")

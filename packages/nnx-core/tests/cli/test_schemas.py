@@ -17,11 +17,11 @@ from jsonschema import Draft202012Validator
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from nnx.checkpoint import convert
-from nnx.cli import _application, main
-from nnx.cli.schema import documented
-from nnx.testing.conformance import Report, Result
-from nnx.testing.conformance.report import Verdict
+from nnx_checkpoint import convert
+from nnx_conformance import Report, Result
+from nnx_conformance.report import Verdict
+from nnx_core.cli import _application, main
+from nnx_core.cli.schema import documented
 
 Command = Callable[..., tuple[int, Any]]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from nnx.cli import main
-from nnx.plugins import refresh
+from nnx_checkpoint.cli.command import main
+from nnx_core.plugins import refresh
 
 Search = Callable[..., tuple[int, str, str]]
 

@@ -13,12 +13,12 @@ VERBS = [["list"], ["list", "--all", "--json"], ["show", "fsdp_auto"], ["search"
 
 WITHOUT_TORCH = """
 import sys
-from nnx.cli import main
+from nnx_checkpoint.cli.command import main
 sys.argv = ["nnx", *sys.argv[1:]]
 try:
     main()
 finally:
-    heavy = {"torch", "lightning", "pytorch_lightning", "numpy", "nnx.cli.ckpt"} & set(sys.modules)
+    heavy = {"torch", "lightning", "pytorch_lightning", "numpy", "nnx_checkpoint.cli.ckpt"} & set(sys.modules)
     assert not heavy, heavy
 """
 

@@ -21,8 +21,8 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
 import nnx
-from nnx.errors import CheckpointError
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
+from nnx_core.errors import CheckpointError
 
 
 class Net(BoringModel):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import nnx.checkpoint as storage
+import nnx_checkpoint as storage
 from jobs.async_training_jobs import (
     ASYNC,
     fabric,
@@ -23,9 +23,9 @@ from jobs.async_training_jobs import (
 )
 from jobs.lightning_checkpoint_jobs import keep_best
 from jobs.training import Run, train
-from nnx.errors import OptionError
-from nnx.options import CommonOptions
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
+from nnx_core.errors import OptionError
+from nnx_core.options import CommonOptions
 
 RUN = Run(options=ASYNC, steps=6, groups=2)
 DDP = replace(RUN, strategy="ddp", options={})

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import nnx
-import nnx.checkpoint as storage
+import nnx_checkpoint as storage
 from jobs.averaging_jobs import (
     copied_at_setup,
     error_while_averaging,
@@ -24,7 +24,7 @@ from jobs.averaging_jobs import (
 )
 from jobs.lightning_jobs import OPTIONS
 from jobs.training import MODELS, Run
-from nnx.testing.pool import JobError, WorkerPool
+from nnx_conformance.pool import JobError, WorkerPool
 
 RUN = Run(options=OPTIONS, steps=4, validate_every=2, groups=2)
 ALONE = replace(RUN, strategy="auto", options={}, devices=1)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import nnx
-from nnx.backend import Backend
-from nnx.lightning.build import build
-from nnx.spec import StrategySpec
+from nnx_core.backend import Backend
+from nnx_core.lightning.build import build
+from nnx_core.spec import StrategySpec
 
 FSDP = StrategySpec("mine", "nnx_fsdp.backend:FSDPBackend")
 

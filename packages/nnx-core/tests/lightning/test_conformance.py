@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nnx.testing import StrategyConformance
+from nnx_conformance import StrategyConformance
 
 
 class TestDdp(StrategyConformance):

@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, TensorDataset
 
-from nnx.lightning.compat import seed_data_workers
+from nnx_core.lightning.compat import seed_data_workers
 
 
 def loader(**settings: object) -> DataLoader[tuple[torch.Tensor, ...]]:

@@ -11,8 +11,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nnx.lightning.even_prediction import EvenPrediction
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
+from nnx_core.lightning.even_prediction import EvenPrediction
 
 
 class Predictor(LightningModule):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import nnx
-import nnx.checkpoint as storage
+import nnx_checkpoint as storage
 from jobs.exact_resume_data import Case
 from jobs.exact_resume_jobs import (
     Report,
@@ -19,7 +19,7 @@ from jobs.exact_resume_jobs import (
     interrupted,
     run,
 )
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 ALONE = Case(strategy="auto")
 PAIR = Case(devices=2, batch=2)

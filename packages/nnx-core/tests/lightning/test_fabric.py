@@ -26,10 +26,10 @@ from jobs.fabric_jobs import (
 from jobs.lightning_jobs import OPTIONS
 from jobs.resume_jobs import run_cell
 from jobs.training import Run
-from nnx.testing.conformance import Subject
-from nnx.testing.conformance import fabric_jobs as conformance
-from nnx.testing.conformance.subject import REFERENCE
-from nnx.testing.pool import WorkerPool
+from nnx_conformance import Subject
+from nnx_conformance import fabric_jobs as conformance
+from nnx_conformance.pool import WorkerPool
+from nnx_conformance.subject import REFERENCE
 
 
 def test_setup_with_an_optimizer_built_before_trains_like_one_process(pool: WorkerPool) -> None:

@@ -133,7 +133,7 @@ def check() -> Callable[..., None]:
             assert report["loss"] == pytest.approx(loss.item(), abs=1e-5)
             assert report["weights"] == pytest.approx(weights, abs=1e-5)
             assert (report["world"], report["plain"], report["strategy"]) == (2, True, "fsdp_auto")
-            assert report["class"] == f"nnx.lightning.strategies_{tree}"
+            assert report["class"] == f"nnx_core.lightning.strategies_{tree}"
 
     return check
 
@@ -169,7 +169,7 @@ import atexit
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import nn
-from nnx.lite import Lite
+from nnx_core.lite import Lite
 
 atexit.register(lambda: print("in a group at exit:", dist.is_initialized()))
 {train}

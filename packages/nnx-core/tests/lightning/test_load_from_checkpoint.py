@@ -18,9 +18,9 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import nn
 
 import nnx
-import nnx.checkpoint as storage
-from nnx.errors import CheckpointError, OptionError
-from nnx.layout import shard_of
+import nnx_checkpoint as storage
+from nnx_checkpoint.shard import shard_of
+from nnx_core.errors import CheckpointError, OptionError
 
 
 class Net(LightningModule):
@@ -234,7 +234,7 @@ def test_map_location_takes_every_form(
 ) -> None:
     path = save(Net(2), tmp_path / "a.ckpt")
     if device == "meta":  # nothing can be read into it, but it is a device that every machine has
-        monkeypatch.setattr("nnx.lightning.loading.fill_model", lambda *_, **__: None)
+        monkeypatch.setattr("nnx_core.lightning.loading.fill_model", lambda *_, **__: None)
     loaded = nnx.load_from_checkpoint(Net, path, map_location=location)
     assert {parameter.device.type for parameter in loaded.parameters()} == {device}
 
@@ -460,4 +460,4 @@ def test_no_other_instantiator_than_lightnings_is_called(tmp_path: Path) -> None
 
 def test_it_is_a_name_of_the_package() -> None:
     assert "load_from_checkpoint" in nnx.__all__
-    assert nnx.load_from_checkpoint.__module__ == "nnx.lightning.loading"
+    assert nnx.load_from_checkpoint.__module__ == "nnx_core.lightning.loading"

@@ -23,14 +23,14 @@ from jobs.unit_jobs import (
     train_buffers,
     unscale,
 )
-from nnx.errors import UnsupportedError
-from nnx.gradients import (
+from nnx_conformance.pool import WorkerPool
+from nnx_core.errors import UnsupportedError
+from nnx_core.gradients import (
     Gradient,
     clip_gradients_by_norm,
     clip_gradients_by_value,
     refuse_complex_clamp,
 )
-from nnx.testing.pool import WorkerPool
 
 INF = float("inf")
 

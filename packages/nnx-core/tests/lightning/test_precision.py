@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-import nnx.checkpoint as storage
+import nnx_checkpoint as storage
 from jobs.lightning_jobs import OPTIONS
 from jobs.precision_jobs import START, scaled, scaled_in_fabric, with_precision
 from jobs.training import Run
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 # For each: the dtypes of input, hidden activations and weights while training, and how closely losses agree.
 PRECISIONS: dict[str, tuple[str, str, str, float]] = {

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import nnx
-import nnx.checkpoint as storage
+import nnx_checkpoint as storage
 from jobs.exact_resume_data import Case
 from jobs.exact_resume_jobs import Report, error_of, fabric_draws, run
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 ALONE = Case(strategy="auto")
 PAIR = Case(devices=2, batch=2)

@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nnx.backend import Call, first_call
-from nnx.lightning.sample import TrainerSample
+from nnx_core.backend import Call, first_call
+from nnx_core.lightning.sample import TrainerSample
 
 
 class Model(LightningModule):

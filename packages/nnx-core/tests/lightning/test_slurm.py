@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-import nnx.checkpoint as storage
+import nnx_checkpoint as storage
 from jobs.async_training_jobs import ASYNC
 from jobs.lightning_jobs import OPTIONS
 from jobs.slurm_jobs import train_under_slurm
 from jobs.training import Run
-from nnx.errors import CheckpointError
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
+from nnx_core.errors import CheckpointError
 
 
 @pytest.mark.parametrize("options", [OPTIONS, ASYNC], ids=["waiting", "in the background"])

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import nnx.checkpoint as storage
-from nnx.backend import Backend, Sample
-from nnx.canonical import (
+import nnx_checkpoint as storage
+from nnx_checkpoint.naming import (
     LazyStateDict,
     StoredName,
     collect,
@@ -19,11 +18,12 @@ from nnx.canonical import (
     positional_optimizer_state,
     stored_optimizer_states,
 )
-from nnx.errors import CheckpointError
-from nnx.layout import Shard, shard_of
-from nnx.lightning.checkpoint_io import CheckpointIO
-from nnx.restore import fill_model
-from nnx.state import describe_model, describe_optimizer, repoint_optimizer
+from nnx_checkpoint.shard import Shard, shard_of
+from nnx_core.backend import Backend, Sample
+from nnx_core.errors import CheckpointError
+from nnx_core.lightning.checkpoint_io import CheckpointIO
+from nnx_core.restore import fill_model
+from nnx_core.state import describe_model, describe_optimizer, repoint_optimizer
 
 
 class Whole(Backend[None]):

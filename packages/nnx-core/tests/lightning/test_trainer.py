@@ -26,7 +26,7 @@ from jobs.trainer_edge_jobs import (
     synchronized_batch_norm,
 )
 from jobs.training import Run, train
-from nnx.testing.pool import JobError, WorkerPool
+from nnx_conformance.pool import JobError, WorkerPool
 
 
 def _alone(run: Run) -> Run:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nnx
-import nnx.checkpoint as storage
+import nnx_checkpoint as storage
 from jobs.lightning_checkpoint_jobs import (
     average,
     cell,
@@ -26,8 +26,8 @@ from jobs.lightning_checkpoint_jobs import (
 )
 from jobs.lightning_jobs import OPTIONS
 from jobs.training import Run, train
-from nnx.canonical import RANKS
-from nnx.testing.pool import WorkerPool
+from nnx_checkpoint.naming import RANKS
+from nnx_conformance.pool import WorkerPool
 
 RUN = Run(options=OPTIONS, steps=6, groups=2)
 ALONE = replace(RUN, strategy="auto", options={}, devices=1)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import nnx
-from nnx.backend import Backend, NoOptions
-from nnx.lightning.rank_comparison import _AsItIs
-from nnx.testing.pool import JobError, WorkerPool
-from nnx.watch import Watch, checksum
+from nnx_conformance.pool import JobError, WorkerPool
+from nnx_core.backend import Backend, NoOptions
+from nnx_core.lightning.rank_comparison import _AsItIs
+from nnx_core.watch import Watch, checksum
 
 FAULTY_RANK = 2
 
@@ -103,7 +103,7 @@ def test_what_one_rank_changed_is_named_with_the_rank(pool: WorkerPool, fault: s
         pool.run(fit, strategy, fault, 4, world_size=3, timeout=60)
     assert len(raised.value.failures) == 3
     for text in raised.value.failures.values():
-        said = "nnx.errors.DisagreementError: after step 4 of this run the ranks differ in "
+        said = "nnx_core.errors.DisagreementError: after step 4 of this run the ranks differ in "
         assert said + FAULTS[fault] in text
 
 

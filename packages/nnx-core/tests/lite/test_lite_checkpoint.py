@@ -11,14 +11,14 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 
-from nnx.backend import Backend, NoOptions
-from nnx.checkpoint import convert
-from nnx.errors import CheckpointError
-from nnx.layout import Box, Shard
-from nnx.lightning.lite.snapshots import ModuleState, fill_module, fill_optimizer
-from nnx.lightning.strategies_lightning_fabric import NnxStrategy
-from nnx.lite import Lite
-from nnx.testing.pool import WorkerPool
+from nnx_checkpoint import convert
+from nnx_checkpoint.shard import Box, Shard
+from nnx_conformance.pool import WorkerPool
+from nnx_core.backend import Backend, NoOptions
+from nnx_core.errors import CheckpointError
+from nnx_core.lightning.lite.snapshots import ModuleState, fill_module, fill_optimizer
+from nnx_core.lightning.strategies_lightning_fabric import NnxStrategy
+from nnx_core.lite import Lite
 
 WRITERS = {"ddp": 2, "fsdp_auto": 2, "nnscaler_tp": 2, "colossalai": 2}
 READERS = {

@@ -16,11 +16,11 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 
 import nnx
-from nnx.errors import NnxError
-from nnx.lightning.lite.flags import FLAGS, TRANSLATED, fabric_arguments
-from nnx.lightning.lite.hardware import ACCELERATORS, GONE_ACCELERATORS
-from nnx.lightning.lite.precision import OLD_PRECISIONS, PRECISIONS
-from nnx.lite import Lite
+from nnx_core.errors import NnxError
+from nnx_core.lightning.lite.flags import FLAGS, TRANSLATED, fabric_arguments
+from nnx_core.lightning.lite.hardware import ACCELERATORS, GONE_ACCELERATORS
+from nnx_core.lightning.lite.precision import OLD_PRECISIONS, PRECISIONS
+from nnx_core.lite import Lite
 
 PAGE = Path(__file__).parents[4] / "docs" / "lite.md"
 OLD_METHODS = {

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from jobs.lite_jobs import run_blocks, run_stage, stage
-from nnx.errors import NnxError
-from nnx.lite import DeepSpeedPlugin, LightningLite
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
+from nnx_core.errors import NnxError
+from nnx_core.lite import DeepSpeedPlugin, LightningLite
 
 ROOT = Path(__file__).parents[4]
 PAGE = ROOT / "docs" / "migration" / "lightninglite.md"
 STAGES = ("stage2_lite", "stage3_fabric", "stage4_trainer")
 EPOCHS = 2
 IMPORTS = {
-    "from pytorch_lightning.lite import LightningLite": "from nnx.lite import LightningLite",
-    "from pytorch_lightning.plugins import DeepSpeedPlugin": "from nnx.lite import DeepSpeedPlugin",
+    "from pytorch_lightning.lite import LightningLite": "from nnx_core.lite import LightningLite",
+    "from pytorch_lightning.plugins import DeepSpeedPlugin": "from nnx_core.lite import DeepSpeedPlugin",
 }
 
 

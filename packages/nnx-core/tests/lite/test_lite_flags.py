@@ -18,12 +18,12 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch import plugins as trainer_plugins
 
 import nnx
-from nnx.errors import NnxError, OptionError, StrategyNotFoundError, UnsupportedError
-from nnx.lightning.fabric import FabricAdapter
-from nnx.lightning.lite.flags import fabric_arguments
-from nnx.lightning.lite.hardware import choose_hardware
-from nnx.lightning.lite.instances import RECIPES, fabric_strategy
-from nnx.lite import DeepSpeedPlugin, LightningLite, Lite
+from nnx_core.errors import NnxError, OptionError, StrategyNotFoundError, UnsupportedError
+from nnx_core.lightning.fabric import FabricAdapter
+from nnx_core.lightning.lite.flags import fabric_arguments
+from nnx_core.lightning.lite.hardware import choose_hardware
+from nnx_core.lightning.lite.instances import RECIPES, fabric_strategy
+from nnx_core.lite import DeepSpeedPlugin, LightningLite, Lite
 
 mirror = pytest.importorskip("pytorch_lightning")
 mirror_fabric = pytest.importorskip("lightning_fabric")

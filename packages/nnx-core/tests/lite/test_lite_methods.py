@@ -13,10 +13,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, TensorDataset
 
-from nnx.errors import UnsupportedError
-from nnx.lightning.lite.wrapping import LiteModule, LiteOptimizer
-from nnx.lite import Lite
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
+from nnx_core.errors import UnsupportedError
+from nnx_core.lightning.lite.wrapping import LiteModule, LiteOptimizer
+from nnx_core.lite import Lite
 
 
 class Do(Lite):

@@ -10,8 +10,8 @@ import pytest
 from jobs import lite_pitfall_jobs as jobs
 from jobs.lite_jobs import Regressor, plain
 from jobs.training import digest_of
-from nnx.lite import LightningLite
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
+from nnx_core.lite import LightningLite
 
 STRATEGIES = ["ddp", "fsdp_auto"]
 

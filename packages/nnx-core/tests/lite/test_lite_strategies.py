@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jobs.lite_jobs import EXAMPLES, Training, plain, run_stage, scripted
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 STRATEGIES = ["ddp", "fsdp_auto"]
 

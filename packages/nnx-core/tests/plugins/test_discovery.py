@@ -3,12 +3,12 @@ import threading
 
 import pytest
 
-from nnx.errors import PluginError
-from nnx.plugins import checkpoint_formats, inventory, refresh
+from nnx_core.errors import PluginError
+from nnx_core.plugins import checkpoint_formats, inventory, refresh
 
 HOOK = "from nnx import StrategySpec, hookimpl\n@hookimpl\ndef nnx_strategies():\n    "
 FORMATS = (
-    "from nnx import hookimpl\nfrom nnx.spec import CheckpointFormatSpec\n"
+    "from nnx import hookimpl\nfrom nnx_core.spec import CheckpointFormatSpec\n"
     "@hookimpl\ndef nnx_checkpoint_formats():\n    "
 )
 GOOD = "StrategySpec('fine', 'somewhere:Something')"
@@ -239,7 +239,7 @@ def test_a_plugin_that_asks_for_the_inventory_while_it_is_loaded_gets_what_is_th
     site.provide("aa-first", "first")
     site.add(
         "bb-curious",
-        "from nnx.plugins import inventory\nanswer = inventory()\nseen = sorted(answer.specs)\n"
+        "from nnx_core.plugins import inventory\nanswer = inventory()\nseen = sorted(answer.specs)\n"
         + HOOK
         + f"return [{GOOD}]",
     )

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nnx.catalog import historical, known
-from nnx.plugins import inventory
-from nnx.spec import LIGHTNING_NAMES, Capabilities
+from nnx_core.catalog import historical, known
+from nnx_core.plugins import inventory
+from nnx_core.spec import LIGHTNING_NAMES, Capabilities
 
 CATALOG = Path(__file__).parents[4] / "registry"
 OFFICIAL = """

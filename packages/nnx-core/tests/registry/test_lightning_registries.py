@@ -13,11 +13,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies import StrategyRegistry as Lightnings
 
 import nnx
-from nnx.errors import OptionError, PluginError, StrategyNotFoundError, StrategyNotInstalledError
-from nnx.lightning.explaining import ExplainingList
-from nnx.lightning.factory import default_namespace
-from nnx.lightning.registration import StrategyFactory
-from nnx.spec import LIGHTNING_NAMES
+from nnx_core.errors import OptionError, PluginError, StrategyNotFoundError, StrategyNotInstalledError
+from nnx_core.lightning.explaining import ExplainingList
+from nnx_core.lightning.factory import default_namespace
+from nnx_core.lightning.registration import StrategyFactory
+from nnx_core.spec import LIGHTNING_NAMES
 
 pytestmark = [
     pytest.mark.usefixtures("clean_names"),

@@ -1,7 +1,7 @@
 import pytest
 
 import nnx
-from nnx.errors import PluginError, StrategyNotFoundError, StrategyNotInstalledError
+from nnx_core.errors import PluginError, StrategyNotFoundError, StrategyNotInstalledError
 
 pytestmark = pytest.mark.usefixtures("clean_names")
 Registry = nnx.StrategyRegistry

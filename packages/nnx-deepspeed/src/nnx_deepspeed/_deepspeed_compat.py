@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx.collective import control_group, is_distributed
+from nnx_checkpoint.collective import control_group, is_distributed
 
 __all__ = [
     "before_each_gather",

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from nnx.errors import UnsupportedError
+from nnx_core.errors import UnsupportedError
 
 __all__ = ["counts_by_number", "prepare_operators"]
 

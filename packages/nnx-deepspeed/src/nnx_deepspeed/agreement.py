@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from nnx.collective import is_distributed
-from nnx.errors import UnsupportedError
-from nnx.used import CollectiveOrder, used_anywhere
+from nnx_checkpoint.collective import is_distributed
+from nnx_core.errors import UnsupportedError
+from nnx_core.used import CollectiveOrder, used_anywhere
 from nnx_deepspeed._deepspeed_compat import (
     before_each_gather,
     drop_stale_gradients,

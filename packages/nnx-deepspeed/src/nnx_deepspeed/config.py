@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from nnx.errors import OptionError
+from nnx_core.errors import OptionError
 from nnx_deepspeed.options import DeepSpeedOptions
 
 __all__ = ["make_config", "with_fitting_buckets"]

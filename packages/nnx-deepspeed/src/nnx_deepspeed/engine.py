@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx.errors import OptionError, UnsupportedError
-from nnx.hidden_state import HiddenState
-from nnx.materialize import lay_in_order, with_strides
+from nnx_core.errors import OptionError, UnsupportedError
+from nnx_core.hidden_state import HiddenState
+from nnx_core.materialize import lay_in_order, with_strides
 from nnx_deepspeed._deepspeed_compat import (
     count_backwards_anew,
     forget_gradients,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nnx.layout import Shard, shard_of_range
+from nnx_checkpoint.shard import Shard, shard_of_range
 from nnx_deepspeed._deepspeed_compat import own_range
 
 __all__ = ["FrozenValues", "follow"]

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nnx.errors import OptionError
-from nnx.options import check_options, option
+from nnx_core.errors import OptionError
+from nnx_core.options import check_options, option
 
 __all__ = ["DeepSpeedOptions"]
 

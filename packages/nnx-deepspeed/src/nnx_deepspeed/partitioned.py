@@ -31,7 +31,7 @@ _INNER = (
     *("pytorch_lightning.callbacks.weight_averaging", "pytorch_lightning.callbacks.stochastic_weight_avg"),
 )
 """Modules whose code means this rank's part: averages are averages of parts."""
-_OF_USERS = ("nnx.testing",)
+_OF_USERS = ("nnx_conformance",)
 
 
 class PartitionedParameter(nn.Parameter):

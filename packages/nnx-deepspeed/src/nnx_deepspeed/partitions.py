@@ -2,8 +2,8 @@
 
 Stages 1 and 2 cut a param group as one flat vector, so a rank may hold the end of one parameter and the
 beginning of the next. Stage 3 cuts every parameter into equal parts, the last one padded. Either way a part
-is a range of a flattened parameter, which is what `nnx.layout.shard_of_range` describes. Nothing here
-communicates or copies.
+is a range of a flattened parameter, which is what `nnx_checkpoint.shard.shard_of_range` describes. Nothing
+here communicates or copies.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx.errors import CheckpointError
-from nnx.gradients import Gradient
-from nnx.layout import Box, Shard, shard_of, shard_of_range
+from nnx_checkpoint.shard import Box, Shard, shard_of, shard_of_range
+from nnx_core.errors import CheckpointError
+from nnx_core.gradients import Gradient
 from nnx_deepspeed._deepspeed_compat import (
     fragment,
     gradient_pieces,

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Adagrad, Optimizer, SparseAdam
 
-from nnx.elementwise import Trial, try_optimizer
-from nnx.errors import UnsupportedError
+from nnx_core.elementwise import Trial, try_optimizer
+from nnx_core.errors import UnsupportedError
 from nnx_deepspeed._deepspeed_compat import is_tested_optimizer
 
 __all__ = ["FixedModel", "refuse_other_dtypes", "refuse_sparse", "refuse_unfit"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx.errors import UnsupportedError
+from nnx_core.errors import UnsupportedError
 from nnx_deepspeed._deepspeed_operators import counts_by_number
 from nnx_deepspeed.partitions import Partitions
 from nnx_deepspeed.shadow import shadow_of

@@ -23,9 +23,9 @@ from fairscale.nn.data_parallel import FullyShardedDataParallel
 from fairscale.nn.data_parallel.fully_sharded_data_parallel import TrainingState, get_fsdp_instances
 from torch import Tensor, nn
 
-from nnx.errors import UnsupportedError
-from nnx.used import CollectiveOrder, used_anywhere
-from nnx.whole import local_mode
+from nnx_core.errors import UnsupportedError
+from nnx_core.used import CollectiveOrder, used_anywhere
+from nnx_core.whole import local_mode
 from nnx_fairscale._fairscale_compat import STREAMS, NullStream
 from nnx_fairscale.pieces import Piece, cut
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fairscale.nn.data_parallel import ShardedDataParallel
 from torch import Tensor, nn
 
-from nnx.errors import UnsupportedError
+from nnx_core.errors import UnsupportedError
 
 __all__ = ["BufferedGradients", "Queue", "Reduction", "in_order_of_backward"]
 

@@ -17,18 +17,18 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from nnx.backend import Backend, ParallelContext, Sample
-from nnx.collective import engine_group
-from nnx.elementwise import try_optimizer
-from nnx.errors import UnsupportedError
-from nnx.gradients import Gradient
-from nnx.hidden_state import HiddenState
-from nnx.layer_classes import as_classes
-from nnx.layout import Shard, shard_of
-from nnx.materialize import broadcast_module, lay_in_order, materialize, move_to, with_strides
-from nnx.state import ModelState, OptimizerState
-from nnx.used import CollectiveOrder
-from nnx.whole import local_mode
+from nnx_checkpoint.collective import engine_group
+from nnx_checkpoint.shard import Shard, shard_of
+from nnx_core.backend import Backend, ParallelContext, Sample
+from nnx_core.elementwise import try_optimizer
+from nnx_core.errors import UnsupportedError
+from nnx_core.gradients import Gradient
+from nnx_core.hidden_state import HiddenState
+from nnx_core.layer_classes import as_classes
+from nnx_core.materialize import broadcast_module, lay_in_order, materialize, move_to, with_strides
+from nnx_core.state import ModelState, OptimizerState
+from nnx_core.used import CollectiveOrder
+from nnx_core.whole import local_mode
 from nnx_fairscale._fairscale_compat import HostShim, NullStream
 from nnx_fairscale._fairscale_fsdp import Unit, is_taken, leave_out
 from nnx_fairscale.options import FairscaleFSDPOptions

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx.backend import Backend, Sample
-from nnx.collective import is_distributed
-from nnx.errors import UnsupportedError
-from nnx.materialize import broadcast_module, lay_in_order, materialize, move_to, with_strides
-from nnx.state import OptimizerState
+from nnx_checkpoint.collective import is_distributed
+from nnx_core.backend import Backend, Sample
+from nnx_core.errors import UnsupportedError
+from nnx_core.materialize import broadcast_module, lay_in_order, materialize, move_to, with_strides
+from nnx_core.state import OptimizerState
 from nnx_fairscale.options import OSSOptions
 from nnx_fairscale.owned_state import describe_owned, load_owned
 from nnx_fairscale.ownership import Ownership

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from nnx.canonical import StoredName
-from nnx.collective import all_gather_object, control_group
-from nnx.layout import Shard
-from nnx.restore import fill_optimizer_tensors, restore_groups
-from nnx.state import OptimizerState, describe_optimizer, parameter_names
+from nnx_checkpoint.collective import all_gather_object, control_group
+from nnx_checkpoint.naming import StoredName
+from nnx_checkpoint.shard import Shard
+from nnx_core.restore import fill_optimizer_tensors, restore_groups
+from nnx_core.state import OptimizerState, describe_optimizer, parameter_names
 from nnx_fairscale.ownership import Ownership
 
 if TYPE_CHECKING:
-    from nnx.backend import Backend
+    from nnx_core.backend import Backend
 
 __all__ = ["describe_owned", "load_owned"]
 

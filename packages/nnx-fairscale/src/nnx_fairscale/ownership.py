@@ -17,10 +17,10 @@ from fairscale.optim import OSS
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx.collective import is_distributed
-from nnx.elementwise import dependence
-from nnx.errors import UnsupportedError
-from nnx.hidden_state import HiddenState
+from nnx_checkpoint.collective import is_distributed
+from nnx_core.elementwise import dependence
+from nnx_core.errors import UnsupportedError
+from nnx_core.hidden_state import HiddenState
 
 __all__ = ["Ownership"]
 

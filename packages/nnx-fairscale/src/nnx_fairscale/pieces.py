@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from nnx.layout import Shard, shard_of_range
+from nnx_checkpoint.shard import Shard, shard_of_range
 
 __all__ = ["Piece", "cut"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nnx import Capabilities, CheckpointFormatSpec, StrategySpec, hookimpl
+from nnx_core import Capabilities, CheckpointFormatSpec, StrategySpec, hookimpl
 
 _OF_THE_MODEL = ("gradient_norm_optimizer", "sam_by_closure", "lbfgs")
 _OF_PARAMETERS = (

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from nnx.collective import is_distributed
-from nnx.used import used_anywhere
+from nnx_checkpoint.collective import is_distributed
+from nnx_core.used import used_anywhere
 
 __all__ = ["GradientReducer"]
 

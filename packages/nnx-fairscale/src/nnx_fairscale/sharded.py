@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx.collective import is_distributed
-from nnx.gradients import Gradient
-from nnx.used import used_anywhere
+from nnx_checkpoint.collective import is_distributed
+from nnx_core.gradients import Gradient
+from nnx_core.used import used_anywhere
 from nnx_fairscale._fairscale_sharded import BufferedGradients, Queue, Reduction, in_order_of_backward
 from nnx_fairscale.options import ShardedOptions
 from nnx_fairscale.oss import OwnedParameters

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from nnx.lightning.namespaces import strategy_class_of, trainer_tree
-from nnx.options import CommonOptions, split_options
+from nnx_core.lightning.namespaces import strategy_class_of, trainer_tree
+from nnx_core.options import CommonOptions, split_options
 
 __all__ = ["DDPFullyShardedStrategy", "DDPShardedStrategy", "DDPSpawnShardedStrategy"]
 

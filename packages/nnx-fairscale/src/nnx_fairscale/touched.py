@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from nnx.used import used_anywhere
+from nnx_core.used import used_anywhere
 
 __all__ = ["Touched"]
 

@@ -13,8 +13,8 @@ from fairscale.nn.wrap.auto_wrap import ConfigAutoWrap
 from torch import nn
 from torch.distributed.fsdp.wrap import enable_wrap
 
-from nnx.errors import OptionError
-from nnx.layer_classes import as_classes
+from nnx_core.errors import OptionError
+from nnx_core.layer_classes import as_classes
 from nnx_fairscale.options import FairscaleFSDPOptions
 
 __all__ = ["choose_units", "wrap_with"]

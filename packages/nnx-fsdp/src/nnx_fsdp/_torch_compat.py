@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from nnx._fsdp_compat import begin_anew, param_groups, state_of, states_of
-from nnx.errors import UnsupportedError
+from nnx_core._fsdp_compat import begin_anew, param_groups, state_of, states_of
+from nnx_core.errors import UnsupportedError
 
 __all__ = [
     "GatheredParameter",

@@ -12,8 +12,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch._C._functorch import TransformType, get_interpreter_stack
 
-from nnx._fsdp_compat import param_groups, states_of
-from nnx.watch import refuse_unequal_gradient
+from nnx_core._fsdp_compat import param_groups, states_of
+from nnx_core.watch import refuse_unequal_gradient
 
 __all__ = ["GatheredWeight", "HeldParameter", "Unit", "is_in_transform", "units_of"]
 

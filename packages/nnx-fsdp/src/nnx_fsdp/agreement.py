@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from nnx.collective import is_distributed
-from nnx.used import CollectiveOrder, used_anywhere
+from nnx_checkpoint.collective import is_distributed
+from nnx_core.used import CollectiveOrder, used_anywhere
 from nnx_fsdp._torch_compat import (
     GatheredParameter,
     ParameterGroup,

@@ -25,16 +25,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from nnx.backend import Backend, ParallelContext, Sample
-from nnx.errors import OptionError, UnsupportedError
-from nnx.forwarding import forward_as
-from nnx.gradients import Gradient, refuse_sparse_layers
-from nnx.hidden_state import HiddenStates, StateParts
-from nnx.layer_classes import as_classes
-from nnx.materialize import broadcast_module, lay_in_order, materialize, move_to, with_strides
-from nnx.state import ModelState, OptimizerState
-from nnx.used import CollectiveOrder
-from nnx.whole_matrix import OwnerRanks
+from nnx_core.backend import Backend, ParallelContext, Sample
+from nnx_core.errors import OptionError, UnsupportedError
+from nnx_core.forwarding import forward_as
+from nnx_core.gradients import Gradient, refuse_sparse_layers
+from nnx_core.hidden_state import HiddenStates, StateParts
+from nnx_core.layer_classes import as_classes
+from nnx_core.materialize import broadcast_module, lay_in_order, materialize, move_to, with_strides
+from nnx_core.state import ModelState, OptimizerState
+from nnx_core.used import CollectiveOrder
+from nnx_core.whole_matrix import OwnerRanks
 from nnx_fsdp._torch_compat import can_be_sharded, name_as_before, recover, remove_fully_shard
 from nnx_fsdp.agreement import REMEDY, StepAgreement
 from nnx_fsdp.mesh import mesh_of
@@ -422,7 +422,7 @@ class FSDPBackend(Backend[FSDPOptions]):
         """How optimizers' state looks whole to user code.
 
         Args:
-            refusal: As of `nnx.hidden_state.StateParts`.
+            refusal: As of `nnx_core.hidden_state.StateParts`.
         """
         return PartsOfState(self._all_weights, refusal)
 

@@ -13,7 +13,7 @@ does. Whether a forward chooses is read off its source, as an example input woul
 
 Conditions on what modules and configurations hold (``if self.training``, ``if mask is None``) are the same
 on all ranks. What cannot be read counts as called in order, unless it is named after experts: a wrong guess
-costs memory one way, and an error that names the module the other way (`nnx.used.CollectiveOrder`).
+costs memory one way, and an error that names the module the other way (`nnx_core.used.CollectiveOrder`).
 """
 
 from __future__ import annotations

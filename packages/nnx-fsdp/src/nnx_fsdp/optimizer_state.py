@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from nnx.layout import shard_of
-from nnx.whole import local_mode
+from nnx_checkpoint.shard import shard_of
+from nnx_core.whole import local_mode
 from nnx_fsdp.parts import ParameterPart, ShardedPart
 from nnx_fsdp.weights import Weights
 
@@ -19,7 +19,7 @@ __all__ = ["PartsOfState", "StateAfterwards", "shard_state"]
 
 
 class PartsOfState:
-    """How sharded state looks whole to user code; `nnx.hidden_state.StateParts`.
+    """How sharded state looks whole to user code; `nnx_core.hidden_state.StateParts`.
 
     Args:
         weights: Those of every module that is laid out.

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nnx.errors import OptionError
-from nnx.options import check_options, option
+from nnx_core.errors import OptionError
+from nnx_core.options import check_options, option
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,7 +1,7 @@
 """What is known of one sharded tensor that user code may look at: a parameter, its data, its gradient.
 
-The guard (`nnx.whole`) asks a part for the whole; a part gathers it from the DTensor, and writes back what
-was changed. `weights` has all parts of a module and decides how long wholes are kept.
+The guard (`nnx_core.whole`) asks a part for the whole; a part gathers it from the DTensor, and writes back
+what was changed. `weights` has all parts of a module and decides how long wholes are kept.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nnx._torch_compat import storage_users
-from nnx.errors import UnsupportedError
-from nnx.layout import shard_of
-from nnx.tensor_functions import is_elementwise_in_place
-from nnx.watch import refuse_unequal_gradient
-from nnx.whole import Guard, Part, Seen, Source, guard, local_mode, unguard
+from nnx_checkpoint.shard import shard_of
+from nnx_core._torch_compat import storage_users
+from nnx_core.errors import UnsupportedError
+from nnx_core.tensor_functions import is_elementwise_in_place
+from nnx_core.watch import refuse_unequal_gradient
+from nnx_core.whole import Guard, Part, Seen, Source, guard, local_mode, unguard
 from nnx_fsdp._units_compat import HeldParameter
 
 __all__ = ["ParameterPart", "ShardedPart", "gather"]

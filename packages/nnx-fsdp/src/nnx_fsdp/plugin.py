@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nnx import Capabilities, StrategySpec, hookimpl
+from nnx_core import Capabilities, StrategySpec, hookimpl
 
 _CAPABILITIES = Capabilities(
     accelerators=("cpu", "cuda"),

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from nnx.errors import OptionError
-from nnx.layer_classes import as_classes
+from nnx_core.errors import OptionError
+from nnx_core.layer_classes import as_classes
 from nnx_fsdp.choices import called_by_choice
 
 __all__ = ["DEFAULT_MIN_NUM_PARAMS", "UnitChoice", "choose_units", "tied_across"]

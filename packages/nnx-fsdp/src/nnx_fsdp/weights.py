@@ -1,10 +1,10 @@
 """The sharded parameters of one module, as user code sees and touches them between FSDP2's collectives.
 
 FSDP2 leaves DTensors on the module, and in a step the gathered weights of what is being computed. Neither is
-what code written for one process expects. So every sharded parameter is guarded (`nnx.whole`): it reads as
-whole, writes reach the shards, gradients of penalties are averaged over the ranks, hooks see whole gradients,
-and what a step writes into gathered weights is kept. FSDP2 itself, optimizers and checkpoints work on the
-DTensors in local mode.
+what code written for one process expects. So every sharded parameter is guarded (`nnx_core.whole`): it reads
+as whole, writes reach the shards, gradients of penalties are averaged over the ranks, hooks see whole
+gradients, and what a step writes into gathered weights is kept. FSDP2 itself, optimizers and checkpoints work
+on the DTensors in local mode.
 
 This module owns what concerns all parameters of a module: when a step or a backward begins and ends. One
 parameter is `parts`' business.
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from nnx.errors import UnsupportedError
-from nnx.used import CollectiveOrder, used_anywhere
-from nnx.whole import (
+from nnx_core.errors import UnsupportedError
+from nnx_core.used import CollectiveOrder, used_anywhere
+from nnx_core.whole import (
     KeptWholes,
     attributes_of,
     guard,

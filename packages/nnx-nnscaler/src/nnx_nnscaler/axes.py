@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from nnx.collective import is_distributed
+from nnx_checkpoint.collective import is_distributed
 
 __all__ = ["Axes", "make_axes"]
 

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx import random_state
-from nnx.backend import Backend, ParallelContext, Sample
-from nnx.errors import OptionError, UnsupportedError
-from nnx.gradients import Gradient
-from nnx.hidden_state import HiddenStates
-from nnx.layout import Shard, shard_of
-from nnx.state import ModelState, OptimizerState
-from nnx.used import CollectiveOrder
-from nnx.whole import local_mode
-from nnx.whole_matrix import OwnerRanks
+from nnx_checkpoint.shard import Shard, shard_of
+from nnx_core import random_state
+from nnx_core.backend import Backend, ParallelContext, Sample
+from nnx_core.errors import OptionError, UnsupportedError
+from nnx_core.gradients import Gradient
+from nnx_core.hidden_state import HiddenStates
+from nnx_core.state import ModelState, OptimizerState
+from nnx_core.used import CollectiveOrder
+from nnx_core.whole import local_mode
+from nnx_core.whole_matrix import OwnerRanks
 from nnx_nnscaler.axes import Axes, make_axes
 from nnx_nnscaler.optimizers import Masters
 from nnx_nnscaler.options import NnScalerOptions
@@ -293,7 +293,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
 
 
 class _PartsOfState:
-    """How an optimizer's state looks whole to user code; `nnx.hidden_state.StateParts`."""
+    """How an optimizer's state looks whole to user code; `nnx_core.hidden_state.StateParts`."""
 
     def __init__(
         self, parameters_with: Callable[[Tensor], Parameters | None], owner_ranks: OwnerRanks

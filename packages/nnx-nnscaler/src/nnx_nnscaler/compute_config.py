@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
-from nnx.errors import OptionError
-from nnx.options import check_options, option
+from nnx_core.errors import OptionError
+from nnx_core.options import check_options, option
 
 __all__ = ["ComputeConfig", "compute_config_from"]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nnx.errors import OptionError
-from nnx.options import check_choice, check_options, option
+from nnx_core.errors import OptionError
+from nnx_core.options import check_choice, check_options, option
 from nnx_nnscaler.compute_config import ComputeConfig, compute_config_from
 
 __all__ = ["POLICIES", "NnScalerOptions"]

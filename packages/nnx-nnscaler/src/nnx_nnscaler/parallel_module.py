@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from nnx.backend import ParallelContext, Sample, first_call
-from nnx.collective import control_group, together
-from nnx.materialize import broadcast_module, materialize, move_to
-from nnx.used import CollectiveOrder
+from nnx_checkpoint.collective import control_group, together
+from nnx_core.backend import ParallelContext, Sample, first_call
+from nnx_core.materialize import broadcast_module, materialize, move_to
+from nnx_core.used import CollectiveOrder
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.codegen.self_check import checked_if_small, checked_up_to
 from nnx_nnscaler.codegen.store import Store

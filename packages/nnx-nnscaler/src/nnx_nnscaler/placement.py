@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nnx.box import Box
+from nnx_checkpoint.box import Box
 
 __all__ = ["P", "Placement", "R", "S"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nnx import Capabilities, StrategySpec, hookimpl
+from nnx_core import Capabilities, StrategySpec, hookimpl
 
 _OF_PLANS = (
     *("iterable_split_by_rank", "shuffled_by_rank"),  # ranks of a unit have to read one batch

@@ -14,9 +14,9 @@ from typing import Any, cast
 
 import torch
 
-from nnx.errors import OptionError
-from nnx.lightning.namespaces import trainer_tree
-from nnx.options import check_choice
+from nnx_core.errors import OptionError
+from nnx_core.lightning.namespaces import trainer_tree
+from nnx_core.options import check_choice
 
 __all__ = ["PRECISIONS", "NnScalerPrecision"]
 

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_flatten
 
-from nnx.collective import all_gather_object, together
-from nnx.errors import NnxError, PlanError, UnsupportedError
+from nnx_checkpoint.collective import all_gather_object, together
+from nnx_core.errors import NnxError, PlanError, UnsupportedError
 from nnx_nnscaler.attributes import read_by_forward
 from nnx_nnscaler.codegen.emit import emit, inputs_of
 from nnx_nnscaler.codegen.store import Entry, Program, Store, key_of, load_program

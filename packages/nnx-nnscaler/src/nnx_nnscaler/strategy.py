@@ -10,8 +10,8 @@ import os
 from collections.abc import Sequence
 from typing import Any, cast
 
-from nnx.lightning.namespaces import strategy_class_of, trainer_tree
-from nnx.options import CommonOptions, split_options
+from nnx_core.lightning.namespaces import strategy_class_of, trainer_tree
+from nnx_core.options import CommonOptions, split_options
 from nnx_nnscaler.options import NnScalerOptions
 
 __all__ = ["NnScalerStrategy"]
@@ -99,6 +99,6 @@ class NnScalerStrategy:
         Raises:
             CheckpointError: The files are not those of one checkpoint, or cannot be read.
         """
-        from nnx.checkpoint import merge
+        from nnx_checkpoint import merge
 
         merge(checkpoint_files, output_file)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-import nnx.checkpoint
+import nnx_checkpoint
 from jobs.nnscaler_defect_jobs import (
     Strategy,
     evaluate_only,
@@ -26,7 +26,7 @@ from jobs.nnscaler_defect_jobs import (
     losses_of,
     overflow_on_one_rank,
 )
-from nnx.testing.pool import JobError, WorkerPool
+from nnx_conformance.pool import JobError, WorkerPool
 
 ALONE: Strategy = ("auto", {})
 NAMES = ("nnscaler", "nnscaler_deduped", "nnscaler_dp", "nnscaler_tp", "nnscaler_zero")
@@ -141,7 +141,7 @@ def test_deduped_stores_each_element_once(
 ) -> None:
     path = tmp_path / "last.ckpt"
     together(pool, (name, sharing), save=str(path))
-    tensors = nnx.checkpoint.open_checkpoint(path).tensors
+    tensors = nnx_checkpoint.open_checkpoint(path).tensors
     ideal = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in tensors.values())
     stored = sum(p.box.numel * entry.dtype.itemsize for entry in tensors.values() for p in entry.pieces)
     assert stored == ideal
@@ -153,7 +153,7 @@ def test_saving_weights_only_saves_no_optimizer(
 ) -> None:
     path = tmp_path / "weights.ckpt"
     together(pool, (name, sharing), save=str(path), save_weights_only=True)
-    names = list(nnx.checkpoint.open_checkpoint(path).tensors)
+    names = list(nnx_checkpoint.open_checkpoint(path).tensors)
     assert names and not [each for each in names if each.startswith("optim")]
 
 

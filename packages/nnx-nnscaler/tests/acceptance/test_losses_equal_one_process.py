@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jobs.nnscaler_models import MODELS, Case, losses_of
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dp": ("nnscaler_dp", {}),

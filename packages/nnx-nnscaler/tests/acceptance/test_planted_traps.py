@@ -9,7 +9,7 @@ import pytest
 
 from jobs.nnscaler_defect_jobs import Strategy
 from jobs.nnscaler_planted_jobs import PLANTED, train_planted
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 STRATEGIES: dict[str, Strategy] = {
     "tp": ("nnscaler_tp", {}),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torchmetrics
 from torch import nn
 
-from nnx.backend import ParallelContext
+from nnx_core.backend import ParallelContext
 from nnx_nnscaler.axes import make_axes
 from nnx_nnscaler.backend import NnScalerBackend
 from nnx_nnscaler.options import NnScalerOptions

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from nnx.errors import OptionError
+from nnx_core.errors import OptionError
 from nnx_nnscaler import ComputeConfig, NnScalerOptions
 from nnx_nnscaler.compute_config import compute_config_from
 

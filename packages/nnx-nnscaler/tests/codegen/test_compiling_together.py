@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from jobs.nnscaler_codegen_models import GPT, tokens
-from nnx.errors import NnxError, PlanError
+from nnx_core.errors import NnxError, PlanError
 from nnx_nnscaler.placement import R
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.programs import Compiler, ModelCall, Programs, compile_together

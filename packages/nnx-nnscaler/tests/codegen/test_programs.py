@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from jobs.nnscaler_codegen_models import ConvNet, images
-from nnx.errors import PlanError
+from nnx_core.errors import PlanError
 from nnx_nnscaler import programs as programs_module
 from nnx_nnscaler.codegen.self_check import replicated_plan
 from nnx_nnscaler.codegen.store import Store

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from jobs.nnscaler_codegen_models import GPT, ConvNet, Mixture, images, tokens
-from nnx.errors import PlanError, UnsupportedError
+from nnx_core.errors import PlanError, UnsupportedError
 from nnx_nnscaler.codegen import self_check as checks
 from nnx_nnscaler.codegen.self_check import checked_if_small, checked_up_to, replicated_plan, self_check
 from nnx_nnscaler.placement import P

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from nnx.errors import PlanError
+from nnx_core.errors import PlanError
 from nnx_nnscaler.codegen.store import Entry, Store, key_of
 
 MADE_FROM = {"fingerprint": "abc", "policy": "tp"}

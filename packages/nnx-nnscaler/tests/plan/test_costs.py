@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, strategies_of
-from nnx.errors import OptionError
+from nnx_core.errors import OptionError
 from nnx_nnscaler.cost import CostModel, Hardware, Link, MeasuredLink, hardware
 from nnx_nnscaler.cost.hardware import PROFILES, calibrated, profile
 from nnx_nnscaler.cost.hardware import _load as load

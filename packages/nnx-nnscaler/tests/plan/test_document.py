@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jobs.nnscaler_plan_graphs import mlp, stack, strategies_of
-from nnx.errors import PlanError
+from nnx_core.errors import PlanError
 from nnx_nnscaler.cost import CostModel
 from nnx_nnscaler.cost.hardware import profile
 from nnx_nnscaler.ir import Graph

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from jobs.nnscaler_plan_graphs import mlp, stack, strategies_of
-from nnx.errors import PlanError
+from nnx_core.errors import PlanError
 from nnx_nnscaler.cost import CostModel
 from nnx_nnscaler.cost.hardware import profile
 from nnx_nnscaler.plan.mesh import plan_mesh

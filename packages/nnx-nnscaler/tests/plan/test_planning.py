@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, stack_plan_text, strategies_of
-from nnx.errors import PlanError
+from nnx_core.errors import PlanError
 from nnx_nnscaler.cost import CostModel
 from nnx_nnscaler.cost.hardware import profile
 from nnx_nnscaler.ir import Graph, Op, Ref, Size, TensorMeta

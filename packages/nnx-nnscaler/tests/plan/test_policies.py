@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, strategies_of
-from nnx.errors import OptionError, PlanError, UnsupportedError
+from nnx_core.errors import OptionError, PlanError, UnsupportedError
 from nnx_nnscaler.ir import Graph, Size, TensorMeta
 from nnx_nnscaler.placement import P, R, S
 from nnx_nnscaler.plan.context import PolicyContext

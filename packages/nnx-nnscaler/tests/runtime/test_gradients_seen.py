@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nnx.errors import UnsupportedError
-from nnx.whole import local_mode
+from nnx_core.errors import UnsupportedError
+from nnx_core.whole import local_mode
 from nnx_nnscaler.axes import Axes, make_axes
 from nnx_nnscaler.placement import R, S
 from nnx_nnscaler.runtime.communicator import run_as_ranks

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nnx.errors import UnsupportedError
-from nnx.whole import can_be_guarded, guarded_mode, local_mode, part_of
+from nnx_core.errors import UnsupportedError
+from nnx_core.whole import can_be_guarded, guarded_mode, local_mode, part_of
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.placement import R, S
 from nnx_nnscaler.runtime.communicator import run_as_ranks

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from nnx.box import find_fault
+from nnx_checkpoint.box import find_fault
 from nnx_nnscaler.placement import R, S
 from nnx_nnscaler.runtime.layout import ParameterLayout, rows_of
 

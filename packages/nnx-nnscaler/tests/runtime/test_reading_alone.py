@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jobs.nnscaler_reading_jobs import Reading, read
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 
 @pytest.mark.parametrize(

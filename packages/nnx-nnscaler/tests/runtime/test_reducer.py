@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from nnx.errors import UnsupportedError
+from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.axes import make_axes
 from nnx_nnscaler.runtime.storage import Parameters
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nnx.errors import UnsupportedError
-from nnx.whole import local_mode
+from nnx_core.errors import UnsupportedError
+from nnx_core.whole import local_mode
 from nnx_nnscaler.axes import make_axes
 from nnx_nnscaler.placement import S
 from nnx_nnscaler.runtime.storage import Parameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jobs.nnscaler_modes_jobs import trained_and_validated
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 
 
 @pytest.mark.parametrize(("precision", "asked"), [("bf16-mixed", True), ("32-true", False)])

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import nn
 
-from nnx.errors import OptionError
+from nnx_core.errors import OptionError
 from nnx_nnscaler import NnScalerPrecision
 from nnx_nnscaler.precision import PRECISIONS
 

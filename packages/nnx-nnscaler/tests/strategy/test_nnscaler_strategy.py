@@ -14,8 +14,8 @@ from lightning.pytorch.strategies import Strategy
 
 from jobs.nnscaler_strategy_jobs import dtypes_with_masters, interrupted, trained_with_the_class
 from jobs.training import Run, train
-from nnx.errors import OptionError
-from nnx.testing.pool import JobError, WorkerPool
+from nnx_conformance.pool import JobError, WorkerPool
+from nnx_core.errors import OptionError
 from nnx_nnscaler import ComputeConfig, NnScalerPrecision, NnScalerStrategy
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from jobs.nnscaler_trace_models import Gpt, Mlp
-from nnx.testing.pool import WorkerPool
+from nnx_conformance.pool import WorkerPool
 from nnx_nnscaler.trace import fingerprint
 
 SCALE = 2.0

@@ -18,7 +18,7 @@ from jobs.nnscaler_trace_models import (
     Twice,
     WithRecomputing,
 )
-from nnx.whole import guard
+from nnx_core.whole import guard
 from nnx_nnscaler.placement import S
 from nnx_nnscaler.runtime.layout import ParameterLayout
 from nnx_nnscaler.runtime.part import LocalPart, Part

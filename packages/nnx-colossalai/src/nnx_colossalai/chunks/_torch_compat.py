@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from nnx._fsdp_compat import begin_anew, param_groups, state_of, states_of
+from nnx_core._fsdp_compat import begin_anew, param_groups, state_of, states_of
 
 __all__ = [
     "Gathered",

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from nnx.backend import ParallelContext
-from nnx.hidden_state import StateParts
-from nnx.layout import Shard
+from nnx_checkpoint.shard import Shard
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.plan.spec import Tier
+from nnx_core.backend import ParallelContext
+from nnx_core.hidden_state import StateParts
 
 __all__ = [
     "Chunk",
@@ -150,7 +150,7 @@ class ChunkEngine(ABC):
         """How optimizers' state is shown whole to user code; None if this rank has all of it.
 
         Args:
-            refusal: As of `nnx.hidden_state.StateParts`.
+            refusal: As of `nnx_core.hidden_state.StateParts`.
         """
         return None
 

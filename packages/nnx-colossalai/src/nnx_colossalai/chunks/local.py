@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from nnx.backend import ParallelContext
-from nnx.layout import Shard, shard_of
-from nnx.materialize import materialize
+from nnx_checkpoint.shard import Shard, shard_of
 from nnx_colossalai.chunks._torch_compat import (
     NO_BACKWARD,
     Silenced,
@@ -42,6 +40,8 @@ from nnx_colossalai.chunks.local_gradients import Gradients, Slot, is_chunkable,
 from nnx_colossalai.chunks.local_listening import Listener
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.plan.spec import Tier
+from nnx_core.backend import ParallelContext
+from nnx_core.materialize import materialize
 
 __all__ = ["Enter", "Leave", "LocalEngine", "Order", "Step"]
 

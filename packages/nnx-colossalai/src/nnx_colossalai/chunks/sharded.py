@@ -25,11 +25,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from nnx.backend import ParallelContext
-from nnx.collective import all_gather_object, control_group, together
-from nnx.hidden_state import StateParts
-from nnx.layout import Shard, shard_of
-from nnx.whole import is_guarded, show_plain, show_whole
+from nnx_checkpoint.collective import all_gather_object, control_group, together
+from nnx_checkpoint.shard import Shard, shard_of
 from nnx_colossalai.chunks._torch_compat import (
     Gathered,
     ShardedParameter,
@@ -42,6 +39,9 @@ from nnx_colossalai.chunks._torch_compat import (
 from nnx_colossalai.chunks.chunk import Chunk, ChunkEngine, Unit
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.plan.spec import Tier
+from nnx_core.backend import ParallelContext
+from nnx_core.hidden_state import StateParts
+from nnx_core.whole import is_guarded, show_plain, show_whole
 from nnx_fsdp._torch_compat import can_be_sharded, prepare_root
 from nnx_fsdp.backend import FSDPBackend
 from nnx_fsdp.options import FSDPOptions

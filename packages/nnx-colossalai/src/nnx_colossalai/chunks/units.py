@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from nnx.errors import OptionError
+from nnx_core.errors import OptionError
 from nnx_fsdp.choices import called_by_choice
 from nnx_fsdp.units import DEFAULT_MIN_NUM_PARAMS, choose_units
 

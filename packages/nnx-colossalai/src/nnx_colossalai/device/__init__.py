@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from nnx.backend import ParallelContext
-from nnx.errors import UnsupportedError
 from nnx_colossalai.device.device import Device, HostDevice, Traffic
+from nnx_core.backend import ParallelContext
+from nnx_core.errors import UnsupportedError
 
 __all__ = ["Device", "HostDevice", "Traffic", "make_device"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nnx.errors import OptionError
+from nnx_core.errors import OptionError
 
 __all__ = ["CPUAdam", "FusedAdam", "HybridAdam"]
 

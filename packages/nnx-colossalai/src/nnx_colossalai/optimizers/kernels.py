@@ -31,7 +31,7 @@ from torch.optim import (
     Rprop,
 )
 
-from nnx.errors import OptionError
+from nnx_core.errors import OptionError
 
 __all__ = [
     "DeepSpeedAdam",

@@ -22,10 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from nnx.errors import NnxError
-from nnx.hidden_state import held_state
-from nnx.options import check_choice
-from nnx.whole_matrix import take_closure
 from nnx_colossalai.chunks.chunk import Chunk, guard, unguard
 from nnx_colossalai.optimizers._torch_compat import has_hooks_that_see_the_result, shadow_of, without_guards
 from nnx_colossalai.optimizers.kernels import (
@@ -35,6 +31,10 @@ from nnx_colossalai.optimizers.kernels import (
     needs_whole_tensors,
     steps_each_parameter,
 )
+from nnx_core.errors import NnxError
+from nnx_core.hidden_state import held_state
+from nnx_core.options import check_choice
+from nnx_core.whole_matrix import take_closure
 
 __all__ = [
     "Background",

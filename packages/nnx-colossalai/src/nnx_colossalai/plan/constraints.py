@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from nnx.errors import OptionError, PlanError
 from nnx_colossalai.plan.cost import Memory, Moment
 from nnx_colossalai.plan.spec import Hardware, ModelSpec, Tier
+from nnx_core.errors import OptionError, PlanError
 
 __all__ = [
     "POLICIES",
@@ -61,7 +61,7 @@ class Wishes:
         >>> Wishes(policy="cuda", offload_fraction=0.25)
         Traceback (most recent call last):
         ...
-        nnx.errors.OptionError: policy='cuda' contradicts offload_fraction=0.25. Leave one of them out.
+        nnx_core.errors.OptionError: policy='cuda' contradicts offload_fraction=0.25. Leave one of them out.
     """
 
     policy: str = "auto"

@@ -17,11 +17,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nnx.errors import PlanError
 from nnx_colossalai.plan.cost import Memory, footprint
 from nnx_colossalai.plan.planner import Planned
 from nnx_colossalai.plan.schedule import work
 from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Placement, Tier
+from nnx_core.errors import PlanError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

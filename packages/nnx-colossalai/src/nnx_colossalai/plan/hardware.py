@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nnx.cache import cache_directory, read_json, write_json
-from nnx.collective import all_gather_object, control_group
+from nnx_checkpoint.collective import all_gather_object, control_group
 from nnx_colossalai.device.device import Device, HostDevice, host_memory
 from nnx_colossalai.plan.spec import Hardware
+from nnx_core.cache import cache_directory, read_json, write_json
 
 __all__ = ["Rates", "available_host_bytes", "hardware", "measure", "measured"]
 

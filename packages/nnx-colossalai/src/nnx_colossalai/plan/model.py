@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nnx.errors import OptionError
 from nnx_colossalai.chunks.units import FoundUnit, padded_numel
 from nnx_colossalai.plan.probe import Probe
 from nnx_colossalai.plan.spec import Group, ModelSpec
+from nnx_core.errors import OptionError
 
 __all__ = ["OptimizerState", "Widths", "buffer_bytes", "model_spec", "optimizer_state", "widths"]
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from itertools import combinations, product
 from math import prod
 
-from nnx.errors import OptionError, PlanError
 from nnx_colossalai.plan.constraints import (
     Wishes,
     allowed_tiers,
@@ -25,6 +24,7 @@ from nnx_colossalai.plan.constraints import (
 from nnx_colossalai.plan.cost import Memory, MemoryModel
 from nnx_colossalai.plan.schedule import LANES, TimeModel
 from nnx_colossalai.plan.spec import Hardware, ModelSpec, Placement, Tier
+from nnx_core.errors import OptionError, PlanError
 
 __all__ = [
     "Choice",

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nnx.random_state import forked
 from nnx_colossalai.chunks.units import FoundUnit
 from nnx_colossalai.plan._torch_compat import (
     FakeTensorMode,
@@ -25,6 +24,7 @@ from nnx_colossalai.plan._torch_compat import (
     tree_leaves,
     tree_map,
 )
+from nnx_core.random_state import forked
 from nnx_fsdp.units import DEFAULT_MIN_NUM_PARAMS, choose_units
 
 __all__ = [

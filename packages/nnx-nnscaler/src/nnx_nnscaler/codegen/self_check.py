@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nnx.errors import PlanError, UnsupportedError
+from nnx_core.errors import PlanError, UnsupportedError
 from nnx_nnscaler.codegen.emit import emit
 from nnx_nnscaler.codegen.store import Program, load_program
 from nnx_nnscaler.ir import Graph, Op, Ref, TensorMeta

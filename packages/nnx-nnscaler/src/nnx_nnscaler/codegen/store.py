@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nnx.errors import PlanError
+from nnx_core.errors import PlanError
 
 __all__ = ["Entry", "Program", "Store", "key_of", "load_program"]
 

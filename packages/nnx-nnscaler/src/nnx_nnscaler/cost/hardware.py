@@ -21,9 +21,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from nnx.cache import cache_directory, read_json, write_json
-from nnx.collective import all_gather_object
-from nnx.errors import OptionError
+from nnx_checkpoint.collective import all_gather_object
+from nnx_core.cache import cache_directory, read_json, write_json
+from nnx_core.errors import OptionError
 from nnx_nnscaler.runtime.communicator import Communicator
 
 __all__ = [

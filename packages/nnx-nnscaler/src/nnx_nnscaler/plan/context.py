@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from nnx.errors import PlanError
+from nnx_core.errors import PlanError
 from nnx_nnscaler.cost.model import Stored
 from nnx_nnscaler.ir import Graph, Op, Size, TensorMeta
 from nnx_nnscaler.placement import Placement, R, S

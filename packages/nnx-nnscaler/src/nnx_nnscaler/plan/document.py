@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nnx.errors import PlanError
+from nnx_core.errors import PlanError
 from nnx_nnscaler.cost.model import CostModel, Price, Prices
 from nnx_nnscaler.cost.operators import ALIASES, base_name
 from nnx_nnscaler.ir import Code, Graph, Make, Op, Ref, Size, TensorMeta, text_of

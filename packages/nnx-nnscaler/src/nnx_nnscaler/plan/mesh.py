@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nnx.errors import PlanError
+from nnx_core.errors import PlanError
 from nnx_nnscaler.cost.model import CostModel
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.plan.context import Policy, StrategiesOf

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from nnx.errors import PlanError
+from nnx_core.errors import PlanError
 from nnx_nnscaler.cost.model import CostModel, Prices, Stored
 from nnx_nnscaler.ir import Graph, Op, Size, TensorMeta
 from nnx_nnscaler.placement import Placement, R

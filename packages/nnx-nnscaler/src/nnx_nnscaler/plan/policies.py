@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nnx.errors import OptionError, PlanError, UnsupportedError
+from nnx_core.errors import OptionError, PlanError, UnsupportedError
 from nnx_nnscaler.cost.model import Stored
 from nnx_nnscaler.ir import Op
 from nnx_nnscaler.placement import P

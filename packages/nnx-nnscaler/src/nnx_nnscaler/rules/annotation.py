@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from nnx.errors import NnxError
+from nnx_core.errors import NnxError
 from nnx_nnscaler.ir import Graph, Op, TensorMeta, hint_of, refs_in
 from nnx_nnscaler.placement import P, Placement, R, S
 from nnx_nnscaler.plan.program_plan import Strategy

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import xxhash
 
-from nnx.cache import cache_directory, read_json, write_json
+from nnx_core.cache import cache_directory, read_json, write_json
 from nnx_nnscaler.placement import Placement
 from nnx_nnscaler.plan.program_plan import Strategy
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nnx.collective import wait_for_collective
-from nnx.errors import UnsupportedError
+from nnx_checkpoint.collective import wait_for_collective
+from nnx_core.errors import UnsupportedError
 
 __all__ = ["Bucket", "GradientBucket", "UNUSED", "assign_buckets"]
 

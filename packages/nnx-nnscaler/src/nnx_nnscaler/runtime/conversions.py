@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nnx.errors import UnsupportedError
+from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.runtime.communicator import Communicator
 
 __all__ = ["Conversions"]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nnx.box import Box
-from nnx.layout import Shard
+from nnx_checkpoint.box import Box
+from nnx_checkpoint.shard import Shard
 from nnx_nnscaler.placement import Placement, R
 
 __all__ = ["ParameterLayout", "rows_of"]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from nnx.whole import local_mode
+from nnx_core.whole import local_mode
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.runtime.buckets import UNUSED, Bucket, GradientBucket, assign_buckets
 

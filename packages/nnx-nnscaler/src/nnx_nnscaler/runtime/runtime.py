@@ -35,7 +35,7 @@ class Runtime(Functions, Losses, Normalization):
 
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a submodule that every rank runs whole, as its author wrote it; to it parameters are whole."""
-        from nnx.whole import guarded_mode
+        from nnx_core.whole import guarded_mode
 
         with guarded_mode():
             return module(*args, **kwargs)
@@ -51,7 +51,7 @@ class Runtime(Functions, Losses, Normalization):
             return function(self, *args)
         from torch.utils.checkpoint import checkpoint
 
-        from nnx.whole import local_mode
+        from nnx_core.whole import local_mode
 
         def called(*args: Any) -> Any:
             with local_mode():  # backward does not run in the program's

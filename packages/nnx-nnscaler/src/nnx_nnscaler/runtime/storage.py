@@ -13,10 +13,10 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from nnx.errors import UnsupportedError
-from nnx.layout import Shard, shard_of
-from nnx.used import CollectiveOrder
-from nnx.whole import can_be_guarded, guard, guarded_mode, local_mode, show_plain, show_whole, unguard
+from nnx_checkpoint.shard import Shard, shard_of
+from nnx_core.errors import UnsupportedError
+from nnx_core.used import CollectiveOrder
+from nnx_core.whole import can_be_guarded, guard, guarded_mode, local_mode, show_plain, show_whole, unguard
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.placement import Placement, R
 from nnx_nnscaler.runtime.communicator import Communicator, GroupCommunicator

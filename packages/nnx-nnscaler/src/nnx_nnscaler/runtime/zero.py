@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nnx.collective import wait_for_collective
-from nnx.errors import UnsupportedError
-from nnx.used import CollectiveOrder
-from nnx.whole import guarded_mode, local_mode
+from nnx_checkpoint.collective import wait_for_collective
+from nnx_core.errors import UnsupportedError
+from nnx_core.used import CollectiveOrder
+from nnx_core.whole import guarded_mode, local_mode
 from nnx_nnscaler._torch_compat import all_gather_into, reduce_scatter_into
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.runtime.buckets import DENSE, Bucket, assign_buckets

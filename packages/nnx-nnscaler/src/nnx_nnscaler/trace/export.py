@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from nnx.random_state import forked
+from nnx_core.random_state import forked
 from nnx_nnscaler.trace.guard import (
     attributes_restored,
     collectives_refused,

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nnx.random_state import forked
+from nnx_core.random_state import forked
 from nnx_nnscaler.trace.inputs import is_constant
 from nnx_nnscaler.trace.structure import Refusal
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from nnx.errors import UnsupportedError
+from nnx_core.errors import UnsupportedError
 
 __all__ = ["BatchDims", "GraphFormatError", "Inputs", "Names", "TraceError", "flatten_inputs", "is_constant"]
 

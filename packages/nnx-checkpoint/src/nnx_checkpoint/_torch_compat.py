@@ -1,0 +1,209 @@
+"""The private names of torch that checkpoints rely on, each with the versions it was checked with.
+
+Nothing else in `nnx_checkpoint` uses a private name; the tests of what uses each hold it to its use.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nnx_checkpoint.shard import Shard
+
+__all__ = [
+    "DCP_RECORDS",
+    "DCP_VERSION",
+    "STORAGE_DTYPES",
+    "Checkpointable",
+    "load_structure",
+    "loads_itself",
+    "new_storage_info",
+    "position_in_file",
+    "rebuilding",
+    "storage_kind",
+]
+
+
+class Checkpointable(Tensor):
+    """A tensor without data that stands for a shard of a larger one.
+
+    `torch.Tensor._make_wrapper_subclass` (torch 2.11 to 2.13) makes it; `torch.distributed.checkpoint` asks
+    tensors for the methods ``__create_write_items__``, ``__create_chunk_list__`` and
+    ``__get_tensor_shard__`` of its private protocol `_Checkpointable` (torch 2.11 to 2.13).
+    """
+
+    shard: Shard
+
+    @staticmethod
+    def __new__(cls: type[Checkpointable], shard: Shard) -> Checkpointable:
+        device = shard.data[0].device if shard.data else torch.device("cpu")
+        made: Checkpointable = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shard.shape), dtype=shard.dtype, device=device
+        )
+        made.shard = shard
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={self.shard.shape}, boxes={list(self.shard.boxes)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse arithmetic: there is no data here."""
+        raise TypeError(f"{cls.__name__} stands for a shard in a state dict and cannot compute {func}")
+
+
+class _Reader:
+    """Gives `torch.serialization._load` the records of a file, and notes where it looks for them.
+
+    Torch calculates where storages are, for files that name the version of its own writer in a record
+    ``.format_version``, and any other program that writes the zip anew puts them elsewhere. So this reader
+    has no such record, and torch asks it for every position.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._reader: Any = torch._C.PyTorchFileReader(str(path))
+        self.places: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def has_record(self, name: str) -> bool:
+        return name != ".format_version" and bool(self._reader.has_record(name))
+
+    def get_record_offset(self, name: str) -> int:
+        if name not in self.places:
+            self.places[name] = int(self._reader.get_record_offset(name))
+        return self.places[name]
+
+
+def load_structure(path: Path) -> tuple[Any, dict[str, int]]:
+    """Unpickle a file of ``torch.save`` safely, without reading the data of its tensors.
+
+    Under `torch._subclasses.fake_tensor.FakeTensorMode`, `torch.serialization._load` notes where each storage
+    is in the file instead of reading it (torch 2.11 to 2.13).
+
+    Returns:
+        What was saved, and where the data of each record begins that holds a storage.
+    """
+    reader, load = _Reader(path), cast("Any", torch.serialization._load)
+    with FakeTensorMode(), _no_tracebacks():
+        loaded = load(reader, "cpu", torch._weights_only_unpickler)
+    return loaded, reader.places
+
+
+@contextmanager
+def _no_tracebacks() -> Iterator[None]:
+    """Keep torch from printing a traceback of what it raises next (`FakeTensorMode`, torch 2.11 to 2.13)."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def position_in_file(tensor: Tensor) -> int:
+    """Where the storage of a tensor from `load_structure` is: ``_checkpoint_offset`` (torch 2.11 to 2.13)."""
+    return int(getattr(tensor.untyped_storage(), "_checkpoint_offset", None) or 0)
+
+
+def loads_itself(module: nn.Module) -> bool:
+    """Whether loading a module's own entries is more than copying them under their names.
+
+    It is where the class overrides `load_state_dict` or `_load_from_state_dict`, or where a hook stands
+    before the latter in `_load_state_dict_pre_hooks` (torch 2.11 to 2.13). What torch's own classes override
+    only adds entries that old files lack.
+    """
+    kind = type(module)
+    overrides = kind.load_state_dict is not nn.Module.load_state_dict
+    loader = getattr(kind._load_from_state_dict, "__module__", "")
+    return overrides or not loader.startswith("torch.") or bool(module._load_state_dict_pre_hooks)
+
+
+DCP_RECORDS = (
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "MEM_FORMAT_ENCODING",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+    "_StorageInfo",
+    "_StoragePrefix",
+)
+"""Names of the classes, in modules below ``torch.distributed``, that a pickled ``.metadata`` is made of
+(torch 2.11 to 2.13, and older ones, where some were in other modules and had no underscore)."""
+
+STORAGE_DTYPES = {
+    "BFloat16Storage": "bfloat16",
+    "BoolStorage": "bool",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "ShortStorage": "int16",
+}
+"""Which element type each class of storages stands for in pickles of ``torch.save`` (torch 2.11 to 2.13)."""
+
+
+def storage_kind(dtype: torch.dtype) -> Any:
+    """The class that a file of ``torch.save`` names for the elements of a tensor.
+
+    It is one of the public classes such as `torch.FloatStorage`; newer element types have none, and are
+    stored as bytes.
+    """
+    name = _CLASSES.get(str(dtype).removeprefix("torch."), "UntypedStorage")
+    return getattr(torch, name)
+
+
+def rebuilding(storage: Any, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
+    """How a file of ``torch.save`` describes a contiguous tensor: a function and its arguments.
+
+    They are `torch._utils._rebuild_tensor_v2` and, for element types without a storage class,
+    `torch._utils._rebuild_tensor_v3` (torch 2.11 to 2.13; the names are part of the file format).
+    """
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    hooks: OrderedDict[Any, Any] = OrderedDict()
+    arguments = (storage, 0, shape, tuple(reversed(strides)), False, hooks)
+    if str(dtype).removeprefix("torch.") in _CLASSES:
+        return torch._utils._rebuild_tensor_v2, arguments
+    return torch._utils._rebuild_tensor_v3, (*arguments, dtype)
+
+
+_CLASSES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
+
+DCP_VERSION = "1.0.0"
+"""What torch 2.4 to 2.13 write into ``.metadata``: ``CURRENT_DCP_VERSION`` of their filesystem module."""
+
+
+def new_storage_info(file: str, start: int, length: int) -> Any:
+    """Where an item of a DCP directory lies.
+
+    It is a `torch.distributed.checkpoint.filesystem._StorageInfo` (torch 2.11 to 2.13).
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, start, length)

@@ -1,0 +1,117 @@
+"""``nnx ckpt diff``: what differs between two checkpoints of any format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from nnx_checkpoint.cli.names import kind_of, natural_order
+from nnx_checkpoint.cli.output import human_bytes, print_json, print_note, print_table, print_text
+from nnx_checkpoint.cli.progress import byte_progress
+
+if TYPE_CHECKING:
+    from nnx_checkpoint.comparison import Comparison, TensorDifference
+
+__all__ = ["run"]
+
+_ROWS = 20
+"""Lines shown of each kind of difference."""
+
+
+def run(left: str, right: str, *, values: bool, only_weights: bool, weights_only: bool, as_json: bool) -> int:
+    """Print the differences; 1 if there are any."""
+    from nnx_checkpoint.comparison import compare
+    from nnx_checkpoint.formats import open_checkpoint
+
+    opened = [open_checkpoint(path, weights_only=weights_only) for path in (left, right)]
+    with byte_progress("comparing") as progress:
+        found = compare(*opened, values=values, only_weights=only_weights, progress=progress)
+    if as_json:
+        print_json({"left": left, "right": right, "same": found.same, **_as_json(found, values=values)})
+    else:
+        _print(found, left, right, values=values)
+    return 0 if found.same else 1
+
+
+def _as_json(found: Comparison, *, values: bool) -> dict[str, Any]:
+    return {
+        "only_left": found.only_left,
+        "only_right": found.only_right,
+        "shapes": [{"name": name, "left": list(a), "right": list(b)} for name, a, b in found.shapes],
+        "dtypes": [{"name": name, "left": a, "right": b} for name, a, b in found.dtypes],
+        "ties": found.ties,
+        "objects": [{"place": o.place, "left": o.left, "right": o.right} for o in found.objects],
+        "values": [
+            {
+                "name": tensor.name,
+                "elements": tensor.elements,
+                "numel": tensor.numel,
+                "largest": tensor.largest if math.isfinite(tensor.largest) else str(tensor.largest),
+            }
+            for tensor in found.values
+        ],
+        "values_compared": values,
+        "tensors_compared": found.compared,
+        "bytes_compared": found.bytes_compared,
+    }
+
+
+def _print(found: Comparison, left: str, right: str, *, values: bool) -> None:
+    _table(f"only in {left}", ("name",), [(name,) for name in found.only_left])
+    _table(f"only in {right}", ("name",), [(name,) for name in found.only_right])
+    _table("other shapes", ("name", "left", "right"), [(n, _shape(a), _shape(b)) for n, a, b in found.shapes])
+    _table("other element types", ("name", "left", "right"), found.dtypes)
+    _table("tied on one side only", ("name",), [(name,) for name in found.ties])
+    _table("other objects", ("place", "left", "right"), [(o.place, o.left, o.right) for o in found.objects])
+    _table("other values", ("kind", "tensors", "largest difference"), _by_kind(found.values))
+    _table(
+        "tensors with other values",
+        ("name", "elements that differ", "largest difference"),
+        [
+            (tensor.name, f"{tensor.elements:,} of {tensor.numel:,}", f"{tensor.largest:.3g}")
+            for tensor in sorted(found.values, key=lambda tensor: natural_order(tensor.name))
+        ],
+    )
+    compared = f"{found.compared} tensors compared bit for bit ({human_bytes(found.bytes_compared)})"
+    if not values:
+        compared = "values were not compared"
+    if found.same:
+        print_text(f"The same; {compared}.")
+        return
+    counts = {
+        "names on one side only": len(found.only_left) + len(found.only_right),
+        "other shapes or element types": len(found.shapes) + len(found.dtypes),
+        "other ties": len(found.ties),
+        "other objects": len(found.objects),
+        "tensors with other values": len(found.values),
+    }
+    shown = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    print_text(f"Different: {shown}; {compared}.")
+
+
+def _by_kind(values: Sequence[TensorDifference]) -> list[tuple[str, str, str]]:
+    """Weights, each state of each optimizer, and the rest: how many tensors differ, and how much."""
+    kinds: dict[str, list[float]] = {}
+    for tensor in values:
+        kinds.setdefault(kind_of(tensor.name), []).append(tensor.largest)
+    return [(kind, str(len(found)), f"{_largest(found):.3g}") for kind, found in sorted(kinds.items())]
+
+
+def _largest(values: Sequence[float]) -> float:
+    """NaN if there is one."""
+    return next((value for value in values if math.isnan(value)), max(values))
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if not rows:
+        return
+    print_text(f"{title}:")
+    print_table(header, rows[:_ROWS])
+    if len(rows) > _ROWS:
+        print_note(f"... and {len(rows) - _ROWS} more; --json lists all of them.")
+    print_text("")

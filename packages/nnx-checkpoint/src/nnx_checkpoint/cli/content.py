@@ -1,0 +1,206 @@
+"""What a checkpoint of any format holds, gathered for being shown.
+
+Of our own format everything comes from its small files, without torch; other formats are opened with
+`nnx_checkpoint.open_checkpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nnx_checkpoint.cli.names import owner_of
+from nnx_checkpoint.cli.plain import plain
+from nnx_checkpoint.errors import CheckpointError
+from nnx_checkpoint.formats import files_below
+from nnx_checkpoint.manifest import load_json
+from nnx_checkpoint.source import Source, is_checkpoint
+from nnx_checkpoint.storage import Place
+from nnx_checkpoint.storage.locations import place_of
+
+if TYPE_CHECKING:
+    from nnx_checkpoint.index import TensorEntry
+    from nnx_checkpoint.reader import Checkpoint
+
+__all__ = ["Content", "groups_of", "optimizers_of", "progress_of", "read_content", "read_objects"]
+
+_COMMON = "objects.json"
+
+
+@dataclass(frozen=True)
+class Content:
+    """One checkpoint.
+
+    Attributes:
+        path: Where it is.
+        format: Name of its format.
+        tensors: Every logical tensor by name.
+        aliases: Tied names and what they are stored as.
+        objects: The common objects, as plain JSON.
+        ranks: How many ranks saved objects of their own.
+        rank_state: The plain objects of the first of them.
+        files: Sizes of its files.
+        world_size: How many ranks wrote it.
+        provenance: Where it comes from.
+        version: Format version; empty for formats without one.
+        save_id: The committed save of our own format.
+        created: When it was committed.
+        writer: Versions of the program that wrote it.
+        block: Bytes under one checksum; 0 where there are none.
+    """
+
+    path: str
+    format: str
+    tensors: Mapping[str, TensorEntry]
+    aliases: Mapping[str, str]
+    objects: Any
+    ranks: int
+    rank_state: Any
+    files: Mapping[str, int]
+    world_size: int
+    provenance: Mapping[str, Any]
+    version: tuple[int, ...] = ()
+    save_id: str = ""
+    created: str = ""
+    writer: Mapping[str, Any] = field(default_factory=dict)
+    block: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, copies not counted."""
+        return sum(entry.nbytes for entry in self.tensors.values())
+
+    @property
+    def elements(self) -> int:
+        """Elements of all tensors."""
+        return sum(entry.numel for entry in self.tensors.values())
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Bytes of all files."""
+        return sum(self.files.values())
+
+    @property
+    def trainer(self) -> dict[str, Any]:
+        """What Lightning's dict holds beside weights and optimizers."""
+        found = self.objects.get("trainer") if isinstance(self.objects, dict) else None
+        return found if isinstance(found, dict) else {}
+
+
+def read_content(path: str, *, weights_only: bool = True) -> Content:
+    """Gather what a checkpoint holds.
+
+    Args:
+        path: A checkpoint of any format.
+        weights_only: As for `nnx_checkpoint.open_checkpoint`.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    if is_checkpoint(path):
+        return _of_source(Source.open(path))
+    from nnx_checkpoint.formats import open_checkpoint
+
+    return _of_opened(open_checkpoint(path, weights_only=weights_only), place_of(path))
+
+
+def _of_source(source: Source) -> Content:
+    manifest = source.manifest
+    ranks = sorted(name for name in manifest.files if name.endswith(f".{_COMMON}"))
+    return Content(
+        path=str(source.path),
+        format="nnx",
+        tensors=source.index.tensors,
+        aliases=source.index.aliases,
+        objects=read_objects(source),
+        ranks=len(ranks),
+        rank_state=read_objects(source, ranks[0]) if ranks else None,
+        files={name: entry.size for name, entry in manifest.files.items()},
+        world_size=int(manifest.writer.get("world_size", 1)),
+        provenance=manifest.provenance,
+        version=manifest.version,
+        save_id=manifest.save_id,
+        created=manifest.created,
+        writer=manifest.writer,
+        block=manifest.block,
+    )
+
+
+def read_objects(source: Source, name: str = _COMMON) -> Any:
+    """One of the trees of objects of our own format, as plain JSON.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
+    try:
+        return plain(load_json(source.read_file(name)))
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"'{source.directory / name}' is malformed: {type(error).__name__}: {error}.",
+            remedy="It was written by another program or a newer nnx; upgrade.",
+        ) from error
+
+
+def _of_opened(opened: Checkpoint, place: Place) -> Content:
+    first = _plain_tree(opened, 0)
+    return Content(
+        path=str(place),
+        format=opened.format,
+        tensors=opened.tensors,
+        aliases=opened.aliases,
+        objects=_plain_tree(opened, None),
+        ranks=0 if first is None else opened.world_size,
+        rank_state=first,
+        files=files_below(place),
+        world_size=opened.world_size,
+        provenance=opened.provenance,
+    )
+
+
+def _plain_tree(opened: Checkpoint, rank: int | None) -> Any:
+    """A tree of another format goes through the same encoding as our own."""
+    from nnx_checkpoint.codec import Encoder
+
+    tree = opened.tree(rank, lambda name: f"tensor {name}")
+    return None if tree is None else plain(Encoder("objects", "skip").encode(tree))
+
+
+def progress_of(trainer: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Epoch and optimizer step, where Lightning's dict has them."""
+    epoch, step = trainer.get("epoch"), trainer.get("global_step")
+    return (epoch if type(epoch) is int else None, step if type(step) is int else None)
+
+
+def optimizers_of(tensors: Mapping[str, TensorEntry]) -> dict[str, dict[str, Any]]:
+    """For each optimizer, how many parameters have state and how many bytes of each kind."""
+    found: dict[str, dict[str, Any]] = {}
+    parameters: dict[str, set[str]] = {}
+    for name, entry in tensors.items():
+        owner = owner_of(name)
+        if owner.kind == "optimizer":
+            optimizer = found.setdefault(owner.optimizer, {"parameters": 0, "bytes": {}})
+            optimizer["bytes"][owner.state] = optimizer["bytes"].get(owner.state, 0) + entry.nbytes
+            parameters.setdefault(owner.optimizer, set()).add(owner.name)
+    for name, optimizer in found.items():
+        optimizer["parameters"] = len(parameters[name])
+    return found
+
+
+def groups_of(objects: Any) -> list[list[dict[str, Any]]]:
+    """The parameter groups of each optimizer, where the objects have them under their usual names."""
+    optimizers = objects.get("optim") if isinstance(objects, dict) else None
+    if not isinstance(optimizers, list):
+        return []
+    return [
+        [
+            {
+                "parameters": len(group.get("params", ())),
+                "options": {key: value for key, value in group.items() if key != "params"},
+            }
+            for group in optimizer.get("groups", ())
+            if isinstance(group, dict) and isinstance(group.get("params", ()), (list, tuple))
+        ]
+        for optimizer in optimizers
+        if isinstance(optimizer, dict) and isinstance(optimizer.get("groups", ()), (list, tuple))
+    ]

@@ -1,0 +1,105 @@
+"""How the command line prints: tables on a terminal, plain aligned text elsewhere, JSON on request.
+
+rich is imported only when a terminal is there to show its tables.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from nnx_checkpoint.errors import NnxError
+
+__all__ = [
+    "human_bytes",
+    "print_error",
+    "print_json",
+    "print_note",
+    "print_pairs",
+    "print_table",
+    "print_text",
+    "printable",
+]
+
+
+def print_json(content: Any) -> None:
+    """Print plain data as JSON, and nothing else."""
+    print_text(json.dumps(content, indent=2))
+
+
+def print_text(text: str) -> None:
+    """Print a line of the answer."""
+    sys.stdout.write(f"{printable(text)}\n")
+
+
+def print_note(text: str) -> None:
+    """Print a line about the answer, where it does not disturb what reads the answer."""
+    sys.stderr.write(f"{printable(text)}\n")
+
+
+def printable(text: str) -> str:
+    r"""The text with everything spelled out that would steer a terminal: files and plugins may hold anything.
+
+    Example:
+        >>> printable("a\x1b[31m")
+        'a\\x1b[31m'
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+
+
+def print_error(error: NnxError) -> None:
+    """Print what went wrong and its remedy, each on a line."""
+    print_note(f"error: {error.message}")
+    if error.remedy:
+        print_note(f"remedy: {error.remedy}")
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under a header."""
+    if not _on_terminal():
+        _print_plain([[title.upper() for title in header], *rows])
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*header, header_style="bold")
+    for row in rows:
+        # Text, because square brackets in a cell would be read as markup.
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    Console().print(table)
+
+
+def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
+    """Print names with their values, leaving out the empty ones."""
+    _print_plain([[f"{name}:", value] for name, value in pairs if value])
+
+
+def human_bytes(count: int) -> str:
+    """A size for people.
+
+    Example:
+        >>> human_bytes(1_020_700_000)
+        '1.02 GB'
+    """
+    size = float(count)
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1000
+    return f"{size:.2f} TB"
+
+
+def _on_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+def _print_plain(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print_text("  ".join(cells).rstrip())

@@ -1,0 +1,290 @@
+"""Converting and merging: any format that can be read into any that can be written, in bounded memory.
+
+This module also writes our own format, from one process by streaming. Training saves through
+`nnx_checkpoint.writer`, from all ranks; what is written here was never all in memory, and the objects of
+every rank that wrote the source come along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from typing_extensions import override
+
+from nnx_checkpoint.cells import Kind, OddBox, OddTensor, Stored
+from nnx_checkpoint.errors import CheckpointError
+from nnx_checkpoint.foreign.contents import StoredEncoder
+from nnx_checkpoint.formats import CheckpointFormat, Progress, get_format, open_checkpoint
+from nnx_checkpoint.index import INDEX, encode_index, required
+from nnx_checkpoint.manifest import BLOCK, FileEntry, Manifest, digest, rank_file
+from nnx_checkpoint.rankfile import StoredBox, file_order, write_in_order
+from nnx_checkpoint.reader import Checkpoint, open_native
+from nnx_checkpoint.shard import Box
+from nnx_checkpoint.slabs import new_directory, read_in_order
+from nnx_checkpoint.source import is_checkpoint
+from nnx_checkpoint.storage import Place
+from nnx_checkpoint.storage.locations import LocalPlace, place_of
+from nnx_checkpoint.transaction import Attempt, begin, now
+from nnx_checkpoint.views import Described, WeightsOnly
+from nnx_checkpoint.writer import Files, write_objects, writer_info
+
+__all__ = ["Native", "convert", "merge"]
+
+_Path: TypeAlias = "str | os.PathLike[str]"
+_SAFETENSORS = ".safetensors"
+_TORCH_FILES = (".ckpt", ".pt", ".pth", ".bin")
+
+
+def convert(
+    source: _Path,
+    target: _Path,
+    *,
+    to: str | None = None,
+    weights_only: bool = True,
+    save_weights_only: bool | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> None:
+    """Write a checkpoint in another format.
+
+    Data is read and written a few megabytes at a time, whatever the size; `target` appears only when it is
+    complete. What the format has no place for is kept in it beside its own, so converting back gives
+    the same checkpoint.
+
+    Args:
+        source: A checkpoint of any known format.
+        target: Where to write; nothing may be there.
+        to: Name of the format. None guesses from the target's name: ``.ckpt``, ``.pt``, ``.pth`` and ``.bin``
+            are ``"lightning"``, ``.safetensors`` is ``"safetensors"``, anything else is ``"nnx"``.
+        weights_only: As for `open_checkpoint`: False executes code that the source may bring along.
+        save_weights_only: Leave out optimizers, schedulers, state of callbacks and of ranks. None does so
+            where the target is one ``.safetensors`` file.
+        progress: Called with the bytes done so far and their total.
+        **options: The format's own, such as ``max_shard_size`` of ``"safetensors"``.
+
+    Raises:
+        CheckpointError: The source cannot be read, the target exists or cannot be written, or the format
+            cannot hold what is in the source.
+    """
+    form = get_format(to or _guess(target, otherwise="nnx"))
+    checkpoint = open_checkpoint(source, weights_only=weights_only)
+    _write(checkpoint, form, target, save_weights_only, progress, options)
+
+
+def merge(
+    source: _Path | Sequence[_Path],
+    target: _Path,
+    *,
+    to: str | None = None,
+    weights_only: bool = True,
+    save_weights_only: bool | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Make one file of a checkpoint that is spread over several, in bounded memory.
+
+    Args:
+        source: A checkpoint of any known format; or the files that it consists of, all of one directory.
+        target: The file: ``.safetensors`` for the weights alone, anything else for Lightning's single file.
+        to: ``"lightning"`` or ``"safetensors"``; None guesses from the target's name.
+        weights_only: As for `convert`.
+        save_weights_only: As for `convert`.
+        progress: As for `convert`.
+
+    Raises:
+        CheckpointError: As for `convert`; or the files are of several directories.
+    """
+    form = to or _guess(target, otherwise="lightning")
+    if form == "safetensors" and Path(target).suffix != _SAFETENSORS:
+        raise CheckpointError(
+            f"'{target}' would be a directory; merging gives one file.",
+            remedy=f"Let its name end in {_SAFETENSORS}, or use `convert`.",
+        )
+    if form not in ("safetensors", "lightning"):
+        raise CheckpointError(
+            f"merging gives one file, and format {form!r} is none.",
+            remedy="Use 'lightning' or 'safetensors', or `convert`.",
+        )
+    checkpoint = open_checkpoint(_one_path(source), weights_only=weights_only)
+    _write(checkpoint, get_format(form), target, save_weights_only, progress, {})
+
+
+def _guess(target: _Path, *, otherwise: str) -> str:
+    suffix = Path(target).suffix
+    if suffix == _SAFETENSORS:
+        return "safetensors"
+    return "lightning" if suffix in _TORCH_FILES else otherwise
+
+
+def _write(
+    checkpoint: Checkpoint,
+    form: CheckpointFormat,
+    target: _Path,
+    save_weights_only: bool | None,
+    progress: Progress | None,
+    options: dict[str, Any],
+) -> None:
+    if save_weights_only is None:
+        save_weights_only = form.name == "safetensors" and Path(target).suffix == _SAFETENSORS
+    form.write(
+        WeightsOnly(checkpoint) if save_weights_only else checkpoint,
+        target,
+        progress=progress or _ignore,
+        **options,
+    )
+
+
+def _ignore(done: int, total: int) -> None:
+    """No progress is wanted."""
+
+
+def _one_path(source: _Path | Sequence[_Path]) -> _Path:
+    """The checkpoint itself, or the directory of its files."""
+    if isinstance(source, (str, os.PathLike)):
+        return source
+    files = [Path(file) for file in source]
+    missing = [file for file in files if not file.exists()]
+    directories = {file.parent.resolve() for file in files}
+    if missing or len(directories) != 1:
+        why = f"'{missing[0]}' is missing" if missing else f"they are in {len(directories)} directories"
+        raise CheckpointError(
+            f"{len(files)} files are not one checkpoint: {why}.",
+            remedy="Name the files of one checkpoint, all in its directory.",
+        )
+    return files[0] if len(files) == 1 else directories.pop()
+
+
+# --- our own format as a `CheckpointFormat` -------------------------------------------------------
+
+
+class Native(CheckpointFormat):
+    """The shared checkpoint directory."""
+
+    name = "nnx"
+    can_write = True
+
+    @override
+    def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
+        return is_checkpoint(path)
+
+    @override
+    def open(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> Checkpoint:
+        return open_native(path, weights_only=weights_only)
+
+    @override
+    def write(
+        self,
+        checkpoint: Checkpoint,
+        path: str | os.PathLike[str],
+        *,
+        progress: Progress = lambda done, total: None,
+        opaque: Literal["error", "pickle"] = "error",
+        **options: Any,
+    ) -> None:
+        """Write a checkpoint of our own format.
+
+        Args:
+            checkpoint: What to write, of any format.
+            path: A path or URL where nothing is.
+            progress: Told how far it is.
+            opaque: ``"pickle"`` stores objects that have no safe encoding; ``"error"`` refuses them.
+            **options: There are no others.
+
+        Raises:
+            CheckpointError: An object has no JSON form, or reading or writing failed.
+        """
+        if options:
+            raise CheckpointError(f"format 'nnx' has no option {next(iter(options))!r}.")
+        described = Described(checkpoint)
+        with _target(path) as place:
+            attempt = begin(place)
+            try:
+                _Writing(described, attempt, progress, opaque).run()
+            except BaseException:
+                attempt.discard()
+                raise
+
+
+@contextlib.contextmanager
+def _target(path: str | os.PathLike[str]) -> Iterator[Place]:
+    """Where to write; behind a URL at once, since the manifest, which is last, makes it a checkpoint."""
+    place = place_of(path)
+    if isinstance(place, LocalPlace):
+        with new_directory(path) as directory:
+            yield LocalPlace(directory)
+        return
+    if is_checkpoint(path):
+        raise CheckpointError(
+            f"cannot write '{place}': it exists already.", remedy="Choose a new URL, or remove it first."
+        )
+    yield place
+
+
+class _Writing:
+    """One checkpoint on its way into a save directory."""
+
+    def __init__(
+        self, checkpoint: Described, attempt: Attempt, progress: Progress, opaque: Literal["error", "pickle"]
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.attempt = attempt
+        self.progress = progress
+        self.opaque: Literal["error", "pickle"] = opaque
+
+    def run(self) -> None:
+        files = self._write_objects()
+        files |= self._write_tensors()
+        header = files[rank_file(0)].digested if rank_file(0) in files else 0
+        stored = self._stored()
+        index = encode_index(stored, [header] if stored.files else [], BLOCK, self.checkpoint.aliases)
+        (self.attempt.directory / INDEX).write(index)
+        files[INDEX] = FileEntry(len(index), digest(index), len(index))
+        manifest = Manifest(
+            save_id=self.attempt.save_id,
+            created=now().isoformat(timespec="microseconds"),
+            files=files,
+            # Whose objects these are depends on how many ranks there were, not on who converts.
+            writer=writer_info(self.checkpoint.world_size),
+            provenance=self.checkpoint.provenance,
+            requires=required(stored),
+        )
+        self.attempt.commit(manifest, keep_previous=0)
+
+    def _write_objects(self) -> Files:
+        """First, because an object that cannot be stored should be told at once."""
+        trees: dict[int | None, Any] = {None: self.checkpoint.objects}
+        trees |= {rank: self.checkpoint.rank_objects(rank) for rank in range(self.checkpoint.world_size)}
+        files: Files = {}
+        for rank, tree in trees.items():
+            if rank is None or tree is not None:
+                encoder = StoredEncoder("objects" if rank is None else f"rank.{rank}", self.opaque)
+                encoded = encoder.encode(tree)
+                files |= write_objects(self.attempt.directory, rank, encoded, encoder.opaque_objects)
+        return files
+
+    def _write_tensors(self) -> Files:
+        entries = self.checkpoint.tensors.values()
+        boxes = [StoredBox(e.name, e.shape, e.dtype_name, Box.whole(e.shape)) for e in entries]
+        ordered = [boxes[i] for i in file_order(boxes)]
+        parts = read_in_order(self.checkpoint, [box.name for box in ordered], progress=self.progress)
+        data = ((part.data for part in group) for _, group in groupby(parts, key=lambda part: part.name))
+        return write_in_order(self.attempt.directory, 0, ordered, data)
+
+    def _stored(self) -> Stored:
+        """Every tensor is whole, in the one file; only those without elements need be listed by their box."""
+        kinds: dict[Kind, int] = {}
+        regular: dict[str, int] = {}
+        odd: dict[str, OddTensor] = {}
+        for name, entry in sorted(self.checkpoint.tensors.items()):
+            if entry.numel:
+                kind = Kind(entry.dtype_name, entry.shape, entry.shape, 0)
+                regular[name] = kinds.setdefault(kind, len(kinds))
+            else:
+                box = OddBox(Box.whole(entry.shape), 0)
+                odd[name] = OddTensor(entry.dtype_name, entry.shape, (box,))
+        files = [rank_file(0)] if regular or odd else []
+        return Stored(files, [{(): (0,)}] if regular else [], [*kinds], regular, odd)

@@ -1,0 +1,523 @@
+"""Gathering what a foreign checkpoint holds under the logical names, and reading it from there.
+
+A format's reader hands state dicts and optimizer states to `Contents`, as its program nests them;
+`Contents.opened` gives the `Checkpoint`. Optimizer states that number their parameters keep the numbers:
+whoever resumes knows the parameters' order, and a guess could be wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from nnx_checkpoint.box import Box, boxes_of_range, find_fault
+from nnx_checkpoint.codec import Encoder, decode
+from nnx_checkpoint.dtypes import DTYPES
+from nnx_checkpoint.errors import CheckpointError
+from nnx_checkpoint.foreign.torch_file import FileTensor, load_torch_file, map_paths, map_tree
+from nnx_checkpoint.index import Piece, TensorEntry
+from nnx_checkpoint.manifest import load_json
+from nnx_checkpoint.naming import StoredName
+from nnx_checkpoint.reader import Checkpoint, Fetcher, PlainFiles, Wanted
+from nnx_checkpoint.views import Described
+
+__all__ = [
+    "Contents",
+    "ForeignCheckpoint",
+    "Lifted",
+    "Span",
+    "StoredEncoder",
+    "add_shared_state",
+    "as_step",
+    "load_rank_file",
+    "malformed_explained",
+    "pack",
+    "pieces_of_range",
+    "spans_of_partitions",
+    "split_evenly",
+    "unpack",
+]
+
+
+class ForeignCheckpoint(Checkpoint):
+    """An opened checkpoint of another program; made by `Contents.opened`."""
+
+    def __init__(self, contents: Contents, *, world_size: int, provenance: Mapping[str, Any]) -> None:
+        self.path = contents.path
+        self.format = contents.format
+        self._contents = contents
+        self._world_size = world_size
+        self._provenance = provenance
+
+    @property
+    @override
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        return self._contents.entries
+
+    @property
+    @override
+    def aliases(self) -> Mapping[str, str]:
+        return self._contents.aliases
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return self._world_size
+
+    @property
+    @override
+    def provenance(self) -> Mapping[str, Any]:
+        return self._provenance
+
+    @override
+    def tree(self, rank: int | None, tensor: Callable[[str], Any]) -> Any:
+        held = self._contents.objects if rank is None else self._contents.rank_objects.get(rank)
+        return map_tree(held, lambda value: tensor(value.name) if isinstance(value, Lifted) else value)
+
+    @override
+    def _fetch(self, wanted: Sequence[Wanted]) -> None:
+        resident = self._contents.resident
+        with malformed_explained(self.path, self.format):
+            for want in wanted:
+                value = resident.get(want.entry.name)
+                if value is not None:
+                    tensor = value.read() if isinstance(value, FileTensor) else value
+                    want.view.copy_(tensor[want.box.slices])
+        direct = [self._contents.located(want) for want in wanted if want.entry.name not in resident]
+        Fetcher(PlainFiles()).fetch(direct)
+
+
+@dataclass(frozen=True, slots=True)
+class Lifted:
+    """Stands in a tree of objects for a tensor that has a logical name."""
+
+    name: str
+
+
+class Contents:
+    """The logical contents of a foreign checkpoint, filled part by part.
+
+    Args:
+        path: The checkpoint.
+        format: Name of its format.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], format: str) -> None:
+        self.path = Path(path)
+        self.format = format
+        self.entries: dict[str, TensorEntry] = {}
+        self.resident: dict[str, FileTensor | Tensor] = {}
+        """Tensors in memory, and those whose elements have gaps in the file and are read as a whole."""
+        self.aliases: dict[str, str] = {}
+        self.objects: dict[str, Any] = {"trainer": {}}
+        """The common objects; tensors in them, of either kind, are given names by `opened`."""
+        self.rank_objects: dict[int, Any] = {}
+        """The objects of single ranks, likewise."""
+        self._places: dict[tuple[Any, ...], str] = {}
+        self._permuted: dict[str, tuple[tuple[int, ...], TensorEntry]] = {}
+
+    def add(self, name: str, value: FileTensor | Tensor) -> None:
+        """Add a complete tensor under a logical name."""
+        if isinstance(value, FileTensor) and value.is_contiguous:
+            self.entries[name] = value.entry(name)
+            return
+        dtype = str(value.dtype).removeprefix("torch.")
+        self.entries[name] = TensorEntry(name, tuple(value.shape), dtype, ())
+        order = value.order if isinstance(value, FileTensor) else None
+        if isinstance(value, FileTensor) and order is not None:
+            self._permuted[name] = (order, value.permute(order).entry(name))
+        else:
+            self.resident[name] = value if isinstance(value, FileTensor) else value.detach()
+
+    def located(self, wanted: Wanted) -> Wanted:
+        """The same box in the coordinates of what is stored, whose dims may be in another order."""
+        if wanted.entry.name not in self._permuted:
+            return wanted
+        order, entry = self._permuted[wanted.entry.name]
+        box = Box(*(tuple(extents[d] for d in order) for extents in (wanted.box.offset, wanted.box.size)))
+        return Wanted(entry, box, wanted.view.permute(order))
+
+    def add_pieces(self, name: str, shape: Sequence[int], dtype_name: str, pieces: Iterable[Piece]) -> None:
+        """Add a tensor that lies in parts in one or several files.
+
+        Raises:
+            CheckpointError: The parts do not make up the tensor: a file is missing.
+        """
+        entry = TensorEntry(name, tuple(shape), dtype_name, tuple(pieces))
+        fault = find_fault(entry.shape, entry.copies)
+        if fault:
+            raise CheckpointError(
+                f"the files of '{self.path}' do not make up tensor '{name}' of shape {entry.shape}: {fault}.",
+                remedy="Make sure that the files of all ranks are there.",
+            )
+        self.entries[name] = entry
+
+    def add_model(self, state_dict: Mapping[str, Any]) -> None:
+        """Add a module's state dict; names that share their place in a file are tied."""
+        extra = self.objects.setdefault("extra", {})
+        for name, value in state_dict.items():
+            key = f"model.{name}"
+            if not isinstance(value, (FileTensor, Tensor)):
+                extra[name] = value
+                continue
+            place = _place(value)
+            if place is not None and place in self._places:
+                self.aliases[key] = self._places[place]
+                continue
+            if place is not None:
+                self._places[place] = key
+            self.add(key, value)
+
+    def add_optimizer(self, state: Mapping[str, Any], names: Sequence[str] | None = None) -> None:
+        """Add the next optimizer: ``state`` and ``param_groups`` as torch has them, named or numbered.
+
+        Args:
+            state: As ``Optimizer.state_dict()`` gives it; further keys are kept too.
+            names: What parameter 0, 1, ... of the groups is called. Where they are not given and the groups
+                hold ``param_names`` (torch stores them for optimizers built from ``named_parameters``),
+                these replace the numbers, if they are names of the model added before: those of one of
+                its parts are not.
+        """
+        optimizers = self.objects.setdefault("optim", [])
+        prefix = f"optim.{len(optimizers)}.state"
+        renamed = self._names_by_number(state["param_groups"], names)
+        values: dict[Any, dict[str, Any]] = {}
+        for parameter, entries in state["state"].items():
+            name = renamed.get(parameter, parameter)
+            for key, value in entries.items():
+                if isinstance(value, (FileTensor, Tensor)):
+                    self.add(f"{prefix}.{name}.{key}", value)
+                else:
+                    values.setdefault(name, {})[key] = value
+        groups = [
+            {
+                **{key: value for key, value in group.items() if key != "param_names"},
+                "params": [renamed.get(parameter, parameter) for parameter in group["params"]],
+            }
+            for group in state["param_groups"]
+        ]
+        optimizers.append({"groups": groups, "values": values})
+        other = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+        if other:
+            optimizers[-1]["other"] = other
+
+    def _names_by_number(
+        self, groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None
+    ) -> dict[Any, str]:
+        if names is not None:
+            return dict(enumerate(names))
+        found: dict[Any, str] = {}
+        for group in groups:
+            if "param_names" in group:
+                found.update(zip(group["params"], group["param_names"], strict=True))
+        known = {*self.entries, *self.aliases}
+        return found if all(f"model.{name}" in known for name in found.values()) else {}
+
+    def set_trainer(self, rest: Mapping[str, Any]) -> None:
+        """Set what remains of Lightning's dict."""
+        self.objects["trainer"] = dict(rest)
+
+    def opened(
+        self, *, world_size: int = 1, provenance: Mapping[str, Any] | None = None
+    ) -> ForeignCheckpoint:
+        """The checkpoint, after naming the tensors in objects and making sure that all can be read.
+
+        Raises:
+            CheckpointError: A tensor has an element type that nothing here can read.
+        """
+        self.objects = self._lift(self.objects, "objects")
+        self.rank_objects = {
+            rank: self._lift(tree, f"rank.{rank}") for rank, tree in self.rank_objects.items()
+        }
+        for alias, name in self.aliases.items():
+            if name not in self.entries:
+                raise CheckpointError(
+                    f"'{self.path}' holds the name '{alias}' for tensor '{name}', which it does not hold.",
+                    remedy="Restore it from a backup, or use another checkpoint.",
+                )
+        for entry in self.entries.values():
+            if entry.dtype_name not in DTYPES:
+                raise CheckpointError(
+                    f"tensor '{entry.name}' of '{self.path}' has element type {entry.dtype_name}, "
+                    "which is not supported.",
+                    remedy=f"Convert it to one of {', '.join(DTYPES)} with the program that wrote it.",
+                )
+        return ForeignCheckpoint(self, world_size=world_size, provenance=provenance or {})
+
+    def _lift(self, tree: Any, prefix: str) -> Any:
+        """Give every tensor of a tree a name that says where it stands, as `Encoder` does."""
+
+        def lift(path: tuple[str, ...], value: Any) -> Any:
+            if not isinstance(value, (FileTensor, Tensor)):
+                return value
+            name = wanted = ".".join((prefix, *path))
+            number = 1
+            while name in self.entries:
+                number += 1
+                name = f"{wanted}#{number}"
+            self.add(name, value)
+            return Lifted(name)
+
+        return map_paths(tree, lift)
+
+
+def _place(value: FileTensor | Tensor) -> tuple[Any, ...] | None:
+    """What two tied tensors have in common; None for a tensor without elements."""
+    if isinstance(value, FileTensor):
+        return (value.path, value.start, value.shape, value.stride, value.dtype) if value.numel else None
+    if value.numel() == 0:
+        return None
+    return (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
+
+
+# --- ranges of flat buffers ----------------------------------------------------------------------- ZeRO and
+# its like keep many tensors end to end in one buffer and cut that evenly, wherever the tensors begin. What
+# one rank holds of a tensor is then a range of its elements, and a few boxes of it (`nnx_checkpoint.box`).
+# What all elements share, such as the number of steps, is stored beside them.
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements [start, stop) of a parameter, which one rank holds from `position` on."""
+
+    rank: int
+    position: int
+    start: int
+    stop: int
+
+
+def spans_of_partitions(offset: int, numel: int, size: int) -> list[Span]:
+    """Cut a parameter where a buffer is cut into partitions of a size (ZeRO 1 and 2).
+
+    Example:
+        >>> [(span.rank, span.position, span.start, span.stop) for span in spans_of_partitions(3, 4, 5)]
+        [(0, 3, 0, 2), (1, 0, 2, 4)]
+    """
+    spans = []
+    for rank in range(offset // max(size, 1), math.ceil((offset + numel) / max(size, 1))):
+        first, last = max(offset, rank * size), min(offset + numel, (rank + 1) * size)
+        if first < last:
+            spans.append(Span(rank, first - rank * size, first - offset, last - offset))
+    return spans
+
+
+def split_evenly(position: int, numel: int, world_size: int) -> list[Span]:
+    """Cut a parameter itself into equal parts, the last ones shorter or empty (ZeRO 3).
+
+    Example:
+        >>> [(span.rank, span.position, span.start, span.stop) for span in split_evenly(10, 5, 3)]
+        [(0, 10, 0, 2), (1, 10, 2, 4), (2, 10, 4, 5)]
+    """
+    part = math.ceil(numel / world_size)
+    cuts = [min(rank * part, numel) for rank in range(world_size + 1)]
+    return [
+        Span(rank, position, cuts[rank], cuts[rank + 1])
+        for rank in range(world_size)
+        if cuts[rank] < cuts[rank + 1]
+    ]
+
+
+def pieces_of_range(source: FileTensor, position: int, outer: Box, start: int, stop: int) -> list[Piece]:
+    """Say where the elements of a box lie, of which `source` holds a range.
+
+    Args:
+        source: A contiguous tensor in a file.
+        position: Index in it of the first element of the range.
+        outer: A box of the logical tensor; the range is one of its elements in row-major order.
+        start: First element of the range.
+        stop: One past its last element.
+
+    Raises:
+        CheckpointError: The tensor in the file ends before the range does.
+    """
+    if position + stop - start > source.numel or not source.is_contiguous:
+        raise CheckpointError(
+            f"a tensor of '{source.path}' has {source.numel} elements, expected at least "
+            f"{position + stop - start} without gaps.",
+            remedy="The files of this checkpoint do not belong together; restore them from a backup.",
+        )
+    pieces = []
+    at = source.start + position * source.dtype.itemsize
+    for inner in boxes_of_range(outer.size, start, stop):
+        offset = tuple(a + b for a, b in zip(outer.offset, inner.offset, strict=True))
+        nbytes = inner.numel * source.dtype.itemsize
+        pieces.append(Piece(Box(offset, inner.size), str(source.path), at, nbytes))
+        at += nbytes
+    return pieces
+
+
+def as_step(value: Any) -> Any:
+    """A number of steps as torch's optimizers keep it; other programs' count with an int."""
+    return torch.tensor(float(value)) if isinstance(value, int) else value
+
+
+def add_shared_state(contents: Contents, key: str, value: Any, values: dict[str, Any]) -> None:
+    """Add optimizer state that all elements of a parameter share, such as the number of steps.
+
+    Args:
+        contents: Where tensors go.
+        key: Their logical name.
+        value: The state.
+        values: Where everything else goes.
+    """
+    name = key.rpartition(".")[2]
+    value = as_step(value) if name == "step" else value
+    if isinstance(value, (FileTensor, torch.Tensor)):
+        contents.add(key, value)
+    else:
+        values[name] = value
+
+
+# --- what another format has no place for ---------------------------------------------------------
+# It is kept beside that format's own contents so that nothing is lost on the way back. It is the typed JSON
+# of `nnx_checkpoint.codec`; tensors in it are stored under their logical names by whoever writes, and are
+# referred to by name. So a file that carries it stays readable for programs that know nothing of it, and no
+# pickle is needed.
+
+
+_VERSION = 1
+
+
+class StoredEncoder(Encoder):
+    """An `Encoder` that refers to stored tensors by the names they have."""
+
+    def encode(self, value: Any, path: tuple[str, ...] = ()) -> Any:
+        """Encode a value; see `Encoder.encode`."""
+        if isinstance(value, StoredName):
+            return {"$": "tensor", "name": value.key}
+        return super().encode(value, path)
+
+
+def pack(checkpoint: Described, objects: Mapping[str, Any], aliases: Mapping[str, str]) -> str:
+    """Encode what is left over.
+
+    Args:
+        checkpoint: Where it comes from; the objects of its ranks are included.
+        objects: Common objects, by their key in `Checkpoint.objects`.
+        aliases: Tied names.
+
+    Raises:
+        CheckpointError: An object has no JSON form.
+    """
+    ranks = {rank: checkpoint.rank_objects(rank) for rank in range(checkpoint.world_size)}
+    body = {
+        "version": _VERSION,
+        "objects": StoredEncoder("objects").encode(dict(objects)),
+        "ranks": {
+            str(rank): StoredEncoder(f"rank.{rank}").encode(tree)
+            for rank, tree in ranks.items()
+            if tree is not None
+        },
+        "aliases": dict(aliases),
+        "world_size": checkpoint.world_size,
+        "provenance": dict(checkpoint.provenance),
+    }
+    return json.dumps(body, separators=(",", ":"), allow_nan=False)
+
+
+def unpack(text: str, contents: Contents, tensor: Callable[[str], Any], *, source: str) -> dict[str, Any]:
+    """Put back what was left over: objects, the objects of ranks, aliases.
+
+    Args:
+        text: What `pack` gave.
+        contents: Where to put it.
+        tensor: Gives what stands for the tensor of a name.
+        source: Where it comes from, for messages.
+
+    Returns:
+        World size and provenance, as `Contents.opened` takes them.
+
+    Raises:
+        CheckpointError: It is malformed or newer.
+    """
+    decoded = partial(decode, tensor=tensor, opaque=_no_opaque, source=source)
+    try:
+        body = load_json(text.encode())
+        version = body["version"]
+        if version != _VERSION:
+            raise CheckpointError(
+                f"'{source}' holds data of nnx in version {version}; this nnx reads version {_VERSION}.",
+                remedy="Upgrade with `pip install --upgrade nnx-core`.",
+            )
+        contents.objects |= dict(decoded(body["objects"]))
+        contents.rank_objects |= {int(rank): decoded(tree) for rank, tree in dict(body["ranks"]).items()}
+        contents.aliases |= {str(alias): str(name) for alias, name in dict(body["aliases"]).items()}
+        return {"world_size": int(body["world_size"]), "provenance": dict(body["provenance"])}
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"'{source}' holds malformed data of nnx: {type(error).__name__}: {error}.",
+            remedy="Restore it from a backup, or use another checkpoint.",
+        ) from error
+
+
+def _no_opaque(place: str) -> Any:
+    raise LookupError(f"the object at {place!r} is not here")
+
+
+# --- files of one rank ----------------------------------------------------------------------------
+
+
+def load_rank_file(
+    path: Path, *, weights_only: bool, own: Collection[str], inert: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Read a rank's file; its tensors stay in it, even if the rest has to be trusted.
+
+    Args:
+        path: The file.
+        weights_only: False trusts what is under other keys than `own`, where it cannot be read safely.
+        own: The keys of the program that wrote it. What is under them is never trusted, nor need be.
+        inert: Prefixes of the names of the program's own classes.
+
+    Raises:
+        CheckpointError: The file is missing or damaged, is no dict, or needs trust.
+    """
+    try:
+        loaded = load_torch_file(path, inert=inert)
+    except CheckpointError:
+        if weights_only:
+            raise
+        located = load_torch_file(path, inert=("",))
+        trusted = load_torch_file(path, weights_only=False)
+        loaded = {key: located[key] if key in own else value for key, value in trusted.items()}
+    if not isinstance(loaded, Mapping):
+        raise CheckpointError(
+            f"'{path}' holds a {type(loaded).__name__}, expected the dict of one rank.",
+            remedy="Restore it from a backup, or use another checkpoint.",
+        )
+    return dict(loaded)
+
+
+# --- files that are not as their program writes them ----------------------------------------------
+
+
+@contextmanager
+def malformed_explained(path: Any, program: str) -> Iterator[None]:
+    """Turn the errors of looking into nested data that is not as expected into one that names the files."""
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AttributeError,
+        IndexError,
+        KeyError,
+        OSError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise CheckpointError(
+            f"'{path}' is not as {program} writes it: {type(error).__name__}: {error}.",
+            remedy=f"Restore it from a backup; if it is whole, it is of a version of {program} that nnx does "
+            "not know: merge it with that program first.",
+        ) from error

@@ -1,0 +1,394 @@
+"""What the state dict in a DCP directory means: which part is the model, which are optimizers, and all names.
+
+DCP stores any nested state dict, and programs that use it put models and optimizers under keys of their own.
+`interpret` recognizes the usual ones by their keys and by their form. What is recognized as neither is kept,
+under its own keys, with the trainer's objects.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nnx_checkpoint.errors import CheckpointError
+from nnx_checkpoint.foreign.contents import Contents, Lifted, unpack
+from nnx_checkpoint.foreign.dcp_files import LocatedTensor
+from nnx_checkpoint.foreign.torch_file import map_paths
+from nnx_checkpoint.views import FABRIC_KEYS
+
+__all__ = ["OURS", "TRAINER", "Parts", "add_parts", "interpret", "is_ours", "nest", "restore_ours"]
+
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+_EXTRA_STATE = "_extra_state"
+_STATE, _GROUPS = "state", "param_groups"
+
+
+@dataclass(slots=True)
+class Parts:
+    """A state dict, taken apart.
+
+    Attributes:
+        models: State dicts by key; tensors are `LocatedTensor`, anything else is extra state.
+        optimizers: ``{"state", "param_groups"}`` by key, named or numbered.
+        rest: Everything else.
+    """
+
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    optimizers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rest: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> dict[str, list[str]]:
+        """The keys of models and optimizers, for Fabric's users, who look them up by these."""
+        return {"modules": list(self.models), "optimizers": list(self.optimizers)}
+
+    @property
+    def prefixes(self) -> dict[str, str]:
+        """What precedes a parameter's logical name: nothing, or a model's key where there are several."""
+        return {key: f"{key}." if len(self.models) > 1 else "" for key in self.models}
+
+
+# --- from flat names to a tree --------------------------------------------------------------------
+
+
+class _Node(dict["str | int", Any]):
+    """A container of the state dict, as opposed to a dict that was saved as one object."""
+
+
+def nest(values: Mapping[str, Any], keys: Mapping[str, Sequence[str | int]]) -> dict[str, Any]:
+    """Build the state dict that was saved.
+
+    Args:
+        values: By flat name.
+        keys: The keys and list positions that lead to each.
+
+    Raises:
+        CheckpointError: Two values claim the same place.
+
+    Example:
+        >>> nest({"a.b": 1, "c.0": 2}, {"a.b": ("a", "b"), "c.0": ("c", 0)})
+        {'a': {'b': 1}, 'c': [2]}
+    """
+    root = _Node()
+    for name, value in values.items():
+        *parents, last = keys[name]
+        node: Any = root
+        for key in parents:
+            node = node.setdefault(key, _Node()) if isinstance(node, _Node) else None
+        if not isinstance(node, _Node) or last in node:
+            raise CheckpointError(
+                f"the metadata puts '{name}' where something else is: {list(keys[name])}.",
+                remedy="It is damaged; resume from another checkpoint.",
+            )
+        node[last] = value
+    return {str(key): _plain(value) for key, value in root.items()}
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, _Node):
+        return value
+    if value and all(isinstance(key, int) for key in value):
+        return [_plain(item) for _, item in sorted(value.items())]
+    return {str(key): _plain(item) for key, item in value.items()}
+
+
+# --- recognizing ----------------------------------------------------------------------------------
+
+
+def interpret(
+    tree: Mapping[str, Any], *, keys: Mapping[str, Sequence[str]] | None = None, every_model: bool = False
+) -> Parts:
+    """Take a state dict apart.
+
+    An optimizer is a dict that has the form of one, nested or flattened, whatever its key. A model is what
+    stands under one of the usual keys; without such a key, the tensors that stand side by side at the top;
+    without those, every dict of nothing but tensors. One level around all of this, as in ``{"app": ...}``,
+    is looked through.
+
+    Args:
+        tree: The state dict; tensors are `LocatedTensor`.
+        keys: Which keys are ``modules`` and ``optimizers``, where that is known.
+        every_model: Take every dict of nothing but tensors for a model.
+
+    Raises:
+        CheckpointError: An optimizer's state is malformed.
+    """
+    if keys is not None:
+        return _by_keys(tree, keys)
+    tree = _unwrapped(tree)
+    if _is_optimizer(tree):
+        return Parts(optimizers={"optimizer": _optimizer(tree)})
+    parts = Parts(rest=dict(tree))
+    found = {key: state for name, value in tree.items() for key, state in _optimizers(name, value)}
+    for key in sorted(found, key=_natural):
+        parts.optimizers[key] = _optimizer(found[key])
+        parts.rest.pop(key.partition("[")[0], None)
+    dicts = [key for key, value in parts.rest.items() if _holds_tensors_only(value)]
+    usual = [key for key in _MODEL_KEYS if isinstance(parts.rest.get(key), dict)][:1]
+    if every_model or usual:
+        parts.models = {key: _flat(parts.rest.pop(key)) for key in (dicts if every_model else usual)}
+    elif any(isinstance(value, LocatedTensor) for value in parts.rest.values()):
+        names = [k for k, value in parts.rest.items() if isinstance(value, LocatedTensor) or _is_extra(k)]
+        parts.models = {"model": _flat({name: parts.rest.pop(name) for name in names})}
+    else:
+        parts.models = {key: _flat(parts.rest.pop(key)) for key in dicts}
+    return parts
+
+
+def _by_keys(tree: Mapping[str, Any], keys: Mapping[str, Sequence[str]]) -> Parts:
+    rest = dict(tree)
+    nothing: dict[str, Any] = {_STATE: {}, _GROUPS: []}
+    return Parts(
+        models={key: _flat(rest.pop(key, {})) for key in keys["modules"]},
+        optimizers={key: _optimizer(rest.pop(key, nothing)) for key in keys["optimizers"]},
+        rest=rest,
+    )
+
+
+def _unwrapped(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    if len(tree) != 1:
+        return tree
+    (key, inner), *_ = tree.items()
+    if key in _MODEL_KEYS or not isinstance(inner, dict) or _is_optimizer(inner):
+        return tree
+    holds_parts = any(
+        (name in _MODEL_KEYS and isinstance(value, dict)) or _is_optimizer(value)
+        for name, value in inner.items()
+    )
+    return inner if holds_parts else tree
+
+
+def _optimizers(key: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if _is_optimizer(value):
+        yield key, value
+    elif isinstance(value, list) and value and all(_is_optimizer(item) for item in value):
+        for position, item in enumerate(value):
+            yield f"{key}[{position}]", item
+
+
+def _is_optimizer(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    groups = value.get(_GROUPS)
+    if isinstance(groups, list):
+        return all(isinstance(group, dict) and "params" in group for group in groups)
+    return _is_flattened(value)
+
+
+def _is_flattened(value: Mapping[str, Any]) -> bool:
+    """Whether it is what torch's ``flatten_optimizer_state_dict`` makes of an optimizer's state."""
+    of_groups = [key.startswith(f"{_GROUPS}.") for key in value]
+    return any(of_groups) and all(
+        is_one or key.startswith(f"{_STATE}.") for is_one, key in zip(of_groups, value, strict=True)
+    )
+
+
+def _holds_tensors_only(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(_is_member(*pair) for pair in value.items())
+
+
+def _is_member(key: str, value: Any) -> bool:
+    """Whether it can be an entry of a module's state dict."""
+    return isinstance(value, LocatedTensor) or _is_extra(key) or _holds_tensors_only(value)
+
+
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == _EXTRA_STATE
+
+
+def _flat(model: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Join the keys of dicts of state dicts; extra state stays what it is."""
+    flat: dict[str, Any] = {}
+    for key, value in model.items():
+        if isinstance(value, dict) and not _is_extra(key):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _natural(key: str) -> list[Any]:
+    """So that ``optimizer_10`` comes after ``optimizer_9``."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)]
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+
+def _optimizer(value: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state in torch's own form, with numbers where its groups have numbers."""
+    value = _unflattened(value) if _is_flattened(value) else value
+    groups = [dict(group) for group in value[_GROUPS]]
+    state = value.get(_STATE, {})
+    if not isinstance(state, dict) or not all(isinstance(entries, dict) for entries in state.values()):
+        raise CheckpointError(
+            "an optimizer's state in the checkpoint does not map parameters to their entries.",
+            remedy="Save what `Optimizer.state_dict()` or torch's `get_optimizer_state_dict` returns.",
+        )
+    if any(isinstance(number, int) for group in groups for number in group["params"]):
+        state = {int(number): entries for number, entries in state.items()}
+    return {**value, _STATE: state, _GROUPS: groups}
+
+
+def _unflattened(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo ``flatten_optimizer_state_dict``; parameters with equal hyper-parameters make up a group."""
+    hyper: dict[str, dict[str, Any]] = {}
+    for key, item in value.items():
+        if key.startswith(f"{_GROUPS}."):
+            parameter, _, name = key.removeprefix(f"{_GROUPS}.").rpartition(".")
+            hyper.setdefault(parameter, {})[name] = item.read() if isinstance(item, LocatedTensor) else item
+    groups: dict[str, dict[str, Any]] = {}
+    for parameter, values in hyper.items():
+        group = groups.setdefault(repr(sorted(values.items())), {**values, "params": []})
+        group["params"].append(parameter)
+    state: dict[str, Any] = {}
+    for key, item in value.items():
+        if key.startswith(f"{_STATE}."):
+            parameter, name = _split(key.removeprefix(f"{_STATE}."), hyper)
+            state.setdefault(parameter, {})[name] = item
+    return {_STATE: state, _GROUPS: list(groups.values())}
+
+
+def _split(key: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
+    parameter, _, name = key.rpartition(".")
+    while parameter and parameter not in parameters:
+        parameter, _, more = parameter.rpartition(".")
+        name = f"{more}.{name}"
+    if not parameter:
+        raise CheckpointError(
+            f"the optimizer's entry '{key}' belongs to none of the parameters in its groups.",
+            remedy="It was saved by another program, or is damaged; resume from another checkpoint.",
+        )
+    return parameter, name
+
+
+# --- logical names --------------------------------------------------------------------------------
+# Giving the parts their logical names, and taking back what we left beside them.
+
+
+OURS = "nnx"
+"""Under which key of the trainer's objects stands what DCP and Lightning have no place for."""
+TRAINER = "trainer"
+"""Under which key our own DCP directories keep the trainer's objects."""
+_OBJECT_KEYS = {_STATE: "values", _GROUPS: "groups"}
+"""What these are called among the objects of a checkpoint."""
+
+
+def add_parts(contents: Contents, parts: Parts, beside: Mapping[str, Any]) -> None:
+    """Add everything under its logical names. Names of one place in the files are tied.
+
+    Args:
+        contents: Of the checkpoint.
+        parts: The state dict, taken apart.
+        beside: Objects of the trainer that lie beside it.
+    """
+    stored: dict[Any, str] = {}
+    for key, prefix in parts.prefixes.items():
+        extra = {}
+        for name, value in parts.models[key].items():
+            logical = f"model.{prefix}{name}"
+            if not isinstance(value, LocatedTensor):
+                extra[f"{prefix}{name}"] = value
+            elif value.pieces and value.pieces in stored:
+                contents.aliases[logical] = stored[value.pieces]
+            else:
+                stored[value.pieces] = logical
+                _add_tensor(contents, logical, value)
+        contents.add_model(_lifted(contents, extra, "objects.extra"))
+    for state in parts.optimizers.values():
+        _add_optimizer(contents, _named(state, parts))
+    contents.set_trainer({**_lifted(contents, parts.rest, "objects.trainer"), **beside})
+
+
+def _add_tensor(contents: Contents, name: str, tensor: LocatedTensor) -> None:
+    if tensor.resident is not None:
+        contents.add(name, tensor.resident)
+    else:
+        contents.add_pieces(name, tensor.shape, tensor.dtype_name, tensor.pieces)
+
+
+def _add_optimizer(contents: Contents, state: Mapping[str, Any]) -> None:
+    index = len(contents.objects.get("optim", ()))
+    values: dict[Any, dict[str, Any]] = {}
+    for parameter, entries in state[_STATE].items():
+        for name, value in entries.items():
+            if isinstance(value, LocatedTensor):
+                _add_tensor(contents, f"optim.{index}.state.{parameter}.{name}", value)
+            else:
+                values.setdefault(parameter, {})[name] = value
+    described = {
+        key: _lifted(contents, value, f"objects.optim.{index}.{_OBJECT_KEYS.get(key, f'other.{key}')}")
+        for key, value in {**state, _STATE: values}.items()
+    }
+    contents.add_optimizer(described)
+
+
+def _named(state: Mapping[str, Any], parts: Parts) -> Mapping[str, Any]:
+    """An optimizer's state by logical names, as far as they are known, and without ``param_names``.
+
+    These replace numbers where they are names of a model. Where there are several models, the key of the one
+    that the parameters belong to comes before their names, unless they could belong to several.
+    """
+    order = [name for group in state[_GROUPS] for name in group["params"]]
+    given = [name for group in state[_GROUPS] for name in group.get("param_names", ())]
+    numbered = any(isinstance(name, int) for name in order)
+    known = given if numbered and len(given) == len(order) else order
+    owners = [key for key, model in parts.models.items() if order and set(known) <= set(model)]
+    logical = {name: name for name in order}
+    if len(owners) == 1:
+        prefix = parts.prefixes[owners[0]]
+        logical = {old: f"{prefix}{new}" for old, new in zip(order, known, strict=True)}
+    groups = [
+        {
+            **{key: value for key, value in group.items() if key != "param_names"},
+            "params": [logical[name] for name in group["params"]],
+        }
+        for group in state[_GROUPS]
+    ]
+    renamed = {logical.get(name, name): entries for name, entries in state[_STATE].items()}
+    return {**state, _STATE: renamed, _GROUPS: groups}
+
+
+def restore_ours(contents: Contents, beside: dict[str, Any]) -> dict[str, Any] | None:
+    """Take out of the trainer's objects what `nnx_checkpoint.foreign.dcp_directory` put there.
+
+    Args:
+        contents: Where it belongs.
+        beside: The objects, which lose it.
+
+    Returns:
+        World size and provenance of what was written; None if another program wrote this.
+    """
+    ours = beside.pop(OURS) if is_ours(beside) else None
+    if ours is None:
+        return None
+    for name, tensor in ours["tensors"].items():
+        contents.add(name, tensor)
+    for key in ours["added"]:
+        beside.pop(key, None)
+    if ours["fabric"]:
+        beside[FABRIC_KEYS] = ours["fabric"]
+    return unpack(ours["left"], contents, Lifted, source=str(contents.path))
+
+
+def is_ours(objects: Any) -> bool:
+    """Whether nnx wrote these objects of a trainer."""
+    ours = objects.get(OURS) if isinstance(objects, dict) else None
+    return isinstance(ours, dict) and set(ours) >= {"left", "tensors", "added", "fabric"}
+
+
+def _lifted(contents: Contents, tree: Any, prefix: str) -> Any:
+    """Name the tensors of a tree by where they stand, and put `Lifted` in their places."""
+
+    def lift(path: tuple[str, ...], value: Any) -> Any:
+        if not isinstance(value, LocatedTensor):
+            return value
+        name = ".".join((prefix, *path))
+        while name in contents.entries:
+            name += "_"
+        _add_tensor(contents, name, value)
+        return Lifted(name)
+
+    return map_paths(tree, lift)

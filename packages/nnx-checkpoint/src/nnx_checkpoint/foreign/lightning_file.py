@@ -1,0 +1,300 @@
+"""Lightning's single file, and other files of ``torch.save`` as users have them.
+
+Reading accepts what Trainer and Fabric write, a bare state dict, and dicts such as
+``{"model": ..., "optimizer": ..., "epoch": ...}``. Writing gives a file that stock Lightning resumes from,
+without ever holding more than a few megabytes of it. Parameter names of optimizers, and what else Lightning's
+dict has no place for, go under the key ``"nnx"``, which Lightning ignores.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from nnx_checkpoint.errors import CheckpointError
+from nnx_checkpoint.foreign.contents import Contents, ForeignCheckpoint, Lifted, pack, unpack
+from nnx_checkpoint.foreign.torch_file import FileTensor, load_torch_file, map_tree
+from nnx_checkpoint.foreign.torch_writer import write_torch_file
+from nnx_checkpoint.formats import CheckpointFormat, Progress
+from nnx_checkpoint.naming import StoredName, numbered_optimizer_state, stored_optimizer_states
+from nnx_checkpoint.reader import Checkpoint
+from nnx_checkpoint.slabs import new_file
+from nnx_checkpoint.views import FABRIC_KEYS, Described
+
+__all__ = ["LightningFile", "lightning_dict"]
+
+_ZIP = b"PK\x03\x04"
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""The number that files of torch before 1.6 begin with, pickled."""
+_MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module")
+_OURS = "nnx"
+_RAW = "state_dict"
+"""What a file calls a state dict that Lite saved by itself, under no key."""
+_VERSION_KEY = "pytorch-lightning_version"
+_REQUIRED: dict[str, Any] = {_VERSION_KEY: None, "lr_schedulers": [], "epoch": 0, "global_step": 0}
+"""What Trainer needs to resume."""
+
+
+class LightningFile(CheckpointFormat):
+    """One file of ``torch.save``.
+
+    Which entry is the model: ``state_dict``, else the first of ``model_state_dict``, ``model`` and ``module``
+    that is a dict of tensors, else the whole file if it is one. Optimizers: the list ``optimizer_states``,
+    else every entry that has ``state`` and ``param_groups``, in order. Everything else is the trainer's.
+    """
+
+    name = "lightning"
+    can_write = True
+
+    @override
+    def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
+        if not os.path.isfile(path):  # noqa: PTH113 - `path` may be a URL
+            return False
+        with open(path, "rb") as file:  # noqa: PTH123
+            start = file.read(len(_LEGACY))
+        return start.startswith(_ZIP) or start == _LEGACY
+
+    @override
+    def open(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> ForeignCheckpoint:
+        loaded = load_torch_file(Path(path), weights_only=weights_only)
+        if isinstance(loaded, nn.Module):
+            loaded = {"state_dict": loaded}
+        if not isinstance(loaded, Mapping):
+            raise CheckpointError(
+                f"'{path}' holds a {type(loaded).__name__}, expected a dict with the state of a model.",
+                remedy="Save `model.state_dict()` or a Lightning checkpoint instead.",
+            )
+        try:
+            return _interpret(Contents(path, self.name), dict(loaded))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"'{path}' contradicts itself: {type(error).__name__}: {error}.",
+                remedy="Restore it from a backup, or use another checkpoint.",
+            ) from error
+
+    @override
+    def write(
+        self,
+        checkpoint: Checkpoint,
+        path: str | os.PathLike[str],
+        *,
+        progress: Progress = lambda done, total: None,
+        **options: Any,
+    ) -> None:
+        """Write a file that Trainer and Fabric resume from.
+
+        Args:
+            checkpoint: What to write, of any format.
+            path: A path where nothing is.
+            progress: Told how far it is.
+            **options: There are none.
+
+        Raises:
+            CheckpointError: An object cannot be pickled, or reading or writing failed.
+        """
+        if options:
+            raise CheckpointError(f"format 'lightning' has no option {next(iter(options))!r}.")
+        _know_attribute_dict()
+        described = Described(checkpoint)
+        tree = lightning_dict(described)
+        with new_file(path) as temporary:
+            write_torch_file(temporary, tree, described, name=Path(path).stem, progress=progress)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def _interpret(contents: Contents, rest: dict[str, Any]) -> ForeignCheckpoint:
+    ours = rest.pop(_OURS, None) if _is_ours(rest.get(_OURS)) else None
+    origin: dict[str, Any] = {"provenance": {"format": contents.format}}
+    if _VERSION_KEY in rest:
+        origin["provenance"]["lightning"] = rest[_VERSION_KEY]
+    if ours is not None:
+        origin = _restore_leftovers(contents, rest, ours)
+    _add_model(contents, rest)
+    _add_optimizers(contents, rest, ours)
+    contents.set_trainer(rest)
+    return contents.opened(**origin)
+
+
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, Mapping) and set(value) >= {"left", "tensors", "parameter_names"}
+
+
+def _restore_leftovers(contents: Contents, rest: dict[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo what `lightning_dict` did to Fabric's keys and required ones."""
+    for name, value in ours["tensors"].items():
+        contents.add(name, value)
+    for key in ours["added"]:
+        rest.pop(key, None)
+    keys = ours["fabric"]
+    if keys is not None:
+        models = {key: rest.pop(key or _RAW) for key in keys["modules"]}
+        if models:
+            rest["state_dict"] = {
+                f"{prefix}{name}": value
+                for key, prefix in _prefixes(keys).items()
+                for name, value in models[key].items()
+            }
+        if keys["optimizers"]:
+            rest["optimizer_states"] = [rest.pop(key) for key in keys["optimizers"]]
+        rest[FABRIC_KEYS] = keys
+    return unpack(ours["left"], contents, Lifted, source=str(contents.path))
+
+
+def _prefixes(keys: Mapping[str, Any]) -> dict[str, str]:
+    """As Fabric's checkpoints have it, several modules are told apart by their keys; Lite's say it."""
+    modules: list[str] = keys["modules"]
+    stated: dict[str, str] = keys.get("prefixes", {})
+    return stated or {key: "" if len(modules) == 1 else f"{key}." for key in modules}
+
+
+def _add_model(contents: Contents, rest: dict[str, Any]) -> None:
+    for candidate in _MODEL_KEYS:
+        if isinstance(rest.get(candidate), nn.Module):  # only a file that is trusted can hold one
+            rest[candidate] = rest[candidate].state_dict()
+    key = next((key for key in _MODEL_KEYS if _is_state_dict(rest.get(key))), None)
+    if isinstance(rest.get("state_dict"), Mapping):
+        key = "state_dict"
+    if key is not None:
+        contents.add_model(rest.pop(key))
+    elif _is_state_dict(rest):
+        contents.add_model(rest)
+        rest.clear()
+
+
+def _is_state_dict(value: Any) -> bool:
+    """Names mapped to tensors, and perhaps to what `get_extra_state` gave."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        return False
+    tensors = sum(isinstance(item, (FileTensor, Tensor)) for item in value.values())
+    extra = sum(name.rpartition(".")[2] == "_extra_state" for name in value)
+    return tensors > 0 and tensors + extra >= len(value)
+
+
+def _add_optimizers(contents: Contents, rest: dict[str, Any], ours: Mapping[str, Any] | None) -> None:
+    listed = rest.get("optimizer_states")
+    if isinstance(listed, (list, tuple)) and all(_is_optimizer_state(state) for state in listed):
+        states = rest.pop("optimizer_states")
+        contents.objects["optim"] = []
+    else:
+        keys = [key for key, value in rest.items() if _is_optimizer_state(value)]
+        states = [rest.pop(key) for key in keys]
+    names = [None] * len(states) if ours is None else ours["parameter_names"]
+    for state, known in zip(states, names, strict=True):
+        contents.add_optimizer(state, known)
+
+
+def _is_optimizer_state(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not isinstance(value.get("state"), Mapping):
+        return False
+    groups = value.get("param_groups")
+    return isinstance(groups, (list, tuple)) and all(
+        isinstance(group, Mapping) and "params" in group for group in groups
+    )
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def lightning_dict(checkpoint: Described) -> dict[str, Any]:
+    """A checkpoint as the dict that Lightning saves, with a `StoredName` in place of every tensor."""
+    objects = dict(checkpoint.objects)
+    trainer = dict(objects.pop("trainer", {}))
+    model = _state_dict(checkpoint, objects.pop("extra", None))
+    states = stored_optimizer_states(checkpoint)
+    others = [described.get("other", {}) for described in objects.pop("optim", [])]
+    optimizers = None
+    if states is not None:
+        numbered = [numbered_optimizer_state(state) for state in states]
+        optimizers = [{**state, **other} for state, other in zip(numbered, others, strict=True)]
+    keys = trainer.pop(FABRIC_KEYS, None)
+    tree = _by_fabric(trainer, keys, model, optimizers) if keys else _by_trainer(trainer, model, optimizers)
+    added = [] if keys else [key for key in _REQUIRED if key in tree and key not in trainer]
+    used = _names_in(tree)
+    aliases = {alias: name for alias, name in checkpoint.aliases.items() if not alias.startswith("model.")}
+    tree[_OURS] = {
+        "left": pack(checkpoint, objects, aliases),
+        "tensors": {name: StoredName(checkpoint, name) for name in checkpoint.tensors if name not in used},
+        "parameter_names": [_parameter_names(state) for state in states or ()],
+        "added": added,
+        "fabric": keys,
+    }
+    return tree
+
+
+def _state_dict(checkpoint: Checkpoint, extra: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The model by name; None if the checkpoint has none, not even an empty one."""
+    names = [name for name in (*checkpoint.tensors, *checkpoint.aliases) if name.startswith("model.")]
+    if not names and extra is None:
+        return None
+    return {**{name.removeprefix("model."): StoredName(checkpoint, name) for name in names}, **(extra or {})}
+
+
+def _by_trainer(trainer: dict[str, Any], model: Any, optimizers: list[Any] | None) -> dict[str, Any]:
+    """What Trainer insists on is added where it is missing."""
+    tree = dict(trainer)
+    if model is not None:
+        tree["state_dict"] = model
+        tree.setdefault(_VERSION_KEY, _lightning_version())
+    if optimizers is not None:
+        tree["optimizer_states"] = optimizers
+        for key, value in _REQUIRED.items():
+            tree.setdefault(key, value)
+    return tree
+
+
+def _by_fabric(
+    trainer: dict[str, Any],
+    keys: Mapping[str, Any],
+    model: dict[str, Any] | None,
+    optimizers: list[Any] | None,
+) -> dict[str, Any]:
+    """Under the keys that the user chose."""
+    model = model or {}
+    modules = {
+        key or _RAW: {
+            name.removeprefix(prefix): value for name, value in model.items() if name.startswith(prefix)
+        }
+        for key, prefix in _prefixes(keys).items()
+    }
+    return {**trainer, **modules, **dict(zip(keys["optimizers"], optimizers or (), strict=True))}
+
+
+def _names_in(tree: Any) -> set[str]:
+    names: set[str] = set()
+
+    def note(value: Any) -> Any:
+        if isinstance(value, StoredName):
+            names.add(value.stored.entry(value.key).name)
+        return value
+
+    map_tree(tree, note)
+    return names
+
+
+def _parameter_names(state: Mapping[str, Any]) -> list[str] | None:
+    """The name of parameter 0, 1, ...; None where they have only numbers."""
+    names = list(dict.fromkeys(name for group in state["param_groups"] for name in group["params"]))
+    return names if all(isinstance(name, str) for name in names) else None
+
+
+def _lightning_version() -> str:
+    for distribution in ("lightning", "pytorch-lightning"):
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    raise CheckpointError("Lightning is not installed.", remedy="Run `pip install lightning`.")
+
+
+def _know_attribute_dict() -> None:
+    """Lightning's dict with attributes comes back as what it was only if its class is in memory."""
+    importlib.import_module("lightning.fabric.utilities.data")

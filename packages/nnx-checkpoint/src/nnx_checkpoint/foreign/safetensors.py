@@ -1,0 +1,433 @@
+"""safetensors: a single file, and directories as Hugging Face lays them out.
+
+The model's weights are in plain safetensors files that any program reads. What else a checkpoint holds is
+written beside them, as ``training_state.safetensors`` and ``training_state.json``, and read from there. Tied
+names are stored once and named in the metadata, as `safetensors.torch.save_model` does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from nnx_checkpoint.box import Box
+from nnx_checkpoint.dtypes import DTYPES
+from nnx_checkpoint.errors import CheckpointError
+from nnx_checkpoint.foreign.contents import Contents, ForeignCheckpoint, Lifted, pack, unpack
+from nnx_checkpoint.formats import CheckpointFormat, Progress
+from nnx_checkpoint.index import Piece, TensorEntry
+from nnx_checkpoint.manifest import load_json
+from nnx_checkpoint.reader import Checkpoint
+from nnx_checkpoint.slabs import new_directory, new_file, read_in_order, stream_to
+from nnx_checkpoint.storage.files import explained, is_file, read_exactly, write_file
+from nnx_checkpoint.views import Described, WeightsOnly
+
+__all__ = ["SafetensorsFiles", "read_header"]
+
+
+# --- the header of a file -------------------------------------------------------------------------
+# Read with every claim checked, and written: an eight-byte length, a JSON object, then the tensors'
+# elements without gaps. Element types that the format does not have (complex128) get a further dim of
+# extent 2, and the metadata entry ``nnx.complex`` names them.
+
+
+_LIMIT = 100_000_000
+"""The longest header that the safetensors library itself accepts."""
+_ALIGNMENT = 8
+_COMPLEX_KEY = "nnx.complex"
+_CODES = {name: stored.code for name, stored in DTYPES.items() if stored.parts == 1} | {"complex64": "C64"}
+_NAMES = {code: name for name, code in _CODES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a file.
+
+    Attributes:
+        name: Its name in the file.
+        dtype_name: Its element type, as torch names it.
+        shape: Its shape.
+        start: Position of its first byte in the file.
+        nbytes: Its length.
+    """
+
+    name: str
+    dtype_name: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file holds.
+
+    Attributes:
+        tensors: In the order of their names in the header.
+        metadata: Free text by key.
+    """
+
+    tensors: tuple[StoredTensor, ...]
+    metadata: Mapping[str, str]
+
+
+def read_header(file: Path) -> Header:
+    """Read and check the header of a file.
+
+    Raises:
+        CheckpointError: The file is missing or truncated, or its header cannot be true.
+    """
+    if not is_file(file):
+        raise CheckpointError(f"'{file}' is missing.", remedy="Restore it, or use another checkpoint.")
+    with explained("read", file):
+        size = file.stat().st_size
+    if size < 8:
+        raise _malformed(file, f"it has {size} bytes")
+    (length,) = struct.unpack("<Q", read_exactly(file, 8))
+    if length > min(_LIMIT, size - 8):
+        raise _malformed(file, f"its header would have {length} bytes, and the file has {size}")
+    try:
+        body = load_json(read_exactly(file, length, start=8))
+        metadata = body.pop("__metadata__", {})
+        widened = load_json(metadata.pop(_COMPLEX_KEY, "{}").encode())
+        tensors = tuple(_tensor(name, value, 8 + length, widened.get(name)) for name, value in body.items())
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise _malformed(file, f"its header is not valid ({error})") from error
+    _check_positions(file, tensors, 8 + length, size)
+    return Header(tensors, {str(key): str(value) for key, value in metadata.items()})
+
+
+def _tensor(name: str, value: dict[str, Any], base: int, widened: str | None) -> StoredTensor:
+    code, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
+    if any(type(number) is not int or not 0 <= number < 1 << 58 for number in (*shape, start, stop)):
+        raise ValueError(f"tensor {name!r} has extents or positions that are not natural numbers")
+    dtype = _NAMES.get(code, code)
+    if widened is not None:
+        if widened not in DTYPES or shape[-1:] != [DTYPES[widened].parts]:
+            raise ValueError(f"tensor {name!r} is not {widened!r}")
+        dtype, shape = widened, shape[:-1]
+    if dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != stop - start:
+        raise ValueError(f"tensor {name!r} of shape {shape} has {stop - start} bytes")
+    return StoredTensor(name, dtype, tuple(shape), base + start, stop - start)
+
+
+def _check_positions(file: Path, tensors: Sequence[StoredTensor], start: int, size: int) -> None:
+    """Tensors must fill the file without gap or overlap, as the format demands."""
+    position = start
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.nbytes)):
+        if tensor.start != position:
+            kind = "overlaps another" if tensor.start < position else "leaves a gap before it"
+            raise _malformed(file, f"tensor '{tensor.name}' {kind}")
+        position += tensor.nbytes
+    if position > size:
+        raise CheckpointError(
+            f"'{file}' is truncated: it has {size} bytes, expected {position}.", remedy=_RESTORE
+        )
+    if position < size:
+        raise _malformed(file, f"it has {size} bytes and its tensors end at {position}")
+
+
+def encode_header(
+    entries: Sequence[TensorEntry], names: Mapping[str, str], metadata: Mapping[str, str]
+) -> tuple[list[str], bytes]:
+    """The first bytes of a file.
+
+    Args:
+        entries: What it is to hold.
+        names: What each is called in the file, by its logical name.
+        metadata: Further text by key.
+
+    Returns:
+        The logical names in the order in which their data follows, and the bytes.
+    """
+    # The widest numbers first, so that each tensor is aligned for who maps the file into memory.
+    order = sorted(entries, key=lambda entry: -(DTYPES[entry.dtype_name].itemsize))
+    body: dict[str, Any] = {}
+    widened: dict[str, str] = {}
+    start = 0
+    for entry in order:
+        name, shape = names[entry.name], list(entry.shape)
+        stored = DTYPES[entry.dtype_name]
+        if entry.dtype_name not in _CODES:
+            widened[name] = entry.dtype_name
+            shape.append(stored.parts)
+        code = _CODES.get(entry.dtype_name, stored.code)
+        body[name] = {"dtype": code, "shape": shape, "data_offsets": [start, start + entry.nbytes]}
+        start += entry.nbytes
+    extra = {_COMPLEX_KEY: json.dumps(widened)} if widened else {}
+    text = json.dumps({"__metadata__": {"format": "pt", **metadata, **extra}, **body}, separators=(",", ":"))
+    data = text.encode()
+    data += b" " * (-len(data) % _ALIGNMENT)
+    return [entry.name for entry in order], struct.pack("<Q", len(data)) + data
+
+
+_RESTORE = "Restore it from a backup, or use another checkpoint."
+
+
+def _malformed(file: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"'{file}' is not a valid safetensors file: {why}.", remedy=_RESTORE)
+
+
+# --- the format -----------------------------------------------------------------------------------
+
+
+_SUFFIX = ".safetensors"
+_INDEX = ".safetensors.index.json"
+_WEIGHTS = "model"
+_TRAINING = "training_state"
+_MODEL = "model."
+_PREFIX_KEY = "nnx.prefix"
+_SHARD_SIZE = 5_000_000_000
+
+
+class SafetensorsFiles(CheckpointFormat):
+    """One ``.safetensors`` file, or a directory with one or with several and an index."""
+
+    name = "safetensors"
+    can_write = True
+
+    @override
+    def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
+        place = Path(path)
+        if place.is_dir():
+            return _weight_files(place) is not None
+        return place.suffix == _SUFFIX and place.is_file()
+
+    @override
+    def open(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> ForeignCheckpoint:
+        place = Path(path)
+        contents = Contents(place, self.name)
+        files, index, metadata = _located(place)
+        headers = {file: read_header(file) for file in files}
+        _require_complete(place, index, headers)
+        for header in headers.values():
+            metadata |= header.metadata
+        prefix = f"{_MODEL}{metadata.get(_PREFIX_KEY, '')}"
+        contents.objects["extra"] = {}
+        for file, header in headers.items():
+            for tensor in header.tensors:
+                _add(contents, f"{prefix}{tensor.name}", tensor, file)
+        for alias, name in metadata.items():
+            _add_alias(contents, f"{prefix}{alias}", f"{prefix}{name}")
+        origin: dict[str, Any] = {"provenance": {"format": self.name}}
+        if place.is_dir() and (place / f"{_TRAINING}.json").exists():
+            origin = _add_training_state(contents, place)
+        return contents.opened(**origin)
+
+    @override
+    def write(
+        self,
+        checkpoint: Checkpoint,
+        path: str | os.PathLike[str],
+        *,
+        progress: Progress = lambda done, total: None,
+        max_shard_size: int = _SHARD_SIZE,
+        prefix: str = "",
+        **options: Any,
+    ) -> None:
+        """Write a directory, or, where the path ends in ``.safetensors``, the weights alone as one file.
+
+        Args:
+            checkpoint: What to write, of any format.
+            path: A path where nothing is.
+            progress: Told how far it is.
+            max_shard_size: Weights of more bytes are spread over several files, with an index.
+            prefix: What to take off the names in the model's ``state_dict``, such as ``"net."``; what does
+                not begin with it is kept with the training state.
+            **options: There are no others.
+
+        Raises:
+            CheckpointError: Nothing begins with the prefix, a single file cannot hold all, an object has no
+                JSON form, or reading or writing failed.
+        """
+        if options:
+            raise CheckpointError(f"format 'safetensors' has no option {next(iter(options))!r}.")
+        job = _Writing(Described(checkpoint), f"{_MODEL}{prefix}", progress)
+        if not job.weights:
+            raise CheckpointError(
+                f"'{checkpoint.path}' has no weights that begin with {prefix!r}.",
+                remedy="`nnx ckpt inspect` lists the names.",
+            )
+        if Path(path).suffix == _SUFFIX:
+            if not isinstance(checkpoint, WeightsOnly):
+                raise CheckpointError(
+                    f"'{path}' would be one file with the weights, and '{checkpoint.path}' holds more.",
+                    remedy="Pass save_weights_only=True to leave the rest out, or name a directory.",
+                )
+            with new_file(path) as temporary:
+                job.write_file(temporary, job.weights)
+            return
+        with new_directory(path) as directory:
+            job.write_weights(directory, max_shard_size)
+            if not isinstance(checkpoint, WeightsOnly):
+                job.write_training_state(directory)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def _weight_files(directory: Path) -> tuple[Path, bool] | None:
+    """The index, or the one file with weights, and whether it is an index; None if there is neither."""
+    names = sorted(name for name in os.listdir(directory) if not name.startswith(("_", ".", _TRAINING)))  # noqa: PTH208
+    for suffix, is_index in ((_INDEX, True), (_SUFFIX, False)):
+        found = [name for name in names if name.endswith(suffix)]
+        preferred = f"{_WEIGHTS}{suffix}"
+        if preferred in found or len(found) == 1:
+            return directory / (preferred if preferred in found else found[0]), is_index
+    return None
+
+
+def _located(place: Path) -> tuple[list[Path], Mapping[str, str], dict[str, str]]:
+    """The files with weights; what the index says where each weight is, and its metadata."""
+    if not place.is_dir():
+        return [place], {}, {}
+    found = _weight_files(place)
+    if found is None:
+        raise CheckpointError(
+            f"'{place}' has no file '{_WEIGHTS}{_SUFFIX}' and no index '{_WEIGHTS}{_INDEX}'.",
+            remedy="Check the path.",
+        )
+    file, is_index = found
+    if not is_index:
+        return [file], {}, {}
+    try:
+        body = load_json(read_exactly(file, file.stat().st_size))
+        weight_map = {str(name): str(held) for name, held in body["weight_map"].items()}
+        metadata = {str(key): str(value) for key, value in body.get("metadata", {}).items()}
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"'{file}' is malformed: {type(error).__name__}: {error}.",
+            remedy="Restore it from a backup, or use another checkpoint.",
+        ) from error
+    names = sorted(set(weight_map.values()))
+    if any(Path(name).name != name for name in names):
+        raise CheckpointError(f"'{file}' names files outside its directory.", remedy="Do not use it.")
+    return [place / name for name in names], weight_map, metadata
+
+
+def _require_complete(place: Path, index: Mapping[str, str], headers: Mapping[Path, Header]) -> None:
+    there = {file.name: {tensor.name for tensor in header.tensors} for file, header in headers.items()}
+    for tensor, file in index.items():
+        if tensor not in there[file]:
+            raise CheckpointError(
+                f"'{place / file}' does not hold tensor '{tensor}', which the index says it does.",
+                remedy="Restore the files from a backup, or use another checkpoint.",
+            )
+
+
+def _add(contents: Contents, name: str, tensor: StoredTensor, file: Path) -> None:
+    if name in contents.entries:
+        raise CheckpointError(
+            f"'{contents.path}' holds tensor '{name}' twice.", remedy="Remove the file that does not belong."
+        )
+    piece = Piece(Box.whole(tensor.shape), str(file), tensor.start, tensor.nbytes)
+    contents.entries[name] = TensorEntry(name, tensor.shape, tensor.dtype_name, (piece,))
+
+
+def _add_alias(contents: Contents, alias: str, name: str) -> None:
+    """Metadata is free text: it names an alias where one side is a tensor and the other is not."""
+    if name in contents.entries and alias not in contents.entries:
+        contents.aliases[alias] = name
+
+
+def _add_training_state(contents: Contents, directory: Path) -> dict[str, Any]:
+    file, text = directory / f"{_TRAINING}{_SUFFIX}", directory / f"{_TRAINING}.json"
+    for tensor in read_header(file).tensors:
+        _add(contents, tensor.name, tensor, file)
+    raw = read_exactly(text, text.stat().st_size).decode(errors="replace")
+    return unpack(raw, contents, Lifted, source=str(text))
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Writing:
+    """One checkpoint on its way into files.
+
+    Attributes:
+        checkpoint: The checkpoint.
+        prefix: What the logical names of exported weights begin with.
+        progress: Told about all files together.
+    """
+
+    checkpoint: Described
+    prefix: str
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        tensors, aliases = self.checkpoint.tensors, self.checkpoint.aliases
+        self.weights = [name for name in tensors if name.startswith(self.prefix)]
+        self.rest = [name for name in tensors if not name.startswith(self.prefix)]
+        self.tied = {
+            alias: name
+            for alias, name in aliases.items()
+            if alias.startswith(self.prefix) and name.startswith(self.prefix)
+        }
+        self._done = 0
+        self._total = sum(tensors[name].nbytes for name in self.weights)
+
+    def write_weights(self, directory: Path, max_shard_size: int) -> None:
+        """All weights, in one file or in several and an index."""
+        shards = list(self._shards(max_shard_size))
+        if len(shards) == 1:
+            self.write_file(directory / f"{_WEIGHTS}{_SUFFIX}", shards[0])
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(shards, 1):
+            file = f"{_WEIGHTS}-{number:05d}-of-{len(shards):05d}{_SUFFIX}"
+            self.write_file(directory / file, names)
+            weight_map |= {name.removeprefix(self.prefix): file for name in names}
+        metadata = {"total_size": self._total, **self._metadata(self.weights)}
+        body = {"metadata": metadata, "weight_map": weight_map}
+        write_file(directory / f"{_WEIGHTS}{_INDEX}", (json.dumps(body, indent=2) + "\n").encode())
+
+    def _shards(self, limit: int) -> Iterator[list[str]]:
+        shard: list[str] = []
+        size = 0
+        for name in self.weights:
+            nbytes = self.checkpoint.tensors[name].nbytes
+            if shard and size + nbytes > limit:
+                yield shard
+                shard, size = [], 0
+            shard.append(name)
+            size += nbytes
+        yield shard
+
+    def _metadata(self, names: Sequence[str]) -> dict[str, str]:
+        """Aliases, and the part of the names that was taken off."""
+        held, start = set(names), len(self.prefix)
+        tied = {alias[start:]: name[start:] for alias, name in self.tied.items() if name in held}
+        prefix = self.prefix.removeprefix(_MODEL)
+        return {**tied, **({_PREFIX_KEY: prefix} if prefix else {})}
+
+    def write_training_state(self, directory: Path) -> None:
+        """Everything but the weights."""
+        self._total += sum(self.checkpoint.tensors[name].nbytes for name in self.rest)
+        aliases = {k: v for k, v in self.checkpoint.aliases.items() if k not in self.tied}
+        text = pack(self.checkpoint, self.checkpoint.objects, aliases)
+        write_file(directory / f"{_TRAINING}.json", f"{text}\n".encode())
+        self.write_file(directory / f"{_TRAINING}{_SUFFIX}", self.rest)
+
+    def write_file(self, file: Path, names: Sequence[str]) -> None:
+        """One file; the prefix is taken off the weights' names."""
+        entries = [self.checkpoint.tensors[name] for name in names]
+        renamed = {name: name.removeprefix(self.prefix) for name in names}
+        order, header = encode_header(entries, renamed, self._metadata(names))
+        before = self._done
+        with stream_to(file, size=len(header) + sum(entry.nbytes for entry in entries)) as stream:
+            stream.append(memoryview(header))
+            for part in read_in_order(self.checkpoint, order):
+                stream.append(part.data)
+                self._done += len(part.data)
+                self.progress(self._done, self._total)
+            stream.finish()
+        self._done = before + sum(entry.nbytes for entry in entries)

@@ -1,0 +1,345 @@
+"""Which formats there are, which one a path holds, and what checkpoints lie below a directory.
+
+Our own and the ones in `nnx_checkpoint.foreign` are built in. Entry points of the group
+``nnx_checkpoint.formats`` give others: each is a function that returns them by name. nnx-core has one, for
+its plugins. A format is imported only when it is asked about, because that imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from nnx_checkpoint.declaration import CheckpointFormatSpec, import_reference
+from nnx_checkpoint.errors import CheckpointError, CheckpointNotFoundError, NnxError, PluginError
+from nnx_checkpoint.manifest import MANIFEST, is_save_id
+from nnx_checkpoint.source import is_checkpoint
+from nnx_checkpoint.storage import Location, Place
+from nnx_checkpoint.storage.files import require_enclosed
+from nnx_checkpoint.storage.locations import place_of
+
+if TYPE_CHECKING:
+    from nnx_checkpoint.reader import Checkpoint
+
+__all__ = [
+    "PARTIAL",
+    "CheckpointFormat",
+    "Found",
+    "Progress",
+    "files_below",
+    "find_format",
+    "get_format",
+    "open_checkpoint",
+    "specs",
+    "survey",
+    "writable",
+]
+
+log = logging.getLogger("nnx.checkpoint")
+
+GROUP = "nnx_checkpoint.formats"
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done so far and their total."""
+
+
+class CheckpointFormat(ABC):
+    """Reads, and perhaps writes, one format. Stateless; a plugin subclasses it.
+
+    Attributes:
+        name: As in ``nnx ckpt convert --to``; the same as in its spec.
+        can_write: Whether `write` works.
+    """
+
+    name: ClassVar[str]
+    can_write: ClassVar[bool] = False
+
+    @abstractmethod
+    def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
+        """Whether a path looks like this format, by its names and first bytes only: nothing is unpickled."""
+
+    @abstractmethod
+    def open(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> Checkpoint:
+        """Open it without reading tensor data.
+
+        Args:
+            path: What `guess_can_open` accepted.
+            weights_only: True executes nothing that the file brings along; False trusts it.
+
+        Raises:
+            CheckpointError: It is damaged, incomplete, of another version, or needs trust.
+        """
+
+    def write(
+        self,
+        checkpoint: Checkpoint,
+        path: str | os.PathLike[str],
+        *,
+        progress: Progress = lambda done, total: None,
+        **options: Any,
+    ) -> None:
+        """Write a checkpoint in this format, in bounded memory; `path` appears only when it is complete.
+
+        Args:
+            checkpoint: What to write, of any format.
+            path: A path where nothing is.
+            progress: Told how far it is.
+            **options: The format's own.
+
+        Raises:
+            CheckpointError: The format is read-only, or writing failed.
+        """
+        raise CheckpointError(
+            f"format {self.name!r} can be read but not written.",
+            remedy=f"Convert to one of {', '.join(writable())}.",
+        )
+
+
+_HOME = "nnx_checkpoint.foreign"
+_BUILT_IN = (
+    CheckpointFormatSpec("nnx", "nnx_checkpoint.conversion:Native", description="the shared checkpoint"),
+    CheckpointFormatSpec(
+        "nnscaler",
+        f"{_HOME}.nnscaler:NnScaler",
+        description="nnScaler directory of <rank>.pt files, or its merged file; read only",
+    ),
+    CheckpointFormatSpec(
+        "lightning", f"{_HOME}.lightning_file:LightningFile", description="Lightning's single file, .ckpt"
+    ),
+    CheckpointFormatSpec(
+        "lightning_sharded",
+        f"{_HOME}.dcp_directory:LightningSharded",
+        description="sharded directory of Lightning's ModelParallelStrategy or FSDPStrategy",
+    ),
+    CheckpointFormatSpec(
+        "dcp", f"{_HOME}.dcp_directory:DcpDirectory", description="directory of torch.distributed.checkpoint"
+    ),
+    CheckpointFormatSpec(
+        "deepspeed", f"{_HOME}.deepspeed:DeepSpeed", description="DeepSpeed ZeRO 1, 2, 3 directory; read only"
+    ),
+    CheckpointFormatSpec(
+        "colossalai",
+        f"{_HOME}.colossalai:ColossalAI",
+        description="ColossalAI sharded checkpoint with index files; read only",
+    ),
+    CheckpointFormatSpec(
+        "safetensors",
+        f"{_HOME}.safetensors:SafetensorsFiles",
+        description="safetensors file, or Hugging Face directory with an index",
+    ),
+)
+
+
+def _from_outside() -> dict[str, CheckpointFormatSpec]:
+    """What the entry points give; one that fails must not keep others from being found."""
+    found: dict[str, CheckpointFormatSpec] = {}
+    for entry in entry_points(group=GROUP):
+        try:
+            found = {**entry.load()(), **found}
+        except Exception as error:
+            log.warning("The checkpoint formats of %r are left out: %s", entry.name, error)
+    return found
+
+
+def specs() -> Mapping[str, CheckpointFormatSpec]:
+    """Every known format by name; a plugin cannot replace a built-in one."""
+    return {**_from_outside(), **{spec.name: spec for spec in _BUILT_IN}}
+
+
+def get_format(name: str) -> CheckpointFormat:
+    """The format of a name.
+
+    Raises:
+        CheckpointError: There is none of this name.
+        PluginError: The plugin that provides it cannot be imported.
+    """
+    known = specs()
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        raise CheckpointError(
+            f"unknown checkpoint format {name!r}{f'; did you mean {near[0]!r}?' if near else '.'}",
+            remedy=f"Use one of {', '.join(known)}, or install the plugin that provides it.",
+        )
+    return _load(known[name].target)
+
+
+@cache
+def _load(target: str) -> CheckpointFormat:
+    found: CheckpointFormat = import_reference(target, what="a checkpoint format")()
+    return found
+
+
+def writable() -> list[str]:
+    """Names of the formats that can be written."""
+    return [usable.name for usable in _usable() if usable.can_write]
+
+
+def _usable() -> Iterator[CheckpointFormat]:
+    """Every format that can be imported: a broken plugin must not keep others from being found."""
+    for name in specs():
+        try:
+            yield get_format(name)
+        except PluginError as error:
+            log.warning("Checkpoint format %r is left out: %s", name, error)
+
+
+def find_format(path: str | os.PathLike[str]) -> CheckpointFormat:
+    """The format that a path holds.
+
+    Raises:
+        CheckpointError: Nothing is there, or no format knows it.
+    """
+    if is_checkpoint(path):
+        return get_format("nnx")
+    for candidate in _usable():
+        if candidate.guess_can_open(path):
+            return candidate
+    raise _unknown(path)
+
+
+def _unknown(path: str | os.PathLike[str]) -> CheckpointError:
+    place = os.fspath(path)
+    if "://" not in place and not os.path.exists(place):  # noqa: PTH110 - `path` may be a URL
+        return CheckpointNotFoundError(f"there is no checkpoint at '{place}'.", remedy="Check the path.")
+    if any(is_save_id(name) for name in place_of(path).names()):
+        return CheckpointError(
+            f"'{place}' is not a checkpoint: its first save was interrupted.",
+            remedy="Resume from another one; `nnx ckpt gc` removes this.",
+        )
+    return CheckpointError(
+        f"'{place}' is not a checkpoint of a known format: it has neither the manifest of an nnx checkpoint "
+        "nor the files of another one.",
+        remedy=f"Known formats: {', '.join(specs())}. A plugin may add more.",
+    )
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True) -> Checkpoint:
+    """Open a checkpoint of any known format, checking all that can be checked without reading tensor data.
+
+    Args:
+        path: A directory, a file, or a link to one.
+        weights_only: False executes code that whoever wrote the checkpoint may have put there. True
+            restricts unpickling, where a format needs any, to what torch knows to be safe.
+
+    Returns:
+        A handle that reads on demand.
+
+    Raises:
+        CheckpointError: There is no checkpoint, it is of an unknown or newer format, or a file is missing,
+            truncated or damaged.
+    """
+    found = find_format(path)
+    if found.name != "nnx" and os.path.isdir(path):  # noqa: PTH112 - `path` may be a URL
+        require_enclosed(Path(path))
+    try:
+        return found.open(path, weights_only=weights_only)
+    except NnxError:
+        raise
+    except Exception as error:  # whatever data of another form than its program writes makes a reader raise
+        raise CheckpointError(
+            f"'{path}' is no sound checkpoint of format '{found.name}': {type(error).__name__}: {error}.",
+            remedy="Restore it from a backup, or use another checkpoint.",
+        ) from error
+
+
+# --- what lies below a directory ------------------------------------------------------------------
+# Checkpoints, and what interrupted programs left between them. Nothing is opened: names tell what something
+# is. Formats of other programs are asked only where a name could be theirs, because that imports torch.
+
+
+PARTIAL = ".nnx-partial"
+"""How the names of unfinished conversions end: ``.<name>.<random>.nnx-partial``, beside the target."""
+
+_FOREIGN_NAMES = {".metadata", "latest"}
+_FOREIGN_ENDINGS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".distcp", ".index.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One thing in a directory tree.
+
+    Attributes:
+        place: Where it is.
+        kind: ``checkpoint``; ``interrupted`` for a directory whose first save never was committed; or
+            ``partial`` for an unfinished conversion.
+        format: Name of a checkpoint's format.
+    """
+
+    place: Place
+    kind: Literal["checkpoint", "interrupted", "partial"]
+    format: str = ""
+
+
+def survey(location: Location) -> Iterator[Found]:
+    """Find everything at a path and below it, in the order of names.
+
+    Checkpoints are not looked into, and neither are hidden directories and links to directories.
+
+    Raises:
+        CheckpointError: Nothing is there, or it cannot be listed.
+    """
+    root = place_of(location)
+    if root.kind() is None:
+        raise CheckpointError(f"there is nothing at '{root}'.", remedy="Check the path.")
+    yield from _visit(root)
+
+
+def _visit(place: Place) -> Iterator[Found]:
+    if place.name.endswith(PARTIAL):
+        yield Found(place, "partial")
+        return
+    names = place.names() if place.kind() == "directory" else []
+    if MANIFEST in names:
+        yield Found(place, "checkpoint", "nnx")
+    elif any(is_save_id(name) for name in names):
+        yield Found(place, "interrupted", "nnx")
+    elif found := _foreign_format(place, names):
+        yield Found(place, "checkpoint", found)
+    else:
+        for name in names:
+            if name.endswith(PARTIAL) or not (name.startswith(".") or _leads_away(place / name)):
+                # What is found is a root of its own, which may be a link; only below it none is followed.
+                yield from _visit(place_of((place / name).location))
+
+
+def _leads_away(place: Place) -> bool:
+    """Whether it is a link to a directory that is no checkpoint of ours: it could lead around in circles."""
+    path = place.location
+    return (
+        not isinstance(path, str) and path.is_symlink() and path.is_dir() and not (path / MANIFEST).exists()
+    )
+
+
+def _foreign_format(place: Place, names: list[str]) -> str:
+    own = names or [place.name]
+    typical = any(name in _FOREIGN_NAMES or name.endswith(_FOREIGN_ENDINGS) for name in own)
+    if not typical and not _from_outside():
+        return ""
+
+    for name in specs():
+        try:
+            if name != "nnx" and get_format(name).guess_can_open(place.location):
+                return name
+        except PluginError:  # a plugin that cannot be imported is `nnx doctor`'s matter
+            continue
+    return ""
+
+
+def files_below(place: Place) -> dict[str, int]:
+    """Sizes of the file at a place, or of all files in the directory there, by relative name."""
+    if place.kind() == "file":
+        return {place.name: place.size()}
+    names = place.names()
+    directories = [name for name in names if (place / name).kind() == "directory"]
+    found = place.sizes(name for name in names if name not in directories)
+    for name in directories:
+        found |= {f"{name}/{inner}": size for inner, size in files_below(place / name).items()}
+    return found

@@ -1,0 +1,347 @@
+"""The logical names of a checkpoint: between a training state and what `nnx_checkpoint` stores.
+
+Every strategy writes the same names, so every strategy reads every other's checkpoint::
+
+    model.<parameter or buffer>                        tensors
+    optim.<i>.state.<parameter>.<state name>           tensors
+    objects: {"trainer": ..., "optim": [{"groups", "values"}], "extra": {...}}
+
+This module owns the names, and what an open checkpoint looks like from outside: lazy. It knows neither
+files nor Lightning. `nnx_core.restore` fills live modules and optimizers from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from copy import copy, deepcopy
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from nnx_checkpoint.errors import CheckpointError
+from nnx_checkpoint.reader import Checkpoint
+from nnx_checkpoint.shard import Shard, shard_of
+
+__all__ = [
+    "RANKS",
+    "LazyStateDict",
+    "OptimizerState",
+    "Saved",
+    "StoredName",
+    "StoredRanks",
+    "collect",
+    "numbered_optimizer_state",
+    "numbers_parameters",
+    "positional_optimizer_state",
+    "stored_optimizer_states",
+]
+
+
+RANKS = "nnx_ranks"
+"""Key of Lightning's dict for what each rank has for itself: a sequence with one tree for each rank."""
+
+
+class OptimizerState(TypedDict):
+    """State of one optimizer, in the shape of ``Optimizer.state_dict()`` but keyed by parameter name.
+
+    It holds for any torch optimizer and any number of param groups.
+    """
+
+    state: dict[str, dict[str, Any]]
+    """By parameter name, then by state name: a `Shard` for every tensor, other values as they are."""
+    param_groups: list[dict[str, Any]]
+    """Hyper-parameters of each group; ``"params"`` holds parameter names in order."""
+
+
+@dataclass(slots=True)
+class Saved:
+    """What is handed to `nnx_checkpoint.save`."""
+
+    tensors: dict[str, Shard] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    rank_objects: dict[str, Any] | None = None
+
+
+# --- out of a training state ----------------------------------------------------------------------
+
+
+def collect(
+    model: Mapping[str, Any] | None,
+    optimizers: Sequence[OptimizerState] | None,
+    rest: Mapping[str, Any],
+) -> Saved:
+    """Give every tensor its logical name and leave the rest as objects.
+
+    Args:
+        model: Names to shards, tensors or extra state, as a ``state_dict``; None saves no model.
+        optimizers: One state for each optimizer; None saves none.
+        rest: Everything else, stored under ``"trainer"``.
+    """
+    saved = Saved(objects={"trainer": dict(rest)})
+    if model is not None:
+        saved.objects["extra"] = _collect_model(model, saved)
+    if optimizers is not None:
+        saved.objects["optim"] = [
+            _collect_optimizer(f"optim.{index}", state, saved) for index, state in enumerate(optimizers)
+        ]
+    return saved
+
+
+def _collect_model(model: Mapping[str, Any], saved: Saved) -> dict[str, Any]:
+    stored: dict[Any, str] = {}
+    extra = {}
+    for name, value in model.items():
+        key = f"model.{name}"
+        if not isinstance(value, (Shard, Tensor)):
+            extra[name] = value
+            continue
+        identity = _identity(value)
+        if identity in stored:
+            saved.aliases[key] = stored[identity]
+        else:
+            stored[identity] = key
+            saved.tensors[key] = _as_shard(value)
+    return extra
+
+
+def _identity(value: Shard | Tensor) -> Any:
+    """What tied entries have in common: `Module.state_dict` makes another tensor object for each name."""
+    if isinstance(value, (Shard, DTensor)) or value.numel() == 0 or value.is_meta or not value.data_ptr():
+        return id(value)
+    return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
+
+
+def _collect_optimizer(prefix: str, state: OptimizerState, saved: Saved) -> dict[str, Any]:
+    values: dict[str, dict[str, Any]] = {}
+    for parameter, entries in state["state"].items():
+        for name, value in entries.items():
+            if isinstance(value, (Shard, Tensor)):
+                saved.tensors[f"{prefix}.state.{parameter}.{name}"] = _as_shard(value)
+            else:
+                values.setdefault(parameter, {})[name] = value
+    return {"groups": state["param_groups"], "values": values}
+
+
+def _as_shard(value: Shard | Tensor) -> Shard:
+    return value if isinstance(value, Shard) else shard_of(value)
+
+
+def positional_optimizer_state(state: Mapping[str, Any], names: Sequence[str]) -> OptimizerState:
+    """Give torch's own ``Optimizer.state_dict()``, which numbers parameters, their names.
+
+    Args:
+        state: As torch returns it.
+        names: Name of parameter 0, 1, ... in the order of the param groups.
+    """
+    groups = [
+        {
+            **{key: value for key, value in group.items() if key != "param_names"},
+            "params": [names[i] for i in group["params"]],
+        }
+        for group in state["param_groups"]
+    ]
+    return OptimizerState(state={names[i]: dict(v) for i, v in state["state"].items()}, param_groups=groups)
+
+
+def numbered_optimizer_state(state: OptimizerState, *, keep_names: bool = False) -> dict[str, Any]:
+    """A state by parameter name in the form of torch's ``Optimizer.state_dict()``: numbered.
+
+    Args:
+        state: By parameter name.
+        keep_names: Leave the names in each group's ``param_names``, where `nnx.CheckpointIO` looks for them.
+    """
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in state["param_groups"]:
+        for name in group["params"]:
+            numbers.setdefault(name, len(numbers))
+        kept = {"param_names": list(group["params"])} if keep_names else {}
+        groups.append({**group, "params": [numbers[name] for name in group["params"]], **kept})
+    return {
+        "state": {numbers[name]: values for name, values in state["state"].items()},
+        "param_groups": groups,
+    }
+
+
+# --- into a training state ------------------------------------------------------------------------
+
+
+class LazyStateDict(MutableMapping[str, Any]):
+    """A ``state_dict`` whose tensors stay in the checkpoint until somebody looks at them.
+
+    Hooks such as ``on_load_checkpoint`` see complete tensors and may rename, replace or delete entries;
+    what they never touch is later read in parts, straight into this rank's shards.
+
+    Args:
+        stored: The open checkpoint.
+        prefix: Only entries whose name begins with it, and without it.
+    """
+
+    def __init__(self, stored: Checkpoint, prefix: str = "") -> None:
+        self.stored = stored
+        logical = f"model.{prefix}"
+        self._names = {
+            name.removeprefix(logical): name
+            for name in (*stored.tensors, *stored.aliases)
+            if name.startswith(logical)
+        }
+        extra = stored.objects.get("extra", {})
+        self._values: dict[str, Any] = {
+            name.removeprefix(prefix): value for name, value in extra.items() if name.startswith(prefix)
+        }
+
+    @classmethod
+    def of(cls, stored: Checkpoint, entries: Mapping[str, Any]) -> LazyStateDict:
+        """A ``state_dict`` that stands among the objects of a checkpoint.
+
+        Args:
+            stored: The open checkpoint.
+            entries: By name, a `StoredName` for what stays there, and other values.
+        """
+        made = cls.__new__(cls)
+        made.stored = stored
+        made._names = {name: value.key for name, value in entries.items() if isinstance(value, StoredName)}
+        made._values = {name: value for name, value in entries.items() if name not in made._names}
+        return made
+
+    def __copy__(self) -> LazyStateDict:
+        made = type(self).__new__(type(self))
+        made.stored, made._names, made._values = self.stored, dict(self._names), dict(self._values)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyStateDict:
+        made = copy(self)
+        made._values = deepcopy(self._values, memo)
+        return made
+
+    def untouched(self, name: str) -> str | None:
+        """The logical name to read `name` from, or None if a value was put in its place."""
+        return self._names.get(name)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape of an entry, without reading it; None where it is not a tensor."""
+        if name in self._names:
+            return tuple(self.stored.entry(self._names[name]).shape)
+        value = self._values[name]
+        return tuple(value.shape) if isinstance(value, Tensor) else None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names or name in self._values  # the inherited one reads the tensor
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._names:
+            self._values[name] = self.stored.read(self._names.pop(name))
+        return self._values[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._names.pop(name, None)
+        self._values[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if self._names.pop(name, None) is None:
+            del self._values[name]
+
+    def __ior__(self, other: Mapping[str, Any]) -> LazyStateDict:
+        self.update(other)
+        return self
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._names, *self._values))
+
+    def __len__(self) -> int:
+        return len(self._names) + len(self._values)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredName:
+    """A tensor that is still in the checkpoint.
+
+    Attributes:
+        stored: The open checkpoint.
+        key: Its logical name there.
+    """
+
+    stored: Checkpoint
+    key: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its logical shape."""
+        return tuple(self.stored.tensors[self.key].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype it is stored in."""
+        return self.stored.tensors[self.key].dtype
+
+    @property
+    def parameter_dtype(self) -> torch.dtype | None:
+        """For optimizer state, the dtype its parameter is stored in; None if it is not stored."""
+        parameter, _, _ = self.key.partition(".state.")[2].rpartition(".")
+        name = f"model.{parameter}"
+        known = name in self.stored.tensors or name in self.stored.aliases
+        return self.stored.entry(name).dtype if known else None
+
+
+class StoredRanks(Sequence[Any]):
+    """What each rank saved for itself, read when it is looked at; empty if the ranks saved nothing.
+
+    Args:
+        stored: The open checkpoint.
+    """
+
+    def __init__(self, stored: Checkpoint) -> None:
+        self.stored = stored
+
+    def __len__(self) -> int:
+        return 0 if self.stored.rank_objects(0) is None else self.stored.world_size
+
+    def __getitem__(self, rank: Any) -> Any:
+        if not 0 <= rank < len(self):
+            raise IndexError(rank)
+        return self.stored.rank_objects(rank)
+
+
+def stored_optimizer_states(stored: Checkpoint) -> list[OptimizerState] | None:
+    """The optimizers of a checkpoint, their tensors as `StoredName`; None if none were saved.
+
+    Where the program that wrote it numbers parameters, the state does so too, as torch's own.
+    """
+    described = stored.objects.get("optim")
+    if described is None:
+        return None
+    try:
+        return _optimizer_states(stored, described)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the optimizer state in '{stored.path}' is malformed: {type(error).__name__}: {error}.",
+            remedy="It was not written by a working nnx; resume from another checkpoint.",
+        ) from error
+
+
+def _optimizer_states(stored: Checkpoint, described: Any) -> list[OptimizerState]:
+    states = [
+        OptimizerState(
+            state={parameter: dict(values) for parameter, values in entry["values"].items()},
+            param_groups=[dict(group) for group in entry["groups"]],
+        )
+        for entry in described
+    ]
+    numbered = [numbers_parameters(state) for state in states]
+    for key in stored.tensors:
+        if not key.startswith("optim."):
+            continue
+        index, _, rest = key.removeprefix("optim.").partition(".state.")
+        parameter, _, name = rest.rpartition(".")
+        owner: Any = int(parameter) if numbered[int(index)] else parameter
+        states[int(index)]["state"].setdefault(owner, {})[name] = StoredName(stored, key)
+    return states
+
+
+def numbers_parameters(state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's parameters have no names, as in checkpoints of programs that number them."""
+    return any(isinstance(number, int) for group in state["param_groups"] for number in group["params"])

@@ -1,0 +1,111 @@
+"""What a shard is: the part of one logical tensor that this rank holds.
+
+A logical tensor has a global shape and is cut into *boxes* (axis-aligned hyperrectangles). Every engine's way
+of partitioning reduces to boxes: whole replicas, DTensor shards along any tensor dim, local shards of a
+compiled program, and ranges of a flattened buffer. This module owns what ties boxes (`nnx_checkpoint.box`) to
+tensors. It never communicates and never copies data. See `nnx_checkpoint` for who writes and reads shards,
+`nnx_core.backend` for who makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from nnx_checkpoint.box import Box, boxes_of_range
+
+__all__ = ["Box", "Shard", "boxes_of_range", "shard_of", "shard_of_range"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """Handles on what this rank holds of one logical tensor: views, never copies.
+
+    Attributes:
+        shape: Shape of the whole logical tensor.
+        dtype: Its dtype, which is also that of every view.
+        boxes: Where each view lies in the logical tensor; empty where this rank holds nothing.
+        data: One view for each box, of exactly the box's size. Writing into it fills the engine's
+            own storage in place.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+    data: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.boxes) != len(self.data):
+            raise ValueError(f"a shard has {len(self.boxes)} boxes but {len(self.data)} views")
+        for box, view in zip(self.boxes, self.data, strict=True):
+            if tuple(view.shape) != box.size:
+                raise ValueError(f"a view of shape {tuple(view.shape)} cannot fill {box}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank holds."""
+        return sum(view.numel() * view.element_size() for view in self.data)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds the complete tensor in one piece."""
+        return len(self.boxes) == 1 and self.boxes[0].size == self.shape
+
+    def fill_from(self, full: Tensor) -> None:
+        """Copy this rank's part out of a complete tensor of the logical shape."""
+        for box, view in zip(self.boxes, self.data, strict=True):
+            view.copy_(full[box.slices])
+
+
+def shard_of(tensor: Tensor) -> Shard:
+    """Describe a plain tensor (held whole) or a DTensor (any placement but partial).
+
+    Args:
+        tensor: The tensor as the engine holds it; autograd history is ignored.
+
+    Returns:
+        A shard whose views alias the tensor's own storage. It has no box where this rank holds no
+        element, except that an empty tensor keeps its one empty box.
+
+    Example:
+        >>> shard_of(torch.zeros(2, 3)).is_whole
+        True
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter is a shard here, not the whole
+        return _shard_of(tensor)
+
+
+def _shard_of(tensor: Tensor) -> Shard:
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    if not isinstance(tensor, DTensor):
+        return Shard(shape, dtype, (Box.whole(shape),), (tensor.detach(),))
+    chunk = tensor.__create_chunk_list__()[0]  # type: ignore[no-untyped-call]
+    box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    if box.numel == 0 and tensor.numel() > 0:
+        return Shard(shape, dtype, (), ())
+    detached = cast(DTensor, tensor.detach())
+    return Shard(shape, dtype, (box,), (detached.to_local(),))
+
+
+def shard_of_range(flat: Tensor, *, shape: Sequence[int], start: int) -> Shard:
+    """Describe a piece of a flat buffer that holds elements ``[start, start + len)`` of a tensor.
+
+    This is how ZeRO partitions and chunk managers expose what they hold.
+
+    Args:
+        flat: 1-d view on the elements that this rank holds.
+        shape: Shape of the whole logical tensor.
+        start: Flat index, in the logical tensor, of the first element of `flat`.
+
+    Returns:
+        A shard whose views alias `flat`.
+    """
+    boxes = boxes_of_range(shape, start, start + flat.numel())
+    pieces = torch.split(flat.detach(), [box.numel for box in boxes]) if boxes else ()
+    views = tuple(piece.view(box.size) for piece, box in zip(pieces, boxes, strict=True))
+    return Shard(tuple(shape), flat.dtype, tuple(boxes), views)

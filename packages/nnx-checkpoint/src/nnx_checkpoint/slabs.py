@@ -1,0 +1,221 @@
+"""What writers of every format share: reading a checkpoint in order, slab by slab, and appearing at once.
+
+A writer asks for tensors in the order of its file and gets their bytes in pieces of a few megabytes, read
+ahead by a thread, so that neither the size of a tensor nor of the checkpoint matters for memory. What it
+writes lies beside the target under a name of its own and takes the target's name when it is complete.
+This module knows no format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nnx_checkpoint.box import Box
+from nnx_checkpoint.errors import CheckpointError
+from nnx_checkpoint.formats import PARTIAL, Progress
+from nnx_checkpoint.index import TensorEntry
+from nnx_checkpoint.reader import Checkpoint
+from nnx_checkpoint.shard import Shard
+from nnx_checkpoint.storage.files import explained, sync_directory
+from nnx_checkpoint.storage.locations import LocalPlace, place_of
+from nnx_checkpoint.storage.stream import DirectFile, StreamWriter
+
+__all__ = ["SLAB", "new_directory", "new_file", "read_in_order", "row_boxes", "stream_to"]
+
+SLAB = 4 << 20
+"""Bytes that are read at once; two slabs exist at a time."""
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive bytes of one tensor, in row-major order.
+
+    Attributes:
+        name: The tensor.
+        data: The bytes; valid until the next part is asked for.
+    """
+
+    name: str
+    data: memoryview
+
+
+def row_boxes(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[Box]:
+    """Cut a tensor into boxes that follow each other in row-major order, none larger than `limit` bytes.
+
+    Example:
+        >>> [box.size for box in row_boxes((5, 4), itemsize=1, limit=8)]
+        [(2, 4), (2, 4), (1, 4)]
+        >>> [box.size for box in row_boxes((2, 4), itemsize=1, limit=3)]
+        [(1, 3), (1, 1), (1, 3), (1, 1)]
+    """
+    whole = Box.whole(shape)
+    if whole.numel * itemsize <= limit or not shape:
+        yield whole
+        return
+    rows, inner = shape[0], tuple(shape[1:])
+    count = limit // (whole.numel // rows * itemsize)
+    if count:
+        for start in range(0, rows, count):
+            yield Box((start, *(0,) * len(inner)), (min(count, rows - start), *inner))
+        return
+    for row in range(rows):
+        for box in row_boxes(inner, itemsize, limit):
+            yield Box((row, *box.offset), (1, *box.size))
+
+
+def read_in_order(
+    checkpoint: Checkpoint, names: Iterable[str], *, progress: Progress = lambda done, total: None
+) -> Iterator[Part]:
+    """Read tensors one after the other, in slabs.
+
+    Args:
+        checkpoint: Of any format.
+        names: The tensors, distinct.
+        progress: Told how many bytes of all the tensors have been handed out.
+
+    Yields:
+        For each tensor in turn at least one part, an empty one if it has no elements.
+    """
+    entries = [checkpoint.entry(name) for name in names]
+    total, done = sum(entry.nbytes for entry in entries), 0
+    progress(0, total)
+    for parts in _read_ahead(checkpoint, entries):
+        yield from parts
+        done += sum(len(part.data) for part in parts)
+        progress(done, total)
+
+
+def _read_ahead(checkpoint: Checkpoint, entries: Sequence[TensorEntry]) -> Iterator[list[Part]]:
+    slabs = itertools.cycle([torch.empty(SLAB, dtype=torch.uint8) for _ in range(2)])
+    pending: Future[list[Part]] | None = None
+    with ThreadPoolExecutor(1, thread_name_prefix="nnx-read") as reader:
+        try:
+            reader.submit(int)
+        except RuntimeError:  # no memory is left for a thread: slower, not wrong
+            for batch in _batches(entries):
+                yield _load(checkpoint, batch, next(slabs))
+            return
+        for batch, slab in zip(_batches(entries), slabs, strict=False):
+            # The other slab is being used; this one has been.
+            following = reader.submit(_load, checkpoint, batch, slab)
+            if pending is not None:
+                yield pending.result()
+            pending = following
+        if pending is not None:
+            yield pending.result()
+
+
+def _batches(entries: Iterable[TensorEntry]) -> Iterator[list[tuple[TensorEntry, Box]]]:
+    """Boxes that fit into a slab together, at most one of each tensor."""
+    batch: list[tuple[TensorEntry, Box]] = []
+    room = SLAB
+    for entry in entries:
+        for box in row_boxes(entry.shape, entry.itemsize, SLAB):
+            needed = _padded(box.numel * entry.itemsize)
+            if needed > room or (batch and batch[-1][0] is entry):
+                yield batch
+                batch, room = [], SLAB
+            batch.append((entry, box))
+            room -= needed
+    if batch:
+        yield batch
+
+
+def _load(checkpoint: Checkpoint, batch: Sequence[tuple[TensorEntry, Box]], slab: torch.Tensor) -> list[Part]:
+    shards, parts, start = {}, [], 0
+    memory = memoryview(slab.numpy())  # type: ignore[arg-type]
+    for entry, box in batch:
+        nbytes = box.numel * entry.itemsize
+        view = slab[start : start + nbytes].view(entry.dtype).view(box.size)
+        shards[entry.name] = Shard(entry.shape, entry.dtype, (box,), (view,))
+        parts.append(Part(entry.name, memory[start : start + nbytes]))
+        start += _padded(nbytes)
+    checkpoint.fill(shards)
+    return parts
+
+
+def _padded(nbytes: int) -> int:
+    """So that every view is aligned for its element type."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+@contextlib.contextmanager
+def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Where to write a file that appears at `path` when the block ends, and not at all if it fails.
+
+    What is written there must be on disk (`StreamWriter.finish` or `write_file` see to it).
+
+    Raises:
+        CheckpointError: Something is at `path` already.
+    """
+    with _beside(_local(path)) as temporary:
+        yield temporary
+
+
+@contextlib.contextmanager
+def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """As `new_file`, for a directory, which is there and empty when the block begins."""
+    with _beside(_local(path)) as temporary:
+        with explained("create", temporary):
+            temporary.mkdir()
+        yield temporary
+        sync_directory(temporary)
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    place = place_of(path)
+    if not isinstance(place, LocalPlace):
+        raise CheckpointError(
+            f"cannot write '{place}': files of other formats are written to paths, not to URLs.",
+            remedy="Write to a path, and upload what comes out.",
+        )
+    return place.path
+
+
+@contextlib.contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    _refuse_existing(path)
+    with explained("create", path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}{PARTIAL}"
+    try:
+        yield temporary
+        _refuse_existing(path)
+        with explained("create", path):
+            temporary.rename(path)
+    except BaseException:
+        _remove(temporary)
+        raise
+    sync_directory(path.parent)
+
+
+def stream_to(path: Path, *, size: int) -> StreamWriter:
+    """Create a file of a known length, to be written from its beginning to its end."""
+    return StreamWriter(DirectFile(path), size=size)
+
+
+def _refuse_existing(path: Path) -> None:
+    if os.path.lexists(path):
+        raise CheckpointError(
+            f"cannot write '{path}': it exists already.",
+            remedy="Choose a new path, or remove what is there first.",
+        )
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()

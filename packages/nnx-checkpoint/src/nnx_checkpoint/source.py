@@ -1,0 +1,184 @@
+"""A committed save: its manifest and index, and its files read with their digests checked.
+
+Nothing below trusts the disk: every byte that leaves this module was compared with a digest first.
+It imports neither torch nor Lightning, so that a checkpoint can be inspected and verified quickly.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from nnx_checkpoint.errors import CheckpointError
+from nnx_checkpoint.index import INDEX, Index, decode_index
+from nnx_checkpoint.inflight import wait_until_saved
+from nnx_checkpoint.manifest import MANIFEST, Manifest, decode_manifest, digest
+from nnx_checkpoint.storage import Location, Place, Reader
+from nnx_checkpoint.storage.locations import place_of
+
+__all__ = ["Source", "is_checkpoint", "is_replaced", "read_manifest"]
+
+_MAX_MANIFEST = 1 << 30
+
+
+def is_checkpoint(path: Location) -> bool:
+    """Whether this path looks like an nnx checkpoint, damaged or not."""
+    place = place_of(path)
+    wait_until_saved(str(place))
+    return (place / MANIFEST).kind() == "file"
+
+
+def read_manifest(path: Place) -> Manifest:
+    """Read and check the manifest of the checkpoint at a path.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or its manifest is damaged or of a newer format.
+    """
+    wait_until_saved(str(path))
+    manifest = path / MANIFEST
+    if manifest.kind() != "file":
+        raise CheckpointError(
+            f"'{path}' is not an nnx checkpoint: {_why_not(path)}.",
+            remedy="Check the path; a checkpoint is a directory with a file 'manifest.json'.",
+        )
+    while True:
+        size = manifest.size()
+        if size > _MAX_MANIFEST:
+            raise CheckpointError(f"'{manifest}' is damaged: it has {size} bytes.", remedy="Check the path.")
+        try:
+            return decode_manifest(manifest.read(size), source=str(manifest))
+        except CheckpointError:
+            if manifest.size() == size:  # and no writer has replaced it in between
+                raise
+
+
+def is_replaced(path: Place, manifest: Manifest) -> bool:
+    """Whether another save is the checkpoint now, so that files of the one before may be gone."""
+    try:
+        return read_manifest(path).save_id != manifest.save_id
+    except CheckpointError:
+        return False
+
+
+def _why_not(path: Place) -> str:
+    kind = path.kind()
+    if kind != "directory":
+        return "it is a file" if kind else "there is no such directory"
+    return f"it has no {MANIFEST}; a first save that was interrupted leaves none"
+
+
+@dataclass
+class Source:
+    """An opened save.
+
+    Attributes:
+        path: The checkpoint's directory.
+        manifest: Its manifest.
+    """
+
+    path: Place
+    manifest: Manifest
+    _checked: dict[str, memoryview] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def open(cls, path: Location) -> Source:
+        """Check the manifest, every file's length, and the index; anew if a writer commits meanwhile."""
+        place = place_of(path)
+        while True:
+            source = cls(place, read_manifest(place))
+            try:
+                source._check()
+            except CheckpointError:
+                if is_replaced(place, source.manifest):
+                    continue
+                raise
+            return source
+
+    def _check(self) -> None:
+        fault = next(self.faults(), None)
+        if fault is not None:
+            raise fault[1]
+        self.index  # noqa: B018 - decoding it checks it
+
+    @property
+    def directory(self) -> Place:
+        """Where the save's files are."""
+        return self.path / self.manifest.save_id
+
+    @property
+    def block(self) -> int:
+        """Bytes of tensor data under one checksum."""
+        return self.manifest.block
+
+    def where(self, file: str) -> str:
+        """The path of one of the save's files."""
+        return str(self.directory / file)
+
+    def reader(self, file: str) -> Reader:
+        """Open a rank file, after checking its header and its checksums."""
+        self.sums(file)
+        return (self.directory / file).reader()
+
+    @cached_property
+    def index(self) -> Index:
+        """What is stored where."""
+        if INDEX not in self.manifest.files:
+            raise CheckpointError(f"'{self.path / MANIFEST}' lists no {INDEX}.", remedy="Check the path.")
+        raw = self.read_file(INDEX)
+        return decode_index(raw, self.manifest, source=str(self.directory / INDEX))
+
+    def faults(self) -> Iterator[tuple[str, CheckpointError]]:
+        """Every file that is missing or has another length than the manifest says."""
+        sizes = self.directory.sizes(self.manifest.files)
+        for name, entry in self.manifest.files.items():
+            path, found = self.directory / name, sizes.get(name)
+            if found is None:
+                yield name, CheckpointError(f"'{path}' is missing.", remedy=_RESTORE)
+            elif found != entry.size:
+                kind = "truncated" if found < entry.size else "too long"
+                yield (
+                    name,
+                    CheckpointError(
+                        f"'{path}' is {kind}: {found} bytes, expected {entry.size}.", remedy=_RESTORE
+                    ),
+                )
+
+    def read_file(self, name: str) -> bytes:
+        """The part of a file that its digest covers: the whole, or the header of a rank file.
+
+        Raises:
+            CheckpointError: The file is missing, too short or damaged.
+        """
+        entry = self.manifest.files.get(name)
+        if entry is None:
+            raise CheckpointError(f"'{self.path / MANIFEST}' does not list '{name}'.", remedy=_RESTORE)
+        raw = (self.directory / name).read(entry.digested)
+        if digest(raw) != entry.digest:
+            raise CheckpointError(
+                f"'{self.directory / name}' is damaged: bytes 0-{entry.digested} do not match their digest.",
+                remedy=_RESTORE,
+            )
+        return raw
+
+    def sums(self, file: str) -> memoryview:
+        """The checksums of a rank file's blocks, after checking that file's header too."""
+        with self._lock:
+            if file not in self._checked:
+                self.read_file(file)
+                name = f"{file.rsplit('.', 1)[0]}.sums"
+                raw = self.read_file(name)
+                count = self.index.block_count(file)
+                if len(raw) != 8 * count:
+                    raise CheckpointError(
+                        f"'{self.directory / name}' has {len(raw)} bytes, expected {8 * count}.",
+                        remedy=_RESTORE,
+                    )
+                self._checked[file] = memoryview(struct.pack(f"={count}Q", *struct.unpack(f"<{count}Q", raw)))
+            return self._checked[file].cast("Q")
+
+
+_RESTORE = "Restore it from a backup, or resume from another checkpoint; `nnx ckpt verify` lists all damage."

@@ -1,0 +1,241 @@
+"""Committing a save, and collecting what no commit refers to.
+
+A save writes into a directory of its own. Replacing the manifest makes it the checkpoint; until then
+the previous one is untouched, afterwards it is collected. This module owns those names in the
+checkpoint's directory and runs on the coordinator only.
+
+Two runs must not save to one path at the same time. A lock keeps the second one out. Where there are no
+locks, as on object stores, the manifest tells: who finds another one than at the beginning gives up, and
+only what is older than that first one is collected, so never the other run's save in progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Mapping
+from datetime import datetime, timedelta, timezone
+
+from nnx_checkpoint.errors import CheckpointError
+from nnx_checkpoint.manifest import MANIFEST, FileEntry, Manifest, encode_manifest, is_save_id
+from nnx_checkpoint.storage import Place
+from nnx_checkpoint.storage.files import LOCK, Lock
+
+__all__ = ["Attempt", "begin", "now"]
+
+_STAMP = "%Y%m%dT%H%M%S.%f"
+
+
+def now() -> datetime:
+    """The time in UTC."""
+    return datetime.now(timezone.utc)
+
+
+def begin(path: Place) -> Attempt:
+    """Make the directory of a new save.
+
+    Args:
+        path: The checkpoint; a new or empty directory, or one that holds a checkpoint already.
+
+    Returns:
+        The save, to be committed or discarded.
+
+    Raises:
+        CheckpointError: Something else is there, another run is saving to it, or it cannot be written to.
+    """
+    if path.kind() == "file":
+        raise _refusal(path, "it is a file")
+    foreign = [name for name in path.names() if not _is_ours(name)]
+    if foreign and MANIFEST not in foreign:
+        raise _refusal(path, f"it holds other things, such as {foreign[0]!r}")
+    path.make()
+    lock: Lock | None = None
+    attempt: Attempt | None = None
+    try:
+        lock = path.lock()
+        attempt = Attempt(path, lock, None if lock else _read_manifest(path), is_first=not foreign)
+        attempt.directory.make()
+    except BaseException:
+        if attempt is not None:
+            attempt.discard()
+        elif lock is not None:
+            lock.release()
+        path.remove_if_empty()  # only if this save made it: it is not empty otherwise
+        raise
+    return attempt
+
+
+def _refusal(path: Place, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"cannot save to '{path}': {why}.",
+        remedy="Choose a new path, an empty directory, or an nnx checkpoint to replace.",
+    )
+
+
+def _read_manifest(path: Place) -> bytes | None:
+    manifest = path / MANIFEST
+    return manifest.read(manifest.size()) if manifest.kind() == "file" else None
+
+
+class Attempt:
+    """A save in progress; made by `begin`.
+
+    Attributes:
+        save_id: Its id.
+        directory: Where its files go; named after the id.
+    """
+
+    def __init__(self, path: Place, lock: Lock | None, previous: bytes | None, *, is_first: bool) -> None:
+        self.save_id = _new_id(path)
+        self.directory = path / self.save_id
+        self._path = path
+        self._lock = lock
+        self._previous = previous
+        self._is_first = is_first
+        self._is_replacing = False
+
+    def commit(self, manifest: Manifest, *, keep_previous: int) -> None:
+        """Make the save, whose files are all there, the checkpoint at its path.
+
+        Args:
+            manifest: Describes the save.
+            keep_previous: How many earlier complete saves to keep beside it.
+
+        Raises:
+            CheckpointError: A file is not there as described, another run has committed meanwhile, or the
+                manifest cannot be written. What was the checkpoint then stays, and so does all that belongs
+                to it: a machine that crashes now may come back with the old manifest.
+        """
+        self._refuse_if_overtaken()
+        _check_present(self.directory, manifest.files)
+        data = encode_manifest(manifest)
+        # The copy marks the save as complete, and outlives the next commit if the save is kept.
+        (self.directory / MANIFEST).write(data)
+        self.directory.sync()
+        self._refuse_if_overtaken()
+        self._is_replacing = True
+        (self._path / MANIFEST).replace(data, temporary=f".{MANIFEST}.{self.save_id}.tmp")
+        with contextlib.suppress(CheckpointError):  # what is committed stays committed
+            collect(
+                self._path,
+                self.save_id,
+                keep_previous=keep_previous,
+                until=None if self._lock else _newest_known(self._path, self._previous),
+            )
+        self.release()
+
+    def _refuse_if_overtaken(self) -> None:
+        if self._lock is None and _read_manifest(self._path) != self._previous:
+            raise CheckpointError(
+                f"cannot commit to '{self._path}': another run has saved to it meanwhile.",
+                remedy="Give every run a path of its own; what the other run saved is intact.",
+            )
+
+    def discard(self) -> str:
+        """Remove what a failed save left, as far as that is possible; never what was committed.
+
+        Returns:
+            What is at the path now, for people; empty where this would have been the first save.
+        """
+        standing = self._standing()
+        if standing not in (_NEW, _UNKNOWN):
+            for left in (self._path / f".{MANIFEST}.{self.save_id}.tmp", self.directory):
+                with contextlib.suppress(CheckpointError):
+                    _remove(left)
+        self.release()
+        self._path.remove_if_empty()  # only if this save made it: it is not empty otherwise
+        return standing
+
+    def _standing(self) -> str:
+        """Which save is the checkpoint: a commit may come through although it seems to fail."""
+        if self._is_replacing:
+            try:
+                manifest = _read_manifest(self._path) or b""
+            except CheckpointError:
+                return _UNKNOWN
+            if self.save_id.encode() in manifest:
+                return _NEW
+        return "" if self._is_first else _PREVIOUS
+
+    def release(self) -> None:
+        """Let others save to this path; nothing else may be done afterwards."""
+        if self._lock is not None:
+            self._lock.release()
+
+
+_PREVIOUS = "The checkpoint that was saved there before is whole."
+_NEW = "The new checkpoint is there, whole, but a crash of the machine may bring the one before back."
+_UNKNOWN = "The new checkpoint or the one before is there, whole."
+
+
+def _new_id(path: Place) -> str:
+    """An id behind those of all saves that are there, also after the clock has been set back."""
+    stamp = now().replace(tzinfo=None)
+    newest = max((name for name in path.names() if is_save_id(name)), default="")
+    if newest:
+        with contextlib.suppress(ValueError, OverflowError):  # a directory somebody named 99999999T...
+            stamp = max(stamp, datetime.strptime(newest[:22], _STAMP) + timedelta(microseconds=1))
+    return f"{stamp:{_STAMP}}-{secrets.token_hex(4)}"
+
+
+def _check_present(directory: Place, files: Mapping[str, FileEntry]) -> None:
+    sizes = directory.sizes(files)
+    for name, entry in files.items():
+        if name not in sizes:
+            raise CheckpointError(f"cannot commit '{directory / name}': it is not there.", remedy=_SHARED)
+        if sizes[name] != entry.size:
+            raise CheckpointError(
+                f"cannot commit '{directory / name}': it has {sizes[name]} bytes, {entry.size} were written.",
+                remedy=_SHARED,
+            )
+
+
+_SHARED = "Every rank must write to one shared file system, and nobody may remove anything meanwhile."
+
+
+def collect(path: Place, save_id: str, *, keep_previous: int, until: str | None = None) -> list[str]:
+    """Remove saves and temporary manifests that no commit refers to.
+
+    Args:
+        path: The checkpoint.
+        save_id: The committed save, which is never removed.
+        keep_previous: How many other complete saves to keep, newest first.
+        until: Remove no save that began after the one of this id.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        CheckpointError: Something could not be removed.
+    """
+    kept, removed = 0, []
+    for name in reversed(path.names()):
+        if name in (save_id, LOCK) or not _is_ours(name):
+            continue
+        if is_save_id(name) and (path / name).kind() == "other":
+            continue  # a link, which is not ours
+        if is_save_id(name) and kept < keep_previous and (path / name / MANIFEST).kind() == "file":
+            kept += 1
+            continue
+        if until is not None and name.removeprefix(f".{MANIFEST}.") > until:
+            continue
+        _remove(path / name)
+        removed.append(name)
+    return removed
+
+
+def _newest_known(path: Place, previous: bytes | None) -> str:
+    """The newest save that cannot be in progress: the one that the previous manifest named."""
+    known = [name for name in path.names() if is_save_id(name) and name.encode() in (previous or b"")]
+    return max(known, default="")
+
+
+def _is_ours(name: str) -> bool:
+    return is_save_id(name) or name == LOCK or (name.startswith(f".{MANIFEST}.") and name.endswith(".tmp"))
+
+
+def _remove(place: Place) -> None:
+    # The manifest's copy goes first, so that a half-removed save never looks complete.
+    if is_save_id(place.name):
+        (place / MANIFEST).remove()
+    place.remove()

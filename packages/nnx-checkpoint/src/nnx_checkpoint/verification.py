@@ -1,0 +1,437 @@
+"""Verifying: every byte of every file against its digest or checksum, and headers against the index.
+
+Checkpoints of other formats have no checksums of their own; of them the structure is checked. Damage is
+reported, not raised, so that one run lists all of it. Imports neither torch nor Lightning, unless a
+checkpoint of another format has to be opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import struct
+import zipfile
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from nnx_checkpoint.dtypes import DTYPES
+from nnx_checkpoint.errors import CheckpointError
+from nnx_checkpoint.formats import Progress, files_below, open_checkpoint
+from nnx_checkpoint.index import INDEX, Index, Piece, TensorEntry
+from nnx_checkpoint.manifest import MANIFEST, DamagedManifestError, FileEntry, load_json
+from nnx_checkpoint.source import Source, is_replaced, read_manifest
+from nnx_checkpoint.storage import Location, Place, Reader
+from nnx_checkpoint.storage.locations import place_of
+
+__all__ = ["Damage", "check_structure", "verify"]
+
+_READ = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One damaged place.
+
+    Attributes:
+        file: The file, relative to the checkpoint's directory.
+        start: First byte of the range that does not match.
+        stop: One past its last byte.
+        problem: What is wrong, for people.
+    """
+
+    file: str
+    start: int
+    stop: int
+    problem: str
+
+
+def verify(
+    path: Location, *, progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[Damage]:
+    """Read every byte of a checkpoint and compare it with what was written.
+
+    Args:
+        path: The checkpoint's directory, or a link to it, or its URL.
+        progress: Called with the bytes read so far and their total.
+
+    Returns:
+        Every damaged place; empty if the checkpoint is whole.
+
+    A save that is replaced meanwhile is no damage: the one that replaced it is read.
+
+    Raises:
+        CheckpointError: There is no checkpoint at this path, or it is of a newer format.
+    """
+    root = place_of(path)
+    while True:
+        try:
+            manifest = read_manifest(root)
+        except DamagedManifestError as error:
+            return [Damage(MANIFEST, 0, (root / MANIFEST).size(), error.message)]
+        try:
+            found = _Verification(Source(root, manifest), progress).run()
+        except CheckpointError:
+            if not is_replaced(root, manifest):
+                raise
+        else:
+            if not found or not is_replaced(root, manifest):
+                return found
+
+
+class _Verification:
+    """One run over all files."""
+
+    def __init__(self, source: Source, progress: Callable[[int, int], None]) -> None:
+        self.source = source
+        self.found: list[Damage] = []
+        self._progress = progress
+        self._done = 0
+        self._total = sum(entry.size for entry in source.manifest.files.values())
+
+    def run(self) -> list[Damage]:
+        files = self.source.manifest.files
+        broken = dict(self.source.faults())
+        for name, error in broken.items():
+            self._report(name, 0, files[name].size, error.message)
+            self._advance(files[name].size)
+        whole = {name for name, entry in files.items() if name not in broken and self._is_whole(name, entry)}
+        self._check_copy()
+        index = self._index()
+        for name, entry in files.items():
+            if entry.digested < entry.size and name not in broken:
+                self._check_blocks(name, entry, index, whole)
+        return self.found
+
+    def _report(self, name: str, start: int, stop: int, problem: str) -> None:
+        self.found.append(Damage(f"{self.source.manifest.save_id}/{name}", start, stop, problem))
+
+    def _advance(self, count: int) -> None:
+        self._done += count
+        self._progress(self._done, self._total)
+
+    def _is_whole(self, name: str, entry: FileEntry) -> bool:
+        """Check what a file's digest covers; whether that was all right."""
+        try:
+            self.source.read_file(name)
+        except CheckpointError as error:
+            self._report(name, 0, entry.digested, error.message)
+            return False
+        finally:
+            self._advance(entry.digested)
+        return True
+
+    def _check_copy(self) -> None:
+        copy, manifest = self.source.directory / MANIFEST, self.source.path / MANIFEST
+        expected = manifest.read(manifest.size())
+        try:
+            same = copy.read(copy.size()) == expected
+        except CheckpointError as error:
+            self._report(MANIFEST, 0, len(expected), error.message)
+            return
+        if not same:
+            self._report(MANIFEST, 0, len(expected), f"'{copy}' differs from the checkpoint's manifest.")
+
+    def _index(self) -> Index | None:
+        if any(damage.file.endswith(f"/{INDEX}") for damage in self.found):
+            return None
+        try:
+            return self.source.index
+        except CheckpointError as error:
+            self._report(INDEX, 0, 0, error.message)
+            return None
+
+    def _check_blocks(self, name: str, entry: FileEntry, index: Index | None, whole: set[str]) -> None:
+        sums_name = f"{name.rsplit('.', 1)[0]}.sums"
+        if index is None or sums_name not in whole:
+            cause = "the index" if index is None else f"'{sums_name}'"
+            self._report(name, entry.digested, entry.size, f"cannot be checked, because {cause} is damaged.")
+            self._advance(entry.size - entry.digested)
+            return
+        pieces = index.pieces_of(name)
+        contradiction = find_contradiction(self.source.read_file(name), pieces) if name in whole else ""
+        if contradiction:
+            self._report(name, 0, entry.digested, contradiction)
+        self._compare(name, index.block_count(name), pieces, self.source.read_file(sums_name))
+
+    def _compare(
+        self, name: str, count: int, pieces: Sequence[tuple[Piece, TensorEntry]], raw: bytes
+    ) -> None:
+        size = self.source.manifest.block
+        sums = struct.unpack(f"<{len(raw) // 8}Q", raw)
+        if len(raw) != 8 * count:
+            self._report(name, 0, 0, f"its {len(raw) // 8} checksums are not as many as its blocks.")
+            return
+        entry = self.source.manifest.files[name]
+        blocks = (
+            (tensor.name, min(size, piece.nbytes - start))
+            for piece, tensor in pieces
+            for start in range(0, piece.nbytes, size)
+        )
+        with (
+            contextlib.closing((self.source.directory / name).reader()) as reader,
+            ThreadPoolExecutor(reader.parallel) as pool,
+        ):
+            data, at = _ReadAhead(reader, pool, entry.digested, entry.size, self._advance), entry.digested
+            for number, (tensor, length) in enumerate(blocks):
+                if xxhash.xxh3_64_intdigest(data.take(length)) != sums[number]:
+                    problem = f"block {number} of tensor '{tensor}' is damaged."
+                    self._report(name, at, at + length, problem)
+                at += length
+
+
+class _ReadAhead:
+    """A file's data from front to back; its next parts are read while this one is looked at.
+
+    Args:
+        reader: The file.
+        pool: Where to read.
+        start: Position of the first byte.
+        stop: One past the last.
+        advance: Told how many bytes have arrived.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        pool: ThreadPoolExecutor,
+        start: int,
+        stop: int,
+        advance: Callable[[int], None],
+    ) -> None:
+        self._reader, self._pool, self._advance = reader, pool, advance
+        self._starts = iter(range(start, stop, _READ))
+        self._stop = stop
+        self._waiting: deque[Future[memoryview]] = deque()
+        self._rest = memoryview(b"")
+
+    def take(self, length: int) -> memoryview:
+        """The next bytes."""
+        parts = []
+        while length > len(self._rest):
+            parts.append(self._rest)
+            length -= len(self._rest)
+            self._rest = self._next()
+        parts.append(self._rest[:length])
+        self._rest = self._rest[length:]
+        return memoryview(b"".join(parts)) if len(parts) > 1 else parts[0]
+
+    def _next(self) -> memoryview:
+        for start in itertools.islice(self._starts, self._reader.parallel + 1 - len(self._waiting)):
+            self._waiting.append(self._pool.submit(self._read, start))
+        data = self._waiting.popleft().result()
+        self._advance(len(data))
+        return data
+
+    def _read(self, start: int) -> memoryview:
+        data = memoryview(bytearray(min(_READ, self._stop - start)))
+        self._reader.read_into(start, data)
+        return data
+
+
+# --- the header of a rank file, compared with the index -------------------------------------------
+# We read by the index, other programs that read safetensors by the headers. Where the two differ, a
+# checkpoint is one thing for us and another for them.
+
+
+_PLAIN = {stored.code: name for name, stored in DTYPES.items() if stored.parts == 1}
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """One box of a tensor, and which bytes of the file's data it has."""
+
+    name: str
+    dtype_name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def find_contradiction(header: bytes, pieces: Sequence[tuple[Piece, TensorEntry]]) -> str:
+    """Say where the header of a rank file differs from the index; empty if it does not.
+
+    Args:
+        header: The file's bytes before its data.
+        pieces: What the index says of the file.
+    """
+    try:
+        claimed = set(_claims(header))
+    except (
+        ArithmeticError,
+        AttributeError,
+        KeyError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        struct.error,
+    ) as error:
+        return f"its header is malformed: {type(error).__name__}: {error}."
+    expected = {
+        _Claim(
+            tensor.name,
+            tensor.dtype_name,
+            tuple(tensor.shape),
+            piece.box.offset,
+            piece.box.size,
+            piece.start - len(header),
+            piece.start - len(header) + piece.nbytes,
+        )
+        for piece, tensor in pieces
+    }
+    differing = min((claim.name for claim in claimed ^ expected), default=None)
+    return "" if differing is None else f"its header and the index contradict each other about '{differing}'."
+
+
+def _claims(raw: bytes) -> Iterator[_Claim]:
+    (length,) = struct.unpack_from("<Q", raw)
+    if length != len(raw) - 8:
+        raise ValueError(f"it says that it has {length} bytes and has {len(raw) - 8}")
+    entries = load_json(raw[8:])
+    metadata = entries.pop("__metadata__")
+    if metadata["format"] != "pt":
+        raise ValueError(f"format {metadata['format']!r}")
+    origins, offsets = (load_json(metadata[key].encode()) for key in ("nnx", "DCP_SHARDING_INFO"))
+    for table in (origins, offsets):
+        if table.keys() - entries.keys():
+            raise ValueError(f"it has no entry {min(table.keys() - entries.keys())!r}")
+    for key, entry in entries.items():
+        yield _claim(key, entry, origins.get(key), offsets[key]["saved_offsets"])
+
+
+def _claim(
+    key: str, entry: Mapping[str, Any], origin: Mapping[str, Any] | None, saved: Sequence[int]
+) -> _Claim:
+    size, (start, stop) = entry["shape"], entry["data_offsets"]
+    if origin is None:
+        origin = {"name": key, "dtype": _PLAIN[entry["dtype"]], "shape": size, "offset": [0 for _ in size]}
+    stored = DTYPES[origin["dtype"]]
+    more = [stored.parts] if stored.parts > 1 else []
+    if entry["dtype"] != stored.code or size[len(size) - len(more) :] != more:
+        raise ValueError(f"entry {key!r} is not {origin['dtype']}")
+    if saved != [*origin["offset"], *(0 for _ in more)]:
+        raise ValueError(f"entry {key!r} has two offsets")
+    name = origin["name"]
+    if key != name and not re.fullmatch(re.escape(name) + r"#\d+", key):
+        raise ValueError(f"entry {key!r} is called {name!r}")
+    box = tuple(origin["offset"]), tuple(size[: len(size) - len(more)])
+    return _Claim(name, origin["dtype"], tuple(origin["shape"]), *box, start, stop)
+
+
+# --- other formats --------------------------------------------------------------------------------
+# The files must be readable as what they are, every tensor must lie inside its file, and in zip archives,
+# which files of ``torch.save`` are, the CRC-32 of every entry must match; torch itself never looks at it.
+
+
+_ARCHIVE_READ = 4 << 20
+
+
+@dataclass
+class Structure:
+    """What a check of a checkpoint's structure covered, and what it found.
+
+    Attributes:
+        format: Name of the format; empty if the checkpoint could not be opened.
+        damage: Every damaged place.
+        tensors: How many tensors were found to lie inside their files.
+        archives: How many zip archives have correct sums.
+        files: How many files there are.
+    """
+
+    format: str = ""
+    damage: list[Damage] = field(default_factory=list)
+    tensors: int = 0
+    archives: int = 0
+    files: int = 0
+
+
+def check_structure(
+    path: Location, *, weights_only: bool = True, progress: Progress = lambda done, total: None
+) -> Structure:
+    """Check what can be checked of a checkpoint without checksums.
+
+    Args:
+        path: A checkpoint of any format.
+        weights_only: As for `nnx_checkpoint.open_checkpoint`.
+        progress: Told the bytes of the files seen so far and their total.
+
+    Raises:
+        CheckpointError: Nothing is there, or its format is unknown.
+    """
+    found = Structure()
+    place = place_of(path)
+    files = files_below(place)
+    if place.kind() is not None:
+        _check_archives(place, files, found, progress)
+    try:
+        opened = open_checkpoint(path, weights_only=weights_only)
+    except CheckpointError as error:
+        if not found.damage:
+            raise
+        found.damage.append(Damage(place.name, 0, sum(files.values()), error.message))
+        return found
+    found.format = opened.format
+    _check_lengths(opened.tensors, found)
+    return found
+
+
+def _check_archives(place: Place, files: Mapping[str, int], found: Structure, progress: Progress) -> None:
+    done, total = 0, sum(files.values())
+    progress(0, total)
+    for name, size in files.items():
+        file = place if place.kind() == "file" else place / name
+        _check_archive(file, name, size, found)
+        found.files += 1
+        done += size
+        progress(done, total)
+
+
+def _check_archive(place: Place, name: str, size: int, found: Structure) -> None:
+    with place.open() as file:
+        if not zipfile.is_zipfile(file):
+            return
+        try:
+            with zipfile.ZipFile(file) as archive:
+                entries = archive.infolist()
+                bad = [entry for entry in entries if not _is_whole(archive, entry)]
+        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+            found.damage.append(Damage(name, 0, size, f"it is no readable zip archive: {error}."))
+            return
+    for entry in bad:
+        start, stop = entry.header_offset, entry.header_offset + entry.compress_size
+        found.damage.append(Damage(name, start, stop, f"entry '{entry.filename}' does not match its CRC-32."))
+    found.archives += not bad
+
+
+def _is_whole(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
+    try:
+        with archive.open(entry) as data:
+            while data.read(_ARCHIVE_READ):
+                pass  # the end of the entry is where the sum is compared
+    except (zipfile.BadZipFile, EOFError, zlib.error):
+        return False
+    return True
+
+
+def _check_lengths(tensors: Mapping[str, TensorEntry], found: Structure) -> None:
+    """Every piece must end before its file does."""
+    sizes: dict[str, int] = {}
+    for name, entry in tensors.items():
+        whole = True
+        for piece in entry.pieces:
+            if piece.file not in sizes:
+                place = place_of(piece.file)
+                sizes[piece.file] = place.size() if place.kind() == "file" else 0
+            if piece.start + piece.nbytes > sizes[piece.file]:
+                problem = f"tensor '{name}' ends behind the end of the file."
+                found.damage.append(Damage(piece.file, piece.start, piece.start + piece.nbytes, problem))
+                whole = False
+        found.tensors += whole

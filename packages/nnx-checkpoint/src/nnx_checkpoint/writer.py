@@ -1,0 +1,558 @@
+"""Saving: all ranks together, in rounds, in the foreground or while training goes on.
+
+1. Every rank describes its shards; the coordinator collects the descriptions.
+2. The coordinator checks them, assigns the boxes, makes the save's directory and tells every rank what
+   is its own.
+3. Every rank writes its boxes and its own objects; the coordinator writes the index and the common
+   objects, and commits.
+
+Planning, writing and committing live in their own modules; this one only puts them in order. An asynchronous
+save makes training wait for one copy only: the foreground encodes the objects and copies the tensors, without
+talking to other ranks, and a thread does the rest. One such save is in flight at a time; see
+`nnx_checkpoint.inflight`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from nnx_checkpoint import inflight
+from nnx_checkpoint.codec import Encoder
+from nnx_checkpoint.collective import background_group, control_group
+from nnx_checkpoint.description import Description, describe, gather_descriptions
+from nnx_checkpoint.dtypes import DTYPES
+from nnx_checkpoint.errors import CheckpointError
+from nnx_checkpoint.index import INDEX, decode_index, encode_index, required
+from nnx_checkpoint.inflight import PendingSave
+from nnx_checkpoint.manifest import BLOCK, FileEntry, Manifest, digest, objects_file, rank_file
+from nnx_checkpoint.plan import Deal, Mode, Own, Plan, make_plan, select
+from nnx_checkpoint.rankfile import write_rank_file
+from nnx_checkpoint.rounds import exchange, rank_and_size, share
+from nnx_checkpoint.shard import Box, Shard, shard_of
+from nnx_checkpoint.storage import Location, Place
+from nnx_checkpoint.storage.locations import place_of
+from nnx_checkpoint.transaction import Attempt, begin, now
+
+__all__ = ["Arena", "Files", "Save", "poll", "release", "save", "save_async", "write_objects", "writer_info"]
+
+Files = dict[str, FileEntry]
+
+
+def save(
+    path: Location,
+    *,
+    tensors: Mapping[str, Shard],
+    objects: Mapping[str, Any],
+    rank_objects: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    state_dict_type: Literal["sharded", "deduped"] = "deduped",
+    provenance: Mapping[str, Any] | None = None,
+    opaque: Literal["error", "pickle"] = "error",
+    keep_previous: int = 0,
+    collective: bool = True,
+) -> None:
+    """Write a checkpoint; collective over all ranks, a plain call in a single process.
+
+    The previous checkpoint at this path stays loadable until the new one is complete and on disk.
+
+    Args:
+        path: Directory of the checkpoint: new, empty, or a checkpoint to replace. A path, or a URL such
+            as ``s3://bucket/last.ckpt``.
+        tensors: This rank's shards of every logical tensor.
+        objects: Everything else. Rank 0's tree is stored; tensors, DTensors and shards anywhere in it are
+            lifted out (of a plain tensor rank 0's value; of a DTensor or shard every rank's part, which
+            takes the same tree on all ranks).
+        rank_objects: A tree of this rank alone, such as its random state; it may hold small tensors.
+        aliases: Tied names that share storage with a tensor stored under another name.
+        state_dict_type: ``"deduped"`` stores each box once across the world; ``"sharded"`` stores every
+            rank's whole local state, so that each rank resumes from its own file.
+        provenance: Plain JSON that says where the checkpoint comes from. Nothing depends on it.
+        opaque: ``"pickle"`` stores objects that have no safe encoding; ``"error"`` refuses them.
+        keep_previous: How many earlier saves at this path to keep on disk.
+        collective: False writes from this process alone, which must hold every tensor whole; for
+            strategies that save from one rank.
+
+    Raises:
+        CheckpointError: On every rank, if any rank could not describe or write its part. What was saved
+            at this path before is then intact.
+    """
+    request = SaveRequest(
+        path=path,
+        tensors=tensors,
+        objects=objects,
+        rank_objects=rank_objects,
+        aliases=aliases or {},
+        mode=state_dict_type,
+        provenance=provenance or {},
+        opaque=opaque,
+        keep_previous=keep_previous,
+        collective=collective,
+    )
+    one = Save(request, control_group() if collective else None)
+    one.follow_previous()
+    one.complete()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What `save` was asked to do."""
+
+    path: Location
+    tensors: Mapping[str, Shard]
+    objects: Mapping[str, Any]
+    rank_objects: Mapping[str, Any] | None
+    aliases: Mapping[str, str]
+    mode: Mode
+    provenance: Mapping[str, Any]
+    opaque: Literal["error", "pickle"]
+    keep_previous: int
+    collective: bool
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("sharded", "deduped"):
+            raise CheckpointError(
+                f"unknown state_dict_type {self.mode!r}.", remedy='Use "sharded" or "deduped".'
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What the coordinator tells a rank after planning."""
+
+    save_id: str
+    own: Own
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """What one rank saves, in the form in which it is described and written."""
+
+    shards: dict[str, Shard]
+    private: frozenset[str]
+    common: dict[str, bytes]
+    own: dict[str, bytes]
+
+
+class Save:
+    """One save on one rank.
+
+    Args:
+        request: What to save.
+        group: The ranks that save together, over a CPU backend; None for this process alone.
+    """
+
+    def __init__(self, request: SaveRequest, group: dist.ProcessGroup | None) -> None:
+        self.request = request
+        self.group = group
+        self.rank, self.size = rank_and_size(group)
+        self.doing = f"saving '{request.path}'"
+        self.path = place_of(request.path)
+        self.attempt: Attempt | None = None
+        self.plan: Plan | None = None
+        self.deal: Deal | None = None
+        self.description: Description | None = None
+        self._captured: _Captured | None = None
+        self._failure: Exception | None = None
+
+    def follow_previous(self) -> None:
+        """Wait for the save in flight: there is one at a time. Its error becomes that of this one.
+
+        Raises:
+            CheckpointError: The save in flight failed.
+        """
+        previous = inflight.current()
+        try:
+            inflight.settle()
+        except Exception as error:
+            if self.group is None or (previous is not None and previous.collective):
+                raise
+            self.fail(error)  # only this rank knows of it: the others must not be left waiting
+
+    def fail(self, error: Exception) -> None:
+        """Let `complete` fail on every rank, because of an error on this one."""
+        self._failure = error
+
+    def capture(self, stage: Callable[[dict[str, Shard]], dict[str, Shard]] = lambda shards: shards) -> None:
+        """Encode the objects and lift their tensors; called by `complete`, if it was not before.
+
+        Args:
+            stage: Gives the same shards with data of its own, for a save that `complete` ends after the
+                caller has gone on to change what it passed.
+
+        Raises:
+            CheckpointError: Something among the objects cannot be saved.
+        """
+        request = self.request
+        common = Encoder("objects", request.opaque if self.rank == 0 else "skip")
+        tree = common.encode(request.objects)
+        objects = encode_objects(None, tree, common.opaque_objects) if self.rank == 0 else {}
+        own = Encoder(f"rank.{self.rank}", request.opaque)
+        own_objects = {}
+        if request.rank_objects is not None:
+            own_objects = encode_objects(self.rank, own.encode(request.rank_objects), own.opaque_objects)
+        shards = dict(request.tensors)
+        lifted = _shards_of(common.tensors, keep_plain=self.rank == 0) | _shards_of(own.tensors)
+        for name, shard in lifted.items():
+            if name in shards:
+                raise CheckpointError(
+                    f"the tensor name '{name}' is reserved for a tensor inside the saved objects.",
+                    remedy="Rename the tensor; names starting with 'objects.' and 'rank.' are taken.",
+                )
+            shards[name] = shard
+        private = {n for n, value in common.tensors.items() if not isinstance(value, (Shard, DTensor))}
+        self._captured = _Captured(stage(shards), frozenset(private | set(own.tensors)), objects, own_objects)
+
+    def complete(self) -> None:
+        """Plan, write and commit. Collective over the group.
+
+        Raises:
+            CheckpointError: On every rank, if any rank could not describe or write its part.
+        """
+        try:
+            descriptions = gather_descriptions(self.group, self._describe, doing=self.doing)
+            told = exchange(
+                self.group,
+                lambda: None,
+                lambda _: self._decide(descriptions()),
+                doing=self.doing,
+                give_up=self._give_up,
+            )
+            deal = share(self.group, self.deal, doing=self.doing)
+            exchange(
+                self.group,
+                lambda: self._write(told, deal),
+                self._commit,
+                doing=self.doing,
+                give_up=self._give_up,
+            )
+        finally:
+            if self.attempt is not None:  # whatever stopped it, such as Ctrl-C
+                self.attempt.release()
+
+    def _describe(self) -> Description:
+        shards, private = self._taken().shards, self._taken().private
+        self.description = describe(
+            {name: shard for name, shard in shards.items() if name not in private},
+            {name: shards[name] for name in sorted(private) if name in shards},
+            aliases=self.request.aliases,
+            rank=self.rank,
+            world_size=self.size,
+        )
+        return self.description
+
+    def _taken(self) -> _Captured:
+        if self._failure is not None:
+            raise self._failure
+        if self._captured is None:
+            self.capture()
+        assert self._captured is not None
+        return self._captured
+
+    def _decide(self, descriptions: list[Description]) -> list[_Told]:
+        self.plan = make_plan(descriptions, self.request.mode)
+        self.deal = self.plan.deal()
+        self.attempt = begin(self.path)
+        return [_Told(self.attempt.save_id, own) for own in self.plan.own()]
+
+    def _write(self, told: _Told, deal: Deal) -> Files:
+        assert self.description is not None
+        directory = self.path / told.save_id
+        boxes, data = select(self.description, self._taken().shards, deal, told.own)
+        files = write_rank_file(directory, self.rank, boxes, data)
+        files |= _write_all(directory, self._taken().own)
+        if files and self.rank:
+            directory.sync()
+        return files
+
+    def _commit(self, files_of_ranks: list[Files]) -> list[None]:
+        assert self.plan is not None
+        assert self.attempt is not None
+        directory = self.attempt.directory
+        files = {name: entry for files in files_of_ranks for name, entry in files.items()}
+        files |= _write_all(directory, self._taken().common)
+        stored = self.plan.stored([rank_file(rank) in files for rank in range(self.size)])
+        bases = [files[name].digested for name in stored.files]
+        index = encode_index(stored, bases, BLOCK, self.plan.aliases)
+        (directory / INDEX).write(index)
+        files[INDEX] = FileEntry(len(index), digest(index), len(index))
+        manifest = Manifest(
+            save_id=self.attempt.save_id,
+            created=now().isoformat(timespec="microseconds"),
+            files=files,
+            writer=writer_info(self.size),
+            provenance=self.request.provenance,
+            requires=required(stored),
+        )
+        decode_index(index, manifest, source=str(directory / INDEX))  # what cannot be read is not committed
+        self.attempt.commit(manifest, keep_previous=self.request.keep_previous)
+        return [None] * self.size
+
+    def _give_up(self) -> str:
+        return "Nothing was changed there." if self.attempt is None else self.attempt.discard()
+
+
+def writer_info(world_size: int) -> dict[str, Any]:
+    """What the manifest records about the program that writes."""
+    return {"world_size": world_size, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+def encode_objects(rank: int | None, tree: Any, opaque: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files of an encoded tree: itself, and beside it what was set aside for pickle."""
+    name = objects_file(rank)
+    files = {name: json.dumps(tree, separators=(",", ":"), allow_nan=False).encode() + b"\n"}
+    if opaque:
+        buffer = io.BytesIO()
+        _pickle(dict(opaque), buffer)
+        files[f"{name.rsplit('.', 1)[0]}.bin"] = buffer.getvalue()
+    return files
+
+
+def write_objects(directory: Place, rank: int | None, tree: Any, opaque: Mapping[str, Any]) -> Files:
+    """Write an encoded tree."""
+    return _write_all(directory, encode_objects(rank, tree, opaque))
+
+
+def _write_all(directory: Place, contents: Mapping[str, bytes]) -> Files:
+    for file, content in contents.items():
+        (directory / file).write(content)
+    return {file: FileEntry(len(raw), digest(raw), len(raw)) for file, raw in contents.items()}
+
+
+def _pickle(objects: dict[str, Any], buffer: io.BytesIO) -> None:
+    try:
+        torch.save(objects, buffer)
+    except Exception as error:  # pickle raises what the object's own methods raise
+        raise CheckpointError(
+            f"an object among {sorted(objects)} cannot be pickled: {error}.",
+            remedy="Remove it from what is saved.",
+        ) from error
+
+
+def _shards_of(lifted: Mapping[str, Tensor | Shard], *, keep_plain: bool = True) -> dict[str, Shard]:
+    """Describe lifted tensors; on ranks that do not store plain ones, leave those out."""
+    shards: dict[str, Shard] = {}
+    for name, value in lifted.items():
+        if isinstance(value, Shard):
+            shards[name] = value
+        elif isinstance(value, DTensor):
+            shards[name] = shard_of(value)
+        elif keep_plain:
+            tensor = value.detach()
+            shards[name] = Shard(tuple(value.shape), value.dtype, (Box.whole(value.shape),), (tensor,))
+    return shards
+
+
+# --- the copy that an asynchronous save writes from -----------------------------------------------
+# All local data goes into one buffer in host memory, which is kept for the next save: fresh memory costs
+# several times as much as the copy. The copy neither communicates nor touches files.
+
+
+_ALIGNMENT = 64
+"""Bytes: a cache line, and more than any element type needs."""
+
+
+class Arena:
+    """One reused buffer, which grows when it must.
+
+    What it returns is overwritten by the next `stage`.
+
+    Example:
+        >>> from nnx_checkpoint.shard import shard_of
+        >>> weight = torch.ones(2)
+        >>> staged = Arena().stage({"w": shard_of(weight)})
+        >>> _ = weight.zero_()
+        >>> staged["w"].data
+        (tensor([1., 1.]),)
+    """
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+        self._layout: list[tuple[torch.Size, torch.dtype]] = []
+        self._places: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that it keeps."""
+        return 0 if self._buffer is None else self._buffer.nbytes
+
+    def stage(self, shards: dict[str, Shard]) -> dict[str, Shard]:
+        """Copy all data of some shards, and describe the copies in the same way.
+
+        Data that cannot be copied, for example of the meta device, is left for the save to refuse.
+        """
+        sources = [view for shard in shards.values() for view in shard.data if _has_data(view)]
+        # In inference mode, as during validation, the buffer would be of no use outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            places = iter(self._arrange(sources))
+            staged = {
+                name: Shard(
+                    shard.shape,
+                    shard.dtype,
+                    shard.boxes,
+                    tuple(next(places) if _has_data(view) else view for view in shard.data),
+                )
+                for name, shard in shards.items()
+            }
+            for place, source in zip(self._places, sources, strict=True):
+                place.copy_(source, non_blocking=True)
+        for device in {source.device for source in sources if source.device.type != "cpu"}:
+            torch.accelerator.synchronize(device)
+        return staged
+
+    def _arrange(self, sources: list[Tensor]) -> list[Tensor]:
+        """A place in the buffer for each tensor; the same as last time if these are like the last ones."""
+        layout = [(source.shape, source.dtype) for source in sources]
+        pinned = any(source.is_cuda for source in sources)
+        if self._buffer is not None and layout == self._layout and self._buffer.is_pinned() >= pinned:
+            return self._places
+        starts, size = [], 0
+        for source in sources:
+            starts.append(size)
+            nbytes = source.numel() * source.element_size()
+            size += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        buffer = self._large_enough(size, pinned)
+        self._layout = layout
+        self._places = [
+            buffer[start : start + source.numel() * source.element_size()]
+            .view(source.dtype)
+            .view(source.shape)
+            for start, source in zip(starts, sources, strict=True)
+        ]
+        return self._places
+
+    def _large_enough(self, size: int, pinned: bool) -> Tensor:
+        buffer = self._buffer
+        if buffer is None or buffer.nbytes < size or (pinned and not buffer.is_pinned()):
+            self._places, self._buffer, buffer = [], None, None  # never two of them at once
+            buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            self._buffer = buffer
+        return buffer
+
+
+def _has_data(view: Tensor) -> bool:
+    return (
+        view.layout is torch.strided and not view.is_meta and str(view.dtype).removeprefix("torch.") in DTYPES
+    )
+
+
+# --- saving in the background ---------------------------------------------------------------------
+# Planning, hashing, writing and committing happen in the thread, over a process group of their own, because
+# two threads must not use one group.
+
+
+_arena = Arena()
+
+
+def save_async(
+    path: Location,
+    *,
+    tensors: Mapping[str, Shard],
+    objects: Mapping[str, Any],
+    rank_objects: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    state_dict_type: Literal["sharded", "deduped"] = "deduped",
+    provenance: Mapping[str, Any] | None = None,
+    opaque: Literal["error", "pickle"] = "error",
+    keep_previous: int = 0,
+    collective: bool = True,
+) -> PendingSave:
+    """Copy what is to be saved, and write the checkpoint in the background.
+
+    Takes the arguments of `nnx_checkpoint.save`. All of them may be changed as soon as this returns.
+    A save that is still in flight is waited for first. The copy takes host memory as large as this
+    rank's tensors, which is kept for the next save.
+
+    Returns:
+        The save in flight: ask it with ``done()``, or ``wait()`` for it, on every rank. If nobody does,
+        the next save raises its error; Python waits for it at exit.
+
+    Raises:
+        CheckpointError: The save before this one failed, or in a single process, something cannot be
+            saved. What only some ranks cannot save is raised on every rank, by `PendingSave.wait`.
+    """
+    request = SaveRequest(
+        path=path,
+        tensors=tensors,
+        objects=objects,
+        rank_objects=rank_objects,
+        aliases=dict(aliases or {}),
+        mode=state_dict_type,
+        provenance=copy.deepcopy(dict(provenance or {})),
+        opaque=opaque,
+        keep_previous=keep_previous,
+        collective=collective,
+    )
+    group = background_group() if collective else None
+    save = Save(request, group)
+    save.follow_previous()
+    try:
+        save.capture(_arena.stage)
+    except Exception as error:
+        if group is None:
+            raise
+        save.fail(error)
+    made = save.rank == 0 and _make_directory(save.path)
+    return inflight.start(str(path), partial(_complete, save, made), collective=group is not None)
+
+
+def poll(*, collective: bool = True) -> None:
+    """Take notice of a save that has ended, between two steps of training.
+
+    Args:
+        collective: Also of one in which all ranks have a part; then every rank must call this at the
+            same point, and they take notice together.
+
+    Raises:
+        CheckpointError: The save failed; on every rank that has a part in it.
+    """
+    save = inflight.current()
+    if save is None or (save.collective and not collective):
+        return
+    if _ended_everywhere(save.done()) if save.collective else save.done():
+        inflight.settle()
+
+
+def release() -> None:
+    """Give the memory of the copy back; only while no save is in flight."""
+    global _arena  # noqa: PLW0603 - one for the process
+    _arena = Arena()
+
+
+def _ended_everywhere(here: bool) -> bool:
+    ended = torch.tensor(int(here), device="cpu")
+    dist.all_reduce(ended, op=dist.ReduceOp.MIN, group=control_group())
+    return bool(ended)
+
+
+def _make_directory(place: Place) -> bool:
+    """Make the checkpoint's name exist from now on, for callers that choose the next name by it."""
+    path = place.location
+    with contextlib.suppress(OSError):  # the save itself will say what is wrong
+        if isinstance(path, Path) and not path.exists():
+            path.mkdir(parents=True)
+            return True
+    return False
+
+
+def _complete(save: Save, made: bool) -> None:
+    try:
+        save.complete()
+    except BaseException:
+        if made:
+            with contextlib.suppress(OSError):  # it is gone, or not empty: something is there after all
+                Path(str(save.path)).rmdir()
+        raise

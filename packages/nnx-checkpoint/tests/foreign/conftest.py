@@ -1,0 +1,49 @@
+"""What tests of other programs' files share."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nnx_checkpoint.foreign.torch_file import FileTensor, Inert, load_torch_file
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Callable[[str], Path]:
+    """Copies one of DeepSpeed's checkpoints to where it may be damaged."""
+
+    def made(name: str) -> Path:
+        home = Path(__file__).parent / "fixtures" / "deepspeed"
+        return Path(shutil.copytree(home / name, tmp_path / name))
+
+    return made
+
+
+@pytest.fixture
+def edit() -> Callable[[Path, Callable[[Any], None]], None]:
+    """Changes what is in a file of torch.save."""
+    return _edit
+
+
+def _edit(path: Path, change: Callable[[Any], None]) -> None:
+    """Change what is in a file of torch.save; DeepSpeed's own objects are left out of it, or are numbers."""
+
+    def real(value: Any) -> Any:
+        if isinstance(value, FileTensor):
+            return value.read()
+        if isinstance(value, Inert):
+            return value.arguments[0] if value.arguments else None
+        if isinstance(value, dict):
+            return {key: real(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [real(item) for item in value]
+        return value
+
+    state = real(load_torch_file(path, inert=("deepspeed.",)))
+    change(state)
+    torch.save(state, path)

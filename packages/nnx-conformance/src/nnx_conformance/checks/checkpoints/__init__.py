@@ -1,0 +1,12 @@
+"""Checkpoints: what is saved comes back, at every world size, whatever happens meanwhile."""
+
+from nnx_conformance.checks.checkpoints import (  # isort: skip # in the order of reports
+    resuming as resuming,
+    elsewhere as elsewhere,
+    contents as contents,
+    hooks as hooks,
+    keeping as keeping,
+    randomness as randomness,
+    accidents as accidents,
+    killing as killing,
+)

@@ -1,0 +1,224 @@
+"""Resuming with as many ranks as before: each kind of state comes back, and training goes on from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor, nn
+
+from nnx_conformance.check import Bench, check, expect
+from nnx_conformance.checks.checkpoints.runs import (
+    SAVED_AFTER,
+    TASK,
+    TOLERANCE,
+    Record,
+    Resumable,
+    run,
+    trainer_for,
+)
+from nnx_conformance.checks.checkpoints.snapshots import (
+    Snapshot,
+    expect_exactly,
+    expect_same_groups,
+    expect_same_optimizers,
+    expect_same_weights,
+)
+from nnx_conformance.checks.checkpoints.stored import path_in
+from nnx_conformance.comparing import expect_equal_losses, expect_equal_weights
+from nnx_conformance.subject import Subject
+from nnx_conformance.task import Outcome, Task
+from nnx_conformance.training import outcome_of
+
+_RESUMED = "resumed with 2 ranks"
+
+
+@check()
+def weights_resume(bench: Bench) -> None:
+    """A resumed run begins with exactly the weights that were saved."""
+    for rank, (whole, resumed) in enumerate(bench.run(_round_trip, TASK, path_in(bench))):
+        expect_same_weights(resumed.started, whole.saved, where=f"{_RESUMED}, rank {rank}")
+
+
+@check()
+def optimizer_state_resumes(bench: Bench) -> None:
+    """A resumed run begins with exactly the optimizer state that was saved, of every parameter."""
+    alone = bench.alone(_saved_state, TASK)
+    for rank, (whole, resumed) in enumerate(bench.run(_round_trip, TASK, path_in(bench))):
+        expect_same_optimizers(whole.saved, alone, tolerance=TOLERANCE, where=f"saved, rank {rank}")
+        expect_same_optimizers(resumed.started, whole.saved, where=f"{_RESUMED}, rank {rank}")
+
+
+@check()
+def buffers_resume(bench: Bench) -> None:
+    """Buffers are saved and come back."""
+    for rank, (_, resumed) in enumerate(bench.run(_round_trip, TASK, path_in(bench))):
+        seen = int(resumed.weights["seen"])
+        expect(
+            seen == TASK.steps,
+            f"rank {rank}: a buffer that counts the steps is {seen} after a run that was resumed in step "
+            f"{SAVED_AFTER} and ended in step {TASK.steps}.",
+        )
+
+
+@check(of_adapter=True)
+def schedule_and_counters_resume(bench: Bench) -> None:
+    """Schedulers, the step and the epoch go on where they stood."""
+    for rank, (whole, resumed) in enumerate(bench.run(_round_trip, TASK, path_in(bench))):
+        where = f"{_RESUMED}, rank {rank}"
+        for what in ("schedulers", "counters"):
+            seen, wanted = getattr(resumed.started, what), getattr(whole.saved, what)
+            expect(seen == wanted, f"{where}: {what} are {seen}, saved were {wanted}.")
+        expect(
+            len(resumed.losses) == TASK.steps - SAVED_AFTER,
+            f"{where}: {len(resumed.losses)} steps instead of {TASK.steps - SAVED_AFTER}.",
+        )
+
+
+@check()
+def losses_go_on(bench: Bench) -> None:
+    """The losses after resuming are those of the run that was not interrupted."""
+    for rank, (whole, resumed) in enumerate(bench.run(_round_trip, TASK, path_in(bench))):
+        where = f"{_RESUMED}, rank {rank}"
+        expect_equal_losses(resumed.losses, whole.losses[SAVED_AFTER:], tolerance=TOLERANCE, where=where)
+        expect_equal_weights(resumed.weights, whole.weights, tolerance=TOLERANCE, where=where)
+
+
+@check("parameter_groups")
+def param_groups_resume(bench: Bench) -> None:
+    """Every param group gets its hyperparameters back, also those that were changed while training."""
+    task = replace(TASK, model=TwoGroups)
+    for rank, (whole, resumed) in enumerate(bench.run(_change_groups, task, path_in(bench))):
+        expect_same_groups(resumed.started, whole.saved, where=f"{_RESUMED}, rank {rank}")
+        groups = resumed.started.groups[0]
+        for group, wanted in zip(groups, CHANGED, strict=True):
+            expect(
+                {key: group[key] for key in wanted} == wanted,
+                f"rank {rank}: a param group was resumed as {group}, expected {wanted}.",
+            )
+
+
+@check("multiple_optimizers", "manual_optimization")
+def two_optimizers_resume(bench: Bench) -> None:
+    """Each of two optimizers of different kinds gets its own state back."""
+    task = replace(TASK, model=TwoOptimizers, steps=2 * TASK.steps)
+    alone = bench.alone(_saved_state, task, 2 * SAVED_AFTER)
+    for rank, (whole, resumed) in enumerate(bench.run(_round_trip, task, path_in(bench), 2 * SAVED_AFTER)):
+        expect_same_optimizers(whole.saved, alone, tolerance=TOLERANCE, where=f"saved, rank {rank}")
+        where = f"{_RESUMED}, rank {rank}"
+        expect_same_optimizers(resumed.started, whole.saved, where=where)
+        expect_same_groups(resumed.started, whole.saved, where=where)
+
+
+@check()
+def resume_and_save_again(bench: Bench) -> None:
+    """What a resumed run saves over the checkpoint it came from can be resumed as well."""
+    alone = bench.alone(run, TASK)
+    for rank, (second, third) in enumerate(bench.run(_relay, TASK, path_in(bench))):
+        where = f"resumed for the second time, rank {rank}"
+        expect_same_weights(third.started, second.saved, where=where)
+        expect_same_optimizers(third.started, second.saved, where=where)
+        expect_equal_losses(third.losses, alone.losses[-1:], tolerance=TOLERANCE, where=where)
+        expect_equal_weights(third.weights, alone.weights, tolerance=TOLERANCE, where=where)
+
+
+@check()
+def saving_after_fit(bench: Bench) -> None:
+    """`trainer.save_checkpoint` after `fit` saves what was trained, ready to be resumed."""
+    alone = bench.alone(run, TASK)
+    for rank, (ended, resumed) in enumerate(bench.run(_save_afterwards, TASK, path_in(bench))):
+        where = f"saved after fit, rank {rank}"
+        expect_exactly(resumed.started.weights, ended.weights, where=where)
+        losses = alone.losses[SAVED_AFTER:]
+        expect_equal_losses(resumed.losses, losses, tolerance=TOLERANCE, where=where)
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+CHANGED = ({"lr": 0.004, "weight_decay": 0.1}, {"lr": 0.003, "weight_decay": 0.2})
+"""Hyperparameters of the param groups of `TwoGroups` once `ChangeGroups` was there."""
+
+
+def _halves(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The blocks, and everything else."""
+    parameters = dict(module.named_parameters())
+    blocks = [p for name, p in parameters.items() if "blocks" in name]
+    return blocks, [p for name, p in parameters.items() if "blocks" not in name]
+
+
+class TwoGroups(Resumable):
+    """Its optimizer has two param groups."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Other hyperparameters for the blocks than for the rest."""
+        blocks, rest = _halves(self)
+        return self.adam([{"params": blocks}, {"params": rest, "lr": 0.003, "weight_decay": 0.0}])
+
+
+class ChangeGroups(Callback):
+    """Sets one hyperparameter in each group, as schedules do that users write."""
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Before the first step."""
+        if trainer.global_step == 0:
+            first, second = trainer.optimizers[0].param_groups
+            first["lr"], second["weight_decay"] = CHANGED[0]["lr"], CHANGED[1]["weight_decay"]
+
+
+class TwoOptimizers(Resumable):
+    """Steps two optimizers of different kinds by hand."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:  # type: ignore[override]
+        """One batch, one step of each."""
+        optimizers: Any = self.optimizers()
+        loss = self.loss(self.batch_of_step(self.trainer.global_step // 2))
+        self.record(loss)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        """One for the blocks and one for the rest."""
+        blocks, rest = _halves(self)
+        return [self.adam(blocks), torch.optim.SGD(rest, lr=0.02, momentum=0.9)]
+
+
+# --- jobs -----------------------------------------------------------------------------------------
+
+
+def _saved_state(subject: Subject, task: Task, step: int = SAVED_AFTER) -> Snapshot:
+    """The state after some steps."""
+    return run(subject, replace(task, steps=step), paths={step: ""}).saved
+
+
+def _round_trip(subject: Subject, task: Task, path: str, step: int = SAVED_AFTER) -> tuple[Record, Record]:
+    """A whole run that saves, and one with other initial weights that resumes."""
+    whole = run(subject, task, paths={step: path})
+    return whole, run(subject, replace(task, seed=task.seed + 1), ckpt_path=path)
+
+
+def _change_groups(subject: Subject, task: Task, path: str) -> tuple[Record, Record]:
+    whole = run(subject, task, paths={SAVED_AFTER: path}, callbacks=[ChangeGroups()])
+    return whole, run(subject, task, ckpt_path=path)
+
+
+def _relay(subject: Subject, task: Task, path: str) -> tuple[Record, Record]:
+    run(subject, replace(task, steps=1), paths={1: path})
+    second = run(subject, replace(task, steps=3, seed=8), paths={3: path}, ckpt_path=path)
+    return second, run(subject, replace(task, seed=9), ckpt_path=path)
+
+
+def _save_afterwards(subject: Subject, task: Task, path: str) -> tuple[Outcome, Record]:
+    module = task.module()
+    trainer = trainer_for(subject, replace(task, steps=SAVED_AFTER))
+    trainer.fit(module)
+    trainer.save_checkpoint(path)
+    return outcome_of(trainer, module), run(subject, replace(task, seed=8), ckpt_path=path)

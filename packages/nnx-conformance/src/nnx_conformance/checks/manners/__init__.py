@@ -1,0 +1,15 @@
+"""Manners: how a strategy is found, started, used from Fabric, fails, and what it leaves behind.
+
+Nothing here is about numbers, but users notice it first.
+"""
+
+# Their order is the order of the checks.
+from nnx_conformance.checks.manners import (  # noqa: I001
+    launching as launching,
+    fabric as fabric,
+    copies as copies,
+    repetition as repetition,
+    failures as failures,
+    residue as residue,
+    plugin as plugin,
+)

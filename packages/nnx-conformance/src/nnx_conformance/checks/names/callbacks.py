@@ -1,0 +1,294 @@
+"""Callbacks that users write and that Lightning ships: what is keyed by a parameter's name works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.model_summary.model_summary import summarize
+from torch import Tensor, nn
+
+from nnx_conformance.check import Bench, check, expect
+from nnx_conformance.comparing import TOLERANCE, expect_same_run
+from nnx_conformance.subject import Subject
+from nnx_conformance.task import Outcome, Plain, Task
+from nnx_conformance.training import complete, fit, make_trainer
+
+_TOLERANCE = TOLERANCE["float32"]
+
+
+@check()
+def average_by_name(bench: Bench) -> None:
+    """A moving average that a callback keeps by name, and swaps in to validate, is that of one process."""
+    alone = bench.alone(_averaged)
+    ranks = bench.run(_averaged)
+    expect_same_run(ranks, alone, tolerance=_TOLERANCE, what="averaged weights")
+    for rank, outcome in enumerate(ranks):
+        seen, expected = outcome.metrics["val_loss"], alone.metrics["val_loss"]
+        expect(
+            abs(seen - expected) <= _TOLERANCE,
+            f"rank {rank}: validating the average gives val_loss {seen:.7g}, one process has {expected:.7g}.",
+        )
+
+
+@check("parameter_groups")
+def weight_decay_by_name(bench: Bench) -> None:
+    """Groups by name and class of module, with no decay of norms and biases, train as in one process."""
+    alone = bench.alone(_decayed)
+    ranks = bench.run(_decayed)
+    expect_same_run(ranks, alone, tolerance=_TOLERANCE, what="weight decay by name")
+    for rank, outcome in enumerate(ranks):
+        seen, expected = outcome.notes["groups"], alone.notes["groups"]
+        expect(seen == expected, f"rank {rank}: the parameter groups are {seen}, expected {expected}.")
+
+
+@check()
+def gradient_norms_by_name(bench: Bench) -> None:
+    """Norms of `parameter.grad`, by name, are those of one process when the optimizer is about to step."""
+    alone = bench.alone(_gradient_norms)
+    ranks = bench.run(_gradient_norms)
+    if any(seen is None for seen in ranks):
+        bench.not_applicable("parameters are local pieces, and so are their gradients")
+    if not any(any(seen) for seen in ranks):
+        bench.not_applicable("the engine keeps gradients elsewhere than in `parameter.grad`")
+    is_sharded = bench.identity.capabilities.shards_gradients
+    for step, (expected, *norms) in enumerate(zip(alone, *ranks, strict=True)):
+        for rank, found in enumerate(norms):
+            # Of whole parameters whose gradients are sharded, some rank has each gradient.
+            own = {name: norm for name, norm in expected.items() if name in found or not is_sharded}
+            _expect_close(found, own, where=f"rank {rank}, norms of gradients in step {step}")
+        missing = expected.keys() - set().union(*norms)
+        expect(not missing, f"step {step}: no rank has a gradient of {sorted(missing)}.")
+
+
+@check("parameter_groups", of_adapter=True)
+def learning_rate_monitor(bench: Bench) -> None:
+    """LearningRateMonitor logs each group's rate under the name that it has in one process."""
+    alone = bench.alone(_learning_rates)
+    logged = bench.run(_learning_rates)
+    expect(
+        logged[0] == alone,
+        f"rank 0 logs {logged[0]}, one process logs {alone}.",
+    )
+
+
+@check(of_adapter=True)
+def model_summary(bench: Bench) -> None:
+    """A summary of the model in training counts all parameters, by layer, and sees its layers' outputs."""
+    alone = bench.alone(_summary)
+    for rank, seen in enumerate(bench.run(_summary)):
+        if seen["local"]:
+            bench.not_applicable("parameters are local pieces, and a summary counts what a rank holds")
+        for what, expected in alone.items():
+            expect(seen[what] == expected, f"rank {rank}: {what} is {seen[what]}, expected {expected}.")
+
+
+@check(of_adapter=True)
+def early_stopping_on_one_rank(bench: Bench) -> None:
+    """EarlyStopping stops all ranks after the same step, also when only one rank's metric asks for it."""
+    for rank, steps in enumerate(bench.run(_stopped_early, world_size=2)):
+        expect(steps == 4, f"rank {rank}: it stops after {steps} steps, expected 4: two epochs of two.")
+
+
+def _expect_close(seen: dict[str, float], expected: dict[str, float], *, where: str) -> None:
+    expect(list(seen) == list(expected), f"{where}: of {list(seen)} instead of {list(expected)}.")
+    for name, wanted in expected.items():
+        # Written so that what is not a number fails.
+        is_close = abs(seen[name] - wanted) <= _TOLERANCE
+        expect(is_close, f"{where}: {name} is {seen[name]:.7g}, one process has {wanted:.7g}.")
+
+
+# ---- what follows runs in the workers ----------------------------------------------------------------
+
+
+class _NamedAverage(Callback):
+    """The moving average as one finds it in many projects."""
+
+    def __init__(self) -> None:
+        self.shadow: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.shadow = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            self.shadow[name].lerp_(parameter.detach(), 0.3)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.swap(pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.swap(pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.swap(pl_module)
+
+    @torch.no_grad()
+    def swap(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            own = parameter.detach().clone()
+            parameter.copy_(self.shadow[name])
+            self.shadow[name] = own
+
+
+def _averaged(subject: Subject) -> Outcome:
+    return fit(subject, Task(steps=4), callbacks=[_NamedAverage()], limit_val_batches=2, val_check_interval=2)
+
+
+class _Decaying(Plain):
+    """Decays weights of linear layers only, by the rule that one finds in many projects."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        decayed: list[str] = []
+        others: list[str] = []
+        for module_name, module in self.named_modules():
+            for name, _ in module.named_parameters(recurse=False):
+                full_name = f"{module_name}.{name}" if module_name else name
+                is_weight = name.endswith("weight") and isinstance(module, nn.Linear)
+                (decayed if is_weight else others).append(full_name)
+        parameters = dict(self.named_parameters())
+        return self.optimizer(
+            [
+                {"params": [parameters[n] for n in decayed], "weight_decay": 0.5, "name": "decayed"},
+                {
+                    "params": [parameters[n] for n in others],
+                    "weight_decay": 0.0,
+                    "lr": 0.01,
+                    "name": "others",
+                },
+            ]
+        )
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        self.groups = [
+            {key: group[key] for key in ("name", "weight_decay", "lr")}
+            for group in self.trainer.optimizers[0].param_groups
+        ]
+
+
+def _decayed(subject: Subject) -> Outcome:
+    task = Task(model=_Decaying, optimizer="adamw")
+    module = _Decaying(task)
+    outcome = fit(subject, task, module=module)
+    outcome.notes["groups"] = module.groups
+    return outcome
+
+
+class _GradientNorms(Callback):
+    """Logs the norm of each gradient by name."""
+
+    def __init__(self) -> None:
+        self.norms: list[dict[str, float]] = []
+        self.local = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.shapes = {name: p.shape for name, p in pl_module.named_parameters()}
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.local = any(p.shape != self.shapes[n] for n, p in pl_module.named_parameters())
+        if not self.local:
+            gradients = {n: p.grad for n, p in pl_module.named_parameters() if p.grad is not None}
+            norms = {name: complete(gradient.norm()).item() for name, gradient in gradients.items()}
+            pl_module.log_dict(norms)
+            self.norms.append(norms)
+
+
+def _gradient_norms(subject: Subject) -> list[dict[str, float]] | None:
+    """By step; None where a rank has pieces of the parameters only."""
+    callback = _GradientNorms()
+    fit(subject, Task(), callbacks=[callback])
+    return None if callback.local else callback.norms
+
+
+class _Scheduled(_Decaying):
+    """With a schedule, so that rates change."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class _Memory(Logger):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[dict[str, float]] = []
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    @property
+    def version(self) -> str:
+        return "0"
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.logged.append({name: float(value) for name, value in metrics.items()})
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """There are none."""
+
+
+def _learning_rates(subject: Subject) -> list[dict[str, float]]:
+    memory = _Memory()
+    fit(
+        subject,
+        Task(model=_Scheduled),
+        callbacks=[LearningRateMonitor(log_weight_decay=True)],
+        logger=memory,
+        log_every_n_steps=1,
+    )
+    return memory.logged
+
+
+class _Worsening(Plain):
+    """Its metric gets worse on rank 1 only."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        direction = 1.0 if self.global_rank == 1 else -1.0
+        self.log("own", direction * self.current_epoch, sync_dist=False, on_step=False, on_epoch=True)
+        return super().training_step(batch, index)
+
+
+def _stopped_early(subject: Subject) -> int:
+    task = Task(model=_Worsening, steps=8, batches=2)
+    callback = EarlyStopping("own", patience=1, check_on_train_epoch_end=True)
+    trainer = make_trainer(subject, task, callbacks=[callback])
+    trainer.fit(task.module())
+    return trainer.global_step
+
+
+class _Summarized(Plain):
+    """With an example, so that the summary runs the layers."""
+
+    def build(self) -> None:
+        super().build()
+        self.example_input_array = torch.zeros(2, 6)
+        self.embed.requires_grad_(False)
+        self.shapes = {name: p.shape for name, p in self.named_parameters()}
+        self.facts: dict[str, Any] = {}
+
+    def on_fit_start(self) -> None:
+        summary = summarize(self)
+        self.facts = {
+            "total parameters": summary.total_parameters,
+            "trainable parameters": summary.trainable_parameters,
+            "layer names": summary.layer_names,
+            "parameters by layer": summary.param_nums,
+            "outputs by layer": summary.out_sizes,
+            "local": any(p.shape != self.shapes[name] for name, p in self.named_parameters()),
+        }
+
+
+def _summary(subject: Subject) -> dict[str, Any]:
+    task = Task(model=_Summarized, steps=1)
+    module = _Summarized(task)
+    fit(subject, task, module=module)
+    return module.facts

@@ -1,0 +1,254 @@
+"""The user's module while it trains: names, classes and objects stay what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nnx_conformance.check import Bench, check, expect
+from nnx_conformance.subject import Subject
+from nnx_conformance.task import WIDTH, Plain, Task
+from nnx_conformance.training import make_trainer
+
+_STEPS = 4
+
+
+@check()
+def names_during_training(bench: Bench) -> None:
+    """Parameters, buffers, modules and state dict entries keep their names and order, in every hook."""
+    for rank, watched in enumerate(bench.run_once(_watched_fit)):
+        for moment, seen in watched.during.items():
+            _expect_names(seen, watched.before, where=f"rank {rank}, {moment}")
+
+
+@check()
+def names_after_training(bench: Bench) -> None:
+    """When training has ended, all names and their order are what they were before it."""
+    for rank, watched in enumerate(bench.run_once(_watched_fit)):
+        _expect_names(watched.after, watched.before, where=f"rank {rank}, after training")
+
+
+@check()
+def classes_during_training(bench: Bench) -> None:
+    """In training the module and each submodule are still instances of the user's classes."""
+    for rank, watched in enumerate(bench.run_once(_watched_fit)):
+        for moment, wrong in watched.of_another_class.items():
+            expect(not wrong, f"rank {rank}, {moment}: {wrong} are no instances of their own classes.")
+
+
+@check()
+def modules_stay(bench: Bench) -> None:
+    """Submodules are the user's own objects in every hook, so that references to them keep working."""
+    for rank, watched in enumerate(bench.run_once(_watched_fit)):
+        for moment, wrong in watched.other_modules.items():
+            expect(not wrong, f"rank {rank}, {moment}: {wrong} are other objects than before training.")
+
+
+@check()
+def parameters_stay(bench: Bench) -> None:
+    """From the start of training to its end a name belongs to one parameter object in every hook."""
+    for rank, watched in enumerate(bench.run_once(_watched_fit)):
+        for moment, wrong in watched.other_parameters.items():
+            expect(not wrong, f"rank {rank}, {moment}: {wrong} are other objects than when training started.")
+
+
+@check("submodule_hooks")
+def hooks_on_submodules(bench: Bench) -> None:
+    """Hooks that the user put on submodules before training see each forward and backward, once."""
+    for rank, calls in enumerate(bench.run(_hooked_fit)):
+        for kind, count in calls.items():
+            expect(
+                count == _STEPS,
+                f"rank {rank}: the {kind} hook on blocks.1 was called {count} times in {_STEPS} steps.",
+            )
+
+
+@check(of_adapter=True)
+def trainer_has_the_module(bench: Bench) -> None:
+    """`trainer.lightning_module` is the user's module, `trainer.model` contains it, and it knows both."""
+    for rank, facts in enumerate(bench.run(_who_is_who)):
+        for what, is_so in facts.items():
+            expect(is_so, f"rank {rank}: {what} does not hold in training.")
+
+
+def _expect_names(seen: _Names, expected: _Names, *, where: str) -> None:
+    for field in fields(expected):
+        names, wanted = getattr(seen, field.name), getattr(expected, field.name)
+        what = field.name.replace("_", " ")
+        extra, missing = [n for n in names if n not in wanted], [n for n in wanted if n not in names]
+        expect(
+            not extra and not missing, f"{where}: the {what} have {extra}, which is new, and lack {missing}."
+        )
+        expect(names == wanted, f"{where}: the {what} come in another order: {names} instead of {wanted}.")
+
+
+# ---- what follows runs in the workers ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Names:
+    parameters: list[str]
+    buffers: list[str]
+    modules: list[str]
+    state_dict_entries: list[str]
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """What was seen of a module: names before, by moment, and after; by moment, names of what is wrong."""
+
+    before: _Names
+    during: dict[str, _Names]
+    after: _Names
+    of_another_class: dict[str, list[str]]
+    other_modules: dict[str, list[str]]
+    other_parameters: dict[str, list[str]]
+
+
+def _names(module: nn.Module) -> _Names:
+    return _Names(
+        [name for name, _ in module.named_parameters()],
+        [name for name, _ in module.named_buffers()],
+        [name for name, _ in module.named_modules()],
+        list(module.state_dict()),
+    )
+
+
+class _Watcher(Plain):
+    """Looks at itself in each of its hooks."""
+
+    def build(self) -> None:
+        super().build()
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.register_buffer("calls", torch.zeros(1), persistent=False)
+        self.during: dict[str, _Names] = {}
+        self.of_another_class: dict[str, list[str]] = {}
+        self.other_modules: dict[str, list[str]] = {}
+        self.other_parameters: dict[str, list[str]] = {}
+
+    def remember(self) -> None:
+        """Everything that has to stay; kept where torch does not look for submodules."""
+        self.own_modules = dict(self.named_modules())
+        self.own_classes = {name: type(module) for name, module in self.own_modules.items()}
+
+    def look(self, moment: str) -> None:
+        now = dict(self.named_modules())
+        self.during[moment] = _names(self)
+        classes, modules = self.own_classes.items(), self.own_modules.items()
+        self.of_another_class[moment] = [n for n, own in classes if n in now and not isinstance(now[n], own)]
+        self.other_modules[moment] = [n for n, own in modules if n in now and now[n] is not own]
+
+    def look_at_parameters(self, moment: str) -> None:
+        """Between the steps only: within one an engine may show gathered parameters."""
+        now = dict(self.named_parameters())
+        if moment == "on_train_start":
+            self.own_parameters = now
+        own = self.own_parameters.items()
+        self.other_parameters[moment] = [n for n, p in own if n in now and now[n] is not p]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x) * self.scale
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+    def on_train_start(self) -> None:
+        self.look("on_train_start")
+        self.look_at_parameters("on_train_start")
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        self.look("on_train_batch_start")
+        self.look_at_parameters("on_train_batch_start")
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        self.look("training_step")
+        return super().training_step(batch, index)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.look("on_before_backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.look("on_before_optimizer_step")
+        self.look_at_parameters("on_before_optimizer_step")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        self.look("on_train_batch_end")
+        self.look_at_parameters("on_train_batch_end")
+
+    def on_validation_start(self) -> None:
+        self.look("on_validation_start")
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.look("validation_step")
+        super().validation_step(batch, index)
+
+    def on_validation_end(self) -> None:
+        self.look("on_validation_end")
+        self.look_at_parameters("on_validation_end")
+
+    def on_train_end(self) -> None:
+        self.look("on_train_end")
+        self.look_at_parameters("on_train_end")
+
+
+def _watched_fit(subject: Subject) -> _Watched:
+    task = Task(model=_Watcher, steps=3)
+    module = _Watcher(task)
+    module.remember()
+    before = _names(module)
+    make_trainer(subject, task, limit_val_batches=1, val_check_interval=2).fit(module)
+    return _Watched(
+        before,
+        module.during,
+        _names(module),
+        module.of_another_class,
+        module.other_modules,
+        module.other_parameters,
+    )
+
+
+def _hooked_fit(subject: Subject) -> dict[str, int]:
+    task = Task(steps=_STEPS)
+    module = task.module()
+    hooked = module.blocks[1]
+    calls = {"forward": 0, "forward pre-": 0, "backward": 0}
+
+    def count(kind: str, owner: nn.Module) -> None:
+        calls[kind] += owner is hooked
+
+    hooked.register_forward_pre_hook(lambda owner, inputs: count("forward pre-", owner))
+    hooked.register_forward_hook(lambda owner, inputs, output: count("forward", owner))
+    hooked.register_full_backward_hook(lambda owner, inputs, outputs: count("backward", owner))
+    make_trainer(subject, task).fit(module)
+    return calls
+
+
+class _Introducing(Plain):
+    facts: dict[str, bool]
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        trainer = self.trainer
+        models: Sequence[nn.Module] = list(trainer.model.modules()) if trainer.model is not None else []
+        self.facts = {
+            "`trainer.lightning_module is module`": trainer.lightning_module is self,
+            "`trainer.strategy.lightning_module is module`": trainer.strategy.lightning_module is self,
+            "that `trainer.model` is or contains the module": any(model is self for model in models),
+            "`module.trainer.training`": trainer.training,
+            "`module.training`": self.training,
+            "`module.device == trainer.strategy.root_device`": self.device == trainer.strategy.root_device,
+        }
+
+
+def _who_is_who(subject: Subject) -> dict[str, bool]:
+    task = Task(model=_Introducing, steps=1)
+    module = _Introducing(task)
+    trainer = make_trainer(subject, task)
+    trainer.fit(module)
+    return {
+        **module.facts,
+        "`trainer.lightning_module is module` after training": trainer.lightning_module is module,
+    }

@@ -1,0 +1,151 @@
+"""Lightning's precision strings: what is computed in which dtype, and how closely it equals one process.
+
+Two runs of one computation in a dtype differ by what rounding does to sums that are taken in another
+order. Measured over two and three ranks, that is up to 3 units of the dtype's `eps` in the losses and
+updates of a few steps; allowed are `_UNITS`. A gradient that is off by an eighth fails even in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
+
+from nnx_conformance.check import Bench, check, expect
+from nnx_conformance.comparing import expect_equal_losses
+from nnx_conformance.subject import Subject
+from nnx_conformance.task import Outcome, Plain, Task
+from nnx_conformance.training import fit
+
+__all__ = ["PRECISIONS", "expect_parity_in_precision", "fit_in_precision"]
+
+PRECISIONS = {
+    "32-true": ("float32", "float32"),
+    "64-true": ("float64", "float64"),
+    "16-true": ("float16", "float16"),
+    "bf16-true": ("bfloat16", "bfloat16"),
+    "16-mixed": ("float16", "float32"),
+    "bf16-mixed": ("bfloat16", "float32"),
+}
+"""For each string, what layers compute in and what weights are stored in."""
+
+_UNITS = 16
+"""Allowed difference in units of `eps`: of losses to their size, of all updates together to theirs."""
+
+
+def _check_precision(precision: str) -> None:
+    computed, stored = PRECISIONS[precision]
+
+    def run(bench: Bench) -> None:
+        task = Task(model=_Noting, precision=precision)
+        alone = bench.alone(fit_in_precision, task)
+        for world_size in bench.world_sizes:
+            ranks = bench.run(fit_in_precision, task, world_size=world_size)
+            for rank, outcome in enumerate(ranks):
+                where = f"{precision!r}, rank {rank} of {world_size}"
+                _expect_dtypes(outcome, where, computed=computed, stored=stored)
+                expect_parity_in_precision(outcome, alone, precision=precision, where=where)
+
+    run.__doc__ = (
+        f"`precision={precision!r}` computes in {computed} on {stored} weights, as one process does."
+    )
+    check(f"precisions:{precision}", name=f"precision_{precision.replace('-', '_')}")(run)
+
+
+for _precision in PRECISIONS:
+    _check_precision(_precision)
+
+
+def _expect_dtypes(outcome: Outcome, where: str, *, computed: str, stored: str) -> None:
+    seen = outcome.notes["dtypes"]
+    expect(seen["hidden"] == computed, f"{where}: layers compute in {seen['hidden']} instead of {computed}.")
+    # What is computed in 16 bits may be gathered in 16 bits as well; what is stored may not.
+    expect(
+        seen["weight"] in (stored, computed),
+        f"{where}: forward sees {seen['weight']} weights instead of {stored}.",
+    )
+    left = {_short(value.dtype) for value in outcome.weights.values()}
+    expect(
+        left == {stored}, f"{where}: afterwards weights are {', '.join(sorted(left))} instead of {stored}."
+    )
+
+
+def expect_parity_in_precision(outcome: Outcome, alone: Outcome, *, precision: str, where: str) -> None:
+    """Losses and updates are those of one process in the same precision, but for rounding.
+
+    Args:
+        outcome: Of one rank.
+        alone: Of one process; both from `fit_in_precision`.
+        precision: The string.
+        where: Which run and rank, for the message.
+    """
+    allowed = _UNITS * torch.finfo(getattr(torch, PRECISIONS[precision][0])).eps
+    largest = max(map(abs, alone.losses))
+    expect_equal_losses(outcome.losses, alone.losses, tolerance=allowed * largest, where=where)
+    start, expected = alone.notes["start"], alone.weights
+    distance = _norm({name: outcome.weights[name].double() - expected[name].double() for name in expected})
+    moved = _norm({name: expected[name].double() - start[name].double() for name in expected})
+    # Written so that a weight that is not a number fails.
+    expect(
+        distance <= allowed * moved,
+        f"{where}: the final weights are {distance:.3g} away from those of one process, which moved by "
+        f"{moved:.3g}; rounding explains {allowed:.2g} of that.",
+    )
+
+
+def _norm(tensors: Mapping[str, Tensor]) -> float:
+    return float(torch.cat([value.flatten() for value in tensors.values()]).norm())
+
+
+# --- what the ranks do --------------------------------------------------------------------------
+
+
+def fit_in_precision(
+    subject: Subject, task: Task, *, callbacks: Sequence[Callback] = (), growth_interval: int = 1000
+) -> Outcome:
+    """Train, and note the start and the dtypes.
+
+    Args:
+        subject: The strategy.
+        task: What is trained.
+        callbacks: Of the Trainer.
+        growth_interval: Good steps after which the loss scale doubles.
+    """
+    module = task.module()
+    start = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    settings = _loss_scaling(subject, growth_interval) if task.precision == "16-mixed" else {}
+    outcome = fit(subject, task, module=module, callbacks=callbacks, **settings)
+    outcome.notes["start"] = {name: start[name].to(value.dtype) for name, value in outcome.weights.items()}
+    outcome.notes["dtypes"] = getattr(module, "dtypes", {})
+    return outcome
+
+
+def _loss_scaling(subject: Subject, growth_interval: int) -> dict[str, Any]:
+    """Arguments of Trainer with a small loss scale; on a CPU the string alone would mean bfloat16."""
+    device = subject.accelerator
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=growth_interval)
+    return {"precision": None, "plugins": [MixedPrecision("16-mixed", device, scaler=scaler)]}
+
+
+class _Noting(Plain):
+    """Notes the dtypes that the forward really sees."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.dtypes: dict[str, str] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Look at the first layer, then go on as usual."""
+        hidden = self.embed(x)
+        self.dtypes = {"hidden": _short(hidden.dtype), "weight": _short(self.embed.weight.dtype)}
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

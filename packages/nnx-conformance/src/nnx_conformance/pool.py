@@ -1,0 +1,369 @@
+"""A pool of worker processes that stay alive between tests.
+
+Importing torch and Lightning costs seconds of CPU per process, so tests that need several ranks share
+a few workers. Each job runs an importable function in as many workers as it has ranks, under the
+environment that torchrun would give it, and leaves the workers clean for the next one.
+This module owns starting, feeding, watching and killing the workers; `worker` is what runs in them. It
+knows nothing of Lightning.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import inspect
+import math
+import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Literal
+
+from nnx_conformance.template import ForkedProcess, Template, is_sound_here
+from nnx_conformance.worker import Job
+
+__all__ = ["PRELOAD", "JobError", "WorkerPool", "free_port", "shared_pool"]
+
+START_TIMEOUT = 120.0
+"""Seconds that a worker may take to start and import torch, on a machine busy with other things."""
+PRELOAD = ("torch.distributed", "lightning.pytorch")
+"""What jobs on strategies have in common."""
+TEMPLATES = 2
+GRACE = 10.0
+"""Seconds that the other ranks get to notice that one of them failed."""
+
+
+class JobError(RuntimeError):
+    """A job failed on at least one rank.
+
+    Attributes:
+        failures: What went wrong on each failing rank: a traceback, how it died, or that it hung.
+        output: What each rank printed during the job.
+    """
+
+    def __init__(self, job: str, failures: Mapping[int, str], output: Sequence[str]) -> None:
+        self.failures = dict(failures)
+        self.output = list(output)
+        parts = [f"job {job} failed on {len(failures)} of {len(output)} ranks"]
+        for rank, text in enumerate(output):
+            if rank in self.failures:
+                parts.append(f"---- rank {rank} ----\n{self.failures[rank].rstrip()}")
+            if text.strip():
+                parts.append(f"---- output of rank {rank} ----\n{text.rstrip()}")
+        super().__init__("\n".join(parts))
+
+
+class WorkerPool:
+    """Long-lived workers that run functions as the ranks of a distributed job.
+
+    Worker *i* is always rank *i*. Workers start when a job first needs them. One that died or hung in a
+    job is replaced; those that answered, if only with an exception, stay in use.
+
+    Args:
+        size: Most ranks that a job may have.
+        preload: Modules that nearly every job needs. They are imported in two processes, of which the
+            workers are forked: two, so that ranks differ in the order of their sets, as they do in a cluster.
+            Workers import for themselves where a fork is not sound: beside a GPU, or with threads.
+
+    Example:
+        >>> import math
+        >>> with WorkerPool(size=1) as pool:
+        ...     pool.run(math.sqrt, 9.0, world_size=1)
+        [3.0]
+    """
+
+    def __init__(self, size: int = 4, *, preload: Sequence[str] = ()) -> None:
+        self.size = size
+        self.preload = tuple(preload)
+        self.output: list[str] = []
+        """What each rank of the latest job printed."""
+        self._workers: dict[int, _Worker] = {}
+        self._templates: dict[int, Template] = {}
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        world_size: int = 2,
+        timeout: float = 120.0,
+        env: Mapping[str, str] | None = None,
+        init: Literal["gloo"] | None = None,
+        end_after: float = math.inf,
+    ) -> list[Any]:
+        """Call a function once per rank and collect what the ranks return.
+
+        The function sees the variables that torchrun sets (on one node), so that a Lightning Trainer
+        inside it joins a group instead of launching processes. Random seeds are fixed beforehand.
+        Afterwards the process group, environment and working directory are put back.
+
+        Args:
+            fn: A module-level function of an importable module, or of a test file.
+            *args: Its arguments, the same on every rank; they and the results travel by pickle.
+            world_size: Number of ranks.
+            timeout: Seconds after which the job counts as hung.
+            env: Further environment variables for the job.
+            init: ``"gloo"`` creates the default process group before the call.
+            end_after: Seconds after an answer until the workers that have answered are ended if others have
+                not, as the processes of a script end; what the others wait for then fails.
+
+        Returns:
+            The results in rank order.
+
+        Raises:
+            JobError: A rank raised, died or hung; the message has every rank's traceback and output.
+            ValueError: More ranks were asked for than the pool has.
+        """
+        if not 1 <= world_size <= self.size:
+            raise ValueError(f"world_size={world_size} but the pool has {self.size} workers")
+        self._start(world_size)
+        workers = [self._workers[rank] for rank in range(world_size)]
+        port = free_port()
+        for rank, worker in enumerate(workers):
+            environment = _environment(rank, world_size, port) | dict(env or {})
+            worker.submit(_job(fn, args, environment, init, timeout))
+        replies, failures = _collect(workers, timeout, end_after)
+        self.output = [worker.output() for worker in workers]
+        self._drop_the_lost()
+        if failures:
+            raise JobError(f"{fn.__module__}.{fn.__qualname__}", failures, self.output)
+        return replies
+
+    def close(self) -> None:
+        """Kill all workers and what they started; the next `run` starts new ones."""
+        workers, self._workers = self._workers, {}
+        for worker in workers.values():
+            worker.kill()
+        templates, self._templates = self._templates, {}
+        for template in templates.values():
+            template.kill()
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, count: int) -> None:
+        """Start the workers that a job needs and that are not there."""
+        self._drop_the_lost()
+        missing = [rank for rank in range(count) if rank not in self._workers]
+        self._start_templates({rank % TEMPLATES for rank in missing})
+        try:
+            for rank in missing:
+                self._workers[rank] = _Worker(self._template_of(rank))
+            for rank in missing:
+                self._workers[rank].wait_until_ready()
+        except BaseException:
+            self.close()  # the others have not been waited for
+            raise
+
+    def _start_templates(self, turns: set[int]) -> None:
+        """Start the templates that are needed and not there, all before the first is waited for."""
+        for turn in turns if self.preload and is_sound_here() else ():
+            if turn in self._templates and not self._templates[turn].is_alive:
+                self._templates.pop(turn).kill()
+            if turn not in self._templates:
+                self._templates[turn] = Template(self.preload, _inherited())
+
+    def _template_of(self, rank: int) -> Template | None:
+        """Where a rank is forked from; None if it has to start from nothing."""
+        template = self._templates.get(rank % TEMPLATES)
+        return template if template and template.may_be_forked else None
+
+    def _drop_the_lost(self) -> None:
+        """Kill what is left of workers that died or hung."""
+        for rank, worker in list(self._workers.items()):
+            if not worker.healthy or worker.process.poll() is not None:
+                self._workers.pop(rank).kill()
+
+
+@cache
+def shared_pool(size: int = 4) -> WorkerPool:
+    """The workers that everything in this process shares; they are killed when it ends.
+
+    Args:
+        size: Most ranks that a job may have.
+    """
+    pool = WorkerPool(size, preload=PRELOAD)
+    atexit.register(pool.close)
+    return pool
+
+
+class _Worker:
+    """The parent's side of one worker process, forked of a template where there is one."""
+
+    def __init__(self, template: Template | None) -> None:
+        self.connection, theirs = Pipe()
+        self.healthy = True
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
+        self._log_start = 0
+        self.process: subprocess.Popen[bytes] | ForkedProcess
+        if template:
+            self.process = template.fork(theirs.fileno(), self._log.fileno(), _inherited())
+        else:
+            self.process = _start_from_nothing(theirs.fileno(), self._log)
+        theirs.close()
+
+    def wait_until_ready(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            if self.connection.poll(START_TIMEOUT) and self.connection.recv_bytes() == b"ready":
+                return
+        text = self.output()
+        self.kill()
+        raise RuntimeError(f"a worker process did not start:\n{text}")
+
+    def submit(self, job: Job) -> None:
+        self._log_start = os.fstat(self._log.fileno()).st_size
+        self.connection.send_bytes(pickle.dumps(job))
+
+    def output(self) -> str:
+        size = os.fstat(self._log.fileno()).st_size - self._log_start
+        return os.pread(self._log.fileno(), size, self._log_start).decode(errors="replace")
+
+    def dump_stacks(self) -> None:
+        """Make a hung worker print where it hangs."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+
+    def end(self) -> None:
+        """Kill the process and what it started; its output can still be read."""
+        self.healthy = False
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def kill(self) -> None:
+        self.end()
+        self.connection.close()
+        self._log.close()
+
+
+def _start_from_nothing(connection: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    serving = f"from nnx_conformance.worker import serve; serve({connection})"
+    code = f"import sys; sys.path[:] = {sys.path!r}; {serving}"
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=_inherited(),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        pass_fds=[connection],
+        start_new_session=True,
+    )
+
+
+def _inherited() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def _collect(
+    workers: Sequence[_Worker], timeout: float, end_after: float
+) -> tuple[list[Any], dict[int, str]]:
+    """Wait for every rank's answer, for a shorter while once one has failed; end those that are done."""
+    ranks = {worker.connection: rank for rank, worker in enumerate(workers)}
+    waiting: set[Connection] = {worker.connection for worker in workers}
+    replies: list[Any] = [None] * len(workers)
+    failures: dict[int, str] = {}
+    deadline, ending = time.monotonic() + timeout, math.inf
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, min(deadline, ending) - time.monotonic()))
+        if not ready and ending < deadline:
+            for worker in workers:
+                if worker.connection not in waiting:
+                    worker.end()
+            ending = math.inf
+            continue
+        if not ready:
+            break
+        ending = time.monotonic() + end_after
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            waiting.discard(connection)
+            rank = ranks[connection]
+            failure, replies[rank] = _receive(workers[rank])
+            if failure:
+                failures[rank] = failure
+                deadline = min(deadline, time.monotonic() + GRACE)
+    hung = [ranks[connection] for connection in waiting]
+    for rank in hung:
+        workers[rank].healthy = False
+        workers[rank].dump_stacks()
+        failures[rank] = f"no answer in time ({timeout:g} s, or {GRACE:g} s after another rank's failure)"
+    if hung:
+        _wait_for_stacks([workers[rank] for rank in hung])
+    return replies, failures
+
+
+def _wait_for_stacks(workers: Sequence[_Worker]) -> None:
+    """Until hung workers have printed where they hang, or are too busy or too stuck to do so."""
+    end = time.monotonic() + 5.0
+    while time.monotonic() < end and not all("(most recent call first)" in w.output() for w in workers):
+        time.sleep(0.1)
+    time.sleep(0.1)  # for the rest of the last one's
+
+
+def _receive(worker: _Worker) -> tuple[str, Any]:
+    """A rank's failure (or an empty string) and its result."""
+    try:
+        ok, value = pickle.loads(worker.connection.recv_bytes())
+    except (EOFError, OSError):
+        worker.healthy = False
+        return f"the process died with exit code {worker.process.wait()}", None
+    except Exception as error:
+        return f"its result cannot be unpickled: {error!r}", None
+    return ("", value) if ok else (value, None)
+
+
+def _job(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    env: dict[str, str],
+    init: Literal["gloo"] | None,
+    timeout: float,
+) -> Job:
+    file = ""
+    with contextlib.suppress(TypeError):  # a builtin has no file
+        file = inspect.getsourcefile(fn) or ""
+    # A script's functions have to be found by its file: the worker's main module is another one.
+    module = f"nnx_script_{Path(file).stem}" if fn.__module__ == "__main__" else fn.__module__
+    return Job(module, fn.__qualname__, file, pickle.dumps(args), env, list(sys.path), init, timeout)
+
+
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "NODE_RANK": "0",
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # A rank that ends a short job at once would cut off others that still connect.
+        "TORCH_DIST_INIT_BARRIER": "1",
+    }
+
+
+def free_port() -> int:
+    """A port on which nobody listens, below those that the system gives to outgoing connections.
+
+    One of the latter could be taken again before rank 0 listens on it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -1,0 +1,253 @@
+"""Runs checks on a strategy: which apply, what became of each, and the report of all.
+
+`nnx conformance` and `StrategyConformance` both stand on `Session`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from nnx_conformance.check import (
+    Bench,
+    Check,
+    CheckFailed,
+    NotApplicable,
+    Reference,
+    Refused,
+    all_checks,
+    exception_in,
+    missing_capability,
+)
+from nnx_conformance.pool import PRELOAD, JobError, WorkerPool
+from nnx_conformance.report import Report, Result, Verdict
+from nnx_conformance.subject import Identity, Subject
+from nnx_core.errors import NnxError, OptionError
+from nnx_core.registry import StrategyRegistry
+
+__all__ = ["Session", "run_conformance", "select_checks"]
+
+WORKERS = 3
+"""Ranks that the largest job needs."""
+_DISTRIBUTIONS = ("nnx-core", "torch", "lightning")
+
+
+class Session:
+    """One strategy on one set of workers.
+
+    Args:
+        subject: The strategy.
+        pool: At least three workers.
+        reference: Results of one plain process, shared by the sessions on the same workers.
+        full: Whether everything is tried.
+        one_rank: Whether checks run on one rank; those that take several are skipped.
+
+    Raises:
+        NnxError: The strategy cannot be found or imported.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        *,
+        pool: WorkerPool,
+        reference: Reference | None = None,
+        full: bool = False,
+        one_rank: bool = False,
+    ) -> None:
+        self.subject = subject
+        self.full = full
+        self.one_rank = one_rank
+        self._pool = pool
+        self._reference = reference or Reference(pool)
+        self.identity = self._identify()
+
+    def try_check(self, check: Check, directory: Path) -> Result:
+        """Run one check.
+
+        Args:
+            check: Which.
+            directory: An empty directory for it.
+        """
+        started = time.monotonic()
+        verdict, detail, log = self._verdict(check, directory)
+        return Result(
+            check=check.name,
+            group=check.group,
+            promise=check.promise,
+            verdict=verdict,
+            detail=detail,
+            seconds=round(time.monotonic() - started, 2),
+            log=log,
+        )
+
+    def _verdict(self, check: Check, directory: Path) -> tuple[Verdict, str, str]:
+        """How it ended, why in a line, and everything that is known of a failure."""
+        identity = self.identity
+        if identity.kind not in check.kinds:
+            return "skipped", f"not asked of a {_KINDS[identity.kind]}", ""
+        missing = [m for r in check.requires if (m := missing_capability(identity.capabilities, r))]
+        declared = f"it declares {', '.join(missing)}"
+        try:
+            self._run(check, directory)
+        except NotApplicable as reason:
+            return "skipped", str(reason), ""
+        except Refused as refusal:
+            is_declared = check.name in identity.capabilities.refuses
+            how = "as it declares" if is_declared else "but not named in its capabilities"
+            return "skipped" if is_declared else "failed", f"refused, {how}: {refusal}", ""
+        except CheckFailed as failure:
+            return ("skipped", declared, "") if missing else ("failed", str(failure), _log(failure))
+        if check.name in identity.capabilities.refuses:
+            missing, declared = [check.name], f"it declares refuses={check.name!r}"
+        return ("undeclared", f"works, although {declared}", "") if missing else ("passed", "", "")
+
+    def _run(self, check: Check, directory: Path) -> None:
+        bench = Bench(
+            self.subject,
+            self.identity,
+            pool=self._pool,
+            reference=self._reference,
+            directory=directory,
+            full=self.full,
+            one_rank=self.one_rank,
+            deadline=check.deadline,
+        )
+        try:
+            check.run(bench)
+        except (CheckFailed, NotApplicable, Refused):
+            raise
+        except JobError as error:
+            reason = exception_in(next(iter(error.failures.values())))
+            raise CheckFailed(f"the reference fails, one plain process: {reason}") from error
+        except Exception as error:
+            raise CheckFailed(f"{type(error).__name__}: {error}") from error
+
+    def _identify(self) -> Identity:
+        if not (self.subject.is_lightning or self.subject.imports or ":" in self.subject.strategy):
+            StrategyRegistry.get(self.subject.strategy)  # explains a wrong name without starting anything
+        try:
+            found: Identity = self._pool.run(_identify, self.subject, world_size=WORKERS)[0]
+        except JobError as error:
+            reason = exception_in(next(iter(error.failures.values())))
+            raise NnxError(
+                f"{self.subject.strategy!r} cannot be checked: {reason}",
+                remedy="`nnx list` has the names, and `nnx show NAME` the options.",
+            ) from error
+        return found
+
+
+_KINDS = {
+    "backend": "Backend",
+    "strategy": "raw Lightning strategy",
+    "lightning": "strategy of Lightning's own",
+}
+
+
+def run_conformance(
+    subject: Subject,
+    *,
+    full: bool = False,
+    only: Iterable[str] = (),
+    report_start: Callable[[Check], None] = lambda check: None,
+    report_result: Callable[[Result], None] = lambda result: None,
+) -> Report:
+    """Check a strategy in worker processes started for it.
+
+    Args:
+        subject: The strategy.
+        full: Try everything, at every world size.
+        only: Names of checks or groups; all by default.
+        report_start: Called before each check.
+        report_result: Called after each check.
+
+    Raises:
+        NnxError: The strategy cannot be found or imported, or there is no such check.
+
+    Example:
+        >>> report = run_conformance(Subject("ddp"), only=["losses_float64"])  # doctest: +SKIP
+        >>> report.summary()  # doctest: +SKIP
+        '1 passed'
+    """
+    started = time.monotonic()
+    checks = select_checks(only, full=full)
+    results = []
+    with (
+        WorkerPool(size=WORKERS, preload=PRELOAD) as pool,
+        tempfile.TemporaryDirectory(prefix="nnx-conformance-") as top,
+    ):
+        session = Session(subject, pool=pool, full=full)
+        for check in checks:
+            directory = Path(top) / check.name
+            directory.mkdir()
+            report_start(check)
+            results.append(session.try_check(check, directory))
+            report_result(results[-1])
+    return Report(
+        strategy=subject.strategy,
+        kind=session.identity.kind,
+        owner=session.identity.owner,
+        target=session.identity.target,
+        profile="full" if full else "fast",
+        versions={"python": platform.python_version(), **{name: _version(name) for name in _DISTRIBUTIONS}},
+        results=results,
+        seconds=round(time.monotonic() - started, 1),
+    )
+
+
+def select_checks(only: Iterable[str] = (), *, full: bool = False) -> list[Check]:
+    """The checks of a profile, or those that are named.
+
+    Args:
+        only: Names of checks, which may be of either profile, or of groups.
+        full: Also what the fast profile leaves out.
+
+    Raises:
+        OptionError: There is no check or group of that name.
+
+    Example:
+        >>> [check.name for check in select_checks(["losses_float64"])]
+        ['losses_float64']
+    """
+    checks = all_checks()
+    wanted = set(only)
+    known = {check.name for check in checks} | {check.group for check in checks}
+    for name in sorted(wanted - known):
+        near = get_close_matches(name, sorted(known), n=1)
+        raise OptionError(
+            f"there is no check or group {name!r}.",
+            remedy=f"Did you mean {near[0]!r}?" if near else "See `nnx conformance --list`.",
+        )
+    in_profile = [check for check in checks if full or not check.full or check.name in wanted]
+    if not wanted:
+        return in_profile
+    return [check for check in in_profile if check.name in wanted or check.group in wanted]
+
+
+def _identify(subject: Subject) -> Identity:
+    importlib.import_module("lightning.pytorch")  # so that the first check's seconds are its own
+    identity = subject.identify()
+    subject.flag()  # refuses options once and clearly, not in every check
+    return identity
+
+
+def _log(failure: CheckFailed) -> str:
+    """Tracebacks and output of the ranks, or the traceback of the check itself."""
+    cause = failure.__cause__
+    if cause is None:
+        return ""
+    return str(cause) if isinstance(cause, JobError) else "".join(traceback.format_exception(cause))
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,154 @@
+"""The checks of whole plugins, on pretend distributions: one in order, and one for each fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nnx_conformance import Subject, all_checks
+from nnx_conformance.check import Bench, CheckFailed, NotApplicable, Reference
+from nnx_conformance.pool import WorkerPool
+from nnx_conformance.subject import Identity
+from nnx_core.registry import StrategyRegistry
+from nnx_core.spec import Capabilities
+
+CHECKS = {check.name: check for check in all_checks()}
+OF_PLUGINS = (
+    *("light_plugin", "described", "documented_options", "declared_options", "declared_refusals"),
+    "portable_spec",
+)
+
+PLUGIN = """
+    from nnx import StrategySpec, hookimpl
+    {imports}
+
+    @hookimpl
+    def nnx_strategies():
+        return [StrategySpec({arguments})]
+"""
+IN_ORDER = {
+    "name": "acme",
+    "target": "acme_engine:Engine",
+    "description": "An engine",
+    "use_when": "you want it",
+    "docs_url": "https://acme.example/docs",
+    "options": "acme_options:Options",
+}
+OPTIONS = """
+    from dataclasses import dataclass
+    from nnx_core.options import option
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        bucket_megabytes: float = option(25.0, help={help!r})
+"""
+ENGINE = """
+    from acme_options import Options
+    from nnx_core.backend import NoOptions
+    from nnx_tiny.backend import TinyBackend
+
+    class Engine(TinyBackend):
+        Options = {options}
+"""
+LIGHT = """
+    def __getattr__(name):
+        import acme_engine
+
+        return getattr(acme_engine, name)
+"""
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(site: Any) -> Install:
+    """Install the distribution `acme`, with what is given in place of what is in order."""
+
+    def run(
+        imports: str = "", help: str = "As in the original.", options: str = "Options", **other: Any
+    ) -> None:
+        spec = {**IN_ORDER, **other}
+        arguments = ", ".join(
+            f"{key}={value if key == 'init_params' else repr(value)}" for key, value in spec.items()
+        )
+        modules = {
+            "acme_light": LIGHT,
+            "acme_options": OPTIONS.format(help=help),
+            "acme_engine": ENGINE.format(options=options),
+        }
+        site.add("acme", PLUGIN.format(imports=imports, arguments=arguments), modules=modules)
+
+    return run
+
+
+def bench(directory: Path, pool: Any = None) -> Bench:
+    """What a check of the installed distribution gets."""
+    spec = StrategyRegistry.get("acme")
+    identity = Identity("backend", spec.capabilities, StrategyRegistry.owner("acme"), spec.reference)
+    return Bench(Subject("acme"), identity, pool=pool, reference=Reference(pool), directory=directory)
+
+
+def test_a_plugin_that_is_in_order_passes(install: Install, tmp_path: Path) -> None:
+    install()
+    for name in OF_PLUGINS:
+        CHECKS[name].run(bench(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "message"),
+    [
+        ({"imports": "import torch"}, "light_plugin", r"ended with \[0, 2\].*nnx doctor"),
+        (
+            {"imports": "import acme_light", "target": "acme_light:Engine"},
+            "light_plugin",
+            r"imported \['acme_light'\]",
+        ),
+        ({"description": ""}, "described", "description is empty"),
+        ({"use_when": " "}, "described", "use_when is empty"),
+        ({"use_when": "one\ntwo"}, "described", "several lines"),
+        ({"docs_url": "see the wiki"}, "described", "docs_url='see the wiki'"),
+        ({"help": ""}, "documented_options", r"options \['bucket_megabytes'\] have no help"),
+        (
+            {"options": "NoOptions"},
+            "declared_options",
+            r"the engine takes \[\]",
+        ),
+        (
+            {"imports": "from nnx import Capabilities", "capabilities": Capabilities(refuses=("lfbgs",))},
+            "declared_refusals",
+            r"refuses=\['lfbgs'\]",
+        ),
+        ({"init_params": "{'bucket_megabytes': lambda: 1}"}, "portable_spec", "not plain data"),
+    ],
+)
+def test_a_fault_of_a_plugin_is_caught_by_the_check_that_names_it(
+    install: Install, tmp_path: Path, fault: dict[str, Any], check: str, message: str
+) -> None:
+    install(**fault)
+    with pytest.raises(CheckFailed, match=message):
+        CHECKS[check].run(bench(tmp_path))
+    for other in OF_PLUGINS[1:]:  # the first takes a process
+        if other != check:
+            CHECKS[other].run(bench(tmp_path))
+
+
+@pytest.mark.full
+def test_an_engine_that_is_imported_together_with_lightning_is_noticed(
+    install: Install, tmp_path: Path
+) -> None:
+    install(imports="import acme_light", target="acme_light:Engine")
+    with pytest.raises(CheckFailed, match="acme_light was imported together with Lightning"):
+        CHECKS["known_without_import"].run(bench(tmp_path))
+
+
+@pytest.mark.parametrize("name", [*OF_PLUGINS, "known_without_import"])
+def test_a_class_that_no_distribution_declares_is_not_asked(
+    pool: WorkerPool, name: str, tmp_path: Path
+) -> None:
+    target = "nnx_tiny.backend:TinyBackend"
+    identity = Identity("backend", Capabilities(), "this process", target)
+    asked = Bench(Subject(target), identity, pool=pool, reference=Reference(pool), directory=tmp_path)
+    with pytest.raises(NotApplicable, match="distribution"):
+        CHECKS[name].run(asked)

@@ -1,0 +1,106 @@
+"""nnx-core: every way of distributing a model as one string for Trainer and Fabric.
+
+Importing this package is light: no torch, no Lightning. It makes every installed strategy known to
+Lightning, as ``import torch`` does by itself where nnx-core is installed; see `_nnx_autoload`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import _nnx_autoload
+
+if TYPE_CHECKING:
+    from nnx_core.backend import Backend, ParallelContext
+    from nnx_core.errors import (
+        CheckpointError,
+        NnxError,
+        OptionError,
+        PlanError,
+        PluginError,
+        StrategyNotFoundError,
+        StrategyNotInstalledError,
+        UnsupportedError,
+    )
+    from nnx_core.lightning.checkpoint_io import CheckpointIO
+    from nnx_core.lightning.factory import strategy
+    from nnx_core.lightning.loading import load_from_checkpoint
+    from nnx_core.lightning.rank_comparison import compare_ranks
+    from nnx_core.lite import LightningLite, Lite
+    from nnx_core.plugins.hookspecs import hookimpl
+    from nnx_core.random_state import RandomState
+    from nnx_core.registry import StrategyRegistry
+    from nnx_core.spec import Capabilities, CheckpointFormatSpec, StrategySpec
+
+    __version__: str
+
+__all__ = [
+    "Capabilities",
+    "CheckpointFormatSpec",
+    "StrategySpec",
+    "hookimpl",
+    "StrategyRegistry",
+    "strategy",
+    "Backend",
+    "ParallelContext",
+    "CheckpointIO",
+    "RandomState",
+    "load_from_checkpoint",
+    "compare_ranks",
+    "Lite",
+    "LightningLite",
+    "NnxError",
+    "CheckpointError",
+    "OptionError",
+    "PlanError",
+    "PluginError",
+    "StrategyNotFoundError",
+    "StrategyNotInstalledError",
+    "UnsupportedError",
+    "__version__",
+]
+
+_HOME = {
+    "Capabilities": "nnx_core.spec",
+    "CheckpointFormatSpec": "nnx_core.spec",
+    "StrategySpec": "nnx_core.spec",
+    "hookimpl": "nnx_core.plugins.hookspecs",
+    "StrategyRegistry": "nnx_core.registry",
+    "strategy": "nnx_core.lightning.factory",
+    "Backend": "nnx_core.backend",
+    "ParallelContext": "nnx_core.backend",
+    "CheckpointIO": "nnx_core.lightning.checkpoint_io",
+    "RandomState": "nnx_core.random_state",
+    "load_from_checkpoint": "nnx_core.lightning.loading",
+    "compare_ranks": "nnx_core.lightning.rank_comparison",
+    "Lite": "nnx_core.lite",
+    "LightningLite": "nnx_core.lite",
+    "NnxError": "nnx_core.errors",
+    "CheckpointError": "nnx_core.errors",
+    "OptionError": "nnx_core.errors",
+    "PlanError": "nnx_core.errors",
+    "PluginError": "nnx_core.errors",
+    "StrategyNotFoundError": "nnx_core.errors",
+    "StrategyNotInstalledError": "nnx_core.errors",
+    "UnsupportedError": "nnx_core.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("nnx-core")
+    if name not in _HOME:
+        raise AttributeError(f"module 'nnx_core' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+_nnx_autoload.install()

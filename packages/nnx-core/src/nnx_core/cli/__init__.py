@@ -1,0 +1,129 @@
+"""The commands of nnx-core: what is installed, what it can do, and what is wrong with it.
+
+`nnx_checkpoint.cli.command` starts the command and says how it behaves; each verb has a module of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nnx_core.errors import NnxError
+
+__all__ = ["add_commands"]
+
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """The entry point of the group ``nnx.commands``."""
+    app.command("list")(list_strategies)
+    app.command("show")(show_strategy)
+    app.command("search")(search_strategies)
+    app.command("doctor")(check_installation)
+    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command("conformance", context_settings=anything)(ask_for_conformance)
+    app.command("new")(create_plugin)
+    app.command("schema")(print_schema)
+
+
+def ask_for_conformance() -> None:
+    """Check in real processes that a strategy keeps its promises; needs nnx-conformance."""
+    raise NnxError(
+        "`nnx conformance` is not installed.", remedy="Install it with `pip install nnx-conformance`."
+    )
+
+
+def list_strategies(
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also what could be installed, and names of the past.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """List the strategies that can be used by name."""
+    from nnx_core.cli.listing import run
+    from nnx_core.plugins.outside import looking_from_outside
+
+    with looking_from_outside():
+        raise typer.Exit(run(everything=everything, as_json=as_json))
+
+
+def show_strategy(
+    name: Annotated[str, typer.Argument(help="Name of a strategy.")],
+    as_json: _Json = False,
+) -> None:
+    """Describe one strategy: when to use it, what it can do, its options."""
+    from nnx_core.cli.showing import run
+    from nnx_core.plugins.outside import looking_from_outside
+
+    with looking_from_outside():
+        raise typer.Exit(run(name, as_json=as_json))
+
+
+def search_strategies(
+    words: Annotated[list[str], typer.Argument(help="What you look for; every word has to match.")],
+    as_json: _Json = False,
+) -> None:
+    """Find a strategy among the installed, the known and those of the past."""
+    from nnx_core.cli.search import run
+    from nnx_core.plugins.outside import looking_from_outside
+
+    with looking_from_outside():
+        raise typer.Exit(run(words, as_json=as_json))
+
+
+def check_installation(
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Also import every strategy, and take remarks for problems.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Check versions and plugins, and say how to mend what is broken."""
+    from nnx_core.cli.doctor import run
+    from nnx_core.plugins.outside import looking_from_outside
+
+    with looking_from_outside():
+        raise typer.Exit(run(strict=strict, as_json=as_json))
+
+
+def create_plugin(
+    path: Annotated[Path, typer.Argument(help="Directory of the project; new or empty.")] = Path(),
+    *,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name of the distribution; by default that of the directory.")
+    ] = None,
+    strategy: Annotated[str | None, typer.Option("--strategy", help="Name of the strategy.")] = None,
+    kind: Annotated[
+        str | None, typer.Option("--kind", help="backend, or lightning for a strategy class of Lightning's.")
+    ] = None,
+    description: Annotated[
+        str | None, typer.Option("--description", help="What the strategy is, in a line.")
+    ] = None,
+    author: Annotated[str | None, typer.Option("--author", help="By default git's user.name.")] = None,
+    defaults: Annotated[bool, typer.Option("--defaults", help="Ask nothing; --json does so too.")] = False,
+    update: Annotated[
+        bool, typer.Option("--update", help="Bring an older project's frame up to date instead.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Start a plugin of your own: a project that passes its tests and conformance at once."""
+    from nnx_core.cli import new
+
+    if update:
+        raise typer.Exit(new.update(path, as_json=as_json))
+    given = new.Given(distribution=name, strategy=strategy, kind=kind, description=description, author=author)
+    raise typer.Exit(new.run(path, given, defaults=defaults, as_json=as_json))
+
+
+def print_schema(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(help="Such as list or ckpt inspect; by default, print which there are."),
+    ] = None,
+) -> None:
+    """Print the JSON Schema of what a command prints with --json."""
+    from nnx_core.cli.schema import run
+
+    raise typer.Exit(run(command or []))

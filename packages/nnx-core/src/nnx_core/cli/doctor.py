@@ -1,0 +1,146 @@
+"""``nnx doctor``: versions, the zero-import hook and plugins, and how to mend what is broken.
+
+Reads metadata and never imports torch, except under ``--strict``, which imports every strategy.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any
+
+from nnx_checkpoint.cli.output import print_json, print_table, print_text
+from nnx_core.cli.showing import options_of
+from nnx_core.errors import NnxError
+from nnx_core.plugins import inventory
+from nnx_core.registry import StrategyRegistry
+
+__all__ = ["run"]
+
+_DISTRIBUTIONS = ("nnx-core", "torch", "lightning", "pytorch-lightning")
+_MALICIOUS = {"lightning": ("2.6.2", "2.6.3"), "pytorch-lightning": ("2.6.2", "2.6.3")}
+_CONSEQUENCE = "so that Lightning knows our names only after `import nnx`."
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the diagnosis.
+
+    Attributes:
+        level: ``problem``, or ``remark`` for what may be intended.
+        subject: What it is about.
+        detail: What was found.
+        remedy: What to do about it.
+    """
+
+    level: str
+    subject: str
+    detail: str
+    remedy: str
+
+
+def run(*, strict: bool, as_json: bool) -> int:
+    """Print the diagnosis; 1 where there is a problem, or with `strict` a remark."""
+    versions = {"python": platform.python_version(), **{name: _version(name) for name in _DISTRIBUTIONS}}
+    findings = _check_versions(versions) + _check_hook() + _check_plugins()
+    if strict:
+        findings += _import_everything()
+    bad = any(strict or finding.level == "problem" for finding in findings)
+    if as_json:
+        plugins = [asdict(plugin) for plugin in inventory().plugins]
+        print_json(
+            {"ok": not bad, "versions": versions, "plugins": plugins, "findings": list(map(asdict, findings))}
+        )
+    else:
+        _print_report(versions, findings)
+    return int(bad)
+
+
+def _print_report(versions: dict[str, str], findings: list[Finding]) -> None:
+    print_table(
+        ("package", "version"), [[name, found or "not installed"] for name, found in versions.items()]
+    )
+    print_text("")
+    rows = [
+        [plugin.name, plugin.owner, plugin.status, ", ".join(plugin.strategies)]
+        for plugin in inventory().plugins
+    ]
+    if rows:
+        print_table(("plugin", "provided by", "status", "strategies"), rows)
+        print_text("")
+    for finding in findings:
+        print_text(f"{finding.level}: {finding.subject}: {finding.detail}")
+        print_text(f"  remedy: {finding.remedy}")
+    if not findings:
+        print_text("All is well.")
+
+
+def _check_versions(versions: dict[str, str]) -> list[Finding]:
+    return [
+        Finding(
+            "problem",
+            name,
+            f"version {versions[name]} was a malicious upload to the package index.",
+            "Treat this machine's secrets as stolen, and install another version.",
+        )
+        for name, bad in _MALICIOUS.items()
+        if versions.get(name) in bad
+    ]
+
+
+def _check_hook() -> list[Finding]:
+    hooks = [entry.value for entry in entry_points(group="torch.backends")]
+    if "_nnx_autoload:autoload" not in hooks:
+        return [
+            Finding(
+                "problem",
+                "zero-import hook",
+                f"the entry point of nnx-core is missing, {_CONSEQUENCE}",
+                "Run `pip install --force-reinstall --no-deps nnx-core`.",
+            )
+        ]
+    return [
+        Finding(
+            "remark",
+            "zero-import hook",
+            f"{variable}=0 turns it off, {_CONSEQUENCE}",
+            f"Unset {variable}, or write `import nnx` in each script.",
+        )
+        for variable in ("NNX_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD")
+        if os.environ.get(variable) == "0"
+    ]
+
+
+def _check_plugins() -> list[Finding]:
+    return [
+        Finding(
+            "problem",
+            f"plugin {problem.plugin} of {problem.distribution}".removesuffix(" of "),
+            f"[{problem.kind}] {problem.detail}",
+            problem.remedy,
+        )
+        for problem in inventory().problems
+    ]
+
+
+def _import_everything() -> list[Finding]:
+    """Import each target and its options, which is what using the strategy would do first."""
+    findings = []
+    for name in StrategyRegistry:
+        spec = StrategyRegistry.get(name)
+        checks: tuple[Any, ...] = (spec.resolve, lambda spec=spec: options_of(spec))
+        for check in checks:
+            try:
+                check()
+            except NnxError as error:
+                findings.append(Finding("problem", f"strategy {name}", error.message, error.remedy))
+    return findings
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,285 @@
+"""``nnx new``: a plugin project that installs, passes its tests and keeps every promise at once.
+
+Asks and checks; `nnx_core.template` is what copier renders from the answers. Everything is checked before
+anything is written, and what cannot be finished is removed. What the words mean to plugins is in
+``docs/writing-a-backend.md``.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nnx_checkpoint.cli.output import print_error, print_json, print_note, print_text
+from nnx_core.cli.naming import check_distribution, check_line, check_strategy
+from nnx_core.errors import NnxError, OptionError, UnsupportedError
+from nnx_core.options import check_choice
+from nnx_core.spec import name_remarks
+
+__all__ = ["KINDS", "TEMPLATE", "Answers", "Given", "run", "update"]
+
+KINDS = ("backend", "lightning")
+TEMPLATE = Path(__file__).parents[1] / "template"
+_ANSWERS = ".copier-answers.yml"
+# What an update leaves alone: the user's own work.
+_WRITTEN_BY_USERS = ("/src", "/tests", "/catalog", "/README.md")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What the command line says; None is asked for.
+
+    Attributes:
+        distribution: What users install.
+        strategy: What they write in ``strategy="..."``.
+        kind: One of `KINDS`.
+        description: What the strategy is, in a line.
+        author: Who writes it; may be empty.
+    """
+
+    distribution: str | None = None
+    strategy: str | None = None
+    kind: str | None = None
+    description: str | None = None
+    author: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """`Given`, complete and checked."""
+
+    distribution: str
+    strategy: str
+    kind: str
+    description: str
+    author: str
+
+
+def run(path: Path, given: Given, *, defaults: bool, as_json: bool) -> int:
+    """Render a project into a new or empty directory; 2 where an answer is not possible."""
+    copier = _import_copier()
+    try:
+        _check_directory(path)
+        answers = _collect(given, path=path, ask=not (defaults or as_json))
+    except OptionError as error:
+        print_error(error)
+        return 2
+    files = _render(copier, path, answers)
+    _report(path, answers, files, as_json=as_json)
+    return 0
+
+
+def update(path: Path, *, as_json: bool) -> int:
+    """Render the frame of a project again, by its own answers and the template of the installed nnx-core.
+
+    The frame is all but sources, tests, README and catalog entry. Edits to it are overwritten, therefore
+    everything has to be committed: git then shows what changed, and takes any of it back.
+    """
+    copier = _import_copier()
+    try:
+        answers = _kept_answers(path)
+        if path.is_dir() and _git(path, "status", "--porcelain") != "":
+            raise OptionError(
+                f"{str(path)!r} is not a git repository in which everything is committed.",
+                remedy="Commit first, so that you can look at what changes and take it back.",
+            )
+    except OptionError as error:
+        print_error(error)
+        return 2
+    copier.run_copy(
+        str(TEMPLATE),
+        path,
+        data=answers,
+        defaults=True,
+        overwrite=True,
+        quiet=True,
+        exclude=_WRITTEN_BY_USERS,
+    )
+    changed = [line[3:] for line in (_git(path, "status", "--porcelain") or "").splitlines()]
+    if as_json:
+        print_json({"path": str(path), "changed": changed})
+    elif changed:
+        print_text(f"Changed: {', '.join(changed)}. `git diff` shows how.")
+    else:
+        print_text("Nothing has changed.")
+    return 0
+
+
+def _kept_answers(path: Path) -> dict[str, str]:
+    """What `nnx new` was answered when it rendered the project."""
+    import yaml  # type: ignore[import-untyped]  # copier needs it too
+
+    try:
+        kept = yaml.safe_load((path / _ANSWERS).read_text(encoding="utf-8"))
+        return asdict(Answers(**kept))
+    except (OSError, TypeError, yaml.YAMLError) as error:
+        raise OptionError(
+            f"{str(path / _ANSWERS)!r} does not hold the answers to `nnx new`: {error}.",
+            remedy="Name the directory of a project that `nnx new` rendered.",
+        ) from error
+
+
+def _import_copier() -> Any:
+    try:
+        import copier
+    except ImportError as error:
+        raise UnsupportedError(
+            "`nnx new` renders projects with copier, which is not installed.",
+            remedy="Run `pip install 'nnx-core[new]'`.",
+        ) from error
+    return copier
+
+
+def _check_directory(path: Path) -> None:
+    if path.is_dir() and not any(path.iterdir()):
+        return
+    if path.exists() or path.is_symlink():
+        what = "is not empty" if path.is_dir() else "exists and is not a directory"
+        raise OptionError(f"{str(path)!r} {what}.", remedy="Name a directory that is new or empty.")
+
+
+# --- answers ---
+
+
+def _collect(given: Given, *, path: Path, ask: bool) -> Answers:
+    """Take each answer from the command line, from the user, or from its default; check it at once."""
+    distribution = _answer(
+        given.distribution,
+        "Name of the distribution, as in `pip install NAME`",
+        default=re.sub(r"[^a-z0-9]+", "-", path.resolve().name.lower()).strip("-"),
+        check=check_distribution,
+        ask=ask,
+    )
+    strategy = _answer(
+        given.strategy,
+        'Name of the strategy, as in Trainer(strategy="NAME")',
+        default=distribution.removeprefix("nnx-").replace("-", "_"),
+        check=lambda name: check_strategy(name, distribution=distribution),
+        ask=ask,
+    )
+    return Answers(
+        distribution=distribution,
+        strategy=strategy,
+        kind=_answer(
+            given.kind,
+            "Kind: backend, or lightning for a strategy class of Lightning's",
+            default=KINDS[0],
+            check=lambda kind: check_choice("kind", kind, KINDS),
+            ask=ask,
+        ),
+        description=_answer(
+            given.description,
+            "What it is, in a line",
+            default=f"The strategy {strategy}",
+            check=lambda text: check_line("description", text),
+            ask=ask,
+        ).rstrip("."),
+        author=_answer(
+            given.author,
+            "Author",
+            default=_git_user(),
+            check=lambda text: check_line("author", text, may_be_empty=True),
+            ask=ask,
+        ),
+    )
+
+
+def _answer(
+    given: str | None, question: str, *, default: str, check: Callable[[str], None], ask: bool
+) -> str:
+    """One checked answer; a user who is asked may try again."""
+    if given is not None or not ask:
+        answer = default if given is None else given.strip()
+        check(answer)
+        return answer
+    while True:
+        # On standard error, so that what the command prints stays alone on standard output.
+        sys.stderr.write(f"{question} [{default}]: ")
+        sys.stderr.flush()
+        if not (line := sys.stdin.readline()):
+            raise OptionError(
+                f"there is no answer to {question!r}.", remedy="Pass it as an option, or pass --defaults."
+            )
+        answer = line.strip() or default
+        try:
+            check(answer)
+        except OptionError as error:
+            print_error(error)
+        else:
+            return answer
+
+
+def _git_user() -> str:
+    """Who git says is working here, where that makes a valid answer."""
+    name = (_git(Path.cwd(), "config", "user.name") or "").strip()
+    try:
+        check_line("author", name, may_be_empty=True)
+    except OptionError:
+        return ""
+    return name
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    """What git prints; None where it fails or is not there."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=directory, capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+# --- rendering ---
+
+
+def _render(copier: Any, path: Path, answers: Answers) -> list[str]:
+    """Render beside the final place, then move: an error leaves no half of a project behind."""
+    existed = path.exists()
+    staging: Path | None = None
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=".nnx-new-", dir=path))
+        copier.run_copy(str(TEMPLATE), staging, data=asdict(answers), defaults=True, quiet=True)
+        files = sorted(file.relative_to(staging).as_posix() for file in staging.rglob("*") if file.is_file())
+        for child in staging.iterdir():
+            child.rename(path / child.name)
+    except OSError as error:
+        raise NnxError(
+            f"the project cannot be written to {str(path)!r}: {error.strerror or error}.",
+            remedy="Choose a directory that you may write to.",
+        ) from error
+    finally:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+        if not existed and path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+    return files
+
+
+def _report(path: Path, answers: Answers, files: list[str], *, as_json: bool) -> None:
+    remarks = name_remarks(answers.strategy)
+    commands = [f"cd {path}", 'pip install -e ".[test]"', f"nnx conformance {answers.strategy}", "pytest"]
+    if as_json:
+        print_json(
+            {
+                "path": str(path),
+                **asdict(answers),
+                "files": files,
+                "remarks": remarks,
+                "next": commands,
+            }
+        )
+        return
+    for remark in remarks:
+        print_note(f"remark: {remark}")
+    print_text(f"{answers.distribution}: {len(files)} files in {path}. Next:")
+    for command in commands:
+        print_text(f"  {command}")

@@ -1,0 +1,266 @@
+"""Gradients as each rank holds them: norms over all ranks, clipping, overflow detection, loss scaling.
+
+Works on local tensors, so that plain, DTensor and engine-owned gradients can be mixed freely,
+which ``torch.nn.utils.clip_grad_norm_`` refuses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from nnx_checkpoint.collective import is_distributed
+from nnx_core.errors import UnsupportedError
+
+__all__ = [
+    "Gradient",
+    "ParallelGradScaler",
+    "clip_gradients_by_norm",
+    "clip_gradients_by_value",
+    "gradients_of",
+    "refuse_complex_clamp",
+    "refuse_sparse_layers",
+    "unscale_gradients",
+]
+
+_WIDE = (torch.float64, torch.complex128)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gradient:
+    """One gradient on this rank.
+
+    Attributes:
+        local: The elements this rank holds; in-place changes reach the optimizer.
+        replicas: How many ranks hold these same elements, so that a norm counts them once.
+    """
+
+    local: Tensor
+    replicas: int
+
+
+@torch.no_grad()
+def gradients_of(optimizer: Optimizer, *, world_size: int) -> list[Gradient]:
+    """Handles on ``param.grad`` of an optimizer over plain (replicated) or DTensor parameters."""
+    gradients = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            gradients.append(_gradient(parameter.grad, world_size))
+    return gradients
+
+
+def _gradient(grad: Tensor, world_size: int) -> Gradient:
+    if not isinstance(grad, DTensor):
+        return Gradient(grad, world_size)
+    if any(placement.is_partial() for placement in grad.placements):
+        raise UnsupportedError(
+            f"a gradient of shape {tuple(grad.shape)} is still partial over {grad.device_mesh}.",
+            remedy="Reduce gradients before they are clipped, unscaled or stepped with.",
+        )
+    sizes = zip(grad.placements, grad.device_mesh.shape, strict=True)
+    replicas = math.prod(size for placement, size in sizes if isinstance(placement, Replicate))
+    # A mesh may span only part of the world (one expert, one pipeline stage); what it does not
+    # span is not replicated by it.
+    return Gradient(grad.to_local(), replicas)
+
+
+@torch.no_grad()
+def clip_gradients_by_norm(
+    gradients: Sequence[Gradient],
+    *,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    device: torch.device,
+) -> Tensor:
+    """Scale gradients in place so that their norm over all ranks is at most `max_norm`. Collective.
+
+    Args:
+        gradients: This rank's gradients.
+        max_norm: Upper bound of the norm.
+        norm_type: Order of the norm; ``inf`` for the largest absolute value.
+        error_if_nonfinite: Raise instead of scaling by a non-finite norm.
+        device: Where the norm is reduced.
+
+    Returns:
+        The norm before clipping, 0-d, equal on every rank.
+
+    Raises:
+        RuntimeError: The norm is not finite and `error_if_nonfinite` is set.
+        UnsupportedError: A gradient is sparse, of which torch has no norm.
+    """
+    _refuse_sparse(gradients)
+    total = _global_norm(gradients, norm_type, device)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is {total.item()}, so it cannot be "
+            "clipped. Set `error_if_nonfinite=False` to scale by the non-finite norm anyway."
+        )
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    _scale(gradients, factor)
+    return total
+
+
+@torch.no_grad()
+def clip_gradients_by_value(gradients: Sequence[Gradient], clip_value: float) -> None:
+    """Clamp every element of gradients in place.
+
+    Raises:
+        UnsupportedError: A gradient is sparse, which torch does not clamp.
+    """
+    _refuse_sparse(gradients)
+    for gradient in gradients:
+        gradient.local.clamp_(-clip_value, clip_value)
+
+
+def refuse_complex_clamp(optimizer: Optimizer) -> None:
+    """Complex numbers have no order; torch refuses to clamp them too.
+
+    Looks at parameters, which every rank has, so that no rank goes on alone.
+
+    Raises:
+        UnsupportedError: The optimizer has complex parameters.
+    """
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if parameter.is_complex():
+            raise UnsupportedError(
+                f"the gradient of a complex parameter of shape {tuple(parameter.shape)} cannot be clipped by "
+                "value, as torch cannot clamp complex numbers.",
+                remedy="Clip by norm: gradient_clip_algorithm='norm'.",
+            )
+
+
+def refuse_sparse_layers(module: nn.Module, *, engine: str) -> None:
+    """For engines that cut gradients up, where a sparse one has no place.
+
+    Args:
+        module: What is to be trained.
+        engine: Names it in the message.
+
+    Raises:
+        UnsupportedError: An embedding that is trained was asked for sparse gradients.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad:
+            raise UnsupportedError(
+                f"{name or 'the model'} is an {type(layer).__name__} with sparse=True, and {engine} cuts "
+                "gradients up, which cannot be done with sparse ones.",
+                remedy=f"Pass sparse=False to {name or 'it'}, or use 'nnscaler_zero' or 'ddp'.",
+            )
+
+
+def _refuse_sparse(gradients: Sequence[Gradient]) -> None:
+    for gradient in gradients:
+        if gradient.local.layout is not torch.strided:
+            raise UnsupportedError(
+                f"a sparse gradient of shape {tuple(gradient.local.shape)} cannot be clipped: torch has no "
+                "norm of it and does not clamp it.",
+                remedy="Pass sparse=False to nn.Embedding and nn.EmbeddingBag, or do not clip.",
+            )
+
+
+def _scale(gradients: Sequence[Gradient], factor: Tensor) -> None:
+    """Multiply in place; the factor travels once to each device, not once for each gradient."""
+    factors = {device: factor.to(device) for device in {gradient.local.device for gradient in gradients}}
+    for gradient in gradients:
+        gradient.local.mul_(factors[gradient.local.device].to(gradient.local.dtype))
+
+
+def _global_norm(gradients: Sequence[Gradient], norm_type: float, device: torch.device) -> Tensor:
+    wide = any(gradient.local.dtype in _WIDE for gradient in gradients)
+    dtype = torch.float64 if wide else torch.float32
+    parts = [gradient for gradient in gradients if gradient.local.numel()]
+    norms = [_norm(part.local, norm_type, dtype).to(device) for part in parts]
+    if math.isinf(norm_type):
+        total = torch.stack(norms).max() if norms else torch.zeros((), dtype=dtype, device=device)
+        return _all_reduce(total, dist.ReduceOp.MAX)
+    powers = [norm.pow(norm_type) / part.replicas for norm, part in zip(norms, parts, strict=True)]
+    total = torch.stack(powers).sum() if powers else torch.zeros((), dtype=dtype, device=device)
+    return _all_reduce(total, dist.ReduceOp.SUM).pow(1.0 / norm_type)
+
+
+def _norm(local: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
+    if local.is_complex():
+        local = local.abs()
+    norm: Tensor = torch.linalg.vector_norm(local, norm_type, dtype=dtype)
+    return norm
+
+
+def _all_reduce(value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+    if is_distributed():
+        # A rank may see float64 gradients only: agree on the wider dtype by always reducing in float64.
+        wide = value.double()
+        dist.all_reduce(wide, op=op)
+        return wide.to(value.dtype)
+    return value
+
+
+@torch.no_grad()
+def unscale_gradients(gradients: Sequence[Gradient], inverse_scale: Tensor, device: torch.device) -> Tensor:
+    """Multiply gradients by `inverse_scale` in place and look for overflow on any rank. Collective.
+
+    Returns:
+        ``found_inf``: a float32 tensor of shape ``(1,)`` on `device`, 1.0 if any rank saw a non-finite value.
+    """
+    _scale(gradients, inverse_scale)
+    found = torch.zeros(1, dtype=torch.float32, device=device)
+    for gradient in gradients:
+        local = gradient.local
+        if local.layout is not torch.strided:
+            local = local.coalesce().values()
+        if local.numel():
+            found = torch.maximum(found, (~torch.isfinite(local)).any().to(device, torch.float32).view(1))
+    if is_distributed():
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found
+
+
+# --- the loss scaler --------------------------------------------------------------------------------
+
+
+class ParallelGradScaler(torch.amp.GradScaler):
+    """A `torch.amp.GradScaler` that unscales what each rank holds, and reduces ``found_inf`` over all ranks.
+
+    torch's own looks at this rank's gradients only, so with sharded gradients one rank may skip a step that
+    the others take.
+
+    Args:
+        gradients: Lists this rank's gradients of an optimizer.
+        device: Where the gradients lie.
+        replaces: The scaler whose settings and state this one takes over.
+    """
+
+    def __init__(
+        self,
+        gradients: Callable[[Optimizer], Sequence[Gradient]],
+        device: torch.device,
+        *,
+        replaces: torch.amp.GradScaler,
+    ) -> None:
+        self._nnx_gradients, self._nnx_device = gradients, device
+        if not replaces.is_enabled():  # it has no settings then
+            super().__init__(device=device.type, enabled=False)
+            return
+        super().__init__(
+            device=device.type,
+            init_scale=replaces.get_scale(),
+            growth_factor=replaces.get_growth_factor(),
+            backoff_factor=replaces.get_backoff_factor(),
+            growth_interval=replaces.get_growth_interval(),
+        )
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        # torch 2.11-2.13 call this hook from `unscale_` and `step`; its ShardedGradScaler overrides it too.
+        found = unscale_gradients(self._nnx_gradients(optimizer), inv_scale, self._nnx_device)
+        return {self._nnx_device: found}

@@ -1,0 +1,399 @@
+"""Lightning's averaging callbacks on a model that an engine has laid out.
+
+`WeightAveraging`, what is derived from it, and `StochasticWeightAveraging` average into a copy of the module
+that they make before the strategy lays it out. Here that copy gets tensors laid out like the module's, and
+the callback's own code, which goes from tensor to tensor, then averages, swaps and copies shards. What it
+does with whole state dicts, saving and loading, goes through handles instead. After the stage the copy is
+complete again.
+
+This module owns the copy and the methods that it replaces on the callback while a stage runs. When and
+how to average is the callback's business; what a checkpoint looks like is `nnx_core.lightning.checkpoint`'s.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn
+
+from nnx_checkpoint.collective import (
+    all_gather_object,
+    broadcast_tensor,
+    control_group,
+    is_distributed,
+    together,
+)
+from nnx_checkpoint.shard import Shard
+from nnx_core.backend import Backend
+from nnx_core.errors import UnsupportedError
+from nnx_core.lightning.averaged_weights import AVERAGE, CURRENT, STATE
+from nnx_core.lightning.checkpoint import as_state_dict, restore_model
+from nnx_core.lightning.compat import average_of, averaging_callbacks, copies_only
+from nnx_core.restore import fill_model
+from nnx_core.state import ModelState, describe_model
+from nnx_core.whole import as_stored
+
+__all__ = ["Averages"]
+
+_UPDATING = ("on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end", "on_validation_epoch_end")
+_PUBLISHING = ("on_validation_epoch_start", "on_train_end")
+"""The hooks in which the callbacks read or write the module's parameters, and those in which they give the
+module the average."""
+_LOADING = ("on_load_checkpoint", "load_state_dict")
+"""The methods in which they get weights out of a checkpoint, in Lightning's order."""
+
+
+class Averages:
+    """The averaging callbacks of one Trainer.
+
+    Args:
+        backend: Lays the module out.
+    """
+
+    def __init__(self, backend: Backend[Any]) -> None:
+        self._backend = backend
+        self._averages: list[_Average] = []
+        self._routes: list[_Route] = []
+        self._loads: list[tuple[Any, str, tuple[Any, ...]]] = []
+
+    def prepare(self, root: str, trainer: Any) -> None:
+        """Before the callbacks copy the module for training: let them copy it without its weights.
+
+        A complete copy would be in the device's memory, where the model need not fit. What they would load
+        before the module is laid out waits until it is.
+        """
+        for callback in averaging_callbacks(trainer):
+            if trainer.state.fn == "fit" and copies_only(root, callback):
+                self._routes.append(_Route(callback, "setup", _copy_lightly))
+            self._routes += [_Route(callback, n, partial(self._load_later, callback, n)) for n in _LOADING]
+
+    def _load_later(self, callback: Any, name: str, own: Callable[..., None], *args: Any) -> None:
+        self._loads.append((callback, name, args))
+
+    def lay_out(self, trainer: Any, module: nn.Module) -> None:
+        """Lay each callback's copy out like the module, and restore what was to be loaded before. Collective.
+
+        Args:
+            trainer: Whose callbacks they are.
+            module: The module, laid out and with the weights of the checkpoint.
+
+        Raises:
+            UnsupportedError: A callback averages something else than the module.
+        """
+        light = [route.owner for route in self._routes if route.name == "setup"]
+        self._unroute()
+        for callback in averaging_callbacks(trainer):
+            average = average_of(callback)
+            used = trainer.state.fn == "fit" or isinstance(average, AveragedModel)
+            if average is not None and used:
+                has_weights = not any(callback is owner for owner in light)
+                self._averages.append(_Average(callback, average, module, self._backend, has_weights))
+        loads, self._loads = self._loads, []
+        for callback, name, args in loads:
+            getattr(callback, name)(*args)
+
+    def give_back(self, *, gather: bool) -> None:
+        """Give the callbacks their own methods and complete tensors back, on the host. Collective.
+
+        Args:
+            gather: False after an error that the other ranks did not have: the tensors stay as they are.
+        """
+        self._unroute()
+        self._loads.clear()
+        for average in self._averages:
+            average.give_back(gather=gather)
+        self._averages.clear()
+
+    def _unroute(self) -> None:
+        for route in self._routes:
+            route.remove()
+        self._routes.clear()
+
+
+class _Route:
+    """A method replaced on one object.
+
+    Args:
+        owner: The object.
+        name: Of the method.
+        instead: Called with the object's own method before the arguments.
+    """
+
+    def __init__(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
+        self.owner, self.name = owner, name
+        self._was = {name: vars(owner)[name]} if name in vars(owner) else {}
+        setattr(owner, name, partial(instead, getattr(owner, name)))
+
+    def remove(self) -> None:
+        """Give the object its own method back."""
+        delattr(self.owner, self.name)
+        vars(self.owner).update(self._was)
+
+
+def _copy_lightly(setup: Callable[..., None], trainer: Any, module: nn.Module, stage: str) -> None:
+    """Run a callback's ``setup``, in which a copy of the module has no weights."""
+    module.__dict__["__deepcopy__"] = partial(_copy_without_weights, module)
+    try:
+        setup(trainer, module, stage)
+    finally:
+        del module.__dict__["__deepcopy__"]
+
+
+def _copy_without_weights(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    for tensor in (*module.parameters(), *module.buffers()):
+        memo[id(tensor)] = _holding(tensor, torch.empty(0, dtype=tensor.dtype))  # not on meta: it is moved
+    hook = module.__dict__.pop("__deepcopy__")
+    try:
+        return copy.deepcopy(module, memo)
+    finally:
+        module.__dict__["__deepcopy__"] = hook
+
+
+def _holding(like: Tensor, data: Tensor) -> Tensor:
+    """Data as a parameter or a buffer, whichever `like` is."""
+    if isinstance(like, nn.Parameter):
+        return nn.Parameter(data, requires_grad=like.requires_grad)
+    return data
+
+
+class _Average:
+    """The copy that one callback averages into, laid out like the module.
+
+    Args:
+        callback: The callback.
+        average: What it averages into.
+        module: The laid-out module.
+        backend: Its engine.
+        has_weights: Whether the copy is complete; else it has no weights yet.
+    """
+
+    def __init__(
+        self, callback: Any, average: nn.Module, module: nn.Module, backend: Backend[Any], has_weights: bool
+    ) -> None:
+        self._callback, self._average = callback, average
+        self._module, self._backend = module, backend
+        self._copy = average.module if isinstance(average, AveragedModel) else average
+        self._prefix = "" if self._copy is average else "module."
+        self._refuse_another_model()
+        # The first update copies the module's weights whatever it finds: only later ones need what is there.
+        self._has_begun = has_weights and isinstance(average, AveragedModel) and bool(average.n_averaged > 0)
+        self._lay_out()
+        self._laid_out = list(module.parameters())
+        self._average_apart()
+        self._routes = [_Route(callback, name, self._update) for name in _UPDATING]
+        self._routes += [_Route(callback, name, self._publish) for name in _PUBLISHING]
+        self._routes += [
+            _Route(callback, "state_dict", self._save),
+            _Route(callback, "on_save_checkpoint", self._save),
+            _Route(callback, "load_state_dict", self._load_state_dict),
+            _Route(callback, "on_load_checkpoint", self._on_load_checkpoint),
+        ]
+
+    def _refuse_another_model(self) -> None:
+        mine, theirs = ({name for name, *_ in _tensors(module)} for module in (self._copy, self._module))
+        if mine != theirs:
+            names = ", ".join(sorted(mine ^ theirs)[:8])
+            raise UnsupportedError(
+                f"{type(self._callback).__name__} averages into a module with other parameters or buffers "
+                f"than the one that is trained; they differ in {names}.",
+                remedy="Average into a copy of the LightningModule, as Lightning's own callbacks do.",
+            )
+
+    # --- layout -------------------------------------------------------------------------------
+
+    def _lay_out(self) -> None:
+        """Replace every tensor of the copy; what is tied in the module is tied in the copy."""
+        self._like: dict[Tensor, Tensor] = {}
+        made: dict[Tensor, Tensor] = {}
+        for (_, held, name), (_, current_held, _) in zip(
+            _tensors(self._copy), _tensors(self._module), strict=True
+        ):
+            current = current_held[name]
+            if current not in made:
+                made[current] = self._laid_out_like(current, held[name])
+                self._like[made[current]] = current
+            held[name] = made[current]
+
+    def _laid_out_like(self, current: Tensor, old: Tensor) -> Tensor:
+        device = getattr(self._callback, "_device", None)
+        with as_stored(current):
+            data = current.detach().to(device=device or current.device, dtype=old.dtype, copy=True)
+        new = _holding(old, data)
+        if self._has_begun:
+            self._shard_like(new, current).fill_from(old.detach())
+        return new
+
+    def _shard_like(self, tensor: Tensor, current: Tensor) -> Shard:
+        parameter = current if isinstance(current, nn.Parameter) else None
+        return self._backend.shard(tensor, parameter=parameter)
+
+    def _shard(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
+        current = self._like.get(tensor)
+        return self._backend.shard(tensor) if current is None else self._shard_like(tensor, current)
+
+    def _state(self) -> ModelState:
+        """Handles on the average, by the names of the module. Collective."""
+        self._sync_buffers()
+        return describe_model(self._copy, self._shard)
+
+    def _average_apart(self) -> None:
+        """Average sharded and plain tensors in separate calls: operations on lists cannot mix them."""
+        average: Any = self._average
+        if not isinstance(average, AveragedModel):
+            return
+        self._own_function = average.multi_avg_fn
+        function = average.multi_avg_fn
+        if function is None and average.avg_fn is None and self._backend.context.device.type != "cpu":
+            # what torch uses there unless told otherwise
+            function = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
+        if function is not None:
+            average.multi_avg_fn = partial(_apart, function)
+
+    def give_back(self, *, gather: bool) -> None:
+        """Undo everything; the tensors become complete if they can be gathered."""
+        for route in self._routes:
+            route.remove()
+        if isinstance(self._average, AveragedModel):
+            self._average.multi_avg_fn = self._own_function
+        if gather:
+            self._gather()
+
+    def _gather(self) -> None:
+        """Make every tensor of the copy complete, in host memory. Collective."""
+        tensors = list(self._like)
+        shards = [self._shard(tensor) for tensor in tensors]
+        whole = [
+            shard.is_whole and not isinstance(t, DTensor) for t, shard in zip(tensors, shards, strict=True)
+        ]
+        everywhere = [all(ranks) for ranks in zip(*all_gather_object(whole, control_group()), strict=True)]
+        full: dict[Tensor, Tensor] = {}
+        for tensor, shard, is_whole in zip(tensors, shards, everywhere, strict=True):
+            data = tensor.detach().cpu() if is_whole else _complete(tensor, shard)
+            full[tensor] = _holding(tensor, data)
+        for _, held, name in _tensors(self._copy):
+            held[name] = full[held[name]]
+        self._average.cpu()
+
+    # --- hooks --------------------------------------------------------------------------------
+
+    def _update(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a hook that goes over the module's parameters."""
+        if any(a is not b for a, b in zip(self._module.parameters(), self._laid_out, strict=False)):
+            self._backend.model_state(self._module)  # a forward without backward has left them gathered
+        with as_stored(*self._module.parameters()):
+            return own(*args, **kwargs)
+
+    def _publish(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a hook that makes the module the average."""
+        self._sync_buffers()
+        return self._update(own, *args, **kwargs)
+
+    def _sync_buffers(self) -> None:
+        """Give every rank rank 0's average of the buffers, which each rank has of its own."""
+        if not is_distributed():
+            return
+        for buffer in self._copy.buffers():
+            if not isinstance(buffer, DTensor):
+                values = buffer.to(self._backend.context.device)
+                broadcast_tensor(values)
+                buffer.copy_(values)
+
+    # --- checkpoints --------------------------------------------------------------------------
+
+    def _save(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a hook that puts the average's state dict into the checkpoint: handles instead of tensors."""
+        handles = {f"{self._prefix}{name}": handle for name, handle in as_state_dict(self._state()).items()}
+        rest = {}
+        if isinstance(self._average, AveragedModel):
+            rest["n_averaged"] = self._average.n_averaged.detach()
+        with _answering(self._average, "state_dict", {**rest, **handles}):
+            return own(*args, **kwargs)
+
+    def _on_load_checkpoint(
+        self, own: Callable[..., Any], trainer: Any, module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        """Restore module and average in place, and show the callback what they then hold."""
+        averaged = CURRENT in checkpoint and STATE in checkpoint
+        if averaged:
+            self._restore(checkpoint["state_dict"])
+            restore_model(self._backend, self._module, checkpoint[CURRENT], strict=True)
+        shown = {"state_dict": _own_state_dict(self._copy if averaged else self._module)}
+        if averaged:
+            shown[CURRENT] = _own_state_dict(self._module)
+        read = {name: checkpoint[name] for name in shown}
+        checkpoint.update(shown)
+        try:
+            with as_stored(*self._module.parameters()):
+                own(trainer, module, checkpoint)
+        finally:
+            checkpoint.update(read)
+
+    def _load_state_dict(self, own: Callable[..., None], state: dict[str, Any]) -> None:
+        """The same for a callback that keeps the average in its own state."""
+        if state.get(AVERAGE) is not None:
+            self._restore(state[AVERAGE])
+            state = {**state, AVERAGE: _own_state_dict(self._copy)}
+        own(state)
+
+    def _restore(self, source: Mapping[str, Any]) -> None:
+        state = self._state()
+        with together(control_group(), doing="restoring the averaged weights"):
+            fill_model(self._copy, state, source, strict=True)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Every parameter and buffer: its full name, the dict that holds it, and its name there; sorted."""
+    found = [
+        (f"{prefix}.{name}".lstrip("."), held, name)
+        for prefix, submodule in module.named_modules(remove_duplicate=False)
+        for held in (submodule._parameters, submodule._buffers)
+        for name, value in held.items()
+        if value is not None
+    ]
+    return iter(sorted(found, key=lambda item: item[0]))
+
+
+def _own_state_dict(module: nn.Module) -> dict[str, Any]:
+    """What a module holds, as it holds it: loading it into the module changes nothing."""
+    with as_stored(*module.parameters()):
+        return dict(module.state_dict())
+
+
+def _apart(
+    function: Callable[..., None], averages: Sequence[Tensor], current: Sequence[Tensor], count: Any
+) -> None:
+    for sharded in (True, False):
+        chosen = [i for i, tensor in enumerate(averages) if isinstance(tensor, DTensor) is sharded]
+        if chosen:
+            function([averages[i] for i in chosen], [current[i] for i in chosen], count)
+
+
+def _complete(tensor: Tensor, shard: Shard) -> Tensor:
+    """The complete tensor on every rank, in host memory. Collective."""
+    if isinstance(tensor, DTensor):
+        sharded: Any = tensor.detach()
+        full: Tensor = sharded.to(sharded.device_mesh.device_type).full_tensor()
+        return full.cpu()
+    pieces = [(box, view.cpu()) for box, view in zip(shard.boxes, shard.data, strict=True)]
+    whole = torch.empty(shard.shape, dtype=shard.dtype)
+    for part in all_gather_object(pieces, control_group()):
+        for box, piece in part:
+            whole[box.slices] = piece
+    return whole
+
+
+@contextmanager
+def _answering(owner: Any, method: str, answer: Any) -> Iterator[None]:
+    """Within it, a method gives the same answer whatever it is called with."""
+    route = _Route(owner, method, lambda own, *args, **kwargs: answer)
+    try:
+        yield
+    finally:
+        route.remove()

@@ -1,0 +1,159 @@
+"""The private names of Lightning that nnx uses, in one place, except those of its loops.
+
+What exact resume needs of the loops' counters and of the data fetcher is in
+`nnx_core.lightning.loop_progress` and `nnx_core.lightning.training_data`, which are about nothing else.
+
+Checked against Lightning 2.6.6. The functions take the root of a module tree, because the two copies of
+Lightning each have their own classes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+__all__ = [
+    "attached_trainer",
+    "average_of",
+    "averaging_callbacks",
+    "copies_only",
+    "instantiate_from_config",
+    "is_wrapping_checkpoint_io",
+    "make_launcher",
+    "make_optimizers",
+    "migrate_checkpoint",
+    "reset_seed",
+    "running_stage_loader",
+    "seed_data_workers",
+]
+
+
+def make_launcher(root: str, strategy: Any, *, start_method: str, num_processes: int, num_nodes: int) -> Any:
+    """The object with which Lightning starts the other processes of a node.
+
+    Upstream: ``strategies.launchers`` of each tree.
+    """
+    launchers = importlib.import_module(f"{root}.strategies.launchers")
+    if start_method == "popen":
+        return launchers._SubprocessScriptLauncher(strategy.cluster_environment, num_processes, num_nodes)
+    return launchers._MultiProcessingLauncher(strategy, start_method=start_method)
+
+
+def make_optimizers(root: str, module: Any) -> tuple[list[Any], list[Any]]:
+    """Call ``configure_optimizers`` and its checks; returns optimizers and scheduler configs.
+
+    Upstream: ``core.optimizer._init_optimizers_and_lr_schedulers``.
+    """
+    core = importlib.import_module(f"{root}.core.optimizer")
+    optimizers, schedulers = core._init_optimizers_and_lr_schedulers(module)
+    return optimizers, schedulers
+
+
+def attached_trainer(module: Any) -> Any:
+    """The Trainer that a module is attached to; None before a run, and where another process ran it.
+
+    Upstream: ``LightningModule._trainer``; ``LightningModule.trainer`` raises an error where there is none.
+    """
+    return getattr(module, "_trainer", None)
+
+
+def is_wrapping_checkpoint_io(root: str, checkpoint_io: Any) -> bool:
+    """Whether an IO plugin wraps another one, as ``AsyncCheckpointIO`` does.
+
+    Upstream: ``plugins.io.wrapper._WrappingCheckpointIO``, of Trainer's trees only.
+    """
+    wrapper = importlib.import_module(f"{root}.plugins.io.wrapper")
+    return isinstance(checkpoint_io, wrapper._WrappingCheckpointIO)
+
+
+def reset_seed(root: str) -> None:
+    """Put the random state back to the seed of ``seed_everything``, as Lightning's ``ddp`` does.
+
+    Upstream: ``utilities.seed.reset_seed`` of Fabric's trees.
+    """
+    _seed_utilities(root).reset_seed()
+
+
+def seed_data_workers(root: str, loader: Any, rank: int) -> None:
+    """Seed a loader's workers after ``seed_everything(workers=True)``, by another than the global rank.
+
+    Upstream: ``utilities.seed.pl_worker_init_function`` of Fabric's trees, which ``_auto_add_worker_init_fn``
+    gives to loaders that have no ``worker_init_fn``.
+    """
+    seeding = _seed_utilities(root).pl_worker_init_function
+    present = getattr(loader, "worker_init_fn", seeding)
+    is_asked_for = present is None and os.environ.get("PL_SEED_WORKERS", "0") != "0"
+    if is_asked_for or (isinstance(present, partial) and present.func is seeding):
+        loader.worker_init_fn = partial(seeding, rank=rank)
+
+
+def _seed_utilities(root: str) -> Any:
+    fabric = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+    return importlib.import_module(f"{fabric.get(root, root)}.utilities.seed")
+
+
+def averaging_callbacks(trainer: Any) -> list[Any]:
+    """Callbacks that average into a copy of the model.
+
+    Upstream: ``_average_model`` of ``WeightAveraging`` and ``StochasticWeightAveraging``.
+    """
+    return [callback for callback in trainer.callbacks if hasattr(callback, "_average_model")]
+
+
+def average_of(callback: Any) -> nn.Module | None:
+    """What an averaging callback averages into; None before there is one."""
+    average = callback._average_model
+    return average if isinstance(average, nn.Module) else None
+
+
+def copies_only(root: str, callback: Any) -> bool:
+    """Whether an averaging callback does no more in ``setup`` than to copy the model.
+
+    Upstream: ``setup`` of ``callbacks.WeightAveraging`` and ``callbacks.StochasticWeightAveraging``.
+    """
+    callbacks = importlib.import_module(f"{root}.callbacks")
+    known = (callbacks.WeightAveraging.setup, callbacks.StochasticWeightAveraging.setup)
+    return type(callback).setup in known
+
+
+def running_stage_loader(trainer: Any) -> Iterable[Any]:
+    """A loader of the stage that is being set up, made once more from where Trainer gets it.
+
+    Upstream: ``_data_source`` of ``trainer.fit_loop`` and of the evaluation and prediction loops.
+    """
+    loops = {
+        "fit": trainer.fit_loop,
+        "validate": trainer.validate_loop,
+        "test": trainer.test_loop,
+        "predict": trainer.predict_loop,
+    }
+    loader = loops[trainer.state.fn.value]._data_source.dataloader()
+    while isinstance(loader, (list, tuple)):
+        loader = loader[0] if loader else ()
+    return loader if isinstance(loader, Iterable) else ()
+
+
+def migrate_checkpoint(root: str, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Bring the dict of an older Lightning up to date; its keys are changed in place.
+
+    Upstream: ``utilities.migration.utils._pl_migrate_checkpoint``, of Trainer's trees only.
+    """
+    if "pytorch-lightning_version" not in checkpoint:
+        return checkpoint  # Fabric's and other programs' checkpoints have no version to start from
+    migrated: dict[str, Any] = importlib.import_module(
+        f"{root}.utilities.migration.utils"
+    )._pl_migrate_checkpoint(checkpoint)
+    return migrated
+
+
+def instantiate_from_config(root: str, cls: type, config: dict[str, Any]) -> Any:
+    """Build a module from the hyper-parameters that LightningCLI saved.
+
+    Upstream: ``cli.instantiate_module``, which is documented only as a value in checkpoints.
+    """
+    return importlib.import_module(f"{root}.cli").instantiate_module(cls, config)

@@ -1,0 +1,56 @@
+"""`nnx.strategy`: any strategy by its name, with options.
+
+Importing this module imports Lightning, because the return annotation must be a real class of the tree
+in use: that is what lets LightningCLI accept ``class_path: nnx.strategy``. So annotations are not
+postponed here.
+"""
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from nnx_core.lightning.namespaces import NAMESPACES, get_namespace
+from nnx_core.lightning.registration import make_strategy
+from nnx_core.registry import StrategyRegistry
+
+__all__ = ["default_namespace", "strategy"]
+
+
+def default_namespace() -> str:
+    """The tree of Lightning that this process uses: the first that is imported, Trainer's before Fabric's."""
+    return next((name for name in NAMESPACES if f"{name}.strategies" in sys.modules), next(iter(NAMESPACES)))
+
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+else:
+    Strategy = importlib.import_module(f"{default_namespace()}.strategies").Strategy
+
+
+def strategy(name: str, *, namespace: str | None = None, **overrides: Any) -> Strategy:
+    """Build a strategy by its name, with options.
+
+    Args:
+        name: A name that `nnx list` shows, or one of Lightning's own.
+        namespace: ``lightning.pytorch``, ``lightning.fabric``, ``pytorch_lightning`` or
+            ``lightning_fabric``; by default the one that is imported, Trainer's before Fabric's.
+        **overrides: Options of the strategy; they win over what it was registered with.
+
+    Raises:
+        StrategyNotInstalledError: The catalog knows the name, but its distribution is missing.
+        StrategyNotFoundError: The name is unknown; the message suggests the nearest one.
+        OptionError: An option, or the namespace, is unknown or not valid.
+
+    Example:
+        >>> type(strategy("ddp", find_unused_parameters=True)).__name__
+        'DDPStrategy'
+    """
+    space = get_namespace(namespace or default_namespace())
+    module = importlib.import_module(f"{space.name}.strategies")
+    registry = module.STRATEGY_REGISTRY if space.is_fabric else module.StrategyRegistry
+    if name not in StrategyRegistry and name in registry:
+        data = registry[name]
+        return data["strategy"](**{**data["init_params"], **overrides})  # type: ignore[no-any-return]
+    if name not in StrategyRegistry:
+        raise StrategyRegistry.explain(name, also_known=tuple(registry))
+    return make_strategy(name, namespace=space.name, overrides=overrides)  # type: ignore[no-any-return]

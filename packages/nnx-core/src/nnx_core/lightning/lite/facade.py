@@ -1,0 +1,232 @@
+"""`Lite`: the class that users subclass. Its flags are read in `flags`; the rest is Fabric's and nnx's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nnx_core.errors import UnsupportedError
+from nnx_core.lightning.fabric_checkpoint import load_fabric_checkpoint
+from nnx_core.lightning.lite.checkpoint import is_plain, load_content, save_content, save_file, state_of
+from nnx_core.lightning.lite.flags import fabric_arguments
+from nnx_core.lightning.lite.tree import fabric_module
+from nnx_core.lightning.lite.wrapping import unwrap, wrap_module, wrap_optimizers
+from nnx_core.lightning.processes import leave_process_group_at_exit
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+else:
+    Fabric = fabric_module().Fabric
+
+__all__ = ["Lite"]
+
+
+class Lite(Fabric):
+    """A training loop of your own on any device and with any strategy: put it in `run`.
+
+    The flags have the names, the order and the meaning of LightningLite's; ``docs/lite.md`` lists them all.
+
+    Args:
+        accelerator: ``"cpu"`` (the default), ``"gpu"``, ``"tpu"``, ``"auto"``, or what Fabric takes.
+        strategy: A name that ``nnx list`` or Lightning knows, or a strategy object of Trainer or Fabric.
+        devices: How many, which (``[1, 4]`` or ``"1, 4"``), -1 or ``"auto"`` for all, None or 0 for the CPU.
+        num_nodes: Number of machines.
+        precision: 16, 32, 64, ``"bf16"``, or Lightning's strings of today.
+        plugins: A cluster environment, precision plugin or checkpoint IO, or a list of these.
+        gpus: Short for `devices` with ``accelerator="gpu"``.
+        tpu_cores: Short for `devices` with ``accelerator="tpu"``.
+        callbacks: As for Fabric.
+        loggers: As for Fabric.
+
+    Raises:
+        OptionError: A flag's value is unknown, or flags contradict each other.
+        UnsupportedError: This machine lacks the accelerator.
+
+    Example:
+        >>> class Train(Lite):
+        ...     def run(self, start):
+        ...         return start + self.world_size
+        >>> Train().run(41)
+        42
+    """
+
+    def __init__(  # the original's order
+        self,
+        accelerator: Any = None,
+        strategy: Any = None,
+        devices: Any = None,
+        num_nodes: int = 1,
+        precision: Any = 32,
+        plugins: Any = None,
+        gpus: Any = None,
+        tpu_cores: Any = None,
+        *,
+        callbacks: Any = None,
+        loggers: Any = None,
+    ) -> None:
+        chosen = fabric_arguments(
+            accelerator=accelerator,
+            strategy=strategy,
+            devices=devices,
+            num_nodes=num_nodes,
+            precision=precision,
+            plugins=plugins,
+            gpus=gpus,
+            tpu_cores=tpu_cores,
+        )
+        self._set_up: list[nn.Module] = []
+        super().__init__(**chosen, callbacks=callbacks, loggers=loggers)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Override this with your loop. Calling it starts the processes and returns rank 0's value.
+
+        Raises:
+            UnsupportedError: It was not overridden.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__}.run has no body.",
+            remedy="Inherit from Lite, put the training loop in `run`, and call it; or use Fabric.",
+        )
+
+    # --- set up ---------------------------------------------------------------------------------
+
+    def setup(  # type: ignore[override] # Fabric calls the model a module
+        self, model: nn.Module, *optimizers: Optimizer, move_to_device: bool = True, scheduler: Any = None
+    ) -> Any:
+        """Set up a model, and the optimizers over its parameters. Call it once for each model.
+
+        Args:
+            model: The model; under strategies that lay it out again the same object changes in place.
+            *optimizers: None, one or several.
+            move_to_device: False leaves the model where it is, for models placed by hand.
+            scheduler: As for Fabric.
+
+        Returns:
+            The model; with optimizers, the list of the model and each of them, and then the scheduler.
+        """
+        made = super().setup(model, *optimizers, scheduler=scheduler, move_to_device=move_to_device)
+        wrapped, *rest = made if optimizers else (made,)
+        module = self._take(wrapped)
+        count = len(optimizers)
+        others = [*wrap_optimizers(self, model, rest[:count]), *rest[count:]]
+        return [module, *others] if optimizers else module
+
+    def setup_module(
+        self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True
+    ) -> Any:
+        """Set up a model alone; its optimizers may follow in ``setup_optimizers``."""
+        made = super().setup_module(module, move_to_device=move_to_device, _reapply_compile=_reapply_compile)
+        return self._take(made)
+
+    def setup_optimizers(self, *optimizers: Optimizer) -> Any:
+        """Set up optimizers of models that were set up before: one, or a list of several."""
+        made = super().setup_optimizers(*optimizers)
+        several = made if isinstance(made, tuple) else (made,)
+        wrapped = wrap_optimizers(self, None, several)
+        return wrapped if len(wrapped) > 1 else wrapped[0]
+
+    def _take(self, wrapped: Any) -> Any:
+        leave_process_group_at_exit()  # Lightning's strategies do so under NCCL only
+        module = wrap_module(self, wrapped)
+        self._set_up.append(module.module)
+        return module
+
+    def setup_dataloaders(  # type: ignore[override] # Fabric calls the switch differently
+        self, *dataloaders: Any, replace_sampler: bool = True, move_to_device: bool = True
+    ) -> Any:
+        """Set up loaders: every process reads its share, on its device.
+
+        Args:
+            *dataloaders: One or several.
+            replace_sampler: False keeps a sampler of your own.
+            move_to_device: False leaves the data where the loader puts it.
+
+        Returns:
+            The loader, or a list where there are several.
+        """
+        return super().setup_dataloaders(
+            *dataloaders, use_distributed_sampler=replace_sampler, move_to_device=move_to_device
+        )
+
+    # --- collectives ----------------------------------------------------------------------------
+
+    def reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce tensors over the processes, in tensors of their own; numbers and collections will do too.
+
+        Args:
+            data: A tensor, a number, or a collection of these.
+            group: The processes that take part; all by default.
+            reduce_op: ``"mean"``, ``"sum"``, or an operation of torch.distributed.
+        """
+        copied = apply_to_collection(data, Tensor, Tensor.clone)  # Fabric's own writes into what it is given
+        return self.all_reduce(copied, group=group, reduce_op=reduce_op)
+
+    def reduce_decision(self, decision: bool) -> bool:
+        """Whether all processes say yes: for stopping early on every one of them or on none."""
+        return bool(self.reduce(float(decision), reduce_op="sum").item() == self.world_size)
+
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    def save(self, content: Any, filepath: Any, filter: Any = None) -> None:
+        """Save a dict. Call it on every process.
+
+        Models and optimizers in it, and under an engine their ``state_dict()`` too, go to an nnx checkpoint:
+        a directory that all processes write together, Trainer resumes and every strategy reads. Anything else
+        is a file that process 0 writes, and no other process is waited for.
+
+        Args:
+            content: What to save, by keys of your own.
+            filepath: Where. Fabric's order of the two, path first, is understood as well.
+            filter: As for Fabric; then content is saved as Fabric does.
+
+        Raises:
+            CheckpointError: The content cannot be stored.
+        """
+        if isinstance(content, (str, os.PathLike)) and isinstance(filepath, Mapping):
+            content, filepath = filepath, content
+        target = state_of(self.strategy, self._set_up)
+        if target is None or filter is not None:
+            super().save(filepath, content, filter=filter)
+            return
+        unwrapped = unwrap(content)
+        if is_plain(target, unwrapped):
+            save_file(self.strategy, content, filepath)
+            return
+        save_content(target, unwrapped, self.strategy.broadcast(filepath))
+        self.strategy.barrier()
+
+    def load(
+        self, filepath: Any, state: Any = None, strict: bool = True, *, weights_only: bool | None = None
+    ) -> Any:
+        """Load a checkpoint of any format and any strategy. Collective: call it on every process.
+
+        Args:
+            filepath: What `save`, Fabric, Trainer or ``torch.save`` wrote.
+            state: Objects to restore in place by key; by default the content is returned.
+            strict: Refuse keys of `state` that the checkpoint lacks.
+            weights_only: False executes code that whoever wrote a file may have put there.
+
+        Returns:
+            The content under its keys, state dicts still on disk; with `state`, what is left of it.
+
+        Raises:
+            CheckpointError: There is no checkpoint, or it is damaged or of another model.
+        """
+        target = state_of(self.strategy, self._set_up)
+        if target is None:
+            return super().load(filepath, state, strict=strict, weights_only=weights_only)
+        filepath = self.strategy.broadcast(filepath)
+        if state is None:
+            return load_content(target, filepath, weights_only)
+        unwrapped = unwrap(state)
+        rest = load_fabric_checkpoint(target, filepath, unwrapped, strict, weights_only)
+        for key in state if isinstance(state, dict) else ():
+            if not isinstance(state[key], (nn.Module, Optimizer)):
+                state[key] = unwrapped[key]
+        self.strategy.barrier()
+        return rest

@@ -1,0 +1,190 @@
+"""`nnx.load_from_checkpoint`: a model out of a checkpoint of any format, in one process, without a Trainer.
+
+The class is built with the hyper-parameters that the checkpoint holds, and its weights are then read straight
+into place, so that they are in memory once. `nnx_core.lightning.rebuilding` builds; this module fills.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+import nnx_checkpoint as storage
+from nnx_checkpoint._torch_compat import loads_itself
+from nnx_checkpoint.naming import LazyStateDict
+from nnx_checkpoint.reader import Checkpoint
+from nnx_checkpoint.shard import Shard, shard_of
+from nnx_core.errors import CheckpointError, OptionError
+from nnx_core.lightning.averaged_weights import WeightsOnDisk
+from nnx_core.lightning.compat import migrate_checkpoint
+from nnx_core.lightning.rebuilding import Kind, Trust, build, kind_of
+from nnx_core.restore import fill_model
+from nnx_core.state import ModelState, describe_model
+
+__all__ = ["load_from_checkpoint"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MapLocation = str | int | torch.device | Mapping[str, str] | Callable[..., Any] | None
+
+
+def load_from_checkpoint(
+    cls: type[T],
+    path: str | os.PathLike[str],
+    *,
+    map_location: MapLocation = None,
+    strict: bool | None = None,
+    weights_only: bool | None = None,
+    trust: Trust = False,
+    **kwargs: Any,
+) -> T:
+    """Build a model, or a data module, from a checkpoint of any known format.
+
+    As ``LightningModule.load_from_checkpoint`` does, which opens single files only: the class gets the
+    hyper-parameters that were saved, ``configure_model`` and ``on_load_checkpoint`` are called, and the
+    weights are loaded. They are read into the module's own memory, so there is no second copy of the model.
+
+    Args:
+        cls: A LightningModule or LightningDataModule of either Lightning package, or a plain ``nn.Module``.
+        path: A checkpoint of any format: a directory, a file or a URL.
+        map_location: Device to put the model on, in any form that ``torch.load`` takes. By default it
+            stays where the class builds it.
+        strict: Whether missing and unexpected names are an error; by default the module's ``strict_loading``,
+            which is True unless it was set.
+        weights_only: False executes code that whoever wrote the checkpoint may have put there; it implies
+            ``trust=True``.
+        trust: The classes and functions that a configuration of LightningCLI in the checkpoint names and that
+            may be imported and called, as in ``["my.module.Encoder"]``; True for all of them. Without it
+            the class gets plain data only.
+        **kwargs: Arguments for the class, in place of saved hyper-parameters or beside them.
+
+    Returns:
+        The model, in training mode as it was built.
+
+    Raises:
+        CheckpointError: There is no checkpoint, the class cannot be built from what it holds, or it is of
+            another model.
+        OptionError: `cls` cannot be loaded, or `strict` contradicts it.
+
+    Example:
+        ``model = nnx.load_from_checkpoint(Net, "last.ckpt", map_location="cuda", dropout=0.0)``
+    """
+    kind = kind_of(cls)
+    stored = WeightsOnDisk(storage.open_checkpoint(path, weights_only=weights_only is not False))
+    content = _lightning_dict(stored, kind)
+    trust = True if weights_only is False else trust
+    made: T = build(cls, kind, content, kwargs, source=str(path), trust=trust)
+    if isinstance(made, nn.Module):
+        _load_model(made, content, kind, _is_strict(made, kind, strict), _device(map_location))
+    else:
+        _load_data_module(made, content)
+    return made
+
+
+def _lightning_dict(stored: Checkpoint, kind: Kind) -> dict[str, Any]:
+    """What Lightning's hooks expect, its ``state_dict`` still on disk."""
+    content = {**stored.objects.get("trainer", {}), "state_dict": LazyStateDict(stored)}
+    return migrate_checkpoint(kind.root, content) if kind.root else content
+
+
+def _load_data_module(made: Any, content: Mapping[str, Any]) -> None:
+    state = content.get(type(made).__qualname__)
+    if state is not None:
+        made.load_state_dict(state)
+
+
+def _load_model(
+    module: nn.Module, content: dict[str, Any], kind: Kind, strict: bool, device: torch.device | None
+) -> None:
+    if kind.is_module:
+        made: Any = module
+        made.configure_model()
+        made.on_load_checkpoint(content)
+    if device is not None:
+        module.to(device)
+    state_dict = content["state_dict"]
+    if loads_itself(module):
+        _load_by_itself(module, dict(state_dict), strict=strict)
+        return
+    prefixes = _load_parts(module, state_dict, strict=strict)
+    state = describe_model(module, _shard_of)
+    for names in (state.tensors, state.aliases, state.extra):
+        for name in [name for name in names if name.startswith(prefixes)]:
+            del names[name]
+    if not strict:
+        _warn_of_names(state, state_dict)
+    fill_model(module, state, state_dict, strict=strict)
+
+
+def _shard_of(tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
+    return shard_of(tensor)
+
+
+def _load_parts(module: nn.Module, state_dict: MutableMapping[str, Any], *, strict: bool) -> tuple[str, ...]:
+    """Hand submodules that rename, convert or allocate while they load their entries.
+
+    Returns:
+        What the names of those entries begin with; they are no longer in `state_dict`.
+    """
+    found: list[str] = []
+    for name, part in module.named_modules():
+        prefix = f"{name}."
+        if name and loads_itself(part) and not prefix.startswith(tuple(found)):
+            found.append(prefix)
+            names = [key for key in state_dict if key.startswith(prefix)]
+            own = {key.removeprefix(prefix): state_dict.pop(key) for key in names}
+            _load_by_itself(part, own, strict=strict)
+    return tuple(found)
+
+
+def _load_by_itself(module: nn.Module, own: dict[str, Any], *, strict: bool) -> None:
+    try:
+        module.load_state_dict(own, strict=strict)
+    except Exception as error:  # whatever its own code raises
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{type(module).__name__} refused its entries of the checkpoint: "
+            f"{type(error).__name__}: {reason}",
+            remedy="Build the model as it was when it was saved, or rename keys in `on_load_checkpoint`.",
+        ) from error
+
+
+def _warn_of_names(state: ModelState, state_dict: Mapping[str, Any]) -> None:
+    known = {*state.tensors, *state.aliases, *state.extra}
+    for title, names in (
+        ("are in the model and not in the checkpoint", [name for name in known if name not in state_dict]),
+        ("are in the checkpoint and not in the model", [name for name in state_dict if name not in known]),
+    ):
+        if names:
+            log.warning("%d names %s: %s", len(names), title, ", ".join(sorted(names)[:8]))
+
+
+def _is_strict(module: Any, kind: Kind, strict: bool | None) -> bool:
+    """The module's own choice unless the caller made one; both must agree."""
+    if not kind.is_module:
+        return strict is not False
+    chosen = bool(module.strict_loading)
+    if strict is not None and strict != chosen and module._strict_loading is not None:
+        raise OptionError(
+            f"strict={strict} contradicts {type(module).__name__}.strict_loading={chosen}.",
+            remedy="Leave `strict` out, or set the same value in the class.",
+        )
+    return chosen if strict is None else strict
+
+
+def _device(map_location: MapLocation) -> torch.device | None:
+    """Where tensors that a checkpoint holds on the CPU go; None leaves them where the class builds them."""
+    if map_location is None:
+        return None
+    if isinstance(map_location, Mapping):
+        return torch.device(map_location["cpu"]) if "cpu" in map_location else None
+    if callable(map_location):
+        mapped = map_location(torch.empty(0).untyped_storage(), "cpu")
+        return None if mapped is None else torch.device(mapped.device)
+    return torch.device(map_location)

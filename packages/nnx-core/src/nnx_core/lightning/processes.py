@@ -1,0 +1,320 @@
+"""What both adapters need to be one process among several: ranks, launch, groups, collectives."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from functools import cache
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from nnx_core.backend import Backend, ParallelContext
+from nnx_core.errors import UnsupportedError
+from nnx_core.lightning.checkpoint_io import CheckpointIO
+from nnx_core.lightning.compat import make_launcher, reset_seed, seed_data_workers
+from nnx_core.lightning.messages import show_messages
+from nnx_core.options import CommonOptions
+from nnx_core.shares import SharedBatches, SharedNumber, Shares, make_shares, of_process
+from nnx_core.used import before_reduction, end_run
+from nnx_core.watch import Watch
+
+__all__ = ["ParallelProcesses", "leave_process_group_at_exit"]
+
+T = TypeVar("T")
+
+_REDUCTIONS = {
+    "mean": dist.ReduceOp.SUM,  # gloo has no AVG: divided afterwards
+    "avg": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+class ParallelProcesses(ABC):
+    """Mixin for a strategy of Trainer or Fabric whose work is done by a `Backend`.
+
+    Lightning looks several of these members up by name; without ``is_distributed`` a Trainer silently
+    injects no sampler and ignores ``sync_dist``.
+
+    Args:
+        backend: The engine.
+        name: Name it was registered under, for messages and provenance.
+        common: Options that every nnx strategy takes.
+        **lightning: Arguments of Lightning's own ``ParallelStrategy``.
+    """
+
+    is_distributed: ClassVar[bool] = True
+    root: ClassVar[str]
+    """Root of the Lightning tree this class was built on."""
+
+    cluster_environment: Any
+    parallel_devices: list[torch.device] | None
+    accelerator: Any
+    _launcher: Any
+    local_rank: int
+    node_rank: int
+
+    def __init__(
+        self, backend: Backend[Any], *, name: str, common: CommonOptions | None = None, **lightning: Any
+    ) -> None:
+        self.backend = backend
+        self.name = name
+        self.common = common or CommonOptions()
+        show_messages()
+        self._num_nodes = 1
+        self._backend_is_set_up = False
+        self._shares: Shares | None = None
+        self._batches = SharedBatches(None, every=0)
+        self.watch = Watch(backend, every=self.common.check_every)
+        super().__init__(**lightning)  # the tree's ParallelStrategy
+
+    # --- who is who ---------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        if not self.parallel_devices:
+            return torch.device("cpu")
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes; Trainer sets it."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which share of the data this process reads: the backend's data-parallel rank and size.
+
+        Raises:
+            UnsupportedError: It depends on the backend's groups, which do not exist yet.
+        """
+        if self._backend_is_set_up:
+            share: tuple[int, int] | None = self.backend.data_parallel_rank_and_size
+        else:
+            share = self.backend.share_before_setup(
+                rank=self.global_rank,
+                world_size=self.num_nodes * self.num_processes,
+                local_world_size=self.num_processes,
+            )
+        if share is None:
+            raise UnsupportedError(
+                f"the share of the data that a rank reads under {self.name!r} is not known before its groups "
+                "exist.",
+                remedy="Build the loader in `train_dataloader` or after `fabric.launch()`, not before.",
+            )
+        return {"num_replicas": share[1], "rank": share[0]}
+
+    @property
+    def global_rank(self) -> int:
+        """The rank of this process; where ranks share data, that of its share if it is computed with."""
+        rank: int = super().global_rank  # type: ignore[misc] # of the tree's
+        shares = self._shares if self._backend_is_set_up else None
+        return rank if shares is None else SharedNumber(shares.rank, rank)
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes; where ranks share data, that of shares if it is computed with."""
+        size: int = super().world_size  # type: ignore[misc] # of the tree's
+        shares = self._shares if self._backend_is_set_up else None
+        return size if shares is None else SharedNumber(shares.size, size)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Make data workers of ranks that read the same samples draw the same random numbers."""
+        seed_data_workers(self.root, dataloader, self.distributed_sampler_kwargs["rank"])
+        return dataloader
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment this process's global rank."""
+        if self.cluster_environment is None:
+            return
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = of_process(self.global_rank)  # type: ignore[attr-defined]
+
+    # --- start --------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        if self.cluster_environment.creates_processes_externally:
+            return
+        self._launcher = make_launcher(
+            self.root,
+            self,
+            start_method=self.common.start_method,
+            num_processes=self.num_processes,
+            num_nodes=self.num_nodes,
+        )
+
+    def setup_environment(self) -> None:
+        """Join the process group and set the backend up. Collective."""
+        self.accelerator.setup_device(self.root_device)
+        reset_seed(self.root)
+        self.set_world_ranks()
+        self._join_process_group()
+        if not self._backend_is_set_up:
+            end_run()
+            self.backend.setup(self._parallel_context())
+            self._backend_is_set_up = True
+            self._shares = make_shares(*self.backend.data_parallel_rank_and_size)
+            self._batches = SharedBatches(self._shares, every=self.common.check_every)
+
+    def _join_process_group(self) -> None:
+        if dist.is_initialized():
+            return
+        os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+        os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+        device = self.root_device
+        dist.init_process_group(
+            self.process_group_backend,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=self.common.timeout),
+            device_id=None if device.type == "cpu" else device,
+        )
+        leave_process_group_at_exit()
+
+    @property
+    def process_group_backend(self) -> str:
+        """Name of the torch.distributed backend in use."""
+        default = dist.Backend.default_device_backend_map.get(self.root_device.type, "gloo")
+        return self.common.process_group_backend or default
+
+    def _parallel_context(self) -> ParallelContext:
+        return ParallelContext(
+            device=self.root_device,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            local_rank=self.local_rank,
+            local_world_size=self.num_processes,
+            num_nodes=self.num_nodes,
+            precision=self._precision_name(),
+        )
+
+    @abstractmethod
+    def _precision_name(self) -> str:
+        """Lightning's precision string; Trainer and Fabric name their plugin differently."""
+
+    # --- collectives --------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until every process has come here."""
+        if not dist.is_initialized():
+            return
+        device = self.root_device
+        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """The object of rank `src`, on every rank."""
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any of them, decide so."""
+        return bool(self._reduce(torch.tensor(int(decision)), None, "min" if all else "max"))
+
+    def _reduce(self, value: Any, group: Any, reduce_op: Any) -> Any:
+        """All-reduce a tensor; the result reaches every rank. Other values pass through.
+
+        Over all ranks, sums and products count each share of the data once, however many ranks work on it.
+        """
+        if not isinstance(value, Tensor) or not dist.is_initialized():
+            return value
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        name = reduce_op.lower() if isinstance(reduce_op, str) else None
+        op = _REDUCTIONS[name] if name is not None else (reduce_op or dist.ReduceOp.SUM)
+        is_mean = name in ("mean", "avg") or op == dist.ReduceOp.AVG
+        if op == dist.ReduceOp.AVG:
+            op = dist.ReduceOp.SUM
+        device = self.root_device if value.device.type == "cpu" else value.device
+        result = value.to(device, copy=True)
+        if is_mean and not (result.is_floating_point() or result.is_complex()):
+            result = result.float()
+        neutral = {"sum": 0, "product": 1}.get(_name_of(op)) if group is None and not is_mean else None
+        if neutral is not None and self._shares is not None and not self._shares.is_first:
+            result.fill_(neutral)
+        dist.all_reduce(result, op=op, group=group)
+        return result / dist.get_world_size(group) if is_mean else result
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Stack what the ranks have; where ranks share data, what each share has, once."""
+        before_reduction("a gather over the ranks, as of self.all_gather")
+        if self._shares is not None and group in (None, dist.group.WORLD):
+            group = self._shares.across
+            if group is None:
+                return tensor.unsqueeze(0)
+        gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc] # of the tree's
+        return gathered
+
+    # --- evaluation ---------------------------------------------------------------------------
+
+    def _evaluation_context(self) -> AbstractContextManager[Any]:
+        """Turn inference mode off where its tensors would end up inside parameters."""
+        if self.backend.evaluation_without_inference_mode and torch.is_inference_mode_enabled():
+            return _NormalNoGrad()
+        return nullcontext()
+
+    def _own_checkpoint_io(self) -> CheckpointIO:
+        return CheckpointIO(
+            state_dict_type=self.common.state_dict_type,
+            opaque_objects=self.common.opaque_objects,
+            async_save=self.common.async_save,
+        )
+
+
+class _NormalNoGrad:
+    """``no_grad`` outside of inference mode, even when Lightning entered inference mode before."""
+
+    def __enter__(self) -> None:
+        self._inference = torch.inference_mode(False)
+        self._no_grad = torch.no_grad()
+        self._inference.__enter__()
+        self._no_grad.__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._no_grad.__exit__(*exc_info)
+        self._inference.__exit__(*exc_info)
+
+
+def _name_of(op: Any) -> str:
+    return next((name for name in ("sum", "product") if op == _REDUCTIONS[name]), "")
+
+
+@cache
+def leave_process_group_at_exit() -> None:
+    """Let this process leave its group before the interpreter is taken down.
+
+    A thread of the group that wants the interpreter after that is ended by force, and the process aborts.
+    Torch keeps some groups that it has left, of meshes for example, so their threads get a moment to let
+    the tensors of their last collective go.
+    """
+    atexit.register(_leave_process_group)
+
+
+def _leave_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        time.sleep(0.05)

@@ -1,0 +1,122 @@
+"""Keeps Lightning's four registries equal to `nnx.StrategyRegistry`.
+
+What is registered there are small factories that import an engine when they are called. This module
+never imports Lightning: it works on those of its modules that are imported already. `_nnx_autoload` calls it
+when one has just been imported, and `StrategyRegistry`, to which it connects itself, after each change.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from nnx_core.lightning.explaining import available_strategies
+from nnx_core.lightning.namespaces import NAMESPACES, Namespace
+from nnx_core.registry import StrategyRegistry
+from nnx_core.spec import StrategySpec
+
+__all__ = ["StrategyFactory", "fill", "foreign_owner", "make_strategy", "synchronize"]
+
+# What the name of a registry was registered with before somebody asked nnx to override it.
+_displaced: dict[tuple[str, str], dict[str, Any]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyFactory:
+    """What Lightning calls when the user has chosen one of our names.
+
+    Attributes:
+        name: The strategy.
+        namespace: The tree of Lightning that asks.
+    """
+
+    name: str
+    namespace: str
+
+    def __call__(self, **overrides: Any) -> Any:
+        """Build the strategy."""
+        return make_strategy(self.name, namespace=self.namespace, overrides=overrides)
+
+
+def make_strategy(name: str, *, namespace: str, overrides: dict[str, Any]) -> Any:
+    """Build a registered strategy for one of Lightning's trees.
+
+    Raises:
+        StrategyNotFoundError: As for `StrategyRegistry.get`.
+        OptionError: An option is unknown or not valid.
+    """
+    from nnx_core.lightning.build import build
+
+    return build(StrategyRegistry.get(name), namespace=namespace, overrides=overrides)
+
+
+def fill(module_name: str) -> None:
+    """Fill the registry of one module of Lightning's, which has just been imported."""
+    space = NAMESPACES[module_name.removesuffix(".strategies")]
+    registry = _registry_of(space)
+    if registry is not None:
+        _update(space, registry)
+
+
+def synchronize() -> None:
+    """Add, replace and remove names in every registry that exists."""
+    for space, registry in _registries():
+        _update(space, registry)
+
+
+def foreign_owner(name: str) -> str:
+    """Who has put a name into a registry of Lightning's without nnx; empty when nobody has."""
+    for space, registry in _registries():
+        if name in registry and not _is_ours(registry[name]):
+            return f"the registry of {space.name}"
+    return ""
+
+
+def _update(space: Namespace, registry: Any) -> None:
+    wanted = {name: StrategyRegistry.get(name) for name in StrategyRegistry.names()}
+    for name in [name for name, data in registry.items() if _is_ours(data) and name not in wanted]:
+        registry.remove(name)
+        if (space.name, name) in _displaced:
+            registry[name] = _displaced.pop((space.name, name))
+    for spec in wanted.values():
+        if _is_offered(spec, space):
+            _put(space, registry, spec)
+    registry.available_strategies = functools.partial(available_strategies, registry, space)
+
+
+def _put(space: Namespace, registry: Any, spec: StrategySpec) -> None:
+    # `registry.get` would build the strategy.
+    present = dict.get(registry, spec.name)
+    if present is not None and not _is_ours(present):
+        if not StrategyRegistry.overrides(spec.name):
+            return
+        _displaced[(space.name, spec.name)] = present
+    registry.register(
+        spec.name, StrategyFactory(spec.name, space.name), description=spec.description, override=True
+    )
+
+
+def _is_offered(spec: StrategySpec, space: Namespace) -> bool:
+    return spec.capabilities.fabric if space.is_fabric else spec.capabilities.trainer
+
+
+def _is_ours(data: dict[str, Any]) -> bool:
+    return isinstance(data["strategy"], StrategyFactory)
+
+
+def _registries() -> Iterator[tuple[Namespace, Any]]:
+    for space in NAMESPACES.values():
+        registry = _registry_of(space)
+        if registry is not None:
+            yield space, registry
+
+
+def _registry_of(space: Namespace) -> Any:
+    module = sys.modules.get(f"{space.name}.strategies")
+    return getattr(module, "STRATEGY_REGISTRY" if space.is_fabric else "StrategyRegistry", None)
+
+
+StrategyRegistry.connect(on_change=synchronize, foreign_owner=foreign_owner)

@@ -1,0 +1,162 @@
+"""Send what Lightning does itself (clipping, loss scaling, backward, stepping) through the backend.
+
+Lightning's precision plugins clip and scale on ``param.grad`` of plain parameters, which is wrong for
+sharded ones. The plugin object stays the user's; single methods of it are replaced on the instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from nnx_core.backend import Backend
+from nnx_core.errors import UnsupportedError
+
+__all__ = [
+    "has_own_backward",
+    "publishes_gradients",
+    "refuse_plain_backward",
+    "route_clipping",
+    "route_optimizer_steps",
+    "route_precision",
+    "unroute_precision",
+    "unwrap_optimizer",
+]
+
+_OF_PLUGINS = ("backward", "clip_grad_by_norm", "clip_grad_by_value")
+"""The methods of a precision plugin that are replaced on the object."""
+
+
+def publishes_gradients(backend: Backend[Any]) -> bool:
+    """Whether gradients are elsewhere than in ``p.grad`` until the engine publishes them."""
+    return type(backend).publish_gradients is not Backend.publish_gradients
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """The user's own optimizer out of ``LightningOptimizer`` or Fabric's wrapper."""
+    for attribute in ("_optimizer", "optimizer"):
+        inner = getattr(optimizer, attribute, None)
+        if isinstance(inner, Optimizer):
+            return inner
+    return optimizer
+
+
+def route_precision(plugin: Any, backend: Backend[Any]) -> None:
+    """Make loss scaling agree over the ranks and, where the engine has its own, replace backward."""
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is not None:
+        plugin.scaler = backend.grad_scaler(scaler)
+    if has_own_backward(backend):
+
+        def backward(
+            loss: Tensor, model: nn.Module, optimizer: Any = None, *args: Any, **kwargs: Any
+        ) -> None:
+            with _going_backward(backend):
+                backend.backward(model, loss, *args, **kwargs)
+
+        plugin.backward = backward
+
+
+_backward: set[int] = set()
+"""The ids of the backends whose backward is running."""
+
+
+@contextmanager
+def _going_backward(backend: Backend[Any]) -> Iterator[None]:
+    _backward.add(id(backend))
+    try:
+        yield
+    finally:
+        _backward.discard(id(backend))
+
+
+def refuse_plain_backward(backend: Backend[Any], module: Any) -> list[RemovableHandle]:
+    """Refuse ``loss.backward()`` in manual optimization, for engines that would not reduce its gradients.
+
+    Args:
+        backend: The engine.
+        module: The laid-out LightningModule.
+
+    Returns:
+        Handles that take the hooks off its parameters again.
+    """
+    if module.automatic_optimization or not backend.reduces_in_backward:
+        return []
+
+    def refuse(parameter: Tensor) -> None:
+        if id(backend) not in _backward:
+            raise UnsupportedError(
+                "`loss.backward()` was called in manual optimization, but this strategy reduces gradients "
+                "in a backward of its own.",
+                remedy="Call `self.manual_backward(loss)`.",
+            )
+
+    trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+    return [parameter.register_post_accumulate_grad_hook(refuse) for parameter in trained]
+
+
+def has_own_backward(backend: Backend[Any]) -> bool:
+    """Whether the engine does more in a backward than the plugin would."""
+    return type(backend).backward is not Backend.backward
+
+
+def route_clipping(plugin: Any, backend: Backend[Any]) -> None:
+    """Trainer clips through the plugin: make it clip over all ranks' gradients."""
+
+    def by_norm(optimizer: Any, clip_val: float) -> None:
+        backend.clip_grad_norm(unwrap_optimizer(optimizer), float(clip_val))
+
+    def by_value(optimizer: Any, clip_val: float) -> None:
+        backend.clip_grad_value(unwrap_optimizer(optimizer), float(clip_val))
+
+    plugin.clip_grad_by_norm = by_norm
+    plugin.clip_grad_by_value = by_value
+
+
+def unroute_precision(plugin: Any) -> None:
+    """Give a precision plugin its own methods back; its loss scaler keeps the scale that it found."""
+    for name in _OF_PLUGINS:
+        vars(plugin).pop(name, None)
+
+
+def route_optimizer_steps(optimizers: Iterable[Any], backend: Backend[Any], module: nn.Module) -> None:
+    """Make ``optimizer.step`` call the engine's `Backend.optimizer_step`, where it has its own.
+
+    What user code left in published gradients is taken over right before, after the closure.
+    """
+    has_own_step = type(backend).optimizer_step is not Backend.optimizer_step
+    if not has_own_step and not publishes_gradients(backend):
+        return
+    for wrapped in optimizers:
+        optimizer = unwrap_optimizer(wrapped)
+        optimizer.step = _routed(optimizer, backend, module)
+
+
+def _routed(optimizer: Optimizer, backend: Backend[Any], module: nn.Module) -> MethodType:
+    """A step that goes through the engine; a bound method, because schedulers wrap its function."""
+    inner = optimizer.step
+
+    @wraps(inner)  # with the mark by which a scheduler knows that it wrapped it already
+    def step(owner: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is None:
+            backend.collect_gradients(module)
+            return backend.optimizer_step(owner, inner, *args, **kwargs)
+
+        def closure_and_collect() -> Any:
+            loss = closure()
+            backend.collect_gradients(module)
+            return loss
+
+        if "closure" in kwargs:
+            return backend.optimizer_step(owner, inner, *args, **{**kwargs, "closure": closure_and_collect})
+        return backend.optimizer_step(owner, inner, closure_and_collect, *args[1:], **kwargs)
+
+    return MethodType(step, optimizer)

@@ -1,0 +1,193 @@
+"""Example inputs of a module's forward, for engines that trace it. Computed only when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from nnx_core.backend import Call
+from nnx_core.errors import UnsupportedError
+from nnx_core.lightning.compat import running_stage_loader
+from nnx_core.random_state import host_state_kept
+from nnx_core.tensor_functions import Sees, what_it_sees
+
+__all__ = ["TrainerSample", "example_inputs"]
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+_STEPS = {
+    "fit": ("training_step", "train_step_context"),
+    "validate": ("validation_step", "val_step_context"),
+    "test": ("test_step", "test_step_context"),
+    "predict": ("predict_step", "predict_step_context"),
+}
+"""Name of a step, and of the precision plugin's context for it."""
+
+
+def example_inputs(module: nn.Module) -> Inputs:
+    """What a module says of itself: ``dummy_forward_args`` or ``example_input_array``.
+
+    Returns:
+        Positional and keyword arguments.
+
+    Raises:
+        UnsupportedError: The module has neither.
+    """
+    inputs = _declared(module)
+    if inputs is None:
+        raise UnsupportedError(
+            f"{type(module).__name__} has no example inputs to trace its forward with.",
+            remedy="Set `self.example_input_array`, or a dict `dummy_forward_args`, in its `__init__`.",
+        )
+    return inputs
+
+
+class TrainerSample:
+    """What the module says of itself, or the first batch of the running stage's loader.
+
+    Called, it yields inputs of the module's forward: those it declares, what its
+    ``dummy_forward_args_fn(batch)`` makes of the batch (keyword arguments), or else the batch itself.
+    The random state is left as it was.
+
+    Args:
+        trainer: Its running stage says which loader and which step.
+        module: The LightningModule.
+    """
+
+    def __init__(self, trainer: Any, module: nn.Module) -> None:
+        self._trainer = trainer
+        self._module = module
+
+    def __call__(self) -> Inputs:
+        """Inputs of the module's forward.
+
+        Raises:
+            UnsupportedError: There are neither declared inputs nor a batch.
+        """
+        declared = _declared(self._module)
+        return self._of_batch(self._first_batch()) if declared is None else self._converted(declared)
+
+    def first_call(self) -> Call:
+        """The call that the running stage's step begins with; inputs that the module declares come first.
+
+        Raises:
+            UnsupportedError: There are neither declared inputs nor a batch.
+        """
+        module, declared = self._module, _declared(self._module)
+        if declared is not None:
+            return Call(module, *self._converted(declared))
+        batch = self._first_batch()
+        if callable(getattr(module, "dummy_forward_args_fn", None)):
+            return Call(module, *self._of_batch(batch))
+        step, context = _STEPS[self._trainer.state.fn.value]
+        with getattr(self._trainer.precision_plugin, context)():  # as when Trainer calls it
+            found = _watch(module, getattr(module, step), batch)
+        return found or Call(module, *self._of_batch(batch))
+
+    def _first_batch(self) -> Any:
+        with host_state_kept():
+            batch = next(iter(running_stage_loader(self._trainer)), None)
+        if batch is None:
+            example_inputs(self._module)  # it has none: says so
+        return self._trainer.strategy.batch_to_device(self._converted(batch))
+
+    def _converted(self, inputs: Any) -> Any:
+        """Inputs in the precision that steps get them in."""
+        return self._trainer.precision_plugin.convert_input(inputs)
+
+    def _of_batch(self, batch: Any) -> Inputs:
+        convert = getattr(self._module, "dummy_forward_args_fn", None)
+        return ((), dict(convert(batch))) if callable(convert) else ((batch,), {})
+
+
+def _declared(module: nn.Module) -> Inputs | None:
+    keywords = getattr(module, "dummy_forward_args", None)
+    if isinstance(keywords, dict):
+        return (), keywords
+    example: Any = getattr(module, "example_input_array", None)
+    if example is None:
+        return None
+    if isinstance(example, dict):
+        return (), example
+    return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
+
+
+# --- what a step calls ----------------------------------------------------------------------------
+
+
+class _Reached(BaseException):
+    """Leaves a step at its first call of the model; nothing in user code catches it."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+
+def _watch(module: nn.Module, step: Any, batch: Any) -> Call | None:
+    """Begin a step, and leave it where it calls the model. None where it fails before, or never does."""
+    try:
+        with host_state_kept(), torch.no_grad(), _leaving_at_the_model(module), _NothingWritten(module):
+            step(batch, 0)
+    except _Reached as reached:
+        return reached.call
+    except Exception:  # whatever it needs of a running loop; the step itself will say so
+        return None
+    return None
+
+
+class _NothingWritten(TorchFunctionMode):
+    """Leaves out what would write into the module's parameters and buffers, as the step itself will.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        tensors = (*module.parameters(), *module.buffers())
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        target = kwargs.get("out", args[0] if args and _writes(func) else None)
+        tensors = target if isinstance(target, (list, tuple)) else [target]
+        if any(isinstance(tensor, Tensor) and self._is_of_module(tensor) for tensor in tensors):
+            return target
+        return func(*args, **kwargs)
+
+    def _is_of_module(self, tensor: Tensor) -> bool:
+        return tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() in self._storages
+
+
+def _writes(func: Any) -> bool:
+    if getattr(func, "__name__", "").startswith("_foreach_"):
+        return bool(func.__name__.endswith("_"))
+    return what_it_sees(func) in (Sees.IN_PLACE, Sees.ASSIGNS, Sees.ASSIGNS_GRADIENT)
+
+
+@contextmanager
+def _leaving_at_the_model(module: nn.Module) -> Iterator[None]:
+    def reach(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+        raise _Reached(Call(called, args, kwargs))
+
+    def forward(*args: Any, **kwargs: Any) -> NoReturn:
+        reach(module, args, kwargs)
+
+    parts = [part for part in module.modules() if part is not module and any(True for _ in part.parameters())]
+    hooks = [part.register_forward_pre_hook(reach, with_kwargs=True, prepend=True) for part in parts]
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward  # also reached by `self.forward(x)`, which runs no hooks
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.__dict__["forward"] = own
+        for hook in hooks:
+            hook.remove()

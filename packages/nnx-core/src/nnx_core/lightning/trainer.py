@@ -1,0 +1,415 @@
+"""Trainer's side: Lightning's `Strategy` interface on top of a `Backend`.
+
+The order in which Trainer calls these members is in ``docs/tour.md``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from copy import copy
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from nnx_checkpoint.collective import all_arrive
+from nnx_checkpoint.inflight import settle_quietly, take_error
+from nnx_checkpoint.writer import poll
+from nnx_core.backend import Backend
+from nnx_core.errors import CheckpointError
+from nnx_core.lightning.averaging import Averages
+from nnx_core.lightning.checkpoint import (
+    load_lightning_checkpoint,
+    module_state_dict,
+    restore_model,
+    restore_optimizers,
+    save_lightning_checkpoint,
+)
+from nnx_core.lightning.checkpoint_io import CheckpointIO
+from nnx_core.lightning.compat import attached_trainer, is_wrapping_checkpoint_io, make_optimizers
+from nnx_core.lightning.even_prediction import EvenPrediction
+from nnx_core.lightning.exact_resume import ExactResume
+from nnx_core.lightning.gradient_access import looks_after_backward, looks_before_step
+from nnx_core.lightning.layer_sync import put_back, synchronize_layers
+from nnx_core.lightning.processes import ParallelProcesses
+from nnx_core.lightning.routing import (
+    publishes_gradients,
+    refuse_plain_backward,
+    route_clipping,
+    route_optimizer_steps,
+    route_precision,
+    unroute_precision,
+    unwrap_optimizer,
+)
+from nnx_core.lightning.sample import TrainerSample
+from nnx_core.shares import of_process
+from nnx_core.state import OptimizerState, repoint_optimizer
+from nnx_core.used import before_reduction, end_run
+from nnx_core.whole import as_stored
+
+__all__ = ["TrainerAdapter"]
+
+log = logging.getLogger("nnx.lightning")
+
+_TIME_TO_FAIL_TOGETHER = 5.0
+"""Seconds after an error in which the other ranks must have failed as well to count as failing together."""
+
+
+class _Phase(Enum):
+    """What a strategy has done for the module that is connected to it."""
+
+    APART = "no run goes on in this process, and the module is as the user built it"
+    JOINED = "the run has begun: hooks set the module up, and a checkpoint is restored, before it is laid out"
+    LAID_OUT = "the engine has the module"
+
+
+class TrainerAdapter(ParallelProcesses):
+    """Mixin that makes a `Backend` a strategy of Trainer; combined with the tree's ``ParallelStrategy``."""
+
+    model: nn.Module | None
+    lightning_module: Any
+    optimizers: list[Optimizer]
+    lr_scheduler_configs: list[Any]
+    precision_plugin: Any
+    pre_backward: Any
+    post_backward: Any
+    _precision_plugin: Any
+    _checkpoint_io: Any
+    _layer_sync: Any
+
+    def __init__(self, backend: Backend[Any], **kwargs: Any) -> None:
+        self._replaced_layers: dict[str, nn.Module] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._phase = _Phase.APART
+        self._weights_to_load: tuple[Mapping[str, Any], bool] | None = None
+        self._has_failed = self._accumulates = False
+        self._even_prediction = EvenPrediction()
+        self._optimizers_of_backend: list[Optimizer] = []
+        self._final_states: dict[Optimizer, OptimizerState] = {}
+        self._averages = Averages(backend)
+        super().__init__(backend, **kwargs)
+        self._exact_resume = ExactResume(
+            resume_data=self.common.resume_data, strict_rng=self.common.strict_rng
+        )
+
+    # --- precision ----------------------------------------------------------------------------
+
+    def _precision_name(self) -> str:
+        return str(self.precision_plugin.precision)
+
+    def setup_precision_plugin(self) -> None:
+        """Connect the plugin, and send clipping, loss scaling and backward through the backend."""
+        plugin = self.precision_plugin
+        self.model, self.optimizers, self.lr_scheduler_configs = plugin.connect(
+            self.model, self.optimizers, self.lr_scheduler_configs
+        )
+        route_clipping(plugin, self.backend)
+        route_precision(plugin, self.backend)
+        self._precision_plugin = plugin
+
+    # --- set up -------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Join the process group; the callbacks are set up next. Collective."""
+        super().setup_environment()
+        self._phase = _Phase.JOINED
+        self._averages.prepare(self.root, self.lightning_module.trainer)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Where new tensors are made: on the device, or on ``meta`` when `empty_init` is asked for."""
+        device = torch.device("meta") if empty_init else self.root_device
+        with device, self.precision_plugin.tensor_init_context():
+            yield
+
+    def model_sharded_context(self) -> AbstractContextManager[Any]:
+        """Active inside ``configure_model`` and ``configure_sharded_model``."""
+        return self.backend.module_init_context()
+
+    def setup(self, trainer: Any) -> None:
+        """Lay the model out, build the optimizers and fill in the weights of a checkpoint. Collective."""
+        self.accelerator.setup(trainer)
+        if isinstance(self.checkpoint_io, CheckpointIO):
+            self.checkpoint_io.start_run()
+        module = self.precision_plugin.convert_module(self.lightning_module)
+        fitting = trainer.state.fn == "fit"
+        if fitting and self._layer_sync is not None:
+            self._replaced_layers = synchronize_layers(self._layer_sync, module)
+        self.model = module
+        replaced = self.backend.parallelize(module, TrainerSample(trainer, module))
+        if fitting:
+            self._final_states.clear()
+            self.setup_optimizers(trainer)
+        for optimizer in self.optimizers:  # they may have been built before, in the module's `__init__`
+            repoint_optimizer(optimizer, replaced)
+        optimizers = [unwrap_optimizer(optimizer) for optimizer in self.optimizers] if fitting else []
+        self.backend.setup_optimizers(module, optimizers)
+        self._phase = _Phase.LAID_OUT
+        weights, self._weights_to_load = self._weights_to_load, None
+        if weights is not None:
+            restore_model(self.backend, module, weights[0], strict=weights[1])
+        self._averages.lay_out(trainer, module)
+        route_optimizer_steps(optimizers, self.backend, module)
+        self._hooks = refuse_plain_backward(self.backend, module) if fitting else []
+        self._optimizers_of_backend = optimizers
+        self.setup_precision_plugin()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Call ``configure_optimizers`` now that the parameters have their final objects."""
+        module = self.lightning_module
+        with as_stored(*module.parameters()):  # some optimizers make their state at once
+            self.optimizers, self.lr_scheduler_configs = make_optimizers(self.root, module)
+
+    def model_to_device(self) -> None:
+        """Nothing: `Backend.parallelize` moves the module, part by part if it must."""
+
+    def teardown(self) -> None:
+        """Give the module its plain parameters and class back, on the host. Collective.
+
+        Raises:
+            CheckpointError: The save in flight failed, and nothing else did.
+        """
+        save_error = self._end_saving()
+        self._phase, self._weights_to_load = _Phase.APART, None
+        end_run()
+        module = self.lightning_module
+        trainer = attached_trainer(module)
+        if trainer is not None:  # the process that only launches others has attached none
+            self._exact_resume.close(trainer)
+        if module is not None and self._backend_is_set_up and self._can_gather():
+            self._keep_final_states(module)
+            self._averages.give_back(gather=True)
+            replaced = self.backend.unparallelize(module)
+            for optimizer in self.optimizers:
+                repoint_optimizer(optimizer, replaced)
+            put_back(module, self._replaced_layers)
+            self._replaced_layers = {}
+            _move_to_host(module)
+        self._averages.give_back(gather=False)
+        self.backend.teardown()
+        self._backend_is_set_up = False
+        self.cluster_environment.teardown()
+        unroute_precision(self.precision_plugin)
+        for hook in self._hooks:
+            hook.remove()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+        if save_error is not None:
+            raise save_error
+
+    def _keep_final_states(self, module: nn.Module) -> None:
+        """Describe optimizer state while the engine knows where it lies: it may be saved after the run."""
+        optimizers, self._optimizers_of_backend = self._optimizers_of_backend, []
+        for optimizer in optimizers:
+            with suppress(CheckpointError):  # whoever saves it will be told
+                self._final_states[optimizer] = self.backend.optimizer_state(module, optimizer)
+
+    def _end_saving(self) -> BaseException | None:
+        """Let the save in flight get onto the disk, also when training failed."""
+        if not self._has_failed:
+            return take_error()
+        settle_quietly()
+        return None
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Remember for `teardown` that this rank may be alone."""
+        self._has_failed = True
+
+    def _can_gather(self) -> bool:
+        """After an error, whether the other ranks have come to `teardown` too: gathering needs them."""
+        if not self._has_failed:
+            return True
+        self._has_failed = False
+        if all_arrive("teardown", timeout=_TIME_TO_FAIL_TOGETHER):
+            return True
+        log.warning(
+            "The ranks did not fail together, so the model of rank %d stays sharded. The error that "
+            "follows, or another rank's, is the cause.",
+            of_process(self.global_rank),
+        )
+        return False
+
+    # --- data ---------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Make a training loader go on where the run being resumed was interrupted."""
+        seeded = super().process_dataloader(dataloader)
+        return self._exact_resume.process(self.lightning_module.trainer, seeded)
+
+    def on_train_start(self) -> None:
+        """Restore the random state, after everything that draws from it while setting up."""
+        self._exact_resume.start(self.lightning_module.trainer)
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``training_step`` through the engine."""
+        with self.precision_plugin.train_step_context():
+            return self._step("training_step", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``validation_step`` through the engine, without gradients."""
+        with self.precision_plugin.val_step_context(), self._evaluation_context():
+            return self._step("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``test_step`` through the engine, without gradients."""
+        with self.precision_plugin.test_step_context(), self._evaluation_context():
+            return self._step("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``predict_step`` through the engine, without gradients, as often as the other ranks do."""
+        with self.precision_plugin.predict_step_context(), self._evaluation_context():
+            predicted = self._step("predict_step", args, kwargs)
+            self._even_prediction.after_step(lambda: self._step("predict_step", args, kwargs), *args)
+            return predicted
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step, after taking notice of a background save that has ended meanwhile, and compare the ranks."""
+        poll()
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc] # of the tree's
+        self.watch.after_step(self.lightning_module, lambda: self._optimizers_of_backend)
+        return result
+
+    def _step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        step = getattr(self.lightning_module, name)
+        first, index, *loader = [*args, *kwargs.values(), None, None][:3]
+        where = name if not loader or loader[0] is None else f"{name} of loader {loader[0]}"
+        training = name == "training_step"
+        self._batches.compare(first, where=where, begins=index == 0, in_step=training)
+        return self.backend.run_step(self.lightning_module, step, *args, **kwargs)
+
+    def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute gradients, and show them to user code where it may look at them."""
+        if self._accumulates or not self._shows_gradients():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[misc] # of the tree's
+        module, plugin = self.lightning_module, self.precision_plugin
+        self.pre_backward(closure_loss)
+        loss = plugin.pre_backward(closure_loss, module)
+        plugin.backward(loss, module, optimizer, *args, **kwargs)
+        self.backend.publish_gradients(module)
+        loss = plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
+
+    def _shows_gradients(self) -> bool:
+        if not publishes_gradients(self.backend):
+            return False
+        module = self.lightning_module
+        return looks_after_backward(self.root, module) or looks_before_step(self.root, module)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within it backward only accumulates; Trainer enters it on all but the last micro batch."""
+        module = self.lightning_module
+        if publishes_gradients(self.backend) and looks_after_backward(self.root, module):
+            yield  # what is shown after each backward is reduced
+            return
+        self._accumulates = True
+        try:
+            with self.backend.no_sync(module):
+                yield
+        finally:
+            self._accumulates = False
+
+    def on_validation_start(self) -> None:
+        """Evaluate with rank 0's buffers on every rank."""
+        self.backend.sync_buffers(self.lightning_module)
+
+    on_test_start = on_validation_start
+
+    def on_predict_start(self) -> None:
+        """As `on_validation_start`; also agree with the other ranks on the number of steps."""
+        self.on_validation_start()
+        batches = self.lightning_module.trainer.num_predict_batches
+        self._even_prediction.start(batches, most=self._most)
+
+    def _most(self, own: int) -> int:
+        return int(self._reduce(torch.tensor(own), None, "max"))
+
+    # --- collectives --------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks; the result reaches every rank."""
+        before_reduction("a reduction over the ranks, as of self.log(..., sync_dist=True)")
+        return self._reduce(tensor, group, reduce_op)
+
+    # --- checkpoints --------------------------------------------------------------------------
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """`nnx.CheckpointIO` unless the user brought another; wrappers get it as their base."""
+        io = self._checkpoint_io
+        if io is None:
+            self._checkpoint_io = self._own_checkpoint_io()
+        while is_wrapping_checkpoint_io(self.root, io):
+            if io.checkpoint_io is None:
+                io.checkpoint_io = self._own_checkpoint_io()
+            io = io.checkpoint_io
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, checkpoint_io: Any) -> None:
+        self._checkpoint_io = checkpoint_io
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's shards by parameter name; handles, not copies."""
+        return module_state_dict(self.backend, self.lightning_module)
+
+    def optimizer_state(self, optimizer: Optimizer) -> Any:
+        """This rank's optimizer state by parameter name; handles, not copies."""
+        optimizer = unwrap_optimizer(optimizer)
+        if optimizer in self._final_states:
+            return self._final_states[optimizer]
+        return self.backend.optimizer_state(self.lightning_module, optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint, all ranks together."""
+        trainer = attached_trainer(self.lightning_module)  # None where other processes ran it
+        resumable = "optimizer_states" in checkpoint  # which one of weights only is not
+        own = self._exact_resume.state(trainer) if resumable and trainer is not None else None
+        save_lightning_checkpoint(self, checkpoint, self.broadcast(filepath), storage_options, own=own)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Open a checkpoint; its tensors are read when the module is laid out."""
+        checkpoint = load_lightning_checkpoint(self, self.broadcast(checkpoint_path), weights_only)
+        trainer = attached_trainer(self.lightning_module)
+        if trainer is not None:
+            self._exact_resume.load(trainer, checkpoint)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Read this rank's part of the weights in place; before the module is laid out, remember to do so.
+
+        Trainer calls it before `setup`, as it does under ``ddp``: callbacks and hooks have the state of the
+        checkpoint when they see the optimizers.
+        """
+        weights = checkpoint["state_dict"]
+        if self._phase is _Phase.JOINED:
+            self._weights_to_load = copy(weights), strict  # callbacks may take entries out of theirs
+            return
+        restore_model(self.backend, self.lightning_module, weights, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Read this rank's part of every optimizer's state in place; the data goes on from there too."""
+        self._exact_resume.activate()
+        restore_optimizers(
+            self.backend, self.lightning_module, self.optimizers, checkpoint["optimizer_states"]
+        )
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete a checkpoint, from rank 0."""
+        if self.global_rank == 0:
+            self.checkpoint_io.remove_checkpoint(filepath)
+
+
+def _move_to_host(module: nn.Module) -> None:
+    """As after every run; what an error has left on the meta device must not raise another one."""
+    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        module.cpu()

@@ -1,0 +1,169 @@
+"""Options that every strategy built on a backend takes, whatever the engine.
+
+Standard library only, so that `nnx show` can list them without importing torch. An engine's own
+options are a dataclass in the engine's package, of the same form: each field says in its metadata
+what changes when you turn it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from nnx_core.errors import OptionError
+
+__all__ = ["CommonOptions", "check_choice", "check_options", "option", "split_options"]
+
+StateDictType = Literal["sharded", "deduped"]
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+def option(
+    default: Any = MISSING, *, help: str, choices: tuple[Any, ...] = (), types: tuple[type, ...] = ()
+) -> Any:
+    """A dataclass field with the help text that `nnx show` and the docs print.
+
+    Args:
+        default: Its default; an option without one is required.
+        help: What changes when you turn it.
+        choices: The allowed values, where they are few.
+        types: The allowed types, beside None where that is the default.
+    """
+    metadata = {"help": help, "choices": choices, "types": types}
+    if isinstance(default, (list, dict, set)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonOptions:
+    """What the Lightning adapters take on top of an engine's own options."""
+
+    state_dict_type: StateDictType = option(
+        "deduped",
+        help="'deduped' stores each element once across the ranks; 'sharded' stores every rank's whole local "
+        "state, which is larger and resumes fastest on the same layout. Both resume anywhere.",
+        choices=("deduped", "sharded"),
+    )
+    async_save: bool = option(
+        False,
+        help="Save in the background: training waits only until this rank's state is copied to host memory, "
+        "which needs room for it. An error is raised at a later step, or at the end.",
+        types=(bool,),
+    )
+    process_group_backend: str | None = option(
+        None,
+        help="Backend of torch.distributed ('nccl', 'gloo', ...); by default the device's own.",
+        types=(str,),
+    )
+    timeout: float = option(
+        1800.0, help="Seconds after which a collective that hangs raises an error.", types=(int, float)
+    )
+    start_method: StartMethod = option(
+        "popen",
+        help="How processes are started on one node: 'popen' runs the script again for each device, the "
+        "others are those of multiprocessing, for notebooks and interactive use.",
+        choices=("popen", "spawn", "fork", "forkserver"),
+    )
+    resume_data: Literal["skip", "restart"] = option(
+        "skip",
+        help="How training data goes on when a run is resumed inside an epoch: 'skip' passes over what the "
+        "epoch has seen; 'restart' leaves loaders alone, for those that pass over it by themselves.",
+        choices=("skip", "restart"),
+    )
+    strict_rng: bool = option(
+        False,
+        help="Refuse to resume where the random state cannot go on exactly, as with another number of ranks.",
+        types=(bool,),
+    )
+    check_every: int | None = option(
+        None,
+        help="After how many steps the ranks compare checksums of what they must have in common: parameters "
+        "and buffers that several of them hold, optimizer options and counters, which gradients there are, "
+        "the plan. By default after the first two steps only, without buffers; 0 is never.",
+        types=(int,),
+    )
+    opaque_objects: Literal["error", "pickle"] = option(
+        "error",
+        help="What to do with objects in a checkpoint that have no JSON form: refuse to save them, or pickle "
+        "them; pickles are only loaded through torch's restricted unpickler.",
+        choices=("error", "pickle"),
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.timeout <= 0:
+            raise OptionError(
+                f"timeout={self.timeout!r} is not a positive number of seconds.", remedy="Pass, say, 1800."
+            )
+        if self.check_every is not None and self.check_every < 0:
+            raise OptionError(
+                f"check_every={self.check_every!r} is not a number of steps.", remedy="Pass, say, 100."
+            )
+
+
+def check_options(options: Any) -> None:
+    """Refuse values that an options dataclass does not allow; call it in ``__post_init__``.
+
+    Raises:
+        OptionError: A value is outside of its option's choices, or of another type.
+    """
+    for item in fields(options):
+        value, types = getattr(options, item.name), item.metadata.get("types", ())
+        check_choice(item.name, value, item.metadata.get("choices", ()))
+        if types and not isinstance(value, types) and not (value is None and item.default is None):
+            allowed = " or ".join(each.__name__ for each in types)
+            raise OptionError(
+                f"{item.name}={value!r} is of type {type(value).__name__}.", remedy=f"Pass {allowed}."
+            )
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Refuse a value outside of `choices`; an empty tuple allows everything.
+
+    Raises:
+        OptionError: With the allowed values.
+
+    Example:
+        >>> check_choice("start_method", "popen", ("popen", "spawn"))
+    """
+    if choices and value not in choices:
+        allowed = ", ".join(repr(choice) for choice in choices)
+        raise OptionError(f"{name}={value!r} is not allowed.", remedy=f"Use one of {allowed}.")
+
+
+def split_options(
+    given: dict[str, Any], *, owner: str, schemas: tuple[type[Any], ...]
+) -> tuple[dict[str, Any], ...]:
+    """Deal keyword arguments out to the dataclasses that declare them.
+
+    Args:
+        given: Keyword arguments as the user wrote them.
+        owner: Name of the strategy, for the message.
+        schemas: Dataclasses; where two declare a name, the first gets it.
+
+    Returns:
+        One dict of keyword arguments for each schema.
+
+    Raises:
+        OptionError: A name is declared by none of them; the nearest names are suggested.
+    """
+    dealt: tuple[dict[str, Any], ...] = tuple({} for _ in schemas)
+    names = [{item.name for item in fields(schema)} for schema in schemas]
+    for key, value in given.items():
+        for known, target in zip(names, dealt, strict=True):
+            if key in known:
+                target[key] = value
+                break
+        else:
+            raise _unknown_option(key, owner, sorted(set().union(*names)))
+    return dealt
+
+
+def _unknown_option(key: str, owner: str, known: list[str]) -> OptionError:
+    near = get_close_matches(key, known, n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    return OptionError(
+        f"strategy {owner!r} has no option {key!r}.", remedy=f"{hint}Its options are: {', '.join(known)}."
+    )

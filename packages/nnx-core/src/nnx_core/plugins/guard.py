@@ -1,0 +1,229 @@
+"""One plugin's turn: import it, register it, call it, and turn whatever it does into a `RefusedError`.
+
+Nothing of the plugin stays registered when it is refused. Which plugins are visited, and what
+becomes of a refusal, is decided in `discovery`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pluggy
+
+from nnx_core.errors import NnxError
+from nnx_core.plugins import hookspecs
+from nnx_core.plugins.records import Plugin
+from nnx_core.spec import API_VERSION, CheckpointFormatSpec, StrategySpec
+
+__all__ = ["RefusedError", "call", "load", "new_manager"]
+
+
+_LONGEST_TEXT = 1000
+
+
+class RefusedError(Exception):
+    """Ends one plugin's turn; carries what its `Problem` says."""
+
+    def __init__(self, kind: str, detail: str, remedy: str) -> None:
+        super().__init__(detail)
+        self.kind, self.detail, self.remedy = kind, detail, remedy
+
+
+class EngineImportError(NnxError, ImportError):
+    """The module of a plugin's entry point imports an engine, which is for the target's module to do."""
+
+
+class _Barrier:
+    """Keeps engines from being imported while a plugin's code runs, and puts the list of importers back.
+
+    An engine would make listing slow. It would also break Lightning: plugins are loaded while Lightning is
+    being imported, and importing more of it out of turn leaves it damaged. Importers that a plugin adds stay,
+    but are asked last; one that takes others away is refused.
+    """
+
+    engines = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_fabric"})
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if fullname.partition(".")[0] in self.engines and threading.get_ident() == self._thread:
+            raise EngineImportError(
+                f"it imports {fullname} as soon as it is loaded.",
+                remedy="Its authors should declare targets as text, and import engines in those modules.",
+            )
+
+    def __enter__(self) -> None:
+        self._list, self._before = sys.meta_path, [*sys.meta_path]
+        sys.meta_path.insert(0, self)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        found = sys.meta_path if isinstance(sys.meta_path, list) else []
+        kept = [entry for entry in found if any(entry is old for old in self._before)]
+        added = [entry for entry in found if entry is not self and not any(entry is old for old in kept)]
+        sys.meta_path = self._list
+        sys.meta_path[:] = self._before if kind else self._before + added
+        if kind is None and list(map(id, kept)) != list(map(id, self._before)):
+            raise RefusedError(
+                "import",
+                "it takes importers out of sys.meta_path, which other packages need.",
+                "Report this to the authors of the plugin.",
+            )
+
+
+def new_manager() -> pluggy.PluginManager:
+    """A plugin manager that knows the hooks of nnx and no plugin."""
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def load(manager: pluggy.PluginManager, entry: EntryPoint, plugin: Plugin) -> list[StrategySpec]:
+    """Import and call one plugin; afterwards it is registered whole or not at all.
+
+    Raises:
+        RefusedError: Whatever the plugin did wrong.
+    """
+    key = _key(plugin)
+    try:
+        with _turn():
+            module = _guarded("import", plugin, entry.load)
+            _guarded("hook", plugin, lambda: manager.register(module, name=key))
+            _check_hooks(manager, module)
+            return _call(manager, plugin, "nnx_strategies", StrategySpec)
+    except BaseException:
+        if manager.has_plugin(key):
+            manager.unregister(name=key)
+        raise
+
+
+def call(manager: pluggy.PluginManager, plugin: Plugin, hook: str, wanted: type[Any]) -> list[Any]:
+    """Call one hook of one plugin, and accept nothing but a list of valid specs.
+
+    Raises:
+        RefusedError: The hook raised, or returned something else.
+    """
+    with _turn():
+        return _call(manager, plugin, hook, wanted)
+
+
+@contextlib.contextmanager
+def _turn() -> Iterator[None]:
+    """While a plugin's code runs: no engine, and what it prints does not end up in a command's answer."""
+    with _Barrier(), contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def _call(manager: pluggy.PluginManager, plugin: Plugin, hook: str, wanted: type[Any]) -> list[Any]:
+    key = _key(plugin)
+    others = [module for name, module in manager.list_name_plugin() if name != key and module is not None]
+    caller = manager.subset_hook_caller(hook, remove_plugins=others)
+    answers = _guarded("hook", plugin, caller)
+    implemented = any(
+        _key(plugin) == impl.plugin_name for impl in getattr(manager.hook, hook).get_hookimpls()
+    )
+    # pluggy leaves None out of the answers, and a forgotten `return` would pass for an empty list.
+    specs = answers[0] if answers else None if implemented else []
+    if not isinstance(specs, (list, tuple)) or not all(isinstance(spec, wanted) for spec in specs):
+        raise RefusedError(
+            "result",
+            f"{hook}() returned {_short(specs)}: expected a list of {wanted.__name__}.",
+            "Report this to the authors of the plugin.",
+        )
+    for spec in specs:
+        _check_spec(spec)
+    return list(specs)
+
+
+def _check_hooks(manager: pluggy.PluginManager, module: Any) -> None:
+    """Refuse a plugin that implements nothing, or a hook that this version does not call."""
+    callers = manager.get_hookcallers(module) or []
+    unknown = sorted(
+        caller.name
+        for caller in callers
+        if not caller.has_spec()
+        and any(impl.plugin is module and not impl.optionalhook for impl in caller.get_hookimpls())
+    )
+    if unknown:
+        raise RefusedError(
+            "api",
+            f"it implements {', '.join(unknown)}, which nnx {_dotted(API_VERSION)} does not have.",
+            "Check the spelling, or run `pip install --upgrade nnx-core`.",
+        )
+    if not callers:
+        raise RefusedError(
+            "result",
+            "it implements no hook of nnx.",
+            "Decorate its function `nnx_strategies` with nnx.hookimpl, or remove the entry point.",
+        )
+
+
+def _check_spec(spec: StrategySpec | CheckpointFormatSpec) -> None:
+    major, minor = spec.api_version
+    if major != API_VERSION[0] or minor > API_VERSION[1]:
+        older = (major, minor) < API_VERSION
+        raise RefusedError(
+            "api",
+            f"{spec.name!r} is written for API {major}.{minor} of nnx; this is {_dotted(API_VERSION)}.",
+            "Upgrade the plugin." if older else "Run `pip install --upgrade nnx-core`.",
+        )
+    texts = {key: getattr(spec, key, "") for key in ("description", "use_when", "docs_url")}
+    for key, text in texts.items():
+        if not isinstance(text, str) or len(text) > _LONGEST_TEXT:
+            seen = f"{len(text)} characters" if isinstance(text, str) else _short(text)
+            raise RefusedError(
+                "result",
+                f"{spec.name!r} declares a {key} of {seen}: expected text of at most {_LONGEST_TEXT}.",
+                "Report this to the authors of the plugin.",
+            )
+    if not isinstance(spec.target, str):
+        raise RefusedError(
+            "result",
+            f"{spec.name!r} declares the class {spec.target!r} as its target.",
+            "Declare 'pkg.module:Class' instead, so that listing does not import the engine.",
+        )
+
+
+def _guarded(kind: str, plugin: Plugin, action: Callable[[], Any]) -> Any:
+    """Run the plugin's code; whatever it raises, an exit of the process included, is its problem."""
+    try:
+        return action()
+    except KeyboardInterrupt:
+        raise
+    except NnxError as error:
+        raise RefusedError(kind, error.message, error.remedy) from error
+    except BaseException as error:
+        remedy = f"Reinstall or upgrade {plugin.distribution}, or set NNX_DISABLE_PLUGINS={plugin.name}."
+        raise RefusedError(kind, f"{type(error).__name__}: {_text(error)}.", remedy) from error
+
+
+def _text(error: BaseException) -> str:
+    """What an error says, if it can say anything."""
+    try:
+        return _cut(str(error), _LONGEST_TEXT)
+    except BaseException:  # of the plugin's own `__str__`
+        return "(its message cannot be shown)"
+
+
+def _key(plugin: Plugin) -> str:
+    return f"{plugin.distribution}:{plugin.name}"
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _short(value: object) -> str:
+    try:
+        return _cut(repr(value), 80)
+    except BaseException:  # of the plugin's own `__repr__`
+        return f"a {type(value).__name__} that cannot be shown"
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 3]}..."

@@ -1,0 +1,199 @@
+"""Every strategy by name: those of installed plugins and those registered in this process.
+
+`StrategyRegistry` is the one object of its kind. What it knows appears at once in all of Lightning's
+registries that are imported, and in the others when they are: `nnx_core.lightning.registration` connects
+itself. Nothing here imports torch, Lightning or an engine, and nothing is built here (see `nnx.strategy`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from nnx_core.errors import NnxError, PluginError
+from nnx_core.plugins import inventory, refresh
+from nnx_core.spec import LIGHTNING_NAMES, Capabilities, StrategySpec
+
+__all__ = ["Registry", "StrategyRegistry"]
+
+_HERE = "this process"
+
+
+class Registry:
+    """Looks strategies up by name, and takes new ones in.
+
+    Example:
+        >>> StrategyRegistry.register("my_ddp", "lightning.pytorch.strategies:DDPStrategy", static_graph=True)
+        >>> StrategyRegistry.get("my_ddp").init_params
+        {'static_graph': True}
+        >>> StrategyRegistry.remove("my_ddp")
+        >>> "my_ddp" in StrategyRegistry
+        False
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._local: dict[str, StrategySpec] = {}
+        self._overriding: set[str] = set()
+        self._removed: set[str] = set()
+        self._on_change: list[Callable[[], None]] = []
+        self._foreign_owners: list[Callable[[str], str]] = []
+
+    def register(
+        self,
+        name: str,
+        target: str | type[Any],
+        *,
+        description: str = "",
+        override: bool = False,
+        checkpoint_io: Any = None,
+        capabilities: Capabilities | None = None,
+        **init_params: Any,
+    ) -> None:
+        """Add a strategy to this process, and to all of Lightning's registries.
+
+        Args:
+            name: Lower case letters, digits and underscores, beginning with a letter.
+            target: A `Backend` class, a class of Lightning's `Strategy`, or ``"pkg.module:Class"``.
+            description: One line that says what it is.
+            override: Take the name even from a plugin or from Lightning itself.
+            checkpoint_io: A CheckpointIO of Lightning's, or a callable without arguments that makes
+                one for each strategy; by default the strategy has its own.
+            capabilities: What it promises to do; by default what most strategies do.
+            **init_params: Keyword arguments that the target always gets.
+
+        Raises:
+            PluginError: The name is not valid, or taken; nothing has been registered then.
+        """
+        spec = StrategySpec(
+            name,
+            target,
+            description=description,
+            checkpoint_io=checkpoint_io,
+            capabilities=capabilities or Capabilities(),
+            init_params=init_params,
+        )
+        with self._lock:
+            if not override and (owner := self._owner_of_taken(name)):
+                raise PluginError(
+                    f"the strategy {name!r} cannot be registered: {owner} already provides that name.",
+                    remedy="Choose another name, or pass override=True.",
+                )
+            self._local[name] = spec
+            if override:
+                self._overriding.add(name)
+            self.synchronize()
+
+    def get(self, name: str) -> StrategySpec:
+        """The spec of a strategy.
+
+        Raises:
+            StrategyNotInstalledError: The catalog knows the name, but its distribution is missing.
+            StrategyNotFoundError: The name is unknown, historical, or its plugin is broken.
+        """
+        found = self._specs().get(name)
+        if found is None:
+            raise self.explain(name)
+        return found
+
+    def names(self) -> list[str]:
+        """All names that can be used now, sorted; without Lightning's own."""
+        return sorted(self._specs())
+
+    def owner(self, name: str) -> str:
+        """Where a name comes from: a distribution with its version, or this process."""
+        self.get(name)
+        return _HERE if name in self._local else inventory().owners[name]
+
+    def describe(self, name: str) -> str:
+        """What a strategy is and when to use it, in a few lines.
+
+        Raises:
+            StrategyNotFoundError: As for `get`.
+        """
+        spec = self.get(name)
+        lines = [
+            f"{name}: {spec.description or 'no description'}",
+            f"use when: {spec.use_when}" if spec.use_when else "",
+            f"provided by: {self.owner(name)} ({spec.reference})",
+            f"docs: {spec.docs_url}" if spec.docs_url else "",
+        ]
+        return "\n".join(line for line in lines if line)
+
+    def remove(self, name: str) -> None:
+        """Forget a strategy in this process; what it displaced in Lightning's registries comes back.
+
+        Raises:
+            StrategyNotFoundError: As for `get`.
+        """
+        with self._lock:
+            self.get(name)
+            self._local.pop(name, None)
+            self._overriding.discard(name)
+            self._removed.add(name)
+            self.synchronize()
+
+    def explain(self, name: str, *, also_known: tuple[str, ...] = ()) -> NnxError:
+        """The error for a name that cannot be used: what happened to it, and what to do.
+
+        Args:
+            name: The name that was asked for.
+            also_known: Further names to suggest, such as those of a registry of Lightning's.
+        """
+        from nnx_core.explain import explain
+
+        return explain(name, usable=(*self.names(), *also_known))
+
+    def synchronize(self) -> None:
+        """Bring what shows these names elsewhere up to date, such as the registries of Lightning's."""
+        for synchronize in self._on_change:
+            synchronize()
+
+    def refresh(self) -> None:
+        """Look for plugins again, for example after `pip install` in a running notebook.
+
+        Modules that are already imported are not imported anew.
+        """
+        refresh()
+        self.synchronize()
+
+    def connect(self, *, on_change: Callable[[], None], foreign_owner: Callable[[str], str]) -> None:
+        """Let another registry, such as Lightning's, show the same names from now on.
+
+        Args:
+            on_change: Brings the other registry up to date; called after every change.
+            foreign_owner: Says who has put a name into the other registry without nnx; empty if nobody has.
+        """
+        self._on_change.append(on_change)
+        self._foreign_owners.append(foreign_owner)
+
+    def overrides(self, name: str) -> bool:
+        """Whether the name was registered with ``override=True``."""
+        return name in self._overriding
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._specs()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return len(self._specs())
+
+    def __repr__(self) -> str:
+        return f"<StrategyRegistry: {', '.join(self.names()) or 'no strategies'}>"
+
+    def _specs(self) -> dict[str, StrategySpec]:
+        installed = inventory().specs.items()
+        return {name: spec for name, spec in installed if name not in self._removed} | self._local
+
+    def _owner_of_taken(self, name: str) -> str:
+        if name in self._specs():
+            return self.owner(name)
+        if name in LIGHTNING_NAMES:
+            return "Lightning itself"
+        return next(filter(None, (owner_of(name) for owner_of in self._foreign_owners)), "")
+
+
+StrategyRegistry = Registry()

@@ -1,0 +1,241 @@
+"""Shares of the data: what it means that several ranks work on one batch together.
+
+Where an engine splits a model over ranks, these read the same share of the data. This module owns what
+follows from it outside of the engine: which ranks they are, what a rank and the number of ranks mean in
+user code, gathering what each share has once, and the comparison of the batches that must be equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from nnx_checkpoint.collective import all_gather_object, control_group, is_distributed
+from nnx_core.errors import DisagreementError, UnsupportedError
+from nnx_core.watch import checksum
+
+__all__ = ["SharedBatches", "SharedNumber", "Shares", "make_shares", "of_process"]
+
+_FIRST = 3
+_EVERY = 100
+_DEEPEST = 4
+"""How many objects inside each other a batch is looked through, which may refer to anything."""
+_groups: dict[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The shares of the data in a world in which they are fewer than ranks.
+
+    Attributes:
+        rank: The share that this rank reads.
+        size: Number of shares.
+        is_first: Whether no lower rank reads the same share.
+        across: One rank of every share, in their order, for tensors of the device; None with one share.
+        within: The ranks that read this share, as a gloo group.
+    """
+
+    rank: int
+    size: int
+    is_first: bool
+    across: dist.ProcessGroup | None
+    within: dist.ProcessGroup
+
+
+def make_shares(rank: int, size: int) -> Shares | None:
+    """The shares of a world, from the share that each rank reads; None where each has its own. Collective.
+
+    Args:
+        rank: The share that this rank reads.
+        size: Number of shares, the same on all ranks.
+
+    Raises:
+        UnsupportedError: Shares have different numbers of ranks.
+    """
+    if not is_distributed() or size == dist.get_world_size():
+        return None
+    shares = all_gather_object(rank, control_group())
+    members = [[other for other, share in enumerate(shares) if share == index] for index in range(size)]
+    if len({len(ranks) for ranks in members}) > 1:
+        raise UnsupportedError(
+            f"the shares of the data are read by {', '.join(str(len(ranks)) for ranks in members)} ranks.",
+            remedy="Let the engine's `data_parallel_rank_and_size` give every share as many ranks.",
+        )
+    lines = [list(line) for line in zip(*members, strict=True)]
+    across = _group_among(lines, backend=None) if size > 1 else None
+    within = _group_among(members, backend="gloo")
+    return Shares(rank, size, members[rank][0] == dist.get_rank(), across, within)
+
+
+def _group_among(lists: list[list[int]], *, backend: str | None) -> dist.ProcessGroup:
+    """The group of this rank among groups that have every rank once; made once for a world. Collective."""
+    world = dist.distributed_c10d._get_default_group()
+    if world not in _groups:
+        _groups.clear()  # of a world that was destroyed since
+    made = _groups.setdefault(world, {})
+    key = (backend, *map(tuple, lists))
+    if key not in made:
+        made[key], _ = dist.new_subgroups_by_enumeration(lists, backend=backend)  # type: ignore[no-untyped-call]
+    return made[key]
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+class SharedNumber(int):
+    """A rank, or a number of ranks, where several ranks read one share of the data.
+
+    Computed with, as for labels of gathered samples, averages and the division of data, it counts shares.
+    Compared, printed and as a key, as for what one process writes alone, it is that of the process. So
+    both give what they give where every rank has a share of its own.
+
+    Args:
+        share: What is computed with.
+        process: What is compared.
+
+    Example:
+        >>> rank = SharedNumber(0, 1)
+        >>> rank * 8, [10, 20][rank], rank == 0, f"rank {rank}"
+        (0, 10, False, 'rank 1')
+    """
+
+    process: int
+
+    def __new__(cls, share: int, process: int) -> SharedNumber:
+        """An int of the share."""
+        made = super().__new__(cls, share)
+        made.process = process
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.process == of_process(other))
+
+    def __ne__(self, other: object) -> bool:
+        return bool(self.process != of_process(other))
+
+    def __lt__(self, other: int) -> bool:
+        return bool(self.process < of_process(other))
+
+    def __le__(self, other: int) -> bool:
+        return bool(self.process <= of_process(other))
+
+    def __gt__(self, other: int) -> bool:
+        return bool(self.process > of_process(other))
+
+    def __ge__(self, other: int) -> bool:
+        return bool(self.process >= of_process(other))
+
+    def __bool__(self) -> bool:
+        return bool(self.process)
+
+    def __hash__(self) -> int:
+        return hash(self.process)
+
+    def __repr__(self) -> str:
+        return repr(self.process)
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.process, spec)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, (self.process,)
+
+
+def of_process(number: Any) -> Any:
+    """The number of the process in the place of one that counts shares where it is computed with."""
+    return number.process if isinstance(number, SharedNumber) else number
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+class SharedBatches:
+    """Compares the batches of ranks that must have the same one: the first, and every so often.
+
+    Args:
+        shares: Of this run; None where every rank has its own.
+        every: After how many batches, 0 for never; by default 100.
+    """
+
+    def __init__(self, shares: Shares | None, *, every: int | None) -> None:
+        self._shares = shares
+        self._every = _EVERY if every is None else every
+        self._counts: Counter[str] = Counter()
+
+    def compare(self, batch: Any, *, where: str, begins: bool = False, in_step: bool = False) -> None:
+        """Count a batch, and compare it if it is time. Collective when it is.
+
+        Args:
+            batch: What this rank was given.
+            where: Which step gets it, and from which loader; each is counted for itself.
+            begins: Whether it is the first one of a pass over the data.
+            in_step: Whether all ranks of the world come here equally often, so that all see the error.
+
+        Raises:
+            DisagreementError: Ranks that compute one batch together have different ones.
+        """
+        if self._shares is None or self._every == 0 or isinstance(batch, Iterator):
+            return
+        count = self._counts[where]
+        self._counts[where] += 1
+        if count >= _FIRST and count % self._every and not begins:
+            return
+        mine = torch.tensor([self._shares.rank, dist.get_rank(), _digest(batch)])
+        group = control_group() if in_step else self._shares.within
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(rows, mine, group=group)
+        first: dict[int, tuple[int, int]] = {}
+        for share, rank, digest in (row.tolist() for row in rows):
+            model, expected = first.setdefault(share, (rank, digest))
+            if digest != expected:
+                raise _different(where, model, rank, self._shares)
+
+
+def _different(where: str, model: int, rank: int, shares: Shares) -> DisagreementError:
+    return DisagreementError(
+        f"rank {rank} has another batch than rank {model} in {where}, and they compute one batch together: "
+        f"{dist.get_world_size()} ranks read {shares.size} "
+        f"{'share' if shares.size == 1 else 'shares'} of the data.",
+        remedy="Divide the data by `trainer.distributed_sampler_kwargs` (`num_replicas` and `rank`), not by "
+        "what torch.distributed says, and shuffle with the same seed on all ranks. check_every=0 goes on "
+        "without looking.",
+    )
+
+
+def _digest(batch: Any) -> int:
+    """A number that depends on every tensor of a batch, on numbers and text in it, and on their order."""
+    texts: list[str] = []
+    sums: dict[torch.device, list[Tensor]] = {}
+    for leaf in _leaves(batch, _DEEPEST):
+        texts.append(f"{leaf.dtype}{tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf))
+        if isinstance(leaf, Tensor) and not leaf.is_nested and not isinstance(leaf, DTensor):
+            sums.setdefault(leaf.device, []).append(checksum(leaf))
+    found = [torch.stack(of_device).tolist() for of_device in sums.values()]
+    text = repr((texts, found))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _leaves(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, (Tensor, str, bytes, bool, int, float, complex)):
+        yield value
+    elif depth == 0 or isinstance(value, (nn.Module, type)):
+        return
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(key, 1)
+            yield from _leaves(item, depth - 1)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item, depth - 1)
+    elif hasattr(value, "__dict__") and not callable(value):
+        yield from _leaves(vars(value), depth - 1)

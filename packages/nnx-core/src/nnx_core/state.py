@@ -1,0 +1,187 @@
+"""Training state described as shards under parameter names: what every checkpoint holds.
+
+A `State` is handles on this rank's tensors. Nothing here copies or communicates. Who saves and
+fills it: `nnx_core.lightning.checkpoint`; who produces it: `nnx_core.backend.Backend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from nnx_checkpoint.naming import OptimizerState
+from nnx_checkpoint.shard import Shard
+from nnx_core.errors import CheckpointError
+
+__all__ = [
+    "ModelState",
+    "OptimizerState",
+    "State",
+    "describe_model",
+    "describe_optimizer",
+    "new_state_tensor",
+    "parameter_names",
+    "repoint_optimizer",
+]
+
+
+class ShardOf(Protocol):
+    """`Backend.shard`: where a tensor lies in its logical tensor."""
+
+    def __call__(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
+        """Describe `tensor`; for optimizer state, `parameter` is what it belongs to."""
+        ...
+
+
+@dataclass(slots=True)
+class ModelState:
+    """Parameters and persistent buffers of a module.
+
+    Attributes:
+        tensors: This rank's shard of every logical tensor, by fully qualified name.
+        aliases: For tied tensors, every further name and the name it is stored under.
+        extra: Values of ``get_extra_state`` hooks, by name.
+    """
+
+    tensors: dict[str, Shard] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class State:
+    """Model and optimizers of one rank."""
+
+    model: ModelState
+    optimizers: list[OptimizerState] = field(default_factory=list)
+
+
+def describe_model(module: nn.Module, shard_of: ShardOf) -> ModelState:
+    """Describe a module's parameters and persistent buffers as its ``state_dict`` names them.
+
+    Args:
+        module: The module, laid out or not.
+        shard_of: Maps a tensor as the engine holds it to its shard.
+    """
+    state = ModelState()
+    stored: dict[int, str] = {}
+    owned = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    for name, value in _state_dict(module).items():
+        if not isinstance(value, Tensor):
+            state.extra[name] = value
+        elif id(value) in stored:
+            state.aliases[name] = stored[id(value)]
+        else:
+            if id(value) in owned:
+                stored[id(value)] = name
+            state.tensors[name] = shard_of(value)
+    return state
+
+
+def _state_dict(module: nn.Module) -> dict[str, Any]:
+    """The module's own parameters and buffers; a `state_dict` that copies them finds no gradients to copy."""
+    if type(module).state_dict is nn.Module.state_dict:
+        return module.state_dict(keep_vars=True)
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        return module.state_dict(keep_vars=True)
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
+    """The stored name of every parameter: of tied parameters, the first."""
+    return {parameter: name for name, parameter in module.named_parameters()}
+
+
+def describe_optimizer(module: nn.Module, optimizer: Optimizer, shard_of: ShardOf) -> OptimizerState:
+    """Describe an optimizer's state under the names of the module's parameters.
+
+    Raises:
+        CheckpointError: The optimizer holds a parameter that is not the module's.
+    """
+    names = parameter_names(module)
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        hyper = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        params = [_name(names, parameter, optimizer, index) for parameter in group["params"]]
+        groups.append({**hyper, "params": params})
+    state = {}
+    for key, values in optimizer.state.items():
+        parameter = cast("nn.Parameter", key)
+        state[names[parameter]] = {
+            name: shard_of(value, parameter=parameter) if isinstance(value, Tensor) else value
+            for name, value in values.items()
+        }
+    return OptimizerState(state=state, param_groups=groups)
+
+
+def _name(
+    names: Mapping[nn.Parameter, str], parameter: nn.Parameter, optimizer: Optimizer, group: int
+) -> str:
+    if parameter in names:
+        return names[parameter]
+    raise CheckpointError(
+        f"{type(optimizer).__name__} holds in param group {group} a parameter of shape "
+        f"{tuple(parameter.shape)} that is not a parameter of the module: its state has no name.",
+        remedy="Register it on the LightningModule, or build the optimizer from `self.parameters()`.",
+    )
+
+
+def new_state_tensor(
+    parameter: nn.Parameter,
+    name: str,
+    *,
+    shape: tuple[int, ...],
+    like_parameter: bool,
+    dtype: torch.dtype,
+    group: Mapping[str, Any],
+) -> Tensor:
+    """Allocate a state tensor the way torch's optimizers do when they first step.
+
+    Args:
+        parameter: The parameter as this rank holds it.
+        name: Name of the state tensor.
+        shape: Logical shape wanted.
+        like_parameter: Whether that is the parameter's own, so that it is laid out alike.
+        dtype: Dtype wanted.
+        group: The param group of the parameter.
+    """
+    if name == "step" and shape == () and not (group.get("fused") or group.get("capturable")):
+        # Step counters stay on the host unless the kernels read them on the device.
+        return torch.zeros((), dtype=dtype)
+    with torch._C.DisableTorchFunctionSubclass():  # like what this rank holds of the parameter, not the whole
+        return _new_like(parameter, shape=shape, like_parameter=like_parameter, dtype=dtype)
+
+
+def _new_like(
+    parameter: nn.Parameter, *, shape: tuple[int, ...], like_parameter: bool, dtype: torch.dtype
+) -> Tensor:
+    if like_parameter:
+        return torch.zeros_like(parameter.detach(), dtype=dtype, memory_format=torch.preserve_format)
+    if shape:
+        return parameter.detach().new_zeros(shape, dtype=dtype)
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return torch.zeros((), dtype=dtype, device=local.device)
+
+
+def repoint_optimizer(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Make an optimizer that was built earlier hold the parameters that took the old ones' place.
+
+    Its param group dicts stay the same objects, so schedulers and callbacks keep working.
+    """
+    if not replaced:
+        return
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+    for old in [cast("nn.Parameter", key) for key in optimizer.state if key in replaced]:
+        optimizer.state[replaced[old]] = optimizer.state.pop(old)

@@ -1,0 +1,402 @@
+"""What the ranks use of a model in a step: which parameters, and in which order layers are gathered.
+
+Ranks may go different ways through a model: hard routing, a branch per sample, a head per task. Two things
+follow for an engine, and this module has a tool for each.
+
+- A parameter that some rank used has a gradient, and counts as zero on the others. One that no rank used
+  has none. `used_anywhere` lets the ranks agree on which is which, before or after their reduction.
+- Where a layer's weights are gathered when its forward begins, ranks that come to different layers would
+  mix up their weights, abort or wait for each other. `CollectiveOrder` notices before anything is sent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from nnx_checkpoint.collective import (
+    all_gather_object,
+    control_group,
+    engine_group,
+    is_distributed,
+    wait_for_collective,
+)
+from nnx_core.errors import NnxError, UnsupportedError
+
+__all__ = ["CollectiveOrder", "before_reduction", "end_run", "used_anywhere"]
+
+
+def used_anywhere(flags: Sequence[bool]) -> list[bool]:
+    """Which of these are set on at least one rank. Collective, over host memory, one byte each.
+
+    Args:
+        flags: For each parameter, in an order that is the same on every rank, whether this rank used it.
+
+    Example:
+        >>> used_anywhere([True, False])
+        [True, False]
+    """
+    if not is_distributed() or not flags:
+        return list(flags)
+    shared = torch.tensor(flags, dtype=torch.uint8)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=engine_group())
+    return [bool(flag) for flag in shared.tolist()]
+
+
+_PATIENCE, _GRACE = 600.0, 6.0
+_LOOK_EVERY, _STUCK_AFTER, _STUCK_AFTER_APART = 0.5, 2.0, 8.0
+_PLACES = 50_000
+_running: weakref.ref[CollectiveOrder] | None = None
+"""The order that began a step last. Those of earlier runs may still be alive, on some ranks only."""
+
+
+def before_reduction(what: str) -> None:
+    """Count a reduction in user code as part of the step, as that of ``self.log(..., sync_dist=True)``.
+
+    A rank that leaves a layer out comes to it while the others wait in that layer's gather.
+
+    Args:
+        what: Names it in errors.
+    """
+    order = None if _running is None else _running()
+    if order is not None and order.in_step:
+        order.arrive(what)
+
+
+def end_run() -> None:
+    """A run is over, or another begins: user code's reductions no longer belong to a step of it."""
+    global _running  # noqa: PLW0603 - of this process
+    order = None if _running is None else _running()
+    _running = None
+    if order is not None:
+        order.close()
+
+
+atexit.register(end_run)
+
+
+class _Place:
+    """A point that all ranks have reached in a step, after the same collectives.
+
+    Attributes:
+        expected: What all ranks went on with when they were here last.
+        following: Where each thing that they ever went on with leads.
+    """
+
+    __slots__ = ("expected", "following")
+
+    def __init__(self) -> None:
+        self.expected: str | None = None
+        self.following: dict[str, _Place] = {}
+
+
+class CollectiveOrder:
+    """Lets an engine launch collectives in the middle of user code without ever pairing two different ones.
+
+    The ranks agree once on what follows what: in the first steps, and wherever a step takes a new turn,
+    they compare through the store of the process group what each of them is about to do. After that a rank
+    compares only with what was agreed, which costs one look into a dict and no communication. A rank that
+    comes to something else asks the others, and goes on only if they all come to the same thing. A rank that
+    waits in a collective meanwhile cannot answer; a thread beside it does, which looks where it waits. After
+    `wait` seconds within a step without any answer the rank that asked raises.
+
+    What all ranks know is the same on each of them at any time: it changes only by such an agreement.
+
+    Args:
+        remedy: Ends the error's message: the way out.
+        wait: Seconds that ranks may be apart within a step that takes a new turn.
+        ranks: Those whose collectives these are; all by default. The other ranks may do something else in
+            the meantime, but an error on one rank is that of every rank of the world.
+
+    Attributes:
+        in_step: Whether the ranks are between the beginning of a step and its last collective.
+        questions: How often the ranks had to compare.
+        stuck_after: Seconds after which a rank counts as waiting for those that ask. It is longer where there
+            are others, slow ones perhaps, that it may be waiting for.
+
+    Collective: made by every rank at the same point.
+
+    Example:
+        >>> order = CollectiveOrder(remedy="Call every layer on every rank.")
+        >>> with order.reporting():
+        ...     order.begin("training_step")
+        ...     order.arrive("the gather of layers.0")
+        ...     order.end()
+    """
+
+    def __init__(self, *, remedy: str, wait: float = 30.0, ranks: Sequence[int] | None = None) -> None:
+        self._remedy, self._wait = remedy, wait
+        self._key, self._ranks = "", list(ranks or ())
+        if is_distributed():
+            self._key = f"nnx/order/{all_gather_object(uuid.uuid4().hex, control_group())[0]}"
+            self._ranks = self._ranks or list(range(dist.get_world_size()))
+        self._is_active = is_distributed() and len(self._ranks) > 1
+        are_all = not self._is_active or len(self._ranks) == dist.get_world_size()
+        self.stuck_after = _STUCK_AFTER if are_all else _STUCK_AFTER_APART
+        self.in_step = False
+        self._place: _Place | None = None
+        self._steps: dict[tuple[str, ...], _Place] = {}
+        self._followed: dict[tuple[str, ...], str] = {}
+        self._history: tuple[str, ...] = ()
+        self.questions = self._places = self._passed = 0
+        self._cause = ""
+        self._witness: _Witness | None = None
+
+    # --- what an engine calls -----------------------------------------------------------------
+
+    def begin(self, step: str) -> None:
+        """A step begins. Between steps ranks may be apart for long, as when one of them saves a file.
+
+        Args:
+            step: What kind it is; steps of one kind are expected to launch the same collectives.
+        """
+        global _running  # noqa: PLW0603 - of this process
+        if not self._is_active:
+            return
+        if _running is None or _running() is not self:
+            end_run()
+            _running = weakref.ref(self)
+        if self._witness is None or not self._witness.is_alive():
+            self._witness = _Witness(self)
+            self._witness.start()
+        if self._place is not None:
+            self.arrive("the beginning of a step")
+        self.in_step = False
+        self._passed += 1
+        if self._followed.get(self._history) != step:
+            self._agree(f"the beginning of {step}", self._followed.get(self._history))
+            self._followed[self._history] = step
+        self._history = (*self._history[-7:], step)
+        if self._places > _PLACES:
+            self._steps.clear()
+            self._places = 0
+        self._place = self._steps.setdefault(self._history[-2:], _Place())
+        self.in_step = True
+
+    def close(self) -> None:
+        """End the thread that answers for this rank. A next step starts another."""
+        if self._witness is not None:
+            self._witness.stop()
+            self._witness = None
+
+    def arrive(self, name: str, *, cause: str = "") -> None:
+        """A collective is about to be launched; returns when all ranks are known to launch the same.
+
+        Args:
+            name: Names it and its layer, such as "the gather of layers.0".
+            cause: What this rank launches it for, for errors; other ranks may launch it for something else.
+
+        Raises:
+            UnsupportedError: Another rank comes to something else, or does not come.
+        """
+        place = self._place
+        if place is None:  # one process, or before the first step
+            return
+        self._passed += 1
+        if place.expected != name:
+            self._agree(name, place.expected, cause)
+            place.expected = name
+            if name not in place.following:
+                place.following[name] = _Place()
+                self._places += 1
+        self._place = place.following[name]
+
+    def end(self) -> None:
+        """The last collective of the step was launched. What comes before the next step may take long."""
+        if self._is_active and self.in_step:
+            self.arrive("the end of the step")
+            self.in_step = False
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Around user code: an error that comes of another rank's deviation names that deviation."""
+        try:
+            yield
+        except BaseException as error:
+            self._post_end(error)
+            self.forget()
+            if isinstance(error, NnxError) or not isinstance(error, RuntimeError):
+                raise
+            cause = self._posted()
+            if cause:
+                raise UnsupportedError(cause, remedy=self._remedy) from error
+            raise
+
+    def _post_end(self, error: BaseException) -> None:
+        """Let ranks that wait for an answer in a step know that this one ended with an error."""
+        if not (self._is_active and self.in_step and dist.is_initialized()):
+            return
+        text = f"rank {dist.get_rank()} ended with {type(error).__name__}: {error}"
+        with suppress(RuntimeError):  # the rank that keeps the store is gone
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"{self._question(self.questions + 1)}/ended", text)
+
+    def forget(self) -> None:
+        """After an error: the ranks may be anywhere, so the next step begins with a question."""
+        self._place, self.in_step, self._history = None, False, ()
+
+    # --- questions ----------------------------------------------------------------------------
+
+    def _question(self, number: int) -> str:
+        """Where in the store the ranks that compare have what belongs to a question."""
+        return f"{self._key}/{self._ranks[0]}/{number}"
+
+    def _agree(self, name: str, expected: str | None, cause: str = "") -> None:
+        """Ask all ranks whether they come to this. Deletes what was asked before the last time."""
+        store = dist.distributed_c10d._get_default_store()
+        rank = dist.get_rank()
+        self.questions += 1
+        question = self._question(self.questions)
+        keys = [f"{question}/{other}" for other in self._ranks]
+        store.set(f"{question}/{rank}", f"{self._passed} {name}")
+        store.set(f"{question}/asked", "")
+        if self.questions > 2:
+            store.delete_key(f"{self._question(self.questions - 2)}/{rank}")
+        absent, where = self._wait_for(store, keys, question)
+        if absent:
+            instead = f", where {expected} was expected" if expected else ""
+            came = f"rank {rank} came to {name}{cause}{instead}"
+            where = where or f"{_ranks(absent)} did not come to it within {self._wait:.0f} s"
+            self._fail(store, f"the ranks use different layers in one step: {came}; {where}.", absent)
+        answers = [value.decode().split(" ", 1) for value in store.multi_get(keys)]
+        if any(answer != answers[0] for answer in answers):
+            found = zip(self._ranks, answers, strict=True)
+            came = "; ".join(
+                f"rank {other} came to {answer[1]}{cause if other == rank else ''}" for other, answer in found
+            )
+            self._fail(store, f"the ranks use different layers in one step: {came}.")
+
+    def _wait_for(self, store: Store, keys: Sequence[str], question: str) -> tuple[list[int], str]:
+        """Wait until every rank has answered; returns those that have not, and where one of them waits."""
+        begun = time.monotonic()
+        deadline = begun + (self._wait if self.in_step else _PATIENCE)
+        pause = 0.0002
+        while not store.check(list(keys)):
+            if store.check([f"{self._key}/failed"]):
+                raise UnsupportedError(self._posted(), remedy=self._remedy)
+            ended, elsewhere = f"{question}/ended", f"{question}/elsewhere"
+            if self.in_step and time.monotonic() > begun + _GRACE and store.check([ended]):
+                raise NnxError(f"{store.get(ended).decode()}.", remedy="Its error is the cause.")
+            is_elsewhere = store.check([elsewhere])
+            if is_elsewhere or time.monotonic() > deadline:
+                where = store.get(elsewhere).decode() if is_elsewhere else ""
+                answers = zip(self._ranks, keys, strict=True)
+                return [rank for rank, key in answers if not store.check([key])], where
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return [], ""
+
+    def _fail(self, store: Store, message: str, absent: Sequence[int] = ()) -> None:
+        """Raise, once the ranks that did not ask have read why: the store may go with this rank."""
+        store.set(f"{self._key}/failed", message)
+        others = [rank for rank in range(dist.get_world_size()) if rank not in self._ranks]
+        deadline = time.monotonic() + 4 * _LOOK_EVERY
+        while time.monotonic() < deadline:
+            if all(store.check([f"{self._key}/read/{rank}"]) for rank in (*absent, *others)):
+                break
+            time.sleep(0.05)
+        raise UnsupportedError(message, remedy=self._remedy)
+
+    def _posted(self) -> str:
+        """What another rank failed with, as far as the store can still be read."""
+        if self._cause or not self._is_active or not dist.is_initialized():
+            return self._cause
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            return store.get(f"{self._key}/failed").decode() if store.check([f"{self._key}/failed"]) else ""
+        except RuntimeError:  # the rank that keeps the store is gone
+            return ""
+
+    # --- what the witness calls, in a thread of its own -----------------------------------------
+
+    def read_failure(self, store: Store) -> bool:
+        """Take notice of another rank's error while this one may be waiting; whether there is one."""
+        if not store.check([f"{self._key}/failed"]):
+            return False
+        self._cause = store.get(f"{self._key}/failed").decode()
+        store.set(f"{self._key}/read/{dist.get_rank()}", "")
+        return True
+
+    def unanswered(self, store: Store) -> str:
+        """The key of a question that this rank has not come to; empty without one."""
+        question = self._question(self.questions + 1)
+        return f"{question}/elsewhere" if store.check([f"{question}/asked"]) else ""
+
+    @property
+    def passed(self) -> int:
+        """How many collectives this rank has come to."""
+        return self._passed
+
+
+class _Witness(threading.Thread):
+    """Answers for a rank that waits in a collective where the others ask what it comes to.
+
+    Args:
+        order: Whose questions it answers; it ends with it, and with the process group.
+    """
+
+    def __init__(self, order: CollectiveOrder) -> None:
+        super().__init__(name="nnx-order", daemon=True)
+        self._order = weakref.ref(order)
+        self._store = dist.distributed_c10d._get_default_store()
+        self._watched = threading.get_ident()
+        self._seen: tuple[object, ...] = ()
+        self._since = 0.0
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Return when the thread has ended, or has not in the time of a look."""
+        self._stopped.set()
+        self.join(_LOOK_EVERY)
+
+    def run(self) -> None:
+        """Look every now and then until there is nothing left to look at."""
+        while not self._stopped.wait(_LOOK_EVERY):
+            order = self._order()
+            try:
+                if order is None or not self._is_current() or order.read_failure(self._store):
+                    return
+                self._look(order)
+            except (RuntimeError, ValueError):  # the rank that keeps the store, or the group, is gone
+                return
+            del order
+
+    def _is_current(self) -> bool:
+        return dist.is_initialized() and dist.distributed_c10d._get_default_store() is self._store
+
+    def _look(self, order: CollectiveOrder) -> None:
+        key = order.unanswered(self._store)
+        place = _collective_of(self._watched) if key else None
+        seen = (key, order.passed, place)
+        if place is None or seen != self._seen:
+            self._seen, self._since = seen, time.monotonic()
+        elif time.monotonic() - self._since > order.stuck_after:
+            self._store.set(key, f"rank {dist.get_rank()} waits in {place[0]}")
+
+
+def _collective_of(thread: int) -> tuple[str, int] | None:
+    """The collective that a thread is in, with the line that called it; and how far it has come in it."""
+    frame = sys._current_frames().get(thread)
+    progress, name = (frame.f_lasti if frame else 0), ""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith("distributed_c10d.py") or code is wait_for_collective.__code__:
+            name = code.co_name
+        elif name and "/torch/" not in code.co_filename:
+            return f"{name}, called in {code.co_name} ({code.co_filename}:{frame.f_lineno})", progress
+        frame = frame.f_back
+    return None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

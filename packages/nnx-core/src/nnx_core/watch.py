@@ -1,0 +1,312 @@
+"""The watch: what must be equal on every rank is compared over the ranks, now and then.
+
+A rank that goes its own way (a random number, a branch on the rank, a broken card) trains other numbers
+without an error. The watch takes checksums of what several ranks hold alike, compares them on the control
+group, and names the first thing that differs and the rank. `Backend` says what a rank holds;
+`nnx_core.lightning` says when a step is over. This module owns what is compared and how. Nothing here changes
+a tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from nnx_checkpoint.box import Box
+from nnx_checkpoint.collective import all_gather_object, control_group, is_distributed
+from nnx_checkpoint.shard import Shard
+from nnx_core.backend import Backend
+from nnx_core.errors import DisagreementError, UnsupportedError
+
+__all__ = ["Watch", "checksum", "refuse_unequal_gradient"]
+
+_FIRST_STEPS = 2
+_ROW = 1024
+_ODD = 0x9E3779B97F4A7C1
+_COMPARED = 1_000_000
+"""Elements of which the size of a difference is measured."""
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers of a normalization layer, which each rank has of its own data until evaluation takes rank 0's."""
+_REMEDIES = {
+    "parameter": "Something writes into it on some ranks only, such as a random number or a branch on the "
+    "rank: do it alike on all of them.",
+    "buffer": "Write into it what does not depend on the rank's own data, or reduce that over the ranks "
+    "first; what each rank may have of its own belongs into `register_buffer(..., persistent=False)`.",
+    "option": "Set it from what all ranks have, such as a metric that is logged with `sync_dist=True`.",
+    "state": "Step the optimizer equally often on all ranks.",
+    "gradient": "Let the loss use the parameter on all ranks, multiplied by zero where it does not count.",
+    "plan": "Give all ranks the same options, model and versions of packages.",
+}
+
+
+# --- checksums ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Tensor:
+    """A number that depends on every bit of a tensor and on where it stands: 0-d int64, on its device.
+
+    It reads the tensor once and does not wait for the device. Equal tensors have equal ones; -0.0 is not 0.0.
+
+    Example:
+        >>> bool(checksum(torch.zeros(3)) == checksum(torch.zeros(3)))
+        True
+    """
+    data = tensor.detach()
+    if data.layout != torch.strided:
+        compressed: Any = data
+        data = (data if data.layout == torch.sparse_coo else compressed.to_sparse_coo()).coalesce()
+        return checksum(data.indices()) * _ODD + checksum(data.values())
+    if data.is_complex():
+        data = torch.view_as_real(data.resolve_conj())
+    bits = data.resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if bits.storage_offset() % 8:
+        bits = bits.clone()
+    whole = bits.numel() // 8
+    weights = _weights(data.device)
+    if whole * 8 < bits.numel():
+        total = (bits[whole * 8 :] * weights[: bits.numel() - whole * 8]).sum()
+    else:
+        total = torch.zeros((), dtype=torch.int64, device=data.device)
+    words = bits[: whole * 8].view(torch.int64)
+    full = whole // _ROW * _ROW
+    if full:
+        total += (words[:full].view(-1, _ROW).sum(0) * weights).sum()
+    if full < whole:
+        total += (words[full:] * weights[: whole - full]).sum()
+    return total
+
+
+def refuse_unequal_gradient(gradient: Tensor, name: str) -> None:
+    """Refuse a gradient that a parameter without one is given, and that differs between ranks. Collective.
+
+    It is of each rank's own samples then, such as one of `torch.autograd.grad`, and nothing would reduce it.
+
+    Args:
+        gradient: The whole gradient.
+        name: The parameter's.
+    """
+    if is_distributed() and len(set(all_gather_object(int(checksum(gradient)), control_group()))) > 1:
+        raise UnsupportedError(
+            f"{name!r} is given a gradient that no backward has computed and that differs between ranks, "
+            "such as one of `torch.autograd.grad`, which is of each rank's own samples.",
+            remedy="Compute gradients by `self.manual_backward(loss)`, and change `p.grad` then.",
+        )
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    """Odd, so that no bit is lost, and each another, so that places count."""
+    return torch.arange(1, 2 * _ROW, 2, device=device) * _ODD
+
+
+def _digest(value: Any) -> int:
+    """The same for what is no tensor: options of an optimizer, counters, text."""
+    text = repr(value).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+# --- what is compared -----------------------------------------------------------------------------
+
+
+class _Item(NamedTuple):
+    """A thing of which every rank that holds it must have the same.
+
+    Attributes:
+        kind: Key of its remedy.
+        name: As the message names it.
+        box: Of a tensor, which part of it.
+    """
+
+    kind: str
+    name: str
+    box: Box | None = None
+
+
+def _items(
+    backend: Backend[Any], module: nn.Module, optimizers: Sequence[Optimizer], *, with_buffers: bool
+) -> Iterator[tuple[_Item, Any]]:
+    """Everything on this rank that another rank may hold too: what others may follow from comes first."""
+    yield _Item("plan", "what the engine decided"), backend.decisions(module)
+    for index, optimizer in enumerate(optimizers):
+        yield from _of_optimizer(backend, module, optimizer, f" of optimizer {index}")
+    yield from _gradients(backend, module, optimizers)
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    skipped = _statistics(module)
+    for name, shard in backend.model_state(module).tensors.items():
+        kind = "parameter" if name in parameters else "buffer"
+        if kind == "parameter" or (with_buffers and name not in skipped):
+            for box, view in zip(shard.boxes, shard.data, strict=True):
+                yield _Item(kind, f"the {kind} '{name}'", box), view
+
+
+def _of_optimizer(
+    backend: Backend[Any], module: nn.Module, optimizer: Optimizer, of: str
+) -> Iterator[tuple[_Item, Any]]:
+    """The numbers of an optimizer: its options and its counters, not what is as large as a parameter."""
+    state = backend.optimizer_state(module, optimizer)
+    for index, group in enumerate(state["param_groups"]):
+        for option, value in group.items():
+            if option != "params":
+                yield _Item("option", f"'{option}' of param group {index}{of}"), value
+    for name, values in state["state"].items():
+        for key, value in values.items():
+            if isinstance(value, Shard) and value.shape == () and value.data:
+                yield _Item("state", f"'{key}' of '{name}'{of}"), value.data[0]
+            elif isinstance(value, (bool, int, float, str)):
+                yield _Item("state", f"'{key}' of '{name}'{of}"), value
+
+
+def _gradients(
+    backend: Backend[Any], module: nn.Module, optimizers: Sequence[Optimizer]
+) -> Iterator[tuple[_Item, bool]]:
+    """Which parameters have a gradient, where the engine leaves one on every rank."""
+    if type(backend).publish_gradients is not Backend.publish_gradients:
+        return
+    handles = [gradient for optimizer in optimizers for gradient in backend.gradients(optimizer)]
+    has_owners = any(gradient.replicas < dist.get_world_size() for gradient in handles)
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) or not has_owners:
+            yield _Item("gradient", f"whether there is a gradient of '{name}'"), parameter.grad is not None
+
+
+def _statistics(module: nn.Module) -> set[str]:
+    """Names of the running statistics of normalization layers."""
+    return {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, layer in module.named_modules(remove_duplicate=False)
+        if hasattr(layer, "track_running_stats")
+        for name in _STATISTICS
+    }
+
+
+# --- comparing ------------------------------------------------------------------------------------
+
+
+class Watch:
+    """Compares the ranks of one run after its first steps, and every so often.
+
+    Args:
+        backend: Says what this rank holds.
+        every: After how many steps; None for the first steps only, 0 for never. Buffers are compared only
+            where it is a number, as a layer may keep there what it saw of its own rank's data.
+    """
+
+    def __init__(self, backend: Backend[Any], *, every: int | None) -> None:
+        self._backend = backend
+        self._every = every
+        self._steps = 0
+        self._own: list[_Item] | None = None
+        self._shared: list[_Item] = []
+        self._holders: dict[_Item, list[int]] = {}
+
+    def after_step(self, module: nn.Module, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+        """Count a step, and compare the ranks if it is time. Collective when it is.
+
+        Args:
+            module: The laid-out module.
+            optimizers: Yields all optimizers of the module.
+
+        Raises:
+            DisagreementError: The ranks differ in what they must have in common; the same on every rank.
+        """
+        self._steps += 1
+        if self._every == 0 or not is_distributed():
+            return
+        if self._steps <= _FIRST_STEPS or (self._every and self._steps % self._every == 0):
+            self.compare(module, optimizers())
+
+    @torch.no_grad()
+    def compare(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Compare the ranks now. Collective."""
+        mine = dict(_items(self._backend, module, optimizers, with_buffers=bool(self._every)))
+        table = self._exchange(mine)
+        if table is None:  # the layout is new, on some rank
+            self._agree_on_items(list(mine))
+            table = self._exchange(mine)
+            assert table is not None
+        differing = [
+            item
+            for column, item in enumerate(self._shared, start=1)
+            if len({row[column] for row in self._rows(table, item)}) > 1
+        ]
+        if differing:
+            self._refuse(differing, table, mine)
+
+    def _rows(self, table: list[list[int]], item: _Item) -> list[list[int]]:
+        return [table[rank] for rank in self._holders[item]]
+
+    def _agree_on_items(self, mine: list[_Item]) -> None:
+        """Find out which things more than one rank holds."""
+        self._holders = {}
+        for rank, items in enumerate(all_gather_object(mine, control_group())):
+            for item in items:
+                self._holders.setdefault(item, []).append(rank)
+        self._shared = [item for item, ranks in self._holders.items() if len(ranks) > 1]
+        self._own = mine
+
+    def _exchange(self, mine: dict[_Item, Any]) -> list[list[int]] | None:
+        """Every rank's checksums of the shared things; None if some rank holds others than it did."""
+        known = self._own == list(mine)
+        sums = _checksums([mine.get(item) for item in self._shared]) if known else [0] * len(self._shared)
+        row = torch.tensor([int(known), *sums], dtype=torch.int64)
+        group = control_group()
+        assert group is not None
+        rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(rows, row, group=group)
+        table = [each.tolist() for each in rows]
+        return table if all(each[0] for each in table) else None
+
+    def _refuse(self, differing: list[_Item], table: list[list[int]], mine: dict[_Item, Any]) -> None:
+        first = differing[0]
+        column = self._shared.index(first) + 1
+        ranks = self._holders[first]
+        (usual, _), *_ = Counter(table[rank][column] for rank in ranks).most_common(1)
+        model = next(rank for rank in ranks if table[rank][column] == usual)
+        odd = [rank for rank in ranks if table[rank][column] != usual]
+        values = all_gather_object(_portable(mine.get(first)), control_group())
+        more = f" Next of {len(differing)} that differ is {differing[1].name}." if len(differing) > 1 else ""
+        raise DisagreementError(
+            f"after step {self._steps} of this run the ranks differ in {first.name}: rank "
+            f"{', '.join(map(str, odd[:8]))} does not have what rank {model} has"
+            f"{_difference(values[model], values[odd[0]])}.{more}",
+            remedy=f"{_REMEDIES[first.kind]} check_every=0 goes on without looking.",
+        )
+
+
+def _checksums(values: Sequence[Any]) -> list[int]:
+    """Those of tensors are copied from each device at once."""
+    sums = [checksum(value) if isinstance(value, Tensor) else None for value in values]
+    taken = [each for each in sums if each is not None]
+    found = {
+        device: iter(torch.stack([each for each in taken if each.device == device]).tolist())
+        for device in {each.device for each in taken}
+    }
+    return [
+        _digest(value) if each is None else next(found[each.device])
+        for value, each in zip(values, sums, strict=True)
+    ]
+
+
+def _portable(value: Any) -> Any:
+    return value.flatten()[:_COMPARED].cpu() if isinstance(value, Tensor) else repr(value)
+
+
+def _difference(usual: Any, odd: Any) -> str:
+    """How large it is, in words."""
+    if not isinstance(usual, Tensor) or not isinstance(odd, Tensor):
+        return f" ({odd} for {usual})" if max(len(str(odd)), len(str(usual))) < 100 else ""
+    if usual.is_floating_point():
+        differing = (usual != odd) & ~(usual.isnan() & odd.isnan())
+        largest = (usual.double() - odd.double()).abs().max()
+        return f" ({int(differing.sum())} of {usual.numel()} elements differ, by up to {float(largest):.3g})"
+    return f" ({int((usual != odd).sum())} of {usual.numel()} elements differ)"

@@ -1,0 +1,475 @@
+"""Tensors that a rank stores in part, and that everyone else sees whole.
+
+A parameter that an engine has sharded gets a subclass of its own class, a *guard*. In *local mode* (the
+optimizer's step, the engine's code, checkpoints) it is what the engine made of it: this rank's part.
+Anywhere else torch functions see the whole tensor, gathered and differentiable, and what is changed in
+place is written back in part. So a weight penalty, a callback or a submodule called on its own gets a right
+number, never a part's. All ranks must do the same.
+
+This module owns the guard: which torch function is answered with what. What is known of one tensor, and how
+the whole comes about, is the engine's: it implements `Part`.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from nnx_core._torch_compat import exchange_in_transforms
+from nnx_core.errors import UnsupportedError
+from nnx_core.tensor_functions import Sees, is_random, what_it_sees
+
+__all__ = [
+    "Guard",
+    "KeptWholes",
+    "Part",
+    "Seen",
+    "Source",
+    "as_stored",
+    "attributes_of",
+    "can_be_guarded",
+    "guard",
+    "guarded_mode",
+    "is_guarded",
+    "local_mode",
+    "part_of",
+    "show_plain",
+    "show_whole",
+    "unguard",
+]
+
+local_mode = torch._C.DisableTorchFunctionSubclass
+"""Context in which guarded tensors are what the engine made of them, on this thread."""
+guarded_mode = torch._C._EnableTorchFunction
+"""Context, within local mode, in which the user's code sees whole tensors again."""
+
+
+def as_stored(*tensors: Tensor) -> AbstractContextManager[Any]:
+    """Within it sharded tensors are not shown whole: for code that makes others which lie like them.
+
+    An average of the weights does so, and an optimizer that makes its state when it is built.
+
+    Args:
+        *tensors: Those concerned. Without a DTensor among them nothing changes.
+    """
+    return local_mode() if any(isinstance(tensor, DTensor) for tensor in tensors) else nullcontext()
+
+
+class Part(ABC):
+    """What is known of one guarded tensor."""
+
+    tensor: Tensor
+    """What this rank stores of it."""
+
+    @property
+    @abstractmethod
+    def description(self) -> Tensor:
+        """A tensor of the logical shape and strides, without storage."""
+
+    @abstractmethod
+    def whole(self) -> Tensor:
+        """The whole, differentiable where gradients are recorded and wanted. Collective."""
+
+    @abstractmethod
+    def value(self) -> Tensor:
+        """The whole, without gradient; changing it in place changes the tensor. Collective."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Write back what was changed in place since the whole was given away."""
+
+    @abstractmethod
+    def assign(self, whole: Tensor) -> None:
+        """Take over another tensor's values, as ``tensor.data = whole`` does."""
+
+    @abstractmethod
+    def gradient_shown(self) -> Tensor | None:
+        """What whoever reads ``tensor.grad`` gets."""
+
+    @abstractmethod
+    def gradient_given(self, gradient: Any) -> None:
+        """Take over what somebody assigned to ``tensor.grad``; None for none."""
+
+    @abstractmethod
+    def hook(self, register: Callable[..., Any], hook: Callable[..., Any]) -> Any:
+        """Register a hook on the gradient, which it sees whole."""
+
+    def differentiated(self) -> list[Tensor]:
+        """The tensors that a loss hangs on where it depends on this one, for ``torch.autograd.grad``."""
+        return [self.whole()]
+
+    def detached(self) -> Tensor:
+        """The answer to ``detach()`` and ``data``."""
+        return self.value().detach()
+
+    def randomized(self) -> None:  # noqa: B027 # nothing to do where ranks draw alike
+        """The whole was filled with random numbers, which need not be equal on all ranks."""
+
+    def in_place(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Do a change in place on this rank's part alone, where that is the same; whether it was done.
+
+        Args:
+            func: A torch function that changes its first argument.
+            args: Its arguments, the first of which is this tensor, or a list with it.
+            kwargs: Its keyword arguments.
+        """
+        return False
+
+
+class Kept(Protocol):
+    """A part that has gathered its whole."""
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether somebody else holds the memory of the whole, and may write into it."""
+        ...
+
+    def forget(self) -> None:
+        """Write back what was changed, and free the whole."""
+
+
+K = TypeVar("K", bound=Kept)
+
+
+class KeptWholes(Generic[K]):
+    """Wholes that stay gathered: the last one, and those that somebody has views of."""
+
+    def __init__(self) -> None:
+        self._parts: list[K] = []
+
+    def keep(self, part: K) -> None:
+        """Keep what a part has gathered, and forget the others that nobody has views of."""
+        viewed = [kept for kept in self._parts if kept is not part and kept.is_viewed]
+        for kept in self._parts:
+            if kept is not part and kept not in viewed:
+                kept.forget()
+        self._parts = [*viewed, part]
+
+    def is_last(self, part: K) -> bool:
+        """Whether a part was the last one to be gathered; who holds views may differ from rank to rank."""
+        return bool(self._parts) and self._parts[-1] is part
+
+    def flush(self) -> None:
+        """Write back what was changed in wholes, and free them."""
+        parts, self._parts = self._parts, []
+        for part in parts:
+            part.forget()
+
+
+class Seen:
+    """What a whole was when it was last equal to the parts.
+
+    Writes through numpy are no change of version. They can be in the host's memory only, where values are
+    compared, too.
+
+    Args:
+        value: The whole.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self._version = value._version
+        self._values = value.detach().clone() if value.device.type == "cpu" else None
+
+    def is_changed(self, value: Tensor) -> bool:
+        """Whether somebody has written into the whole since."""
+        if value._version != self._version:
+            return True
+        return self._values is not None and not torch.equal(value, self._values)
+
+
+class Source:
+    """The tensor that ``data`` was set to, with which a whole parameter would go on sharing memory.
+
+    Setting ``data`` to it once more changes nothing then, unless somebody has written into it: it has what
+    training has made of the parameter. Lightning's ``ModelPruning`` does so after every epoch.
+
+    Args:
+        whole: What ``data`` was set to.
+        own: This rank's elements of it.
+    """
+
+    def __init__(self, whole: Tensor, own: Tensor) -> None:
+        self._storage = whole.untyped_storage()
+        self._values = own.clone()
+
+    def is_still(self, whole: Tensor, own: Tensor) -> bool:
+        """Whether this is the same memory, and as it was."""
+        same = whole.untyped_storage().data_ptr() == self._storage.data_ptr()
+        return same and torch.equal(own, self._values)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether anybody else holds the memory."""
+        return int(torch._C._storage_Use_Count(self._storage._cdata)) > 1
+
+
+class Guard:
+    """Comes before a class of tensors and answers torch functions with the whole."""
+
+    __slots__ = ()
+    _part: Part
+    _plain: type[Tensor]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        sees = what_it_sees(func)
+        first = args[0] if args else None
+        if isinstance(first, Guard):
+            if sees is Sees.GRADIENT:  # first, because optimizers do this to every parameter in every step
+                return first._part.gradient_shown()
+            if sees is Sees.ASSIGNS_GRADIENT:
+                return first._part.gradient_given(*args[1:] or (None,))
+            if sees is not Sees.WHOLE:
+                return _seen(sees, func, first, args[1:], kwargs or {})
+        if sees is Sees.IN_PLACE and _in_place_of_list(func, args, kwargs or {}):
+            return None
+        if func is torch.autograd.grad:
+            return _differentiate(args, kwargs or {})
+        if func in _BACKWARDS and kwargs and kwargs.get("inputs") is not None:
+            raise UnsupportedError(
+                "`backward(inputs=...)` is asked for gradients of a parameter that is stored in parts.",
+                remedy="Use `torch.autograd.grad`, or set `requires_grad` of the other parameters to False.",
+            )
+        return _on_wholes(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A plain tensor, whole."""
+        if id(self) in memo:
+            return cast(Tensor, memo[id(self)])
+        made = plain_copy(self)
+        memo[id(self)] = made
+        vars(made).update(copy.deepcopy(attributes_of(self), memo))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as a plain tensor, whole."""
+        made = plain_copy(self)
+        vars(made).update(attributes_of(self))
+        return made.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self) -> str:
+        return repr(plain_copy(self))
+
+
+_BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward})
+_OWN_ATTRIBUTES = frozenset({"_part", "_of", "_local", "_is_param"})
+
+
+def attributes_of(tensor: Any) -> dict[str, Any]:
+    """What the user has attached to a tensor, guarded or not."""
+    return {name: value for name, value in vars(tensor).items() if name not in _OWN_ATTRIBUTES}
+
+
+def plain_copy(guarded: Guard) -> Tensor:
+    """The whole as a plain tensor of its own: a parameter of a parameter. Collective."""
+    part = guarded._part
+    with local_mode(), torch.no_grad():
+        value = part.value().clone()
+        if not isinstance(guarded, nn.Parameter):
+            return value
+        made = nn.Parameter(value, requires_grad=part.tensor.requires_grad)
+    if issubclass(guarded._plain, nn.Parameter):
+        made.__class__ = guarded._plain
+    return made
+
+
+def _seen(
+    sees: Sees, func: Callable[..., Any], guarded: Guard, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Answer a function that does not need the whole with gradients."""
+    part = guarded._part
+    if sees is Sees.IN_PLACE:
+        return _change(func, guarded, args, kwargs)
+    if sees is Sees.LOCAL:
+        with local_mode():
+            return func(part.tensor, *args, **kwargs)
+    answers: dict[Sees, Callable[[], Any]] = {
+        Sees.SHAPE: lambda: func(part.description, *args, **kwargs),
+        Sees.DATA: part.detached,
+        Sees.ASSIGNS: lambda: part.assign(args[0]),
+        Sees.HOOK: lambda: part.hook(func, *args, **kwargs),
+    }
+    return answers[sees]()
+
+
+def _change(func: Callable[..., Any], guarded: Guard, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Let a function change a tensor in place."""
+    part = guarded._part
+    if torch.is_grad_enabled() and part.tensor.requires_grad:
+        raise RuntimeError(
+            "a parameter that requires gradients is changed in place while gradients are recorded. Do it "
+            "under `torch.no_grad()`."
+        )
+    if part.in_place(func, (guarded, *args), kwargs):
+        return guarded
+    return _on_wholes(func, (guarded, *args), kwargs)
+
+
+def _in_place_of_list(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Let the engine do what ``torch._foreach_mul_`` and its like do to a list of tensors."""
+    first = args[0] if args else None
+    if not isinstance(first, (list, tuple)) or not first or not isinstance(first[0], Guard):
+        return False
+    return first[0]._part.in_place(func, args, kwargs)
+
+
+def _on_wholes(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function on whole tensors, and write back what it changed."""
+    wholes: dict[int, tuple[Guard, Tensor]] = {}
+    plain_args = [_unguarded(argument, wholes) for argument in args]
+    plain_kwargs = {name: _unguarded(argument, wholes) for name, argument in kwargs.items()}
+    result = func(*plain_args, **plain_kwargs)
+    for guarded, whole in wholes.values():
+        if is_random(func):
+            guarded._part.randomized()
+        guarded._part.flush()
+        if result is whole:
+            result = guarded
+    return result
+
+
+def _unguarded(argument: Any, wholes: dict[int, tuple[Guard, Tensor]]) -> Any:
+    """An argument with every guarded tensor in it exchanged for the whole."""
+    if isinstance(argument, Guard):
+        if id(argument) not in wholes:
+            wholes[id(argument)] = argument, argument._part.whole()
+        return wholes[id(argument)][1]
+    if isinstance(argument, DTensor):
+        return argument.full_tensor()
+    if isinstance(argument, (list, tuple)):
+        items = [_unguarded(item, wholes) for item in argument]
+        return type(argument)(*items) if hasattr(argument, "_fields") else type(argument)(items)
+    if isinstance(argument, dict):
+        return {key: _unguarded(value, wholes) for key, value in argument.items()}
+    return argument
+
+
+# --- torch.autograd.grad ------------------------------------------------------------------------
+
+
+def _differentiate(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``torch.autograd.grad`` with respect to the tensors that stand for guarded ones in the graph."""
+    given = dict(
+        zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"), args, strict=False)
+    )
+    given |= kwargs
+    outputs, inputs = _unguarded(given.pop("outputs"), {}), given.pop("inputs")
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    unused, zeros = given.pop("allow_unused", None), given.pop("materialize_grads", False)
+    standing = [part.differentiated() if (part := part_of(x)) is not None else [x] for x in inputs]
+    flat = [tensor for tensors in standing for tensor in tensors]
+    found = iter(torch.autograd.grad(outputs, flat, **given, allow_unused=True) if flat else ())
+    answers: list[Tensor | None] = []
+    for position, (tensor, tensors) in enumerate(zip(inputs, standing, strict=True)):
+        own = [gradient for _ in tensors if (gradient := next(found)) is not None]
+        answer = sum(own[1:], own[0]) if own else None
+        if answer is None and zeros:
+            answer = torch.zeros_like(tensor)
+        elif answer is None and not unused and part_of(tensor) is not None:
+            raise UnsupportedError(
+                f"the graph does not lead to the differentiated tensor at index {position}, which is stored "
+                "in parts: it was not used, or it was gathered once more since.",
+                remedy="Set `allow_unused=True` if it was not used; else differentiate before the next "
+                "forward, or call `self.manual_backward(loss)` and read `p.grad`.",
+            )
+        elif answer is None and not unused:
+            raise RuntimeError(
+                f"the differentiated tensor at index {position} was not used in the graph. Set "
+                "`allow_unused=True` if this is meant."
+            )
+        answers.append(answer)
+    return tuple(answers)
+
+
+# --- torch.func ---------------------------------------------------------------------------------
+
+
+def _for_transform(guarded: Guard) -> Tensor:
+    """The whole, as transforms wrap what a tensor has stored."""
+    with local_mode(), torch.no_grad():
+        return guarded._part.value().detach()
+
+
+exchange_in_transforms(Guard, _for_transform)
+
+
+# --- classes ------------------------------------------------------------------------------------
+
+
+@cache
+def _guarded_class(plain: type[Any]) -> type[Tensor]:
+    """The subclass that tensors of a class get."""
+    attributes = {
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "__slots__": (),
+        "_plain": plain,
+    }
+    made = type(plain)(plain.__name__, (Guard, plain), attributes)  # type: ignore[misc]
+    return cast("type[Tensor]", made)
+
+
+def can_be_guarded(parameter: Tensor) -> bool:
+    """Whether a tensor's class leaves torch functions alone, and it has values.
+
+    Example:
+        >>> can_be_guarded(nn.Parameter(torch.zeros(2)))
+        True
+    """
+    own = type(parameter).__torch_function__ is not nn.Parameter.__torch_function__
+    return isinstance(parameter, Guard) or not (own or nn.parameter.is_lazy(parameter))
+
+
+def guard(tensor: Any, part: Part) -> None:
+    """Make a tensor look whole.
+
+    Args:
+        tensor: It keeps its identity; its class becomes a subclass of what it was.
+        part: Answers for it.
+    """
+    tensor._part = part
+    if not is_guarded(tensor):
+        tensor.__class__ = _guarded_class(type(tensor))  # type: ignore[arg-type] # mypy on hashes
+
+
+def unguard(tensor: Any) -> None:
+    """Give a tensor its own class back; its data stays what it is."""
+    if is_guarded(tensor):
+        del tensor._part
+        tensor.__class__ = tensor._plain
+
+
+def is_guarded(tensor: Any) -> bool:
+    """Whether torch functions see the whole of a tensor."""
+    return isinstance(tensor, Guard)
+
+
+def part_of(tensor: Any) -> Part | None:
+    """What is known of a guarded tensor; None for any other."""
+    return tensor._part if isinstance(tensor, Guard) else None
+
+
+def show_plain(tensor: Any) -> None:
+    """Give a guarded tensor its own class for a while, for code that looks at the class."""
+    if is_guarded(tensor):
+        tensor.__class__ = tensor._plain
+
+
+def show_whole(tensor: Any) -> None:
+    """End `show_plain`."""
+    if not is_guarded(tensor):
+        tensor.__class__ = _guarded_class(type(tensor))  # type: ignore[arg-type] # mypy on hashes

@@ -1,0 +1,767 @@
+"""Optimizers that need more of a parameter than a rank holds: one owner rank steps each parameter whole.
+
+Where `nnx_core.elementwise` finds that an update depends on the whole *parameter* (Muon, LAMB, Shampoo),
+every parameter that is held in parts gets an owner, balanced by work. In a step each owner receives the
+gradient and the weight of its parameters, the user's optimizer steps there on complete tensors, and every
+rank gets its part of the new weights back. Where an update depends on the *model* (SAM, LBFGS, a norm of all
+gradients), rank 0 owns all parameters, and the other ranks follow it: they evaluate the closure whenever its
+step does.
+
+State stays with the owner, whole, and is described so. The optimizer, its groups and its state dict stay
+the user's: for the time of a step complete tensors are in its parameters' places.
+
+This module knows parameters by the shards that an engine describes, so it serves every engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from nnx_checkpoint.collective import all_gather_object, control_group, gather_object, is_distributed
+from nnx_checkpoint.shard import Box, Shard, shard_of
+from nnx_core._torch_compat import run_step_hooks
+from nnx_core.elementwise import Trial, try_optimizer
+from nnx_core.errors import NnxError, UnsupportedError
+from nnx_core.restore import fill_optimizer
+from nnx_core.state import OptimizerState, ShardOf, describe_optimizer, parameter_names
+
+__all__ = ["OwnerRanks", "take_closure"]
+
+T = TypeVar("T")
+log = logging.getLogger("nnx.whole_matrix")
+
+_DONE, _EVALUATE, _FAILED = 0, 1, 2
+
+
+class OwnerRanks:
+    """Steps the optimizers of one engine whose updates need whole parameters.
+
+    An engine makes one, hands it its optimizers in `Backend.setup_optimizers`, and lets it step and describe
+    them. Optimizers of single elements, and parameters that every rank holds whole, are left to themselves.
+
+    Args:
+        shard: The engine's `Backend.shard`: where a parameter, or its gradient, lies.
+        device: What this rank communicates from.
+
+    Attributes:
+        bytes_sent: Payload that this rank has sent to others in steps.
+    """
+
+    def __init__(self, shard: ShardOf, device: torch.device) -> None:
+        self._shard = shard
+        self._device = device
+        self._owned: WeakKeyDictionary[Optimizer, _Owned] = WeakKeyDictionary()
+        self.bytes_sent = 0
+
+    # --- set up -------------------------------------------------------------------------------
+
+    def setup(self, optimizers: Sequence[Optimizer]) -> None:
+        """Find out which optimizers need owners, and choose them. Collective.
+
+        Raises:
+            UnsupportedError: An optimizer calls collectives by itself.
+        """
+        for optimizer in optimizers:
+            self._owned.pop(optimizer, None)
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if is_distributed() or any(isinstance(parameter, DTensor) for parameter in parameters):
+                self._owned[optimizer] = self._plan(optimizer)
+                _tell(optimizer, self._owned[optimizer])
+
+    def _plan(self, optimizer: Optimizer) -> _Owned:
+        trial = try_optimizer(optimizer, shape_of=lambda parameter: self._shard(parameter).shape)
+        trial = all_gather_object(trial, control_group())[0]  # what rank 0 found counts
+        if trial.communicates:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} calls collectives in its step, which expect whole parameters on "
+                "every rank.",
+                remedy="Use the version of it for a single device: nnx gathers what it needs.",
+            )
+        if trial.dependence == "element":
+            return _Owned(trial, _membership(optimizer))
+        candidates = [
+            parameter
+            for group, verdict in zip(optimizer.param_groups, trial.groups, strict=True)
+            for parameter in group["params"]
+            if verdict != "element"
+        ]
+        shards = [self._shard(parameter) for parameter in candidates]
+        held = all_gather_object(
+            [
+                (shard.boxes, parameter in optimizer.state)
+                for parameter, shard in zip(candidates, shards, strict=True)
+            ],
+            control_group(),
+        )
+        routes = {
+            parameter: _Route(shard.shape, *zip(*(of_rank[index] for of_rank in held), strict=True))
+            for index, (parameter, shard) in enumerate(zip(candidates, shards, strict=True))
+        }
+        if trial.dependence == "parameter":
+            routes = {
+                parameter: route
+                for parameter, route in routes.items()
+                if isinstance(parameter, DTensor) or not route.is_replicated
+            }
+        _choose_owners(list(routes.values()), to_rank_0=trial.dependence == "model")
+        owned = _Owned(trial, _membership(optimizer), routes)
+        owned.has_state = any(has for of_rank in held for _, has in of_rank)
+        self._take_over_state(optimizer, owned)
+        return owned
+
+    def _take_over_state(self, optimizer: Optimizer, owned: _Owned) -> None:
+        """State that the optimizer made before, in parts like its parameters, goes to owners. Collective.
+
+        Its constructor may have made it; ranks hold the same names then.
+        """
+        rank = dist.get_rank()
+        for parameter, route in owned.routes.items():
+            for name, value in list(optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, Tensor):
+                    optimizer.state[parameter][name] = self._whole_state(value, parameter, route)
+            if route.owner != rank:
+                optimizer.state.pop(parameter, None)
+
+    def _whole_state(self, value: Tensor, parameter: nn.Parameter, route: _Route) -> Tensor:
+        if isinstance(value, DTensor):
+            return value.full_tensor()
+        shard = self._shard(value, parameter=parameter)
+        if shard.is_whole or shard.shape != route.shape:
+            return value
+        whole = value.new_empty(route.shape)
+        self._exchange(_to_owner([(route, shard.data, whole)]))
+        return whole
+
+    def _current(self, optimizer: Optimizer) -> _Owned | None:
+        """What is known of an optimizer; made anew when its groups were changed. Collective then."""
+        owned = self._owned.get(optimizer)
+        if owned is None:
+            return None
+        if owned.membership != _membership(optimizer):
+            owned = self._owned[optimizer] = self._plan(optimizer)
+        return owned if owned.routes else None
+
+    def refusal(self, optimizer: Optimizer) -> str | None:
+        """Why user code cannot look at an optimizer's state: it is whole, and only where it is stepped."""
+        owned = self._owned.get(optimizer)
+        if owned is None or not (owned.routes and owned.has_state):
+            return None
+        return "each rank has that of the parameters that it owns"
+
+    def serves(self, optimizer: Optimizer) -> bool:
+        """Whether owners step some of its parameters. Collective if its groups were changed."""
+        return self._current(optimizer) is not None
+
+    # --- step ---------------------------------------------------------------------------------
+
+    def step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run an optimizer's step, on whole parameters where it needs them. Collective.
+
+        The arguments after the optimizer are those of `Backend.optimizer_step`.
+        """
+        owned = self._current(optimizer)
+        if owned is None:
+            return step(*args, **kwargs)
+        owned.has_state = True
+        closure, args, kwargs = take_closure(args, kwargs)
+        if owned.trial.dependence == "model":
+            return _Led(self, optimizer, owned, closure).step(step, args, kwargs)
+        if closure is not None and owned.trial.evaluations:
+            with torch.enable_grad():
+                loss = closure()
+            args = (lambda: loss, *args)
+        elif closure is not None:
+            args = (closure, *args)
+        places = self._gather(owned)
+        doing = f"the step of {type(optimizer).__name__}"
+        with _on_every_rank(doing, self._device), _in_places(optimizer, places):
+            result = step(*args, **kwargs)
+        self._scatter(owned)
+        return result
+
+    @torch.no_grad()
+    def _gather(self, owned: _Owned) -> dict[nn.Parameter, nn.Parameter | None]:
+        """Give owners the weights and gradients of their parameters.
+
+        Returns:
+            For every parameter that has an owner the complete one in its place; None on other ranks.
+        """
+        rank = dist.get_rank()
+        has_gradient = self._have_gradients(list(owned.routes))
+        items: list[_Item] = []
+        for (parameter, route), has in zip(owned.routes.items(), has_gradient, strict=True):
+            weight = self._shard(parameter)
+            place = owned.places.get(parameter)
+            if route.owner == rank and place is None:
+                place = owned.places[parameter] = _new_place(parameter)
+            if place is not None:
+                place.grad = None
+                place.data = _empty(weight, parameter)
+            items.append((route, weight.data, place))
+            if not has:
+                continue
+            if place is not None:
+                place.grad = torch.empty_like(place)
+            items.append((route, self._gradient(parameter, weight), None if place is None else place.grad))
+        self._exchange(_to_owner(items))
+        return {parameter: owned.places.get(parameter) for parameter in owned.routes}
+
+    def _have_gradients(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
+        """Which parameters have a gradient on some rank."""
+        flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self._device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return [bool(flag) for flag in flags.tolist()]
+
+    def _gradient(self, parameter: nn.Parameter, weight: Shard) -> tuple[Tensor, ...]:
+        """This rank's part of a gradient; zeros where only other ranks have one."""
+        gradient = parameter.grad
+        if gradient is None:
+            return tuple(torch.zeros_like(view) for view in weight.data)
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        return self._shard(gradient, parameter=parameter).data
+
+    @torch.no_grad()
+    def _scatter(self, owned: _Owned) -> None:
+        """Give every rank its part of what owners have in their parameters' places, and free these."""
+        items = [
+            (route, self._shard(parameter).data, owned.places.get(parameter))
+            for parameter, route in owned.routes.items()
+        ]
+        self._exchange(_from_owner(items))
+        for place in owned.places.values():
+            place.grad = None
+            place.data = place.data.new_empty(0)
+
+    def _exchange(self, parcels: Sequence[_Parcel]) -> None:
+        """Send pieces of tensors where they belong, all of them in one collective."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        out: list[list[Tensor]] = [[] for _ in range(size)]
+        into: list[list[Tensor]] = [[] for _ in range(size)]
+        for parcel in parcels:
+            if parcel.source == parcel.target == rank:
+                parcel.received.copy_(parcel.sent)
+            elif parcel.source == rank:
+                out[parcel.target].append(_as_bytes(parcel.sent, self._device))
+            elif parcel.target == rank:
+                into[parcel.source].append(parcel.received)
+        sent = torch.cat([piece for pieces in out for piece in pieces] or [self._no_bytes()])
+        output_splits = [sum(view.numel() * view.element_size() for view in views) for views in into]
+        received = self._no_bytes(sum(output_splits))
+        splits = [sum(piece.numel() for piece in pieces) for pieces in out]
+        dist.all_to_all_single(received, sent, output_splits, splits)
+        self.bytes_sent += sent.numel()
+        reached = 0
+        for view in (view for views in into for view in views):
+            length = view.numel() * view.element_size()
+            _fill_from_bytes(view, received[reached : reached + length])
+            reached += length
+
+    def _no_bytes(self, count: int = 0) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=self._device)
+
+    # --- state --------------------------------------------------------------------------------
+
+    def describe(self, module: nn.Module, optimizer: Optimizer, *, alone: bool = False) -> OptimizerState:
+        """Describe an optimizer's state: owners hold theirs whole, other ranks nothing of it. Collective.
+
+        Args:
+            module: Owner of the parameters.
+            optimizer: Whose state.
+            alone: Describe what this rank holds only, without communicating.
+        """
+        owned = self._owned.get(optimizer)
+        routes: Mapping[nn.Parameter, _Route] = {} if owned is None else owned.routes
+
+        def shard(tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
+            return shard_of(tensor) if parameter in routes else self._shard(tensor, parameter=parameter)
+
+        state = describe_optimizer(module, optimizer, shard)
+        if not routes or alone:
+            return state
+        names = parameter_names(module)
+        own = {
+            names[parameter]: state["state"][names[parameter]]
+            for parameter, route in routes.items()
+            if route.owner == dist.get_rank() and names[parameter] in state["state"]
+        }
+        for name, entries in _share(own).items():
+            state["state"].setdefault(name, entries)
+        return state
+
+    def load(self, backend: Any, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
+        """Restore an optimizer in place; each rank fills what it owns, and what it holds in parts as ever.
+
+        Args:
+            backend: Allocates the state of parameters that have no owner.
+            module: Owner of the parameters.
+            optimizer: To be restored.
+            saved: As for `Backend.load_optimizer_state`.
+        """
+        owned = self._owned.get(optimizer)
+        if owned is None or not owned.routes:
+            fill_optimizer(backend, module, optimizer, saved)
+            return
+        owned.has_state = True
+        names = parameter_names(module)
+        rank = dist.get_rank()
+        others = {names[parameter] for parameter, route in owned.routes.items() if route.owner != rank}
+        state = {name: entries for name, entries in saved["state"].items() if name not in others}
+        own = OptimizerState(state=state, param_groups=saved["param_groups"])
+        fill_optimizer(_OwnState(self, backend, owned), module, optimizer, own)
+
+
+# --- who owns what ----------------------------------------------------------------------------------
+
+
+class _Route:
+    """Who holds which boxes of a parameter, and who owns it.
+
+    Args:
+        shape: Of the whole parameter.
+        boxes: Those that each rank holds.
+        has_state: Whether each rank has state for it: one alone was its owner before, and stays it.
+
+    Attributes:
+        owner: The rank that steps it; -1 until there is one.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], boxes: Sequence[Sequence[Box]], has_state: Sequence[bool]
+    ) -> None:
+        self.shape = shape
+        self.boxes = boxes
+        self.owner = has_state.index(True) if len(has_state) > 1 and sum(has_state) == 1 else -1
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds all of it."""
+        return all(len(boxes) == 1 and boxes[0].size == self.shape for boxes in self.boxes)
+
+    @property
+    def work(self) -> int:
+        """What a step costs about: for matrices that of a product with a square one."""
+        if len(self.shape) < 2:
+            return math.prod(self.shape)
+        rows = self.shape[0]
+        columns = math.prod(self.shape[1:])
+        return rows * columns * max(1, min(rows, columns))
+
+    def senders(self) -> Iterator[tuple[int, int]]:
+        """Which rank sends which of its boxes to the owner: each box once, the owner's own first."""
+        sent: set[Box] = set()
+        order = [self.owner, *(rank for rank in range(len(self.boxes)) if rank != self.owner)]
+        for rank in order:
+            for number, box in enumerate(self.boxes[rank]):
+                if box not in sent:
+                    sent.add(box)
+                    yield rank, number
+
+
+def _choose_owners(routes: Sequence[_Route], *, to_rank_0: bool) -> None:
+    """The heaviest parameter first, each to the rank with the least work so far."""
+    load = [0] * dist.get_world_size()
+    for route in sorted(routes, key=lambda route: (route.owner < 0, -route.work)):
+        if route.owner < 0:
+            route.owner = 0 if to_rank_0 else min(range(len(load)), key=lambda rank: load[rank])
+        load[route.owner] += route.work
+
+
+@dataclass(eq=False)
+class _Owned:
+    """What is known of one optimizer.
+
+    Attributes:
+        trial: What its updates depend on.
+        membership: Its groups' parameters when that was found out.
+        routes: The parameters that owners step.
+        places: Of this rank's own parameters, the complete ones that take their places in a step.
+        has_state: Whether owners have state, by a step, by resuming, or from before.
+    """
+
+    trial: Trial
+    membership: tuple[tuple[int, ...], ...]
+    routes: dict[nn.Parameter, _Route] = field(default_factory=dict)
+    places: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    has_state: bool = False
+
+
+def _tell(optimizer: Optimizer, owned: _Owned) -> None:
+    """Log on rank 0 what owners step, and why."""
+    if not owned.routes or dist.get_rank() != 0:
+        return
+    name, count = type(optimizer).__name__, len(owned.routes)
+    if owned.trial.dependence == "parameter":
+        log.info(
+            "%s: %d of its parameters are stepped whole, each on an owner rank, because its update looks at "
+            "more than one element.",
+            name,
+            count,
+        )
+        return
+    error = owned.trial.error
+    why = "its update looks at the whole model" if error is None else f"it could not be tried ({error})"
+    log.info("%s: all of its %d parameters are stepped whole on rank 0, because %s.", name, count, why)
+
+
+def _membership(optimizer: Optimizer) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups)
+
+
+# --- what travels -----------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class _Parcel:
+    """A piece of a tensor on its way: `sent` is meaningful on the source, `received` on the target."""
+
+    source: int
+    target: int
+    sent: Any
+    received: Any
+
+
+_Item = tuple[_Route, Sequence[Tensor], "Tensor | None"]
+"""A route, this rank's part of a tensor that lies so, and the whole of it on the owner."""
+
+
+def _to_owner(items: Sequence[_Item]) -> list[_Parcel]:
+    rank = dist.get_rank()
+    return [
+        _Parcel(
+            source,
+            route.owner,
+            own[number] if source == rank else None,
+            whole[route.boxes[source][number].slices] if whole is not None else None,
+        )
+        for route, own, whole in items
+        for source, number in route.senders()
+    ]
+
+
+def _from_owner(items: Sequence[_Item]) -> list[_Parcel]:
+    rank = dist.get_rank()
+    return [
+        _Parcel(
+            route.owner,
+            target,
+            whole[box.slices] if whole is not None else None,
+            own[number] if target == rank else None,
+        )
+        for route, own, whole in items
+        for target, boxes in enumerate(route.boxes)
+        for number, box in enumerate(boxes)
+    ]
+
+
+def _as_bytes(tensor: Tensor, device: torch.device) -> Tensor:
+    dense = tensor.detach().to(device).contiguous()
+    if dense.is_complex():
+        dense = torch.view_as_real(dense)
+    return dense.reshape(-1).view(torch.uint8)
+
+
+def _fill_from_bytes(view: Tensor, received: Tensor) -> None:
+    target = torch.view_as_real(view) if view.is_complex() else view
+    if received.storage_offset() % target.element_size():
+        received = received.clone()
+    target.copy_(received.view(target.dtype).view(target.shape))
+
+
+def _empty(shard: Shard, parameter: nn.Parameter) -> Tensor:
+    device = shard.data[0].device if shard.data else parameter.device
+    return torch.empty(shard.shape, dtype=shard.dtype, device=device)
+
+
+# --- the user's optimizer, with complete tensors in its parameters' places ---------------------------
+
+
+def _new_place(parameter: nn.Parameter) -> nn.Parameter:
+    """A plain parameter with the attributes that the user gave the engine's."""
+    with torch.no_grad():
+        place = nn.Parameter(torch.empty(0, device=parameter.device), requires_grad=False)
+    place.requires_grad_(parameter.requires_grad)
+    vars(place).update(vars(parameter))
+    return place
+
+
+@contextmanager
+def _in_places(optimizer: Optimizer, places: Mapping[nn.Parameter, nn.Parameter | None]) -> Iterator[None]:
+    """Within it the optimizer, and whatever it holds, has complete parameters, and only those it owns."""
+    forward = {id(parameter): place for parameter, place in places.items()}
+    changed = _Replaced()
+    changed.walk(optimizer, forward)
+    try:
+        yield
+    finally:
+        changed.give_back({place: parameter for parameter, place in places.items() if place is not None})
+
+
+class _Replaced:
+    """Containers of an optimizer in which parameters were replaced, and how to give them back."""
+
+    def __init__(self) -> None:
+        self._lists: list[tuple[list[Any], list[Any]]] = []
+        self._attributes: list[tuple[Any, str, Any]] = []
+        self._dicts: list[dict[Any, Any]] = []
+        self._seen: set[int] = set()
+
+    def walk(self, value: Any, places: Mapping[int, nn.Parameter | None], depth: int = 0) -> None:
+        """Replace parameters in lists and keys of dicts, in attributes of optimizers too."""
+        if id(value) in self._seen or depth > 4 or isinstance(value, Tensor):
+            return
+        self._seen.add(id(value))
+        if isinstance(value, Optimizer):
+            for attribute in vars(value).values():
+                self.walk(attribute, places, depth + 1)
+        elif isinstance(value, list):
+            self._in_list(value, places, depth)
+        elif isinstance(value, dict):
+            self._in_dict(value, places, depth)
+        elif isinstance(value, tuple):
+            for item in value:
+                self.walk(item, places, depth + 1)
+
+    def _in_list(self, value: list[Any], places: Mapping[int, nn.Parameter | None], depth: int) -> None:
+        if not any(id(item) in places for item in value):
+            for item in value:
+                self.walk(item, places, depth + 1)
+            return
+        self._lists.append((value, list(value)))
+        value[:] = [item for item in (places.get(id(item), item) for item in value) if item is not None]
+
+    def _in_dict(self, value: dict[Any, Any], places: Mapping[int, nn.Parameter | None], depth: int) -> None:
+        self._dicts.append(value)
+        for key in list(value):
+            place = places.get(id(key))
+            if place is not None:
+                value[place] = value.pop(key)
+        for item in value.values():
+            self.walk(item, places, depth + 1)
+
+    def give_back(self, parameters: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Put the user's parameters back, also for state that was made meanwhile."""
+        for value, before in self._lists:
+            value[:] = before
+        for entries in self._dicts:
+            for key in [key for key in entries if isinstance(key, nn.Parameter) and key in parameters]:
+                entries[parameters[key]] = entries.pop(key)
+
+
+def take_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[[], Any] | None, tuple[Any, ...], dict[str, Any]]:
+    """Split the closure, the first argument of every step, from the rest."""
+    if args:
+        return args[0], args[1:], kwargs
+    return kwargs.get("closure"), (), {key: value for key, value in kwargs.items() if key != "closure"}
+
+
+@contextmanager
+def _on_every_rank(doing: str, device: torch.device) -> Iterator[None]:
+    """What fails on one rank fails on all, before they wait for each other."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    failed = torch.tensor(float(error is not None), device=device)
+    dist.all_reduce(failed, dist.ReduceOp.MAX)
+    if error is not None:
+        raise error
+    if failed.item():
+        raise NnxError(f"{doing} failed on another rank.", remedy="Look at the error of that rank.")
+
+
+class _Led:
+    """One step of an optimizer that rank 0 takes for all, and that the other ranks follow.
+
+    Args:
+        owners: What moves tensors.
+        optimizer: The user's.
+        owned: What is known of it.
+        closure: The user's, which every rank has to evaluate together.
+    """
+
+    def __init__(
+        self, owners: OwnerRanks, optimizer: Optimizer, owned: _Owned, closure: Callable[[], Any] | None
+    ) -> None:
+        self._owners, self._optimizer, self._owned, self._closure = owners, optimizer, owned, closure
+        self._result: Any = None
+        self._replaced: _Replaced | None = None
+
+    def step(self, step: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        """Run the step on rank 0; elsewhere evaluate the closure whenever it does."""
+        places = self._owners._gather(self._owned)
+        if dist.get_rank() == 0:
+            return self._lead(step, places, args, kwargs)
+        given = args if self._closure is None else (self._closure, *args)
+        run_step_hooks(self._optimizer, given, kwargs, before=True)
+        command = self._hear()
+        while command == _EVALUATE:
+            self._evaluate()
+            command = self._hear()
+        if command == _FAILED:
+            raise NnxError(
+                f"the step of {type(self._optimizer).__name__} failed on rank 0.",
+                remedy="Look at the error of rank 0.",
+            )
+        self._owners._scatter(self._owned)
+        run_step_hooks(self._optimizer, given, kwargs, before=False)
+        return cast(T, self._result)
+
+    def _lead(
+        self,
+        step: Callable[..., T],
+        places: Mapping[nn.Parameter, nn.Parameter | None],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> T:
+        if self._closure is not None:
+            args = (self._evaluate_everywhere, *args)
+        self._put(places)
+        try:
+            result = step(*args, **kwargs)
+        except Exception:
+            self._give_back()
+            self._say(_FAILED)
+            raise
+        self._give_back()
+        self._say(_DONE)
+        self._owners._scatter(self._owned)
+        return result
+
+    def _evaluate_everywhere(self) -> Any:
+        """The closure as rank 0's optimizer sees it: at the weights of now, with the loss of all ranks."""
+        self._give_back()
+        self._say(_EVALUATE)
+        self._put(self._evaluate())
+        return self._result
+
+    def _evaluate(self) -> Mapping[nn.Parameter, nn.Parameter | None]:
+        assert self._closure is not None
+        self._owners._scatter(self._owned)
+        with torch.enable_grad():
+            self._result = self._mean(self._closure())
+        return self._owners._gather(self._owned)
+
+    def _mean(self, loss: Any) -> Any:
+        """The mean of a loss over the ranks: what one process would have computed."""
+        if not isinstance(loss, Tensor | float | int):
+            return loss
+        mean = torch.as_tensor(loss).detach().to(self._owners._device, copy=True)
+        mean = mean if mean.is_floating_point() else mean.float()
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+        return mean if isinstance(loss, Tensor) else mean.item()
+
+    def _put(self, places: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
+        self._replaced = _Replaced()
+        self._replaced.walk(self._optimizer, {id(parameter): place for parameter, place in places.items()})
+
+    def _give_back(self) -> None:
+        if self._replaced is not None:
+            self._replaced.give_back({place: own for own, place in self._owned.places.items()})
+        self._replaced = None
+
+    def _say(self, command: int) -> None:
+        dist.broadcast(torch.tensor(command, device=self._owners._device), src=0)
+
+    def _hear(self) -> int:
+        command = torch.tensor(_DONE, device=self._owners._device)
+        dist.broadcast(command, src=0)
+        return int(command)
+
+
+# --- state ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Elsewhere:
+    """Stands for a tensor of an owner's state where other ranks describe it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _share(own: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What all owners hold, as every rank describes it.
+
+    Tensors of others are shards without a box here. Other values are known everywhere; those with tensors
+    in them, as lists of preconditioners, only to rank 0, which writes them.
+    """
+    known = {
+        name: {
+            key: _Elsewhere(value.shape, value.dtype) if isinstance(value, Shard) else value
+            for key, value in entries.items()
+            if isinstance(value, Shard) or not _has_tensors(value)
+        }
+        for name, entries in own.items()
+    }
+    rest = {
+        name: {key: value for key, value in entries.items() if key not in known[name]}
+        for name, entries in own.items()
+    }
+    group = control_group()
+    described = all_gather_object((known, any(rest.values())), group)
+    everything = {name: entries for known_by_rank, _ in described for name, entries in known_by_rank.items()}
+    if any(has_rest for _, has_rest in described):
+        for rest_of_rank in gather_object(rest, group) or []:
+            for name, entries in rest_of_rank.items():
+                everything[name].update(entries)
+    return {
+        name: {
+            key: Shard(value.shape, value.dtype, (), ()) if isinstance(value, _Elsewhere) else value
+            for key, value in entries.items()
+        }
+        for name, entries in everything.items()
+    }
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_has_tensors(item) for item in value.values())
+    return isinstance(value, Tensor) or (
+        isinstance(value, list | tuple | set) and any(_has_tensors(item) for item in value)
+    )
+
+
+class _OwnState:
+    """What `fill_optimizer` asks of a backend, where owners hold whole state."""
+
+    def __init__(self, owners: OwnerRanks, backend: Any, owned: _Owned) -> None:
+        self._owners, self._backend, self._owned = owners, backend, owned
+
+    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
+        """This rank's handles."""
+        return self._owners.describe(module, optimizer, alone=True)
+
+    def new_optimizer_state(
+        self,
+        parameter: nn.Parameter,
+        name: str,
+        *,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        group: Mapping[str, Any],
+    ) -> Tensor:
+        """Allocate a state tensor; whole for a parameter of this rank's own."""
+        if parameter not in self._owned.routes:
+            made: Tensor = self._backend.new_optimizer_state(
+                parameter, name, shape=shape, dtype=dtype, group=group
+            )
+            return made
+        on_host = not shape and not (group.get("fused") or group.get("capturable"))
+        return torch.zeros(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
