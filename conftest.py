@@ -15,6 +15,8 @@ import turns
 from longest_first import ordered
 from nnx_conformance.pool import WorkerPool, shared_pool
 
+pytest_plugins = ["sites"]
+
 _SET_BY_LAUNCHERS = (
     *("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("NODE_RANK", "GROUP_RANK", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"),

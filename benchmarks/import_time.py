@@ -47,8 +47,9 @@ import sys
 assert ("_nnx_autoload" in sys.modules) != {hidden}
 """
 
-LIST_MODULES = "import sys; sys.argv = ['nnx', 'list']\nfrom nnx_checkpoint.cli.command import main\ntry: main()\n" + (
-    "finally: assert 'torch' not in sys.modules and 'lightning' not in sys.modules"
+LIST_MODULES = (
+    "import sys; sys.argv = ['nnx', 'list']\nfrom nnx_checkpoint.cli.command import main\ntry: main()\n"
+    + ("finally: assert 'torch' not in sys.modules and 'lightning' not in sys.modules")
 )
 
 # The sides of the comparison: torch's own switch, ours, and the hook at work.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-INDEX = HERE.parent / "packages" / "nnx-core" / "src" / "nnx" / "catalog" / "index.json"
+INDEX = HERE.parent / "packages" / "nnx-core" / "src" / "nnx_core" / "catalog" / "index.json"
 PAGE = HERE.parent / "docs" / "catalog.md"
 # Successors may be Lightning's own names.
 LIGHTNING_SUCCESSORS = {"auto", "ddp", "xla", "xla_debug"}

@@ -19,9 +19,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from faults import Fault, all_faults
-from nnx_conformance import Session, Subject, all_checks, select_checks
-from nnx_conformance.check import Reference
+from nnx_conformance import Subject
+from nnx_conformance.check import Reference, all_checks
 from nnx_conformance.pool import PRELOAD, WorkerPool
+from nnx_conformance.runner import Session, select_checks
 from nnx_core.registry import StrategyRegistry
 
 CHECKS = {check.name: check for check in all_checks()}

@@ -33,7 +33,7 @@ FILES = (
     "packages/nnx-nnscaler/tests/acceptance/test_parity_of_models.py",
     "packages/nnx-core/tests/lightning/test_trainer.py",
     "packages/nnx-checkpoint/tests/foreign/test_converting.py",
-    "packages/nnx-core/tests/cli/test_conformance.py",
+    "packages/nnx-conformance/tests/test_command.py",
     "packages/nnx-core/tests/lite/test_lite_strategies.py",
     "packages/nnx-core/tests/lite/test_lite_pitfalls.py",
     "packages/nnx-colossalai/tests/acceptance/test_resume.py",

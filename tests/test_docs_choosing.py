@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from nnx_conformance import all_checks
+from nnx_conformance.check import all_checks
 from nnx_core.registry import StrategyRegistry
 from nnx_core.spec import Capabilities
 

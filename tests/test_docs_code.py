@@ -12,8 +12,8 @@ import typer
 import docs_table
 from jobs import docs_jobs
 from jobs.docs_blocks import LANGUAGES, PAGES, ROOT, Block, blocks_of, same_output, words
+from nnx_checkpoint.cli.command import _application
 from nnx_conformance.pool import JobError, WorkerPool
-from nnx_core.cli import _application
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES if blocks_of(page)]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from nnx_checkpoint.cli.command import _application
 from nnx_colossalai import ColossalAIOptions
-from nnx_core.cli import _application
 from nnx_core.options import CommonOptions
 from nnx_deepspeed.options import DeepSpeedOptions
 from nnx_fairscale.options import FairscaleFSDPOptions, OSSOptions, ShardedOptions

@@ -17,9 +17,9 @@ SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 NOT_TO_BE_DESCRIBED = {"__version__", "StrategyRegistry", "LightningLite"}
 """A string, the one instance of a class that is described, and a second name."""
 MODULES = {
-    "nnx.md": "nnx-core/src/nnx",
-    "checkpoint.md": "nnx-core/src/nnx/checkpoint",
-    "testing.md": "nnx-core/src/nnx/testing",
+    "nnx.md": "nnx-core/src/nnx_core",
+    "checkpoint.md": "nnx-checkpoint/src/nnx_checkpoint",
+    "testing.md": "nnx-conformance/src/nnx_conformance",
     "fsdp.md": "nnx-fsdp/src/nnx_fsdp",
     "nnscaler.md": "nnx-nnscaler/src/nnx_nnscaler",
     "colossalai.md": "nnx-colossalai/src/nnx_colossalai",

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from faults import Fault, all_faults
-from nnx_conformance import Session, all_checks
-from nnx_conformance.check import Reference
+from nnx_conformance.check import Reference, all_checks
 from nnx_conformance.pool import WorkerPool
+from nnx_conformance.runner import Session
 from turns import FULL
 
 CHECKS = {check.name: check for check in all_checks()}

@@ -11,7 +11,7 @@ import pytest
 
 import turns
 from longest_first import ROOT
-from nnx_conformance import select_checks
+from nnx_conformance.runner import select_checks
 
 
 def items(file: str, names: str, marked: str) -> list[Any]:

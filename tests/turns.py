@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from nnx_conformance import Check, all_checks
+from nnx_conformance.check import Check, all_checks
 
 __all__ = ["CASES", "FULL", "TURNS", "Turn", "chosen", "mark_what_has_no_turn"]
 

@@ -20,7 +20,7 @@ from nnx_checkpoint.shard import shard_of
 
 __all__ = ["FORMATS", "make_samples"]
 
-TESTS = Path(__file__).resolve().parents[2] / "packages" / "nnx-core" / "tests" / "checkpoint"
+TESTS = Path(__file__).resolve().parents[2] / "packages" / "nnx-checkpoint" / "tests"
 
 
 def make_samples(format: str, place: Path) -> list[Path]:

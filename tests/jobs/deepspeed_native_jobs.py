@@ -14,9 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from jobs.training import Run, make_trainer
 
-FIXTURES = (
-    Path(__file__).parents[2] / "packages" / "nnx-core" / "tests" / "checkpoint" / "foreign" / "fixtures"
-)
+FIXTURES = Path(__file__).parents[2] / "packages" / "nnx-checkpoint" / "tests" / "foreign" / "fixtures"
 
 
 def script() -> Any:

@@ -191,7 +191,7 @@ def _nnx(arguments: list[str]) -> tuple[int, str]:
     """The `nnx` command, outside of the world that this process is a rank of."""
     from typer.testing import CliRunner
 
-    from nnx_core.cli import _application
+    from nnx_checkpoint.cli.command import _application
 
     outside = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
     result = CliRunner().invoke(_application(arguments), arguments, env={**outside, "COLUMNS": "200"})

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[4] / "benchmarks" / "kill_saves.py"
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "kill_saves.py"
 
 
 def run(*arguments: str, path: Path) -> dict[str, Any]:

@@ -515,7 +515,7 @@ def test_a_file_may_hold_several_cells_of_a_tensor_and_whole_tensors_between() -
 
 
 def test_the_example_of_the_specification_is_an_index() -> None:
-    text = (Path(__file__).parents[4] / "docs" / "checkpoint-format.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "checkpoint-format.md").read_text()
     raw = text.split("## index.json")[1].split("```json\n")[1].split("```")[0]
     files = {
         "r00000.safetensors": FileEntry(4208, "", 4096),

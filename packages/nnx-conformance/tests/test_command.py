@@ -12,9 +12,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from nnx_conformance import Result, all_checks, runner
+from nnx_checkpoint.cli.command import main
+from nnx_conformance import cli as conformance
+from nnx_conformance import runner
+from nnx_conformance.check import all_checks
 from nnx_conformance.pool import WorkerPool
-from nnx_core.cli import conformance, main
+from nnx_conformance.report import Result
 
 Command = Callable[..., tuple[int, str, str]]
 NAMES = ("--import", "jobs.conformance_names")

@@ -6,10 +6,10 @@ import os
 import re
 from pathlib import Path
 
-from nnx_conformance import Check, Report, Result, all_checks
-from nnx_conformance.check import GROUPS
+from nnx_conformance.check import GROUPS, Check, all_checks
+from nnx_conformance.report import Report, Result
 
-PAGE = Path(__file__).parents[4] / "docs" / "conformance.md"
+PAGE = Path(__file__).parents[3] / "docs" / "conformance.md"
 TABLES = re.compile(r"(<!-- checks: [^\n]* -->\n).*?(<!-- end of checks -->)", re.DOTALL)
 ABOUT = {
     "numbers": "Training gives the numbers of one process.",

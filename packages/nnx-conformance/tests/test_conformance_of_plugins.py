@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nnx_conformance import Subject, all_checks
-from nnx_conformance.check import Bench, CheckFailed, NotApplicable, Reference
+from nnx_conformance import Subject
+from nnx_conformance.check import Bench, CheckFailed, NotApplicable, Reference, all_checks
 from nnx_conformance.pool import WorkerPool
 from nnx_conformance.subject import Identity
 from nnx_core.registry import StrategyRegistry

@@ -7,8 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from nnx_conformance import Report, Result
-from nnx_conformance.report import Verdict
+from nnx_conformance.report import Report, Result, Verdict
 
 
 def report(*verdicts: Verdict) -> Report:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nnx_conformance import all_checks, select_checks
+from nnx_conformance.check import all_checks
+from nnx_conformance.runner import select_checks
 
 pytest_plugins = ("pytester",)
 

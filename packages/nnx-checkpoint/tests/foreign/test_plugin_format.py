@@ -15,7 +15,7 @@ from nnx_checkpoint.formats import specs
 from nnx_checkpoint.shard import shard_of
 from nnx_core.errors import CheckpointError
 
-DOCS = Path(__file__).parents[5] / "docs" / "plugins.md"
+DOCS = Path(__file__).parents[4] / "docs" / "plugins.md"
 
 
 def documented() -> tuple[str, str]:

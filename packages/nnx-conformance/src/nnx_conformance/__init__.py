@@ -11,40 +11,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nnx_conformance.check import Check, all_checks
     from nnx_conformance.pool import JobError, WorkerPool, shared_pool
-    from nnx_conformance.report import Report, Result
-    from nnx_conformance.runner import Session, run_conformance, select_checks
+    from nnx_conformance.runner import run_conformance
     from nnx_conformance.subject import Subject
     from nnx_conformance.suite import StrategyConformance
 
 __all__ = [
-    "Check",
     "JobError",
-    "Report",
-    "Result",
-    "Session",
     "StrategyConformance",
     "Subject",
     "WorkerPool",
-    "all_checks",
     "run_conformance",
-    "select_checks",
     "shared_pool",
 ]
 
 _HOME = {
-    "Check": "check",
     "JobError": "pool",
-    "Report": "report",
-    "Result": "report",
-    "Session": "runner",
     "StrategyConformance": "suite",
     "Subject": "subject",
     "WorkerPool": "pool",
-    "all_checks": "check",
     "run_conformance": "runner",
-    "select_checks": "runner",
     "shared_pool": "pool",
 }
 

@@ -19,7 +19,8 @@ from nnx_checkpoint.cli.output import print_error, print_json, print_note, print
 from nnx_core.errors import OptionError, StrategyNotFoundError, StrategyNotInstalledError
 
 if TYPE_CHECKING:
-    from nnx_conformance import Check, Report, Result
+    from nnx_conformance.check import Check
+    from nnx_conformance.report import Report, Result
 
 __all__ = ["list_checks", "parse_options", "run"]
 
@@ -40,7 +41,8 @@ def run(
     as_json: bool,
 ) -> int:
     """Check a strategy and print what was found; 1 where it breaks a promise, 2 for wrong arguments."""
-    from nnx_conformance import Subject, run_conformance, select_checks
+    from nnx_conformance.runner import run_conformance, select_checks
+    from nnx_conformance.subject import Subject
 
     try:
         subject = Subject(
@@ -69,7 +71,7 @@ def run(
 
 def list_checks(*, as_json: bool) -> int:
     """Print every check and what it tries."""
-    from nnx_conformance import all_checks
+    from nnx_conformance.check import all_checks
 
     rows = [
         {

@@ -14,9 +14,6 @@ from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
-import nnx_core
-from nnx_core import __all__
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import ModuleType
@@ -88,7 +85,9 @@ sys.meta_path.insert(0, _Moved())
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
+    import nnx_core
+
+    if name in nnx_core.__all__:
         value = getattr(nnx_core, name)
     elif name in ("checkpoint", "lite", "testing"):
         value = importlib.import_module(f"nnx.{name}")
@@ -100,3 +99,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+# Last, as this looks for plugins, which may import what is above.
+from nnx_core import __all__  # noqa: E402

@@ -175,7 +175,7 @@ def test_the_hook_can_be_turned_off_and_import_nnx_does_the_same_later(probes, r
 
 
 def test_a_broken_nnx_breaks_neither_torch_nor_lightning_and_is_reported(site, run_python, tmp_path):
-    (site.path / "nnx.py").write_text("raise SystemExit('nnx is broken')")
+    (site.path / "nnx_core.py").write_text("raise SystemExit('nnx is broken')")
     done = run_python(
         """
         import torch
@@ -212,7 +212,7 @@ def test_strict_mode_reaches_whoever_imports_lightning(site, run_python):
     site.add("bb-broken", "import does_not_exist")
     done = run_python("import lightning.pytorch", check=False, NNX_STRICT_PLUGINS="1")
     assert done.returncode == 1
-    assert "nnx_core.errors.PluginError: plugin 'bb_broken' of bb-broken 1.0" in done.stderr
+    assert "nnx_checkpoint.errors.PluginError: plugin 'bb_broken' of bb-broken 1.0" in done.stderr
 
 
 def test_names_are_known_under_torchrun(probes, tmp_path):

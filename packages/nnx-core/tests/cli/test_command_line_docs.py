@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nnx_core.cli import _application, main
+from nnx_checkpoint.cli.command import _application, main
 from nnx_core.plugins import inventory
 
 PAGE = Path(__file__).parents[4] / "docs" / "command-line.md"

@@ -12,7 +12,7 @@ import pytest
 
 from nnx_checkpoint.cli.command import main
 
-SPEC = "from nnx import StrategySpec, hookimpl\n@hookimpl\ndef nnx_strategies():\n    return "
+SPEC = "from nnx_core import StrategySpec, hookimpl\n@hookimpl\ndef nnx_strategies():\n    return "
 FINE = SPEC + "[StrategySpec('bad', 'some:Thing')]"
 
 HOSTILE = {

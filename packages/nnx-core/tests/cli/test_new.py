@@ -15,10 +15,10 @@ from pathlib import Path
 import copier
 import pytest
 
-from nnx_conformance import Subject, select_checks
-from nnx_conformance.check import Reference
-from nnx_conformance.runner import Session
 from nnx_checkpoint.cli.command import main
+from nnx_conformance import Subject
+from nnx_conformance.check import Reference
+from nnx_conformance.runner import Session, select_checks
 from nnx_core.cli.new import Given, run
 from nnx_core.spec import API_VERSION
 

@@ -18,9 +18,8 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from nnx_checkpoint import convert
-from nnx_conformance import Report, Result
-from nnx_conformance.report import Verdict
-from nnx_core.cli import _application, main
+from nnx_checkpoint.cli.command import _application, main
+from nnx_conformance.report import Report, Result, Verdict
 from nnx_core.cli.schema import documented
 
 Command = Callable[..., tuple[int, Any]]
