@@ -112,7 +112,7 @@ def test_the_core_ships_its_catalog_and_its_template(project, built):
         return
     names = set(modules(built[1]))
     assert [name for name in names if re.search(r"^nnx_core/.*catalog.*\.json$", name)]
-    assert {"nnx/template/copier.yml", "nnx/template/project/.gitignore.jinja"} <= names
+    assert {"nnx_core/template/copier.yml", "nnx_core/template/project/.gitignore.jinja"} <= names
 
 
 def test_metadata_says_what_a_stranger_wants_to_know(project, built):
