@@ -67,6 +67,20 @@ class OtherOrderByHand(Net):
         raise AssertionError("the optimizer has stepped")
 
 
+class OtherOrderLater(OtherOrderByHand):
+    """The same, when the ranks no longer compare orders before each step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(self.frozen(x))
+        first = self.global_rank if self.trainer.global_step >= 17 else 0
+        for layer in (first, 1 - first):
+            hidden = (hidden * self.blocks[layer].norm.weight).tanh()
+        return self.head(hidden)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
 class Surgeon(Net):
     """Makes its gradients itself, of this rank's samples."""
 
@@ -171,6 +185,8 @@ REFUSED: dict[str, tuple[type[Net], Run]] = {
     "a group added": (Grouped, SHORT),
     "arguments of backward": (Weighted, SHORT),
     "another order": (OtherOrderByHand, SHORT),
+    "another order later": (OtherOrderLater, replace(SHORT, steps=19)),
+    "another order at the end": (OtherOrderLater, replace(SHORT, steps=18)),
     "frozen in mid-run": (Frozen, SHORT),
     "gradients of its own": (Surgeon, SHORT),
     "state dropped": (Forgetful, SHORT),

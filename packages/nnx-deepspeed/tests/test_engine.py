@@ -47,7 +47,9 @@ HOST = ("nnx_deepspeed_3_cpu", PARTS)
         ("adagrad in groups", "DeepSpeed rebuilds Adagrad with one param group; this one has 2"),
         ("two optimizers", "DeepSpeed trains one module with one optimizer; there are 2"),
         ("a group added", "a param group was added while training"),
-        ("another order", "the gradients came in another order on one rank than on another"),
+        ("another order", "nothing has stepped with them"),
+        ("another order later", "in the backward before this one the gradients came in another order on one"),
+        ("another order at the end", "in the last backward the gradients came in another order on one rank"),
         ("frozen in mid-run", "embed.weight was frozen while training"),
         (
             "gradients of its own",

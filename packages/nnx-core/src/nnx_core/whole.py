@@ -50,6 +50,7 @@ local_mode = torch._C.DisableTorchFunctionSubclass
 """Context in which guarded tensors are what the engine made of them, on this thread."""
 guarded_mode = torch._C._EnableTorchFunction
 """Context, within local mode, in which the user's code sees whole tensors again."""
+_in_guarded_mode = torch._C._is_torch_function_enabled
 
 
 def as_stored(*tensors: Tensor) -> AbstractContextManager[Any]:
@@ -218,6 +219,24 @@ class Guard:
     _part: Part
     _plain: type[Tensor]
 
+    @property
+    def grad(self) -> Tensor | None:
+        """As `__torch_function__` would, and faster: optimizers ask each parameter in each step."""
+        if _in_guarded_mode():
+            return self._part.gradient_shown()
+        return cast("Tensor | None", _GRAD.__get__(self))
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        if _in_guarded_mode():
+            self._part.gradient_given(gradient)
+        else:
+            _GRAD.__set__(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
     @classmethod
     def __torch_function__(
         cls,
@@ -229,7 +248,7 @@ class Guard:
         sees = what_it_sees(func)
         first = args[0] if args else None
         if isinstance(first, Guard):
-            if sees is Sees.GRADIENT:  # first, because optimizers do this to every parameter in every step
+            if sees is Sees.GRADIENT:
                 return first._part.gradient_shown()
             if sees is Sees.ASSIGNS_GRADIENT:
                 return first._part.gradient_given(*args[1:] or (None,))
@@ -265,6 +284,7 @@ class Guard:
         return repr(plain_copy(self))
 
 
+_GRAD: Any = Tensor.grad
 _BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward})
 _OWN_ATTRIBUTES = frozenset({"_part", "_of", "_local", "_is_param"})
 

@@ -20,6 +20,7 @@ __all__ = [
     "before_each_gather",
     "count_backwards_anew",
     "drop_stale_gradients",
+    "ends_of_backward",
     "forget_gradients",
     "fragment",
     "gather_for_user",
@@ -456,12 +457,16 @@ def reduces_whole_gradients(zero: Any) -> bool:
     return not hasattr(zero, "_coalesce_grad_reduction")
 
 
-def will_be_used(parameters: Sequence[nn.Parameter]) -> list[bool]:
-    """Which parameters the backward that runs now comes to; called by one of its hooks."""
+def ends_of_backward(parameters: Sequence[nn.Parameter]) -> list[Any]:
+    """Where a backward comes to each parameter. As long as these are held, they stay the same."""
     from torch.autograd.graph import _get_grad_fn_or_grad_acc
 
     with torch.enable_grad():
-        nodes = [_get_grad_fn_or_grad_acc(parameter) for parameter in parameters]
+        return [_get_grad_fn_or_grad_acc(parameter) for parameter in parameters]
+
+
+def will_be_used(nodes: Sequence[Any]) -> list[bool]:
+    """Which parameters the backward that runs now comes to; called by one of its hooks."""
     return [bool(torch._C._will_engine_execute_node(node)) for node in nodes]
 
 

@@ -8,7 +8,8 @@ where a rank comes to it. Ranks that go different ways through the model would m
   gradients stay where they are until backward is over, missing ones become zeros, and all are reduced in one
   order.
 - When backward is over, the ranks compare the order in which gradients came: weights that are used outside of
-  their layers may have come in different ones all the same. This is refused before the step.
+  their layers may have come in different ones all the same. This is refused: before the step in the first
+  backwards, and from then on as the next backward begins, or a save, so that no step waits for it.
 - Under stage 3 a layer that only some ranks come to is refused before its gather, and so is a weight that
   only some ranks read.
 """
@@ -31,6 +32,7 @@ from nnx_core.used import CollectiveOrder, used_anywhere
 from nnx_deepspeed._deepspeed_compat import (
     before_each_gather,
     drop_stale_gradients,
+    ends_of_backward,
     has_gradient,
     have_sums,
     hold_back_reduction,
@@ -50,6 +52,8 @@ _REMEDY = (
     "persistence_threshold keeps small layers whole."
 )
 _BITS = 32
+_CHECKED_AT_ONCE = 16
+"""Backwards whose order of gradients is compared before the step, by an exchange of its own."""
 
 
 class Agreement:
@@ -81,11 +85,13 @@ class Agreement:
         self._waits_to_reduce = waits_to_reduce
         self._is_needed = not reduces_whole_gradients(self._zero)
         self._came: list[int] = []
-        self._calls = 0
+        self._calls = self._last_order = self._ends = 0
         self._handles: list[RemovableHandle] = []
         self.used: set[nn.Parameter] = set()
         self.runs_backward = False
         self._order: CollectiveOrder | None = None
+        self._cuts_each_parameter = hasattr(self._zero, "fp16_groups")  # stage 3
+        self._nodes: list[Any] | None = None
         if not self._is_needed:
             return
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
@@ -93,14 +99,15 @@ class Agreement:
         for number, layer in enumerate(module.modules()):
             if next(layer.parameters(recurse=False), None) is not None:
                 self._handles.append(layer.register_forward_pre_hook(partial(self._note_call, number)))
-        if hasattr(self._zero, "fp16_groups") and is_distributed():  # stage 3
+        if self._cuts_each_parameter and is_distributed():
             self._order = CollectiveOrder(remedy=_REMEDY)
             self._order.begin("the set-up")  # it knows of no collective before its first step
             self._order.end()
             before_each_gather(names, self._before_gather)
 
     def remove(self) -> None:
-        """Take the hooks off the layers."""
+        """Take the hooks off the layers, and hold nothing of a graph."""
+        self._nodes = None
         for handle in self._handles:
             handle.remove()
 
@@ -183,17 +190,24 @@ class Agreement:
                 hook.remove()
 
     def _begin(self, backward: _Backward) -> None:
-        self._exchange(backward, will_be_used(self._parameters))
+        if self._nodes is None or self._cuts_each_parameter:
+            self._nodes = ends_of_backward(self._parameters)
+        self._exchange(backward, will_be_used(self._nodes))
 
     def _exchange(self, backward: _Backward, used: Sequence[bool]) -> None:
         """Exchange what each rank uses, and what has a gradient already; hold back what differs."""
         has = [u or has_gradient(p) for u, p in zip(used, self._parameters, strict=True)]
         calls, self._calls = self._calls, 0
-        flags = used_anywhere([*has, *(not one for one in used), *_flags_of(calls)])
+        order, self._last_order = self._last_order, 0
+        ours = [*has, *(not one for one in used), *_flags_of(calls), *_flags_of(order)]
+        flags = used_anywhere(ours)
         number = len(used)
         backward.anywhere, missing = flags[:number], flags[number : 2 * number]
         is_mixed = any(a and m for a, m in zip(backward.anywhere, missing, strict=True))
-        if is_mixed or _differs(flags[2 * number :]):
+        of_calls, of_order = flags[2 * number : -2 * _BITS], flags[-2 * _BITS :]
+        if _differs(of_order):
+            raise self._other_order("in the backward before this one")
+        if is_mixed or _differs(of_calls):
             backward.hold_back()
         self._add_used(backward.anywhere)
         unused = [p for p, a in zip(self._parameters, backward.anywhere, strict=True) if not a]
@@ -210,14 +224,32 @@ class Agreement:
             self._calls = crc32(number.to_bytes(4, "little"), self._calls)
 
     def _refuse_other_order(self) -> None:
-        came = crc32(",".join(map(str, self._came)).encode())
+        self._last_order = crc32(",".join(map(str, self._came)).encode())
         self._came.clear()
-        if _differs(used_anywhere(_flags_of(came))):
-            raise UnsupportedError(
-                "in this backward the gradients came in another order on one rank than on another, so "
-                "DeepSpeed has reduced different parameters together; nothing has stepped with them.",
-                remedy="Use weights in the same order on every rank, or call the layers that hold them.",
-            )
+        self._ends += 1
+        if self._ends <= _CHECKED_AT_ONCE:
+            self.refuse_other_order("in this backward", "nothing has stepped with them.")
+
+    def refuse_other_order(
+        self, when: str = "in the last backward", then: str = "the last step was wrong."
+    ) -> None:
+        """Compare the order of the gradients of the last backward. Collective.
+
+        Raises:
+            UnsupportedError: It was not the same on every rank.
+        """
+        order, self._last_order = self._last_order, 0
+        if self._is_needed and _differs(used_anywhere(_flags_of(order))):
+            raise self._other_order(when, then)
+
+    @staticmethod
+    def _other_order(when: str, then: str = "the last step was wrong.") -> UnsupportedError:
+        return UnsupportedError(
+            f"{when} the gradients came in another order on one rank than on another, so DeepSpeed has "
+            f"reduced different parameters together; {then}",
+            remedy="Use weights in the same order on every rank, or call the layers that hold them; resume "
+            "from the last checkpoint.",
+        )
 
 
 def _flags_of(number: int) -> list[bool]:

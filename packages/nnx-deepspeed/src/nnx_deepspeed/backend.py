@@ -191,6 +191,7 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
     def model_state(self, module: nn.Module) -> ModelState:
         """Handles on the masters, as they are with what was written into the weights meanwhile."""
         if self._engine is not None:
+            self._engine.agreement.refuse_other_order()
             self._engine.take_written_weights(looking_everywhere=True)
         return super().model_state(module)
 

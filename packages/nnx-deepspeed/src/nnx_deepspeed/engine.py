@@ -221,7 +221,6 @@ class ZeroEngine:
 
     def step(self, step: Callable[..., T], closure: Callable[[], Any] | None) -> T:
         """Run the user's optimizer step: its hooks, its closure, and in its middle DeepSpeed's own step."""
-        self._refuse_changes()
 
         def closure_and_step() -> Any:
             loss = None
@@ -309,6 +308,7 @@ class ZeroEngine:
 
     def remove(self) -> None:
         """Give the module plain parameters back, complete and as exact as the masters. Collective."""
+        self.agreement.refuse_other_order()
         self.take_written_weights(looking_everywhere=True)
         full = {parameter: self._gather(parameter) for parameter in self._attributes}
         self.state.remove()

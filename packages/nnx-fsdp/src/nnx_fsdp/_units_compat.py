@@ -14,6 +14,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 
 from nnx_core._fsdp_compat import param_groups, states_of
 from nnx_core.watch import refuse_unequal_gradient
+from nnx_core.whole import local_mode
 
 __all__ = ["GatheredWeight", "HeldParameter", "Unit", "is_in_transform", "units_of"]
 
@@ -101,11 +102,12 @@ class HeldParameter:
 
     def _put(self, parameter: nn.Parameter) -> None:
         """Give the modules another object for this parameter, unless they have one of the user's."""
-        own = (self.sharded, self._put_last, self.gathered)
+        last, sharded, gathered = self._put_last, self.sharded, self.gathered
         for module, name in self.places:
-            found = module._parameters.get(name)
-            if any(found is ours for ours in own):
-                module._parameters[name] = parameter
+            held = module._parameters
+            found = held.get(name)
+            if found is last or found is sharded or found is gathered:
+                held[name] = parameter
         self._put_last = parameter
 
     def share_attributes(self, *, watch_data: bool) -> None:
@@ -152,12 +154,15 @@ class Unit:
         group = self._group
         unshard, wait, reshard = group.unshard, group.wait_for_unshard, group.reshard
 
+        # FSDP2 looks at each of its parameters several times in a step: at what they are, not through guards.
         def watched_unshard(async_op: bool = False) -> None:
             gathering(self)
-            unshard(async_op)
+            with local_mode():
+                unshard(async_op)
 
         def watched_wait() -> None:
-            wait()
+            with local_mode():
+                wait()
             if self.is_gathered:
                 gathered(self)
 
@@ -177,7 +182,8 @@ class Unit:
             if group.reshard_after_backward and wanted():
                 group.reshard_after_backward = False
                 self._is_kept = True
-            post_backward(*unused)
+            with local_mode():
+                post_backward(*unused)
 
         group.post_backward = watched
 
