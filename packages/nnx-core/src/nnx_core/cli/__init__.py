@@ -81,8 +81,14 @@ def check_installation(
     as_json: _Json = False,
 ) -> None:
     """Check versions and plugins, and say how to mend what is broken."""
-    from nnx_core.cli.doctor import run
-    from nnx_core.plugins.outside import looking_from_outside
+    try:
+        from nnx_core.cli.doctor import run
+        from nnx_core.plugins.outside import looking_from_outside
+    except ModuleNotFoundError as error:
+        raise NnxError(
+            f"nnx-core is installed in part: it needs {error.name}, which is missing.",
+            remedy=f"Run `pip install {error.name}`, or `pip install --force-reinstall nnx-core`.",
+        ) from error
 
     with looking_from_outside():
         raise typer.Exit(run(strict=strict, as_json=as_json))

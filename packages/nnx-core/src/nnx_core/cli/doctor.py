@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from nnx_checkpoint.cli.output import print_json, print_table, print_text
@@ -19,7 +21,7 @@ from nnx_core.registry import StrategyRegistry
 
 __all__ = ["run"]
 
-_DISTRIBUTIONS = ("nnx-core", "torch", "lightning", "pytorch-lightning")
+_DISTRIBUTIONS = ("nnx-core", "nnx-checkpoint", "torch", "lightning", "pytorch-lightning")
 _MALICIOUS = {"lightning": ("2.6.2", "2.6.3"), "pytorch-lightning": ("2.6.2", "2.6.3")}
 _CONSEQUENCE = "so that Lightning knows our names only after `import nnx`."
 
@@ -44,7 +46,7 @@ class Finding:
 def run(*, strict: bool, as_json: bool) -> int:
     """Print the diagnosis; 1 where there is a problem, or with `strict` a remark."""
     versions = {"python": platform.python_version(), **{name: _version(name) for name in _DISTRIBUTIONS}}
-    findings = _check_versions(versions) + _check_hook() + _check_plugins()
+    findings = _check_versions(versions) + _check_hook() + _check_face() + _check_plugins()
     if strict:
         findings += _import_everything()
     bad = any(strict or finding.level == "problem" for finding in findings)
@@ -110,6 +112,25 @@ def _check_hook() -> list[Finding]:
         )
         for variable in ("NNX_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD")
         if os.environ.get(variable) == "0"
+    ]
+
+
+def _check_face() -> list[Finding]:
+    """Whether ``import nnx`` still means us: another project has that name on the package index."""
+    found = find_spec("nnx")
+    place = found.origin if found is not None else None
+    if place and "nnx_core" in Path(place).read_text(encoding="utf-8", errors="replace"):
+        return []
+    owners = ", ".join(sorted({*packages_distributions().get("nnx", ())} - {"nnx-core"}))
+    return [
+        Finding(
+            "problem",
+            "import nnx",
+            f"it finds {place or 'nothing'}{f', of {owners}' if owners else ''}, and not the face of "
+            "nnx-core; strategies, checkpoints and this command do not need it.",
+            "Write `import nnx_core as nnx`; or uninstall the other package, and then run "
+            "`pip install --force-reinstall --no-deps nnx-core`.",
+        )
     ]
 
 

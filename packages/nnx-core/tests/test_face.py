@@ -1,0 +1,111 @@
+"""`import nnx` is a face: what it shows lives elsewhere, and nothing of ours needs it."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+import nnx
+import nnx_core
+from nnx_core.cli import doctor
+
+FOREIGN = "class Linear: pass\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("nnx.checkpoint", "nnx_checkpoint"),
+        ("nnx.checkpoint.manifest", "nnx_checkpoint.manifest"),
+        ("nnx.checkpoint.storage.files", "nnx_checkpoint.storage.files"),
+        ("nnx.layout", "nnx_checkpoint.shard"),
+        ("nnx.testing", "nnx_conformance"),
+        ("nnx.testing.pool", "nnx_conformance.pool"),
+        ("nnx.testing.conformance.check", "nnx_conformance.check"),
+        ("nnx.backend", "nnx_core.backend"),
+        ("nnx.lightning.trainer", "nnx_core.lightning.trainer"),
+        ("nnx.lite", "nnx_core.lite"),
+    ],
+)
+def test_a_module_of_old_is_the_module_of_today(old: str, new: str) -> None:
+    module = importlib.import_module(new)
+    assert importlib.import_module(old) is module
+    assert module.__name__ == new
+    assert module.__spec__ is not None and module.__spec__.name == new
+
+
+def test_what_the_core_offers_is_there_without_another_import() -> None:
+    assert set(nnx_core.__all__) <= set(dir(nnx))
+    assert nnx.strategy is nnx_core.strategy
+    assert nnx.checkpoint.save.__module__ == "nnx_checkpoint.writer"
+    assert nnx.testing.StrategyConformance is not None
+
+
+def test_a_name_that_never_was_is_an_error() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"nnx\.nonsense"):
+        importlib.import_module("nnx.nonsense")
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = nnx.nonsense  # type: ignore[attr-defined]
+
+
+def test_another_package_of_the_same_name_disturbs_nothing(site, run_python) -> None:
+    (site.path / "nnx").mkdir()
+    (site.path / "nnx" / "__init__.py").write_text(FOREIGN)
+    run_python(
+        """
+        import sys
+        import torch
+        from lightning.pytorch import Trainer
+        from lightning.pytorch.strategies import StrategyRegistry
+
+        import nnx
+        assert nnx.Linear
+        assert {"fsdp_auto", "nnscaler_dp", "colossalai"} <= set(StrategyRegistry)
+        for name in ("fsdp_auto", "nnscaler_dp", "colossalai"):
+            Trainer(strategy=name, accelerator="cpu", devices=1, logger=False)
+
+        import nnx_checkpoint
+        from nnx_checkpoint.shard import shard_of
+        nnx_checkpoint.save("a.ckpt", tensors={"w": shard_of(torch.ones(2))}, objects={})
+        assert nnx_checkpoint.open_checkpoint("a.ckpt").read("w").tolist() == [1, 1]
+
+        from nnx_checkpoint.cli.command import main
+        sys.argv = ["nnx", "doctor"]
+        try:
+            main()
+        except SystemExit as end:
+            assert end.code == 1
+        """
+    )
+
+
+def test_the_doctor_names_another_package_of_the_same_name(tmp_path, monkeypatch) -> None:
+    assert doctor._check_face() == []
+    other = tmp_path / "__init__.py"
+    other.write_text(FOREIGN)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: importlib.util.spec_from_file_location(name, other))
+    (finding,) = doctor._check_face()
+    assert str(other) in finding.detail and "--force-reinstall" in finding.remedy
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    assert "finds nothing" in doctor._check_face()[0].detail
+
+
+@pytest.mark.parametrize("missing", ["pluggy", "nnx_conformance"])
+def test_the_command_survives_what_is_missing(run_python, missing: str) -> None:
+    command = "doctor" if missing == "pluggy" else "conformance"
+    done = run_python(
+        f"""
+        import sys
+        sys.modules[{missing!r}] = None
+        from nnx_checkpoint.cli.command import main
+        sys.argv = ["nnx", {command!r}]
+        main()
+        """,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert {"pluggy": "pip install pluggy", "nnx_conformance": "pip install nnx-conformance"}[
+        missing
+    ] in done.stderr
