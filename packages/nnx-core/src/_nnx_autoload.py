@@ -138,11 +138,11 @@ def _callbacks(maker: str) -> list[Any]:
         return []
     import logging
 
-    from nnx_core.lightning import parameter_names
+    from nnx_core.lightning import callbacks
 
     for tree in ("lightning.fabric", "lightning_fabric"):  # which names them, on every rank
         logging.getLogger(f"{tree}.utilities.registry").addFilter(_is_not_about_us)
-    found: list[Any] = getattr(parameter_names, maker)()
+    found: list[Any] = getattr(callbacks, maker)()
     return found
 
 

@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 
 import nnx
-from nnx_core.lightning.parameter_names import ParameterNames, callbacks
+from nnx_core.lightning.callbacks import ParameterNames, callbacks
 
 
 def _quiet_trainer(**options: object) -> Trainer:

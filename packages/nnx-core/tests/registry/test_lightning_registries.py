@@ -14,9 +14,8 @@ from lightning.pytorch.strategies import StrategyRegistry as Lightnings
 
 import nnx
 from nnx_core.errors import OptionError, PluginError, StrategyNotFoundError, StrategyNotInstalledError
-from nnx_core.lightning.explaining import ExplainingList
 from nnx_core.lightning.factory import default_namespace
-from nnx_core.lightning.registration import StrategyFactory
+from nnx_core.lightning.registration import ExplainingList, StrategyFactory
 from nnx_core.spec import LIGHTNING_NAMES
 
 pytestmark = [

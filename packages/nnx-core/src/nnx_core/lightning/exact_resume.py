@@ -1,9 +1,9 @@
 """Exact resume of a Trainer: each rank's random state and its position in the data.
 
-Lightning restores weights, optimizers and counters; data it reads again from the beginning of the epoch,
-and random numbers it draws anew. This module saves what is missing for each rank, and puts it back when it
-counts: the position when the loaders are made, random numbers just before training begins.
-Where the strategy is Lightning's own, `nnx_core.lightning.resume_callback` calls it.
+Lightning restores weights, optimizers and counters; data it reads again from the beginning of the epoch, and
+random numbers it draws anew. This module saves what is missing for each rank, and puts it back when it
+counts: the position when the loaders are made, random numbers just before training begins. Where the strategy
+is Lightning's own, `nnx_core.lightning.callbacks` calls it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,22 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from nnx_checkpoint.collective import control_group, together
 from nnx_checkpoint.naming import RANKS
 from nnx_core import random_state
-from nnx_core.data_position import Position
 from nnx_core.errors import CheckpointError
-from nnx_core.lightning.loop_progress import Interruption, complete_batch, interruption
-from nnx_core.lightning.training_data import TrainingData, begin_late
+from nnx_core.lightning.training_data import (
+    Interruption,
+    Position,
+    TrainingData,
+    begin_late,
+    complete_batch,
+    interruption,
+)
 from nnx_core.shares import of_process
 
-__all__ = ["ExactResume"]
+__all__ = [
+    "ExactResume",
+]
+
+
 _NO_DATA: Mapping[str, Any] = {"loaders": (), "stateful": ()}
 """Fabric's checkpoints hold random state alone."""
 

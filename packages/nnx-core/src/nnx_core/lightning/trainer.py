@@ -5,8 +5,9 @@ The order in which Trainer calls these members is in ``docs/tour.md``.
 
 from __future__ import annotations
 
+import importlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import copy
 from enum import Enum
@@ -32,10 +33,7 @@ from nnx_core.lightning.checkpoint import (
 )
 from nnx_core.lightning.checkpoint_io import CheckpointIO
 from nnx_core.lightning.compat import attached_trainer, is_wrapping_checkpoint_io, make_optimizers
-from nnx_core.lightning.even_prediction import EvenPrediction
 from nnx_core.lightning.exact_resume import ExactResume
-from nnx_core.lightning.gradient_access import looks_after_backward, looks_before_step
-from nnx_core.lightning.layer_sync import put_back, synchronize_layers
 from nnx_core.lightning.processes import ParallelProcesses
 from nnx_core.lightning.routing import (
     publishes_gradients,
@@ -52,7 +50,144 @@ from nnx_core.state import OptimizerState, repoint_optimizer
 from nnx_core.used import before_reduction, end_run
 from nnx_core.whole import as_stored
 
-__all__ = ["TrainerAdapter"]
+__all__ = [
+    "EvenPrediction",
+    "TrainerAdapter",
+]
+
+
+# --- whether user code looks at gradients ---------------------------------------------------------
+# Looked up at each backward, as callbacks come and go, and only for engines that keep gradients elsewhere
+# than in ``p.grad``, which then have to show them.
+
+
+def looks_after_backward(root: str, module: Any) -> bool:
+    """Whether gradients are looked at after every backward, also while they accumulate.
+
+    Args:
+        root: The root of Lightning's tree, such as ``"lightning.pytorch"``.
+        module: The LightningModule, attached to its Trainer.
+    """
+    return not module.automatic_optimization or _overrides(root, module, ("on_after_backward",))
+
+
+def looks_before_step(root: str, module: Any) -> bool:
+    """Whether gradients are looked at once they are complete, until they are dropped.
+
+    Args:
+        root: As in `looks_after_backward`.
+        module: As there.
+    """
+    hooks = (
+        "on_before_optimizer_step",
+        "configure_gradient_clipping",
+        "optimizer_step",
+        "on_before_zero_grad",
+    )
+    return _overrides(root, module, hooks)
+
+
+def _overrides(root: str, module: Any, hooks: tuple[str, ...]) -> bool:
+    tree = importlib.import_module(root)
+    if any(_is_overridden(module, hook, tree.LightningModule) for hook in hooks):
+        return True
+    return any(
+        _is_overridden(callback, hook, tree.Callback)
+        for callback in module.trainer.callbacks
+        for hook in hooks
+    )
+
+
+def _is_overridden(instance: Any, hook: str, base: type) -> bool:
+    if hook in vars(instance):  # put on the object itself
+        return True
+    own = getattr(type(instance), hook, None)
+    return own is not None and own is not getattr(base, hook, None)
+
+
+# --- the same number of prediction steps on every rank --------------------------------------------
+# To predict, Lightning deals samples out without padding, so that one rank may have a batch more than
+# another. Where a forward is collective the others would leave that rank waiting for ever.
+
+
+class EvenPrediction:
+    """Repeats a rank's last step as often as the ranks with more batches need; its results are dropped.
+
+    Example:
+        >>> even = EvenPrediction()
+        >>> even.start([2], most=lambda own: 4)
+        >>> steps = []
+        >>> for batch in ("first", "last"):
+        ...     steps.append(batch)
+        ...     even.after_step(lambda: steps.append("again"), batch)
+        >>> steps
+        ['first', 'last', 'again', 'again']
+    """
+
+    def __init__(self) -> None:
+        self._own = self._missing = 0
+
+    def start(self, batches: Sequence[float], *, most: Callable[[int], int]) -> None:
+        """Find out how many steps this rank has to add. Collective where all ranks know their numbers.
+
+        Args:
+            batches: Of each loader of this rank; infinite where it is not known.
+            most: The largest of all ranks' numbers.
+        """
+        self._own = self._missing = 0
+        if float("inf") in batches:
+            return
+        self._own = int(sum(batches))
+        self._missing = most(self._own) - self._own
+
+    def after_step(self, repeat: Callable[[], object], *args: Any) -> None:
+        """Count a step; after this rank's last one, add what is missing.
+
+        Args:
+            repeat: Runs the same step again.
+            *args: Of the step. One that fetches its own batches cannot be repeated.
+        """
+        self._own -= 1
+        if self._own or any(isinstance(value, Iterator) for value in args):
+            return
+        for _ in range(self._missing):
+            repeat()
+
+
+# --- sync_batchnorm=True --------------------------------------------------------------------------
+# Lightning's own way back from its layers leaves another class behind; here the user's own layers return,
+# with what their stand-ins learnt.
+
+
+def synchronize_layers(layer_sync: Any, module: nn.Module) -> dict[str, nn.Module]:
+    """Apply a ``LayerSync`` plugin of Lightning's in place.
+
+    Args:
+        layer_sync: The plugin.
+        module: Whose layers are replaced; itself it stays.
+
+    Returns:
+        By name, the layers that were replaced.
+    """
+    before = dict(module.named_modules(remove_duplicate=False))
+    layer_sync.apply(module)
+    after = dict(module.named_modules(remove_duplicate=False))
+    return {name: layer for name, layer in before.items() if after.get(name) is not layer}
+
+
+def put_back(module: nn.Module, originals: Mapping[str, nn.Module]) -> None:
+    """Put replaced layers back, holding the parameters and buffers of their stand-ins."""
+    for name, original in originals.items():
+        stand_in = module.get_submodule(name)
+        original._parameters.update(stand_in._parameters)
+        original._buffers.update(stand_in._buffers)
+        original.train(stand_in.training)
+        parent, _, child = name.rpartition(".")
+        module.get_submodule(parent)._modules[child] = original
+
+
+# --- the adapter ----------------------------------------------------------------------------------
+
 
 log = logging.getLogger("nnx.lightning")
 

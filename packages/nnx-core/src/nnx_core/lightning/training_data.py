@@ -1,21 +1,368 @@
 """The training loaders of one Trainer: where each stands, and taking them up where a saved run stood.
 
 Loaders over a dataset with indices pass over what has been seen; those that have a state of their own are
-Lightning's to restore; others start over. `nnx_core.data_position` does the work on one loader.
+Lightning's to restore; others start over.
 """
 
 from __future__ import annotations
 
+import copy
+import importlib
+import itertools
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from nnx_core.data_position import Position, TrackedSampler, is_skippable, track, tracked, untrack
-from nnx_core.errors import CheckpointError
-from nnx_core.lightning.loop_progress import Interruption, count_batches
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-__all__ = ["TrainingData"]
+from nnx_core import random_state
+from nnx_core.errors import CheckpointError
+
+__all__ = [
+    "Interruption",
+    "Position",
+    "TrainingData",
+    "begin_late",
+    "complete_batch",
+    "interruption",
+]
+
+
+# --- where the loops were -------------------------------------------------------------------------
+# Lightning 2.6 resumes some places otherwise than it left them. A run that ``max_steps`` ended inside an
+# epoch goes on under the next epoch's number, and one that ended with an epoch trains one batch too many:
+# `interruption` rewrites their counters before Lightning reads them. What follows a batch that was saved in
+# its own end hook (validation, the end of the epoch) is left out: `complete_batch` makes up for it.
+
+
+_EPOCHS = "epoch_progress"
+_BATCHES = "epoch_loop.batch_progress"
+
+
+@dataclass(frozen=True, slots=True)
+class Interruption:
+    """Where a run was interrupted.
+
+    Attributes:
+        batches: Batches of the epoch that were trained on.
+        inside: Whether the pass over the data goes on; otherwise a new one begins.
+    """
+
+    batches: int
+    inside: bool
+
+
+def interruption(checkpoint: dict[str, Any], *, iteration_based: bool) -> Interruption | None:
+    """Find out where the run of a checkpoint was interrupted, and correct the counters in it.
+
+    Args:
+        checkpoint: Lightning's dict; its ``loops`` are replaced, not changed.
+        iteration_based: Whether the run that resumes counts steps (``max_steps``) rather than epochs.
+
+    Returns:
+        None if the checkpoint has no loops, as Fabric's have none.
+    """
+    if "fit_loop" not in checkpoint.get("loops", {}):
+        return None
+    checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": copy.deepcopy(checkpoint["loops"]["fit_loop"])}
+    loops = checkpoint["loops"]["fit_loop"]
+    epochs, batches = loops[_EPOCHS], loops[_BATCHES]
+    current = batches["current"]
+    exhausted = batches["is_last_batch"] and current["processed"] == current["ready"]
+    between = epochs["current"]["started"] == epochs["current"]["processed"]
+    if batches["total"]["ready"] == 0:
+        return Interruption(0, inside=True)
+    if between and iteration_based and not exhausted:
+        _reopen_epoch(epochs)
+        return Interruption(current["processed"], inside=True)
+    if between:
+        _close_epoch(epochs, batches)
+    return Interruption(current["processed"], inside=not (between or exhausted))
+
+
+def _reopen_epoch(epochs: dict[str, Any]) -> None:
+    """The steps ran out inside an epoch, which Lightning counts as its end."""
+    for progress in (epochs["total"], epochs["current"]):
+        progress["processed"] -= 1
+        progress["completed"] = progress["processed"]
+
+
+def _close_epoch(epochs: dict[str, Any], batches: dict[str, Any]) -> None:
+    """The epoch is over, whichever hook at its end or at the next one's beginning saved it."""
+    for progress in (epochs["total"], epochs["current"]):
+        for counter in ("ready", "started", "completed"):
+            progress[counter] = progress["processed"]
+    batches["current"].update(dict.fromkeys(batches["current"], 0))
+    batches["is_last_batch"] = False
+
+
+def count_batches(trainer: Any, batches: int) -> None:
+    """Set how many batches of the epoch have been trained on, keeping how far the last one has got."""
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    moved = batches - current.processed
+    for counter in ("ready", "started", "processed", "completed"):
+        setattr(current, counter, getattr(current, counter) + moved)
+
+
+def complete_batch(trainer: Any) -> None:
+    """Let the validation or the end of the epoch follow the batch in whose end hook the run was saved.
+
+    Called when Lightning has prepared its loops for resuming, and before the first batch.
+    """
+    fit = trainer.fit_loop
+    loop = fit.epoch_loop
+    progress = loop.batch_progress
+    if progress.is_last_batch and fit.max_batches != float("inf"):
+        count_batches(trainer, fit.max_batches)  # as this world size counts them
+    if not loop.restarted_on_train_batch_end:
+        return
+    if progress.is_last_batch and fit.restarted_mid_epoch:  # Lightning has closed the epoch: it is not over
+        for counters in (fit.epoch_progress.total, fit.epoch_progress.current):
+            counters.processed -= 1
+            counters.completed -= 1
+    is_due = loop._should_check_val_fx(fit._data_fetcher)
+    if not (is_due or progress.is_last_batch):
+        return
+    progress.increment_completed()
+    loop._restart_stage = _stages(loop).RESTARTED_ON_LAST
+    if is_due:  # Lightning goes back into a validation that had begun
+        loop.val_loop.restarting = False
+        loop.val_loop._restart_stage = _stages(loop.val_loop).RESTARTED_MID_EVALUATION
+    else:  # and ends an epoch whose data is at its end
+        fit._data_fetcher.iterator = iter(())
+        loop._batches_that_stepped += 1
+
+
+def _stages(loop: Any) -> Any:
+    return importlib.import_module(type(loop).__module__).RestartStage
+
+
+# --- positions ------------------------------------------------------------------------------------
+# Where a `DataLoader` stands in its pass over the data, and how to go on from there.
+#
+# The position is kept at the sampler: what a run has seen is passed over as indices, and no sample is
+# loaded only to be dropped. It counts over all data-parallel ranks, so that another number of ranks goes on
+# from it. A shuffled order is made again from the random state in which the sampler made it. This module
+# knows torch's loaders; it knows neither files nor Lightning.
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far the data of one loader has been consumed in its current pass.
+
+    Attributes:
+        consumed: Over all data-parallel ranks; in samples, or in items of a sampler whose samples are not
+            known, such as a batch sampler of the user's.
+        unit: ``"samples"`` or ``"items"``.
+        order: Class of the sampler that made the order.
+        seed: The seed of a ``DistributedSampler``.
+        started_from: Random state in which the sampler made the order; None if it has not begun.
+        generators: States, now, of the generators that the loader and its samplers were given.
+    """
+
+    consumed: int
+    unit: str
+    order: str
+    seed: int | None = None
+    started_from: dict[str, Any] | None = None
+    generators: list[bytes] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data; `Position` takes it as keyword arguments."""
+        return asdict(self)
+
+
+class TrackedSampler(Sampler[Any]):
+    """Stands in for a loader's index sampler: remembers how its pass began, and can begin in the middle.
+
+    Args:
+        inner: What the loader would take its indices from: its batch sampler, or its sampler where it does
+            not batch.
+        generators: What the loader and its samplers draw from, other than the global generators.
+
+    Attributes:
+        first: Units of the current pass that were passed over at its beginning, on this rank.
+        first_items: The same in items, which are batches unless the loader does not batch.
+        started_from: Random state in which the current pass began.
+    """
+
+    def __init__(self, inner: Any, generators: list[torch.Generator]) -> None:
+        self.inner = inner
+        self.generators = generators
+        self.first = 0
+        self.first_items = 0
+        self.started_from: dict[str, Any] | None = None
+        self._next_pass: tuple[int, dict[str, Any] | None] = (0, None)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the inner sampler's."""
+        if name == "inner":  # while an instance is being rebuilt
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    @property
+    def unit(self) -> str:
+        """What `first` counts."""
+        return "samples" if self._batch_size is not None else "items"
+
+    @property
+    def leaf(self) -> Any:
+        """The sampler that decides the order of samples."""
+        return getattr(self.inner, "sampler", self.inner)
+
+    @property
+    def _batch_size(self) -> int | None:
+        return self.inner.batch_size if type(self.inner) is BatchSampler else None
+
+    def begin_at(self, units: int, started_from: dict[str, Any] | None) -> None:
+        """Make passes begin in the middle, until `begin_at_start`. A loader may ask for several to use one.
+
+        Args:
+            units: How many units of this rank's share to pass over.
+            started_from: Random state in which the saved run began this pass.
+        """
+        self._next_pass = units, started_from
+
+    def begin_at_start(self) -> None:
+        """Make the passes after those that were asked for begin at their beginning."""
+        self._next_pass = (0, None)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.first, self.started_from = self._next_pass
+        self.first_items = self.items_before(self.first)
+        if self.started_from is None:
+            return self._begin(self.first)
+        return self._begin_again(self.first, self.started_from)
+
+    def _begin(self, first: int) -> Iterator[Any]:
+        self.started_from = {**random_state.capture(host_only=True), "generators": self.generator_states()}
+        yield from self._from(first)
+
+    def _begin_again(self, first: int, started_from: dict[str, Any]) -> Iterator[Any]:
+        """Draw the order from where it was drawn before, leaving the run's random state as it is."""
+        with random_state.host_state_kept():
+            random_state.restore(started_from)
+            self.restore_generators(started_from["generators"])
+            rest = self._from(first)
+            # Samplers draw when the first index is asked for, which passing over others has done already.
+            drawn = list(itertools.islice(rest, 0 if first else 1))
+        yield from itertools.chain(drawn, rest)
+
+    def _from(self, units: int) -> Iterator[Any]:
+        size = self._batch_size
+        indices: Iterator[Any] = iter(self.inner if size is None else self.inner.sampler)
+        for _ in itertools.islice(indices, units):
+            pass
+        if size is None:
+            return indices
+        return iter(BatchSampler(indices, size, self.inner.drop_last))
+
+    def generator_states(self) -> list[bytes]:
+        """States of the loader's own generators."""
+        return [generator.get_state().numpy().tobytes() for generator in self.generators]
+
+    def restore_generators(self, states: list[bytes]) -> None:
+        """Put the loader's own generators into states that `generator_states` returned."""
+        for generator, state in zip(self.generators, states, strict=False):
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+    def items_before(self, units: int) -> int:
+        """How many items of a pass those are of which only the rest is left after some units."""
+        size = self._batch_size
+        if size is None:
+            return units
+        try:
+            left = max(len(self.inner.sampler) - units, 0)
+            total = len(self.inner)
+        except TypeError:  # no length
+            return units // size
+        return total - (left // size if self.inner.drop_last else -(-left // size))
+
+    def units_before(self, items: int) -> int:
+        """How many units the first items of the current pass are, those that were passed over included."""
+        size = self._batch_size
+        if size is None:
+            return items
+        units = self.first + (items - self.first_items) * size
+        try:
+            return min(units, len(self.inner.sampler))
+        except TypeError:  # no length
+            return units
+
+    def position(self, items: int, data_parallel_size: int) -> Position:
+        """The position after some items of the current pass."""
+        return Position(
+            consumed=self.units_before(items) * data_parallel_size,
+            unit=self.unit,
+            order=type(self.leaf).__name__,
+            seed=self.leaf.seed if isinstance(self.leaf, DistributedSampler) else None,
+            started_from=self.started_from,
+            generators=self.generator_states(),
+        )
+
+
+# --- loaders --------------------------------------------------------------------------------------
+
+
+def is_skippable(loader: object) -> bool:
+    """Whether seen data can be passed over without loading it: a `DataLoader` over a dataset with indices."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def tracked(loader: Any) -> TrackedSampler | None:
+    """The tracked sampler in a loader, if `track` put one there."""
+    for attribute in ("batch_sampler", "sampler"):
+        found = getattr(loader, attribute, None)
+        if isinstance(found, TrackedSampler):
+            return found
+    return None
+
+
+def track(loader: DataLoader[Any]) -> TrackedSampler:
+    """Make a loader take its indices through a `TrackedSampler`, until `untrack`. Idempotent."""
+    found = tracked(loader)
+    if found is None:
+        attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        found = TrackedSampler(getattr(loader, attribute), _generators(loader))
+        # A loader refuses another sampler once it exists, as most could not be exchanged soundly.
+        object.__setattr__(loader, attribute, found)
+    return found
+
+
+def untrack(loader: DataLoader[Any]) -> None:
+    """Give a loader its own sampler back."""
+    found = tracked(loader)
+    if found is not None:
+        attribute = "sampler" if loader.sampler is found else "batch_sampler"
+        object.__setattr__(loader, attribute, found.inner)
+
+
+def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """The generators that a loader and its samplers hold, each once, in a fixed order."""
+    found: dict[int, torch.Generator] = {}
+    pending: list[Any] = [loader]
+    while pending:
+        holder = pending.pop()
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator):
+            found.setdefault(id(generator), generator)
+        pending += [part for part in _parts(holder) if part is not None]
+    return list(found.values())
+
+
+def _parts(holder: Any) -> list[Any]:
+    if isinstance(holder, DistributedSampler):  # Lightning shares another sampler out as its dataset
+        return [getattr(holder.dataset, "_sampler", None)]
+    return [getattr(holder, name, None) for name in ("batch_sampler", "sampler")]
+
+
+# --- the data of a Trainer ------------------------------------------------------------------------
+
 
 _LIGHTNINGS_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
 
