@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 import nnx_checkpoint
 from nnx_checkpoint.cli.ckpt import app
+from nnx_checkpoint.cli.content import plain
+from nnx_checkpoint.cli.inspection import sizes_by_module
 from nnx_checkpoint.cli.output import human_bytes
-from nnx_checkpoint.cli.plain import plain
-from nnx_checkpoint.cli.sizes import sizes_by_module
 from nnx_checkpoint.codec import Encoder
 from nnx_checkpoint.index import TensorEntry
 from nnx_checkpoint.shard import shard_of

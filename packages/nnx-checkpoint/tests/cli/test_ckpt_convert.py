@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import nnx_checkpoint as storage
-from nnx_checkpoint.cli import comparing, rewriting, verifying
+from nnx_checkpoint.cli import conversion, verification
 from nnx_checkpoint.cli.ckpt import app
 from nnx_checkpoint.formats import writable
 from nnx_checkpoint.shard import shard_of
@@ -215,12 +215,12 @@ def test_a_progress_bar_with_bytes_per_second_is_drawn_on_a_terminal(
     with os.fdopen(terminal, "w") as stderr, monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", stderr)
         code = {
-            "convert": lambda: rewriting.run_convert(big, target, **NO_OPTIONS, options=[]),
-            "merge": lambda: rewriting.run_merge([big], target, **NO_OPTIONS),
-            "diff": lambda: comparing.run(
+            "convert": lambda: conversion.run_convert(big, target, **NO_OPTIONS, options=[]),
+            "merge": lambda: conversion.run_merge([big], target, **NO_OPTIONS),
+            "diff": lambda: verification.run_diff(
                 big, big, values=True, only_weights=False, weights_only=True, as_json=False
             ),
-            "verify": lambda: verifying.run(big, weights_only=True, as_json=False),
+            "verify": lambda: verification.run_verify(big, weights_only=True, as_json=False),
         }[verb]()
     reader.join(10)
     os.close(main)

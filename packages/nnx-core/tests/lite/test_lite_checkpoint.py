@@ -16,7 +16,7 @@ from nnx_checkpoint.shard import Box, Shard
 from nnx_conformance.pool import WorkerPool
 from nnx_core.backend import Backend, NoOptions
 from nnx_core.errors import CheckpointError
-from nnx_core.lightning.lite.snapshots import ModuleState, fill_module, fill_optimizer
+from nnx_core.lightning.lite.checkpoint import ModuleState, fill_module, fill_optimizer
 from nnx_core.lightning.strategies_lightning_fabric import NnxStrategy
 from nnx_core.lite import Lite
 

@@ -35,9 +35,9 @@ def list_checkpoints(
     as_json: _Json = False,
 ) -> None:
     """List the checkpoints below a directory, the saves each still has, and what was interrupted."""
-    from nnx_checkpoint.cli.listing import run
+    from nnx_checkpoint.cli.directory import run_ls
 
-    raise typer.Exit(run(path, as_json=as_json))
+    raise typer.Exit(run_ls(path, as_json=as_json))
 
 
 @app.command()
@@ -51,7 +51,7 @@ def inspect(
     as_json: _Json = False,
 ) -> None:
     """Show what a checkpoint holds: tensors, optimizer, who wrote it, rank state, sizes."""
-    from nnx_checkpoint.cli.inspecting import run
+    from nnx_checkpoint.cli.inspection import run
 
     raise typer.Exit(run(path, depth=depth, plot=plot, weights_only=not trust, as_json=as_json))
 
@@ -59,9 +59,9 @@ def inspect(
 @app.command()
 def verify(path: _Path, trust: _Trust = False, as_json: _Json = False) -> None:
     """Read every byte of a checkpoint and compare it with its checksum, where the format has any."""
-    from nnx_checkpoint.cli.verifying import run
+    from nnx_checkpoint.cli.verification import run_verify
 
-    raise typer.Exit(run(path, weights_only=not trust, as_json=as_json))
+    raise typer.Exit(run_verify(path, weights_only=not trust, as_json=as_json))
 
 
 @app.command()
@@ -74,9 +74,11 @@ def diff(
     as_json: _Json = False,
 ) -> None:
     """Compare two checkpoints of any formats: names, shapes, types, objects and values."""
-    from nnx_checkpoint.cli.comparing import run
+    from nnx_checkpoint.cli.verification import run_diff
 
-    code = run(left, right, values=values, only_weights=only_weights, weights_only=not trust, as_json=as_json)
+    code = run_diff(
+        left, right, values=values, only_weights=only_weights, weights_only=not trust, as_json=as_json
+    )
     raise typer.Exit(code)
 
 
@@ -92,7 +94,7 @@ def merge(
     as_json: _Json = False,
 ) -> None:
     """Merge a sharded checkpoint into one file, in little memory whatever its size."""
-    from nnx_checkpoint.cli.rewriting import run_merge
+    from nnx_checkpoint.cli.conversion import run_merge
 
     code = run_merge(
         sources, target, to=to, only_weights=only_weights, weights_only=not trust, as_json=as_json
@@ -111,7 +113,7 @@ def convert(
     as_json: _Json = False,
 ) -> None:
     """Write a checkpoint in another format, in little memory whatever its size."""
-    from nnx_checkpoint.cli.rewriting import run_convert
+    from nnx_checkpoint.cli.conversion import run_convert
 
     code = run_convert(
         source,
@@ -138,7 +140,9 @@ def collect(
     as_json: _Json = False,
 ) -> None:
     """Remove what killed saves and conversions left, and earlier saves beyond those to keep."""
-    from nnx_checkpoint.cli.collecting import run
+    from nnx_checkpoint.cli.directory import run_gc
 
-    code = run(path, keep_previous=keep_previous, min_age=older_than * 3600, dry_run=dry_run, as_json=as_json)
+    code = run_gc(
+        path, keep_previous=keep_previous, min_age=older_than * 3600, dry_run=dry_run, as_json=as_json
+    )
     raise typer.Exit(code)

@@ -6,12 +6,13 @@ Of our own format everything comes from its small files, without torch; other fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nnx_checkpoint.cli.names import owner_of
-from nnx_checkpoint.cli.plain import plain
+from nnx_checkpoint.cli.output import human_bytes
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.formats import files_below
 from nnx_checkpoint.manifest import load_json
@@ -23,7 +24,195 @@ if TYPE_CHECKING:
     from nnx_checkpoint.index import TensorEntry
     from nnx_checkpoint.reader import Checkpoint
 
-__all__ = ["Content", "groups_of", "optimizers_of", "progress_of", "read_content", "read_objects"]
+__all__ = [
+    "Content",
+    "groups_of",
+    "kind_of",
+    "natural_order",
+    "optimizers_of",
+    "owner_of",
+    "plain",
+    "progress_of",
+    "read_content",
+    "read_objects",
+    "shown",
+    "tree_lines",
+]
+
+
+# --- names of tensors -----------------------------------------------------------------------------
+# Names of logical tensors, taken apart for people: the tree they form, and what belongs to whom.
+
+
+_STATE = re.compile(r"optim\.(?P<optimizer>[^.]+)\.state\.(?P<parameter>.+)\.(?P<kind>[^.]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """What a tensor is part of.
+
+    Attributes:
+        kind: ``weights``, ``optimizer``, ``objects``, ``ranks`` or ``other``.
+        name: Name of the parameter or buffer, without ``model.``; of others the whole name.
+        optimizer: For optimizer state, the number of the optimizer.
+        state: For optimizer state, its name, such as ``exp_avg``.
+    """
+
+    kind: str
+    name: str
+    optimizer: str = ""
+    state: str = ""
+
+
+def owner_of(name: str) -> Owner:
+    """What a logical name says.
+
+    Example:
+        >>> owner_of("optim.0.state.head.weight.exp_avg")
+        Owner(kind='optimizer', name='head.weight', optimizer='0', state='exp_avg')
+    """
+    if name.startswith("model."):
+        return Owner("weights", name.removeprefix("model."))
+    match = _STATE.fullmatch(name)
+    if match:
+        return Owner("optimizer", match["parameter"], match["optimizer"], match["kind"])
+    kinds = {"objects": "objects", "rank": "ranks"}
+    return Owner(kinds.get(name.partition(".")[0], "other"), name)
+
+
+def kind_of(name: str) -> str:
+    """The kind of a tensor, in words.
+
+    Example:
+        >>> kind_of("optim.0.state.head.weight.exp_avg")
+        'optimizer 0 exp_avg'
+    """
+    owner = owner_of(name)
+    return f"optimizer {owner.optimizer} {owner.state}" if owner.kind == "optimizer" else owner.kind
+
+
+class _Branch:
+    """Tensors whose names share a prefix."""
+
+    def __init__(self) -> None:
+        self.children: dict[str, _Branch] = {}
+        self.leaf = ""
+        self.count = 0
+        self.nbytes = 0
+
+    def add(self, parts: list[str], leaf: str, nbytes: int) -> None:
+        self.count += 1
+        self.nbytes += nbytes
+        if parts:
+            self.children.setdefault(parts[0], _Branch()).add(parts[1:], leaf, nbytes)
+        else:
+            self.leaf = leaf
+
+    def lines(self, indent: str, depth: int) -> Iterator[str]:
+        for name in sorted(self.children, key=natural_order):
+            label, child = name, self.children[name]
+            while len(child.children) == 1 and not child.leaf:  # a chain is one line
+                ((step, child),) = child.children.items()
+                label += f".{step}"
+            if child.leaf:
+                yield f"{indent}{label}  {child.leaf}"
+            if child.children:
+                yield f"{indent}{label}  [{child.count} tensors, {human_bytes(child.nbytes)}]"
+                if depth > 1:
+                    yield from child.lines(indent + "  ", depth - 1)
+
+
+def natural_order(text: str) -> list[tuple[int, int, str]]:
+    """Sorts ``layers.2`` before ``layers.10``."""
+    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in re.split(r"(\d+)", text) if p]
+
+
+def tree_lines(tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str], depth: int) -> Iterator[str]:
+    """The names as an indented tree, down to a number of levels."""
+    root = _Branch()
+    for name, entry in tensors.items():
+        shape = "x".join(map(str, entry.shape)) or "scalar"
+        root.add(name.split("."), f"{entry.dtype_name} {shape}, {human_bytes(entry.nbytes)}", entry.nbytes)
+    for alias, target in aliases.items():
+        root.add(alias.split("."), f"tied to {target}", 0)
+    return root.lines("", depth)
+
+
+# --- objects as plain data ------------------------------------------------------------------------
+# The objects of a checkpoint as plain JSON, for people and for ``--json``: nothing is decoded or imported.
+#
+# `docs/checkpoint-format.md` specifies the typed JSON that is read here.
+
+
+_TAG = "$"
+_MAPPINGS = {"dict", "OrderedDict", "AttributeDict", "Namespace", "defaultdict"}
+_SEQUENCES = {"tuple", "set", "frozenset", "deque", "torch.Size"}
+
+
+def plain(tree: Any) -> Any:
+    """Typed JSON without its types: containers become lists and dicts, other values strings.
+
+    Example:
+        >>> plain({"betas": {"$": "tuple", "items": [0.9, {"$": "float", "value": "inf"}]}})
+        {'betas': [0.9, 'inf']}
+    """
+    if isinstance(tree, list):
+        return [plain(item) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    tag = tree.get(_TAG)
+    if tag is None:
+        return {key: plain(value) for key, value in tree.items()}
+    if tag in _MAPPINGS:
+        return {str(plain(key)): plain(value) for key, value in tree["items"]}
+    if tag in _SEQUENCES:
+        return [plain(item) for item in tree["items"]]
+    return _leaf(tag, tree)
+
+
+def _leaf(tag: str, value: dict[str, Any]) -> Any:  # noqa: PLR0911 - one branch a type
+    if tag == "tensor":
+        return f"tensor {value['name']}"
+    if tag == "enum":
+        return f"{value['type'].partition(':')[2]}.{value['name']}"
+    if tag == "torch.dtype":
+        return f"torch.{value['value']}"
+    if tag == "int":
+        return int(value["value"], 16)
+    if tag in ("bytes", "bytearray"):
+        return f"{len(base64.b64decode(value['data']))} bytes"
+    if tag == "numpy.scalar":
+        return _number(value)
+    if tag == "numpy.array":
+        return f"array of {'x'.join(map(str, value['shape'])) or 'no'} {value['dtype']}"
+    if tag == "opaque":
+        return f"pickled object at {value['place']}"
+    return str(value.get("value", tag))
+
+
+def _number(value: dict[str, Any]) -> Any:
+    import numpy as np
+
+    scalar = np.frombuffer(base64.b64decode(value["data"]), dtype=np.dtype(value["dtype"]))[0].item()
+    return scalar if isinstance(scalar, (bool, int, float, str)) else str(scalar)
+
+
+def shown(value: Any, limit: int = 60) -> str:
+    """A plain value on part of a line; of a dict, what is neither null nor false.
+
+    Example:
+        >>> shown({"lr": 0.1, "betas": [0.9, 0.99], "fused": None})
+        'lr=0.1, betas=[0.9, 0.99]'
+    """
+    if isinstance(value, dict):
+        told = {key: item for key, item in value.items() if item is not None and item is not False}
+        return ", ".join(f"{key}={shown(item, limit)}" for key, item in told.items())
+    text = "[" + ", ".join(map(shown, value)) + "]" if isinstance(value, list) else str(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+# --- what a checkpoint holds ----------------------------------------------------------------------
+
 
 _COMMON = "objects.json"
 

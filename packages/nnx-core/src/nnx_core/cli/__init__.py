@@ -43,11 +43,11 @@ def list_strategies(
     as_json: _Json = False,
 ) -> None:
     """List the strategies that can be used by name."""
-    from nnx_core.cli.listing import run
+    from nnx_core.cli.strategies import run_list
     from nnx_core.plugins.outside import looking_from_outside
 
     with looking_from_outside():
-        raise typer.Exit(run(everything=everything, as_json=as_json))
+        raise typer.Exit(run_list(everything=everything, as_json=as_json))
 
 
 def show_strategy(
@@ -55,11 +55,11 @@ def show_strategy(
     as_json: _Json = False,
 ) -> None:
     """Describe one strategy: when to use it, what it can do, its options."""
-    from nnx_core.cli.showing import run
+    from nnx_core.cli.strategies import run_show
     from nnx_core.plugins.outside import looking_from_outside
 
     with looking_from_outside():
-        raise typer.Exit(run(name, as_json=as_json))
+        raise typer.Exit(run_show(name, as_json=as_json))
 
 
 def search_strategies(
@@ -67,11 +67,11 @@ def search_strategies(
     as_json: _Json = False,
 ) -> None:
     """Find a strategy among the installed, the known and those of the past."""
-    from nnx_core.cli.search import run
+    from nnx_core.cli.strategies import run_search
     from nnx_core.plugins.outside import looking_from_outside
 
     with looking_from_outside():
-        raise typer.Exit(run(words, as_json=as_json))
+        raise typer.Exit(run_search(words, as_json=as_json))
 
 
 def check_installation(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nnx_checkpoint.cli.output import print_json, print_table, print_text
-from nnx_core.cli.showing import options_of
+from nnx_core.cli.strategies import options_of
 from nnx_core.errors import NnxError
 from nnx_core.plugins import inventory
 from nnx_core.registry import StrategyRegistry

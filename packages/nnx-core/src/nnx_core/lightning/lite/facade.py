@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.fabric_checkpoint import load_fabric_checkpoint
 from nnx_core.lightning.lite.checkpoint import is_plain, load_content, save_content, save_file, state_of
-from nnx_core.lightning.lite.flags import fabric_arguments
+from nnx_core.lightning.lite.hardware import fabric_arguments
 from nnx_core.lightning.lite.tree import fabric_module
 from nnx_core.lightning.lite.wrapping import unwrap, wrap_module, wrap_optimizers
 from nnx_core.lightning.processes import leave_process_group_at_exit

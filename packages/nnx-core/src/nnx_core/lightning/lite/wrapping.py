@@ -15,7 +15,7 @@ from nnx_checkpoint.collective import control_group, together
 from nnx_checkpoint.naming import LazyStateDict, StoredName, numbered_optimizer_state, numbers_parameters
 from nnx_core.lightning.checkpoint import as_state_dict, restore_model, restore_optimizers
 from nnx_core.lightning.fabric import FabricAdapter
-from nnx_core.lightning.lite.snapshots import (
+from nnx_core.lightning.lite.checkpoint import (
     ModuleState,
     OptimizerStateDict,
     fill_module,

@@ -1,4 +1,4 @@
-"""``nnx ckpt ls``: the checkpoints below a directory, and the saves that each still has."""
+"""``nnx ckpt ls`` and ``nnx ckpt gc``: which checkpoints lie below a directory, and which can go."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from nnx_checkpoint.cli.content import progress_of, read_content, read_objects
-from nnx_checkpoint.cli.output import human_bytes, print_json, print_note, print_table
+from nnx_checkpoint.cli.output import human_bytes, print_json, print_note, print_table, print_text
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.formats import Found, files_below, survey
+from nnx_checkpoint.garbage import collect_garbage
 from nnx_checkpoint.manifest import MANIFEST, Manifest, decode_manifest, is_save_id
 from nnx_checkpoint.source import Source, read_manifest
 from nnx_checkpoint.storage import Place
 
-__all__ = ["run"]
+__all__ = [
+    "run_gc",
+    "run_ls",
+]
+
+
+# --- nnx ckpt ls ----------------------------------------------------------------------------------
+# ``nnx ckpt ls``: the checkpoints below a directory, and the saves that each still has.
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +54,7 @@ class Row:
     previous: list[Row] = field(default_factory=list)
 
 
-def run(path: str, *, as_json: bool) -> int:
+def run_ls(path: str, *, as_json: bool) -> int:
     """Print the list."""
     rows = [_row(found) for found in survey(path)]
     if as_json:
@@ -164,3 +172,35 @@ def _changed(place: Place) -> str:
     if not isinstance(path, Path):
         return ""
     return datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).isoformat()
+
+
+# --- nnx ckpt gc ----------------------------------------------------------------------------------
+# ``nnx ckpt gc``: removing what no checkpoint needs.
+
+
+def run_gc(path: str, *, keep_previous: int | None, min_age: float, dry_run: bool, as_json: bool) -> int:
+    """Remove it, or with `dry_run` say what would be removed."""
+    collected = collect_garbage(path, keep_previous=keep_previous, min_age=min_age, dry_run=dry_run)
+    if as_json:
+        print_json(
+            {
+                "path": path,
+                "dry_run": dry_run,
+                "bytes": collected.nbytes,
+                "removed": [
+                    {"path": item.path, "kind": item.kind, "bytes": item.nbytes} for item in collected.removed
+                ],
+                "spared": [asdict(item) for item in collected.spared],
+            }
+        )
+        return 0
+    if collected.removed:
+        print_table(
+            ("path", "kind", "size"),
+            [(item.path, item.kind, human_bytes(item.nbytes)) for item in collected.removed],
+        )
+    for item in collected.spared:
+        print_note(f"left alone: {item.path}: {item.why.rstrip('.')}.")
+    verb = "would be removed" if dry_run else "removed"
+    print_text(f"{len(collected.removed)} {verb}, {human_bytes(collected.nbytes)}.")
+    return 0
