@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jobs.manual_jobs import Adversaries, LookingAgain, train
-from nnx_conformance.comparing import expect_same_run
+from nnx_conformance.check import expect_same_run
 from nnx_conformance.pool import WorkerPool
 from nnx_fsdp.options import MixedPrecision
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jobs.weight_jobs import Attached, Differentiated, Surgeon, Written, refused, train
-from nnx_conformance.comparing import expect_same_run
+from nnx_conformance.check import expect_same_run
 from nnx_conformance.pool import WorkerPool
 
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {

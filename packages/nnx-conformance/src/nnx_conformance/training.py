@@ -30,6 +30,9 @@ __all__ = [
 ]
 
 
+# --- training -------------------------------------------------------------------------------------
+
+
 def world_size() -> int:
     """Ranks of the job; one outside of the workers."""
     # Lightning deletes WORLD_SIZE when a run has ended, and a job may have several; it has one node.

@@ -5,22 +5,397 @@ What evaluation gives is compared batch by batch with one process on the same gl
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Literal
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from nnx_conformance import stages_jobs as jobs
-from nnx_conformance import stages_models as models
-from nnx_conformance.check import Bench, check, expect
-from nnx_conformance.comparing import (
+from nnx_checkpoint.collective import all_gather_object, control_group
+from nnx_conformance.check import (
     TOLERANCE,
+    Bench,
+    check,
+    expect,
     expect_equal_losses,
     expect_equal_weights,
     expect_parity,
     expect_same_run,
 )
-from nnx_conformance.task import Outcome, Task
+from nnx_conformance.subject import Subject
+from nnx_conformance.task import FEATURES, Outcome, Plain, Task, dataset, loader, share_of
+from nnx_conformance.training import make_trainer, mean_over_ranks, outcome_of
+
+# --- models ---------------------------------------------------------------------------------------
+# The modules of the group `stages`: they watch what evaluation gives, and cut their batches in odd sizes.
+
+
+class Watched(Plain):
+    """Remembers what evaluation gives.
+
+    Attributes:
+        evaluated: By stage, the mean over all ranks of every batch's loss.
+    """
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.evaluated: dict[str, list[float]] = {"validate": [], "test": [], "predict": []}
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        """Note the loss."""
+        self.evaluated["validate"].append(mean_over_ranks(self.loss(batch).item()))
+
+    def test_step(self, batch: list[Tensor], index: int) -> None:
+        """Note the loss."""
+        self.evaluated["test"].append(mean_over_ranks(self.loss(batch).item()))
+
+    def predict_step(self, batch: list[Tensor], index: int) -> Tensor:
+        """Note the size of what comes out, and give it."""
+        outputs: Tensor = self(batch[0])
+        self.evaluated["predict"].append(mean_over_ranks(outputs.square().mean().item()))
+        return outputs
+
+
+class Branching(Watched):
+    """Computes something else in training than in evaluation, without chance.
+
+    Attributes:
+        modes: By stage, whether all modules, or any, were in training mode in every step.
+    """
+
+    def build(self) -> None:
+        """A dropout that drops everything makes the difference, and so does a branch."""
+        super().build()
+        self.dropout = nn.Dropout(1.0)
+        self.modes: dict[str, list[tuple[bool, bool]]] = {"train": [], "evaluate": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Training halves the hidden layer; evaluation adds to it what training drops."""
+        flags = [part.training for part in self.modules()]
+        self.modes["train" if self.trainer.training else "evaluate"].append((all(flags), any(flags)))
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        if self.training:
+            hidden = hidden * 0.5
+        return self.head(hidden + self.dropout(torch.sin(hidden)))  # type: ignore[no-any-return]
+
+
+class CutSampler(Sampler[list[int]]):
+    """Cuts the samples into global batches of given sizes, each over the ranks as evenly as it goes.
+
+    Args:
+        sizes: Of the global batches.
+        num_replicas: Ranks that share the data.
+        rank: Which of them this is.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, num_replicas: int, rank: int) -> None:
+        self.sizes, self.replicas, self.rank = tuple(sizes), num_replicas, rank
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start, end in pairwise([0, *accumulate(self.sizes)]):
+            yield torch.arange(start, end).tensor_split(self.replicas)[self.rank].tolist()
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+class _Cut(Watched):
+    """Reads its data in batches of chosen sizes."""
+
+    def cut(self, sizes: Sequence[int]) -> DataLoader[Any]:
+        data = dataset(self.task)
+        return DataLoader(data, batch_sampler=CutSampler(sizes, **share_of(self.trainer)))
+
+
+class VaryingBatches(_Cut):
+    """Every training step has another number of samples, some more than the first."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Sizes that all world sizes divide."""
+        return self.cut((12, 6, 18, 12, 24))
+
+
+class UnequalShares(_Cut):
+    """In the last batches the ranks have different numbers of samples; no sample counts more for it."""
+
+    sizes = (12, 7, 12, 5)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Sizes that not all world sizes divide."""
+        return self.cut(self.sizes)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        """The mean over the ranks of this loss is the mean over all samples."""
+        replicas = share_of(self.trainer)["num_replicas"]
+        count = self.sizes[index] * FEATURES
+        loss = mse_loss(self(batch[0]), batch[1], reduction="sum") * (replicas / count)
+        self.record(loss)
+        return loss
+
+
+class OtherBatchesInEvaluation(_Cut):
+    """Evaluates in batches of other sizes than it is trained in."""
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Smaller ones and larger ones than in training."""
+        return self.cut((6, 18, 12, 24))
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+class EmptyValidation(Watched):
+    """Has nothing to validate with."""
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """A loader of no samples."""
+        nothing = torch.empty(0, FEATURES, dtype=self.task.torch_dtype)
+        return DataLoader(TensorDataset(nothing, nothing), batch_size=4)
+
+
+# --- jobs -----------------------------------------------------------------------------------------
+# What the ranks do for the checks of `stages`: one module through several Trainers.
+
+
+# --- in any order -------------------------------------------------------------------------------------
+
+
+def _outcome(trainer: Trainer, module: Watched) -> Outcome:
+    outcome = outcome_of(trainer, module)
+    outcome.notes.update({stage: losses for stage, losses in module.evaluated.items() if losses})
+    return outcome
+
+
+def _watched(task: Task) -> Watched:
+    module = (task.model or Watched)(task)
+    assert isinstance(module, Watched), "the tasks of this group train watched modules"
+    return module
+
+
+def evaluate_then_fit(subject: Subject, task: Task) -> Outcome:
+    """Validate, test, predict, and only then train; every time with a new Trainer."""
+    module = _watched(task)
+    make_trainer(subject, task, limit_val_batches=1.0).validate(module, verbose=False)
+    make_trainer(subject, task).test(module, verbose=False)
+    make_trainer(subject, task).predict(module)
+    trainer = make_trainer(subject, task)
+    trainer.fit(module)
+    return _outcome(trainer, module)
+
+
+def fit_then_evaluate(subject: Subject, task: Task, which: Literal["same", "other"]) -> Outcome:
+    """Train, then test, predict and validate with the same Trainer or with other ones."""
+    module = _watched(task)
+    trainer = make_trainer(subject, task, limit_val_batches=1.0, check_val_every_n_epoch=100)
+    trainer.fit(module)
+
+    def chosen() -> Trainer:
+        return trainer if which == "same" else make_trainer(subject, task, limit_val_batches=1.0)
+
+    chosen().test(module, verbose=False)
+    chosen().predict(module)
+    chosen().validate(module, verbose=False)
+    return _outcome(trainer, module)
+
+
+def fit_again_job(subject: Subject, task: Task) -> Outcome:
+    """Train with one Trainer, then with another."""
+    module = _watched(task)
+    make_trainer(subject, task).fit(module)
+    trainer = make_trainer(subject, task)
+    trainer.fit(module)
+    return _outcome(trainer, module)
+
+
+def fit_further_job(subject: Subject, task: Task) -> Outcome:
+    """Train, then train as many steps more with the same Trainer."""
+    module = _watched(task)
+    trainer = make_trainer(subject, task)
+    trainer.fit(module)
+    trainer.fit_loop.epoch_loop.max_steps += task.steps
+    trainer.fit(module)
+    return _outcome(trainer, module)
+
+
+def any_order_job(subject: Subject, task: Task) -> Outcome:
+    """One module through everything that a Trainer does, in an unusual order."""
+    module = _watched(task)
+    other = make_trainer(subject, task, limit_val_batches=2)
+    make_trainer(subject, task).predict(module)
+    trainer = make_trainer(subject, task, limit_val_batches=2, check_val_every_n_epoch=100)
+    trainer.test(module, verbose=False)
+    trainer.fit(module)
+    other.validate(module, verbose=False)
+    other.predict(module)
+    trainer.validate(module, verbose=False)
+    make_trainer(subject, task).fit(module)
+    other.test(module, verbose=False)
+    trainer.fit_loop.epoch_loop.max_steps += task.steps
+    trainer.fit(module)
+    trainer.predict(module)
+    return _outcome(trainer, module)
+
+
+# --- evaluation -----------------------------------------------------------------------------------------
+
+
+def fit_and_validate(subject: Subject, task: Task) -> Outcome:
+    """Validate before the first step and after every batch."""
+    module = _watched(task)
+    trainer = make_trainer(subject, task, num_sanity_val_steps=1, limit_val_batches=2, val_check_interval=1)
+    trainer.fit(module)
+    return _outcome(trainer, module)
+
+
+def branch(subject: Subject, task: Task) -> Outcome:
+    """Test, then train and validate, with a module that is another one in evaluation."""
+    module = Branching(task)
+    make_trainer(subject, task).test(module, verbose=False)
+    trainer = make_trainer(subject, task, limit_val_batches=2, val_check_interval=1)
+    trainer.fit(module)
+    outcome = _outcome(trainer, module)
+    outcome.notes["modes"] = module.modes
+    return outcome
+
+
+class _Partly(Plain):
+    """Holds one block in evaluation mode throughout, as one does with a pretrained encoder."""
+
+    def build(self) -> None:
+        super().build()
+        self.noted: list[tuple[bool, bool]] = []
+
+    def on_train_start(self) -> None:
+        self.blocks[0].eval()
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        self.noted.append((self.blocks[0].training, self.blocks[1].training))
+        return super().training_step(batch, index)
+
+
+def modes_of_submodules(subject: Subject, task: Task) -> list[tuple[bool, bool]]:
+    """Whether the first and the second block are in training mode, in every training step."""
+    module = _Partly(task)
+    make_trainer(subject, task, limit_val_batches=1, val_check_interval=1).fit(module)
+    return module.noted
+
+
+class _Looking(Plain):
+    """Notes in every step of evaluation whether gradients are computed."""
+
+    def build(self) -> None:
+        super().build()
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(()))
+        self.with_gradients: set[str] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        outputs = super().forward(x)
+        if not self.training and (outputs.requires_grad or torch.is_grad_enabled()):
+            self.with_gradients.add(str(self.trainer.state.fn))
+        return outputs
+
+
+def look_at_evaluation(subject: Subject, task: Task) -> dict[str, Any]:
+    """Evaluate in every way and see what that leaves; then train with it."""
+    module = _Looking(task)
+    make_trainer(subject, task, limit_val_batches=1).validate(module, verbose=False)
+    make_trainer(subject, task, limit_test_batches=1).test(module, verbose=False)
+    predicted: Any = make_trainer(subject, task, limit_predict_batches=1).predict(module)
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    report = {
+        "with gradients": sorted(module.with_gradients),
+        "inference": sorted(name for name, tensor in tensors.items() if tensor.is_inference()),
+        "gradients": sorted(name for name, p in module.named_parameters() if p.grad is not None),
+        "outputs": any(outputs.requires_grad for outputs in predicted or ()),
+    }
+    trainer = make_trainer(subject, task, limit_val_batches=1, val_check_interval=1)
+    trainer.fit(module)
+    return {**report, "losses": module.losses}
+
+
+class _Sharing(Plain):
+    """Notes which share of the data it predicts for; after the run a strategy need not know."""
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        self.share = share_of(self.trainer)["rank"]
+        return loader(self.task, self.trainer)
+
+
+def predict(subject: Subject, task: Task) -> tuple[int, list[Tensor]]:
+    """This rank's share of the data, and what `Trainer.predict` returns for it."""
+    module = _Sharing(task)
+    outputs: Any = make_trainer(subject, task).predict(module)
+    return module.share, [output.detach() for output in outputs or ()]
+
+
+# --- where a run ends -----------------------------------------------------------------------------------
+
+
+def fit_until(subject: Subject, task: Task, settings: dict[str, Any]) -> Outcome:
+    """Train until the Trainer's settings end it."""
+    module = _watched(task)
+    trainer = make_trainer(subject, task, **settings)
+    trainer.fit(module)
+    if settings.get("limit_test_batches"):
+        trainer.test(module, verbose=False)
+    outcome = _outcome(trainer, module)
+    outcome.notes["end"] = f"after {trainer.global_step} steps, in epoch {trainer.current_epoch}"
+    return outcome
+
+
+class _Decide(Callback):
+    """Wants to stop after the second batch, on rank 0 only."""
+
+    def __init__(self) -> None:
+        self.decided: dict[str, list[bool]] = {}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, index: int
+    ) -> None:
+        if index == 1:
+            wanted = trainer.global_rank == 0
+            for name, all_ranks in (("any", False), ("all", True)):
+                decision = trainer.strategy.reduce_boolean_decision(wanted, all=all_ranks)
+                self.decided[name] = all_gather_object(bool(decision), control_group())
+            # Ranks that do not agree would wait for each other: the check tells from what was decided.
+            trainer.should_stop = trainer.should_stop or any(self.decided["any"])
+
+
+def decide_on_rank_zero(subject: Subject, task: Task) -> tuple[dict[str, list[bool]], int]:
+    """What every rank is told when rank 0 wants to stop, and how many batches are trained with."""
+    module, decide = Plain(task), _Decide()
+    make_trainer(subject, task, callbacks=[decide]).fit(module)
+    return decide.decided, len(module.losses)
+
+
+class _RisingMetric(Plain):
+    """Logs a metric that stops getting better after three epochs."""
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("quality", float(min(self.current_epoch, 3)), sync_dist=True)
+
+
+def stop_early(subject: Subject, task: Task) -> int:
+    """Batches until `EarlyStopping` ends the run."""
+    module = _RisingMetric(task)
+    callback = EarlyStopping("quality", mode="max", patience=2)
+    trainer = make_trainer(
+        subject, task, callbacks=[callback], limit_val_batches=1, max_steps=-1, max_epochs=20
+    )
+    trainer.fit(module)
+    return len(module.losses)
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
 
 _TASK = Task(batches=2, steps=2)
 
@@ -49,51 +424,51 @@ def _expect_same_evaluation(ranks: list[Outcome], alone: Outcome) -> None:
 @check()
 def evaluation_before_fit(bench: Bench) -> None:
     """A module can be validated, tested and predicted with before it is trained, which then goes as ever."""
-    _compare(bench, jobs.evaluate_then_fit, _TASK)
+    _compare(bench, evaluate_then_fit, _TASK)
 
 
 @check()
 def evaluation_after_fit(bench: Bench) -> None:
     """A new Trainer tests, predicts and validates with the trained weights."""
-    _compare(bench, jobs.fit_then_evaluate, _TASK, "other")
+    _compare(bench, fit_then_evaluate, _TASK, "other")
 
 
 @check()
 def evaluation_with_the_same_trainer(bench: Bench) -> None:
     """The Trainer that trained tests, predicts and validates with the trained weights."""
-    _compare(bench, jobs.fit_then_evaluate, _TASK, "same")
+    _compare(bench, fit_then_evaluate, _TASK, "same")
 
 
 @check()
 def fit_again(bench: Bench) -> None:
     """A second Trainer goes on from the trained weights."""
-    _compare(bench, jobs.fit_again, _TASK)
+    _compare(bench, fit_again_job, _TASK)
 
 
 @check(of_adapter=True)
 def fit_further(bench: Bench) -> None:
     """The same Trainer, given more steps, goes on from the trained weights."""
-    _compare(bench, jobs.fit_further, _TASK)
+    _compare(bench, fit_further_job, _TASK)
 
 
 @check(full=True)
 def any_order(bench: Bench) -> None:
     """One module goes through every stage in an unusual order, and each sees the weights of its time."""
-    _compare(bench, jobs.any_order, _TASK)
+    _compare(bench, any_order_job, _TASK)
 
 
 # --- evaluation within fit ------------------------------------------------------------------------------
 
-_VALIDATED = Task(model=models.Watched, batches=3)
+_VALIDATED = Task(model=Watched, batches=3)
 _BRANCHING = Task(batches=3)
 
 
 @check()
 def validation_sees_current_weights(bench: Bench) -> None:
     """Validation within fit, and before its first step, uses the weights of that moment."""
-    alone: Outcome = bench.alone(jobs.fit_and_validate, _VALIDATED)
+    alone: Outcome = bench.alone(fit_and_validate, _VALIDATED)
     for world_size in bench.world_sizes:
-        ranks = bench.run(jobs.fit_and_validate, _VALIDATED, world_size=world_size)
+        ranks = bench.run(fit_and_validate, _VALIDATED, world_size=world_size)
         _expect_same_evaluation(ranks, alone)
 
 
@@ -102,26 +477,26 @@ def validation_leaves_training_alone(bench: Bench) -> None:
     """Training goes on after validation as if there had been none."""
     without = bench.train_alone(Task(batches=3))
     for world_size in bench.world_sizes:
-        ranks = bench.run(jobs.fit_and_validate, _VALIDATED, world_size=world_size)
+        ranks = bench.run(fit_and_validate, _VALIDATED, world_size=world_size)
         expect_same_run(ranks, without, tolerance=TOLERANCE["float32"])
 
 
 @check("gradient_accumulation")
 def validation_while_gradients_accumulate(bench: Bench) -> None:
     """Validation between two batches of one step loses nothing of the gradients accumulated so far."""
-    task = Task(model=models.Watched, batches=4, steps=2, accumulate=2)
+    task = Task(model=Watched, batches=4, steps=2, accumulate=2)
     without = bench.train_alone(Task(batches=4, steps=2, accumulate=2))
     for world_size in bench.world_sizes:
-        ranks = bench.run(jobs.fit_and_validate, task, world_size=world_size)
+        ranks = bench.run(fit_and_validate, task, world_size=world_size)
         expect_same_run(ranks, without, tolerance=TOLERANCE["float32"])
 
 
 @check(of_adapter=True)
 def evaluation_takes_the_eval_branch(bench: Bench) -> None:
     """In evaluation every module is in evaluation mode: dropout is off and `self.training` False."""
-    alone: Outcome = bench.alone(jobs.branch, _BRANCHING)
+    alone: Outcome = bench.alone(branch, _BRANCHING)
     for world_size in bench.world_sizes:
-        ranks = bench.run(jobs.branch, _BRANCHING, world_size=world_size)
+        ranks = bench.run(branch, _BRANCHING, world_size=world_size)
         for rank, outcome in enumerate(ranks):
             in_training = [any_part for _, any_part in outcome.notes["modes"]["evaluate"]]
             expect(
@@ -135,9 +510,9 @@ def evaluation_takes_the_eval_branch(bench: Bench) -> None:
 @check(of_adapter=True)
 def training_takes_the_training_branch_again(bench: Bench) -> None:
     """After validation every module is in training mode again: dropout is on and `self.training` True."""
-    alone: Outcome = bench.alone(jobs.branch, _BRANCHING)
+    alone: Outcome = bench.alone(branch, _BRANCHING)
     for world_size in bench.world_sizes:
-        ranks = bench.run(jobs.branch, _BRANCHING, world_size=world_size)
+        ranks = bench.run(branch, _BRANCHING, world_size=world_size)
         for rank, outcome in enumerate(ranks):
             wrong = [i for i, (every_part, _) in enumerate(outcome.notes["modes"]["train"]) if not every_part]
             expect(not wrong, f"rank {rank}: modules were in evaluation mode in training steps {wrong}.")
@@ -147,7 +522,7 @@ def training_takes_the_training_branch_again(bench: Bench) -> None:
 @check(of_adapter=True)
 def submodules_keep_their_mode(bench: Bench) -> None:
     """A submodule that the user put into evaluation mode is still in it after validation."""
-    for rank, seen in enumerate(bench.run(jobs.modes_of_submodules, Task(batches=3))):
+    for rank, seen in enumerate(bench.run(modes_of_submodules, Task(batches=3))):
         expect(
             seen == [(False, True)] * 3,
             f"rank {rank}: the first block was put into evaluation mode and the second was not; the modes "
@@ -159,7 +534,7 @@ def submodules_keep_their_mode(bench: Bench) -> None:
 def evaluation_computes_no_gradients(bench: Bench) -> None:
     """Evaluation runs without gradients and leaves neither gradients nor inference tensors behind."""
     task = Task(batches=2, steps=2)
-    for rank, report in enumerate(bench.run(jobs.look_at_evaluation, task)):
+    for rank, report in enumerate(bench.run(look_at_evaluation, task)):
         where = f"rank {rank}"
         expect(not report["with gradients"], f"{where}: gradients are on during {report['with gradients']}.")
         expect(not report["outputs"], f"{where}: what predict returns requires gradients.")
@@ -175,9 +550,9 @@ def evaluation_computes_no_gradients(bench: Bench) -> None:
 def predictions_of_each_rank(bench: Bench) -> None:
     """`Trainer.predict` returns on each rank the outputs for that rank's own share, in order."""
     task = Task(batches=3, last_batch=6)
-    _, expected = bench.alone(jobs.predict, task)
+    _, expected = bench.alone(predict, task)
     for world_size in bench.world_sizes:
-        by_share = dict(bench.run(jobs.predict, task, world_size=world_size))
+        by_share = dict(bench.run(predict, task, world_size=world_size))
         for batch, wanted in enumerate(expected):
             shares = [by_share[share][batch : batch + 1] for share in sorted(by_share)]
             seen = torch.cat([output for outputs in shares for output in outputs] or [torch.empty(0)])
@@ -192,8 +567,8 @@ def predictions_of_each_rank(bench: Bench) -> None:
 @check()
 def smaller_last_batch(bench: Bench) -> None:
     """An epoch's last batch may be smaller; training and evaluation use it as it is."""
-    task = Task(model=models.Watched, batches=2, last_batch=6, steps=4)
-    _compare(bench, jobs.fit_and_validate, task)
+    task = Task(model=Watched, batches=2, last_batch=6, steps=4)
+    _compare(bench, fit_and_validate, task)
 
 
 @check()
@@ -208,27 +583,27 @@ def last_batch_of_one_sample(bench: Bench) -> None:
 @check()
 def unequal_shares(bench: Bench) -> None:
     """Ranks may have different numbers of samples in a batch."""
-    expect_parity(bench, Task(model=models.UnequalShares, batches=3, steps=8))
+    expect_parity(bench, Task(model=UnequalShares, batches=3, steps=8))
 
 
 @check()
 def batch_size_changes(bench: Bench) -> None:
     """Every step may have another batch size, also a larger one than the first."""
-    expect_parity(bench, Task(model=models.VaryingBatches, batches=6, steps=5))
+    expect_parity(bench, Task(model=VaryingBatches, batches=6, steps=5))
 
 
 @check()
 def other_batch_size_in_evaluation(bench: Bench) -> None:
     """Evaluation may have other batch sizes than training."""
-    task = Task(model=models.OtherBatchesInEvaluation, batches=5, steps=2)
-    _compare(bench, jobs.fit_then_evaluate, task, "other")
+    task = Task(model=OtherBatchesInEvaluation, batches=5, steps=2)
+    _compare(bench, fit_then_evaluate, task, "other")
 
 
 @check(of_adapter=True)
 def empty_validation(bench: Bench) -> None:
     """A validation loader without samples is passed over."""
     settings = {"limit_val_batches": 1.0, "num_sanity_val_steps": 1, "max_steps": -1, "max_epochs": 2}
-    _ends_alike(bench, Task(model=models.EmptyValidation, batches=2), settings)
+    _ends_alike(bench, Task(model=EmptyValidation, batches=2), settings)
 
 
 # --- the end of a run -----------------------------------------------------------------------------------
@@ -236,9 +611,9 @@ def empty_validation(bench: Bench) -> None:
 
 def _ends_alike(bench: Bench, task: Task, settings: dict[str, Any]) -> None:
     """A run with these settings of Trainer ends where it does in one process, with the same numbers."""
-    alone: Outcome = bench.alone(jobs.fit_until, task, settings)
+    alone: Outcome = bench.alone(fit_until, task, settings)
     for world_size in bench.world_sizes:
-        ranks: list[Outcome] = bench.run(jobs.fit_until, task, settings, world_size=world_size)
+        ranks: list[Outcome] = bench.run(fit_until, task, settings, world_size=world_size)
         for rank, outcome in enumerate(ranks):
             seen, expected = outcome.notes["end"], alone.notes["end"]
             expect(seen == expected, f"rank {rank}: the run ended {seen}; in one process {expected}.")
@@ -263,7 +638,7 @@ def limited_batches(bench: Bench) -> None:
 @check(of_adapter=True)
 def one_rank_stops_all(bench: Bench) -> None:
     """Ranks decide together: one that wants to stop stops all, and all must want what needs all."""
-    ranks = bench.run(jobs.decide_on_rank_zero, Task(steps=4), world_size=2)
+    ranks = bench.run(decide_on_rank_zero, Task(steps=4), world_size=2)
     for rank, (decided, batches) in enumerate(ranks):
         where = f"rank {rank}: rank 0 alone wants to stop"
         expect(all(decided["any"]), f"{where}, and `any` told the ranks {decided['any']}.")
@@ -275,9 +650,9 @@ def one_rank_stops_all(bench: Bench) -> None:
 def early_stopping(bench: Bench) -> None:
     """`EarlyStopping` on a logged metric ends the run at the same step on every rank."""
     task = Task(batches=1)
-    expected = bench.alone(jobs.stop_early, task)
+    expected = bench.alone(stop_early, task)
     for world_size in bench.world_sizes:
-        seen = bench.run(jobs.stop_early, task, world_size=world_size)
+        seen = bench.run(stop_early, task, world_size=world_size)
         expect(
             seen == [expected] * world_size,
             f"training ended after {seen} batches on the {world_size} ranks; alone after {expected}.",

@@ -2,7 +2,6 @@
 
 from nnx_conformance.checks.checkpoints import (  # isort: skip # in the order of reports
     resuming as resuming,
-    elsewhere as elsewhere,
     contents as contents,
     hooks as hooks,
     keeping as keeping,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import nnx_checkpoint
 import nnx_core
-from nnx_conformance.check import Bench, check, expect
+from nnx_conformance.check import Bench, abbreviated, check, expect, expect_equal_weights
 from nnx_conformance.checks.checkpoints.runs import (
     SAVED_AFTER,
     TASK,
@@ -21,7 +21,6 @@ from nnx_conformance.checks.checkpoints.runs import (
 )
 from nnx_conformance.checks.checkpoints.snapshots import expect_exactly
 from nnx_conformance.checks.checkpoints.stored import open_saved, path_in, save, saved_checkpoint
-from nnx_conformance.comparing import abbreviated, expect_equal_weights
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Task
 from nnx_conformance.training import outcome_of

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from nnx_conformance.check import Bench, check, expect
+from nnx_conformance.check import Bench, check, expect, expect_equal_losses
 from nnx_conformance.checks.checkpoints.runs import (
     SAVED_AFTER,
     TASK,
@@ -20,7 +20,6 @@ from nnx_conformance.checks.checkpoints.runs import (
 )
 from nnx_conformance.checks.checkpoints.snapshots import expect_exactly
 from nnx_conformance.checks.checkpoints.stored import path_in
-from nnx_conformance.comparing import expect_equal_losses
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Task
 

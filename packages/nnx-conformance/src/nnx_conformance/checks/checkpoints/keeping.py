@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from nnx_conformance.check import Bench, check, expect
+from nnx_conformance.check import Bench, check, expect, expect_equal_weights
 from nnx_conformance.checks.checkpoints.runs import (
     TASK,
     TOLERANCE,
@@ -22,7 +22,6 @@ from nnx_conformance.checks.checkpoints.runs import (
     run,
     trainer_for,
 )
-from nnx_conformance.comparing import expect_equal_weights
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Task
 from nnx_conformance.training import outcome_of

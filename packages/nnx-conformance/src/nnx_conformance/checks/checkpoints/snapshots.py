@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from nnx_checkpoint.collective import all_gather_object, control_group
 from nnx_checkpoint.shard import Shard, shard_of
-from nnx_conformance.check import CheckFailed, expect
-from nnx_conformance.comparing import expect_equal_weights
+from nnx_conformance.check import CheckFailed, expect, expect_equal_weights
 
 __all__ = [
     "Snapshot",

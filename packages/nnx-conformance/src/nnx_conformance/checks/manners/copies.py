@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nnx_conformance.check import Bench, check
-from nnx_conformance.comparing import TOLERANCE, expect_equal_losses
+from nnx_conformance.check import TOLERANCE, Bench, check, expect_equal_losses
 from nnx_conformance.fabric_jobs import Loop, train
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Plain, Task

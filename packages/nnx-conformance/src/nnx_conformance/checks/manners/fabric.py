@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nnx_conformance.check import Bench, check, expect
-from nnx_conformance.comparing import TOLERANCE, expect_equal_losses
+from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_equal_losses
 from nnx_conformance.fabric_jobs import Loop, Seen, interrupted, train
 
 _CLIP = 0.3

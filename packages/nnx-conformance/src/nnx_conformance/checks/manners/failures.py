@@ -2,32 +2,259 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.inheritance import get_all_subclasses
 from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader
 
-from nnx_conformance.check import Bench, CheckFailed, check, expect
-from nnx_conformance.comparing import TOLERANCE, expect_equal_weights
-from nnx_conformance.failure_jobs import (
-    MESSAGE,
-    Ending,
-    WithoutData,
-    WithoutStep,
-    fail_alone,
-    fail_in_hook,
-    fail_in_step,
-    fit_refused,
-    fit_with_precision,
-    interrupt,
-    use_option,
-)
-from nnx_conformance.task import Task
+import nnx_core
+from nnx_conformance.check import TOLERANCE, Bench, CheckFailed, check, expect, expect_equal_weights
+from nnx_conformance.subject import Subject
+from nnx_conformance.task import Outcome, Plain, Task
+from nnx_conformance.training import make_trainer, outcome_of, world_size
 from nnx_core.registry import StrategyRegistry
 from nnx_core.spec import import_reference
+
+# --- jobs -----------------------------------------------------------------------------------------
+# What the ranks do to see how a strategy fails: runs that must end with an error, and how they ended.
+
+
+MESSAGE = "planted by the conformance suite"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended on one rank.
+
+    Attributes:
+        error: Type and text of the error and of its causes; empty if there was none.
+        seconds: How long it took.
+        ended: When it ended, by this rank's clock.
+        outcome: What the module was like afterwards.
+    """
+
+    error: str
+    seconds: float
+    ended: float = 0.0
+    outcome: Outcome | None = None
+
+
+class FailsInStep(Plain):
+    """Its second training step raises.
+
+    Attributes:
+        error: What is raised.
+        only_on: The rank that fails; all by default.
+        failures: When it did.
+    """
+
+    error: type[BaseException] = RuntimeError
+    only_on: int | None = None
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.failures: list[float] = []
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        """Fail, or do as usual."""
+        if index == 1 and self.only_on in (None, self.trainer.global_rank):
+            self.failures.append(time.monotonic())
+            raise self.error(MESSAGE)
+        return super().training_step(batch, index)
+
+
+class FailsInHook(Plain):
+    """The hook whose name is `hook` raises."""
+
+    hook = "configure_model"
+
+    def _reach(self, hook: str) -> None:
+        if hook == self.hook:
+            raise RuntimeError(MESSAGE)
+
+    def configure_model(self) -> None:
+        """Fail, or do nothing."""
+        self._reach("configure_model")
+
+    def configure_optimizers(self) -> Any:
+        """Fail, or do as usual."""
+        self._reach("configure_optimizers")
+        return super().configure_optimizers()
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        """Fail, or do as usual."""
+        self._reach("validation_step")
+        super().validation_step(batch, index)
+
+
+class WithoutStep(LightningModule):
+    """A module that Lightning refuses before it sets a strategy up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+    def configure_optimizers(self) -> Any:
+        """As usual."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class WithoutData(WithoutStep):
+    """A module whose user forgot the data."""
+
+    def training_step(self, batch: Any, index: int) -> None:
+        """Never reached."""
+
+
+def fail_in_step(subject: Subject, meeting: str) -> Ending:
+    """Train until the second step raises, on all ranks."""
+    module = FailsInStep(Task())
+    trainer = make_trainer(subject, module.task)
+    ending = _ending(lambda: trainer.fit(module), meeting)
+    return replace(ending, outcome=outcome_of(trainer, module))
+
+
+def fail_alone(subject: Subject, meeting: str, rank: int) -> Ending:
+    """Train until the second step raises on one rank; how long it took from there, on that rank."""
+    failures: list[float] = []
+
+    def run() -> None:
+        module = FailsInStep(Task())
+        module.only_on = rank
+        module.failures = failures
+        make_trainer(subject, module.task).fit(module)
+
+    ending = _ending(run, meeting, patience=0.0)
+    return replace(ending, seconds=ending.ended - failures[0]) if failures else ending
+
+
+def interrupt(subject: Subject, meeting: str) -> Ending:
+    """Train until the second step is interrupted from the keyboard, on all ranks."""
+    module = FailsInStep(Task())
+    module.error = KeyboardInterrupt
+    trainer = make_trainer(subject, module.task)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        ending = _ending(lambda: trainer.fit(module), meeting)
+    finally:
+        signal.signal(signal.SIGINT, handler)  # Lightning leaves it ignored
+    return replace(ending, outcome=outcome_of(trainer, module))
+
+
+def fail_in_hook(subject: Subject, meeting: str, hook: str) -> Ending:
+    """Train a module with a hook that raises, on all ranks."""
+    module = FailsInHook(Task())
+    module.hook = hook
+    trainer = make_trainer(subject, module.task, limit_val_batches=1, num_sanity_val_steps=1)
+    return _ending(lambda: trainer.fit(module), meeting)
+
+
+def fit_refused(subject: Subject, meeting: str, kind: type[LightningModule]) -> Ending:
+    """Train a module that Lightning refuses, and then one that it takes."""
+    ending = _ending(lambda: make_trainer(subject, Task()).fit(kind()), meeting)
+    _stop_recording_loaders()
+    module = Plain(Task())
+    trainer = make_trainer(subject, module.task)
+    trainer.fit(module)
+    return replace(ending, outcome=outcome_of(trainer, module))
+
+
+def _stop_recording_loaders() -> None:
+    """Put the classes of loaders back, which Lightning leaves changed where a hook for data has raised.
+
+    It would take every loader that this process makes later for one that was made inside such a hook.
+    Upstream: ``_replace_dunder_methods`` of ``lightning.fabric.utilities.data``, 2.6.
+    """
+    for base in (DataLoader, BatchSampler):
+        for kind in get_all_subclasses(base) | {base}:
+            for name in ("__setattr__", "__delattr__", "__init__"):
+                if (own := vars(kind).get(f"__old{name}")) is not None:
+                    setattr(kind, name, own)
+                    delattr(kind, f"__old{name}")
+
+
+def use_option(subject: Subject, meeting: str, name: str, value: Any) -> Ending:
+    """Build the strategy with one more option, and train."""
+
+    def run() -> None:
+        strategy = nnx_core.strategy(
+            subject.name, namespace="lightning.pytorch", **{**subject.options, name: value}
+        )
+        make_trainer(subject, Task(), strategy=strategy).fit(Plain(Task()))
+
+    return _ending(run, meeting)
+
+
+def fit_with_precision(subject: Subject, meeting: str, precision: str) -> Ending:
+    """Train in a precision."""
+    return _ending(lambda: make_trainer(subject, Task(precision=precision)).fit(Plain(Task())), meeting)
+
+
+def _ending(run: Callable[[], None], meeting: str, *, patience: float = 2.0) -> Ending:
+    """Call a function that should fail.
+
+    A rank that failed hangs up on those that do not come to an end too: they would wait for it, and a
+    hang would be the same finding, minutes later.
+
+    Args:
+        run: To be called.
+        meeting: An empty directory, in which the ranks leave word that they have ended.
+        patience: Seconds for the others to end.
+    """
+    ranks, started = world_size(), time.monotonic()
+    text = ""
+    try:
+        run()
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        text = " | caused by ".join(f"{type(one).__name__}: {one}" for one in _chain(error))
+    ended = time.monotonic()
+    Path(meeting, os.environ["RANK"]).touch()
+    if text:
+        while (
+            is_missing := len(list(Path(meeting).iterdir())) < ranks
+        ) and time.monotonic() < ended + patience:
+            time.sleep(0.01)
+        if is_missing:
+            _hang_up()
+    return Ending(text, ended - started, ended)
+
+
+def _hang_up() -> None:
+    """Shut the network connections of this process down, as if it had died."""
+    for descriptor in range(3, 1024):
+        try:
+            connection = socket.socket(fileno=descriptor)
+        except OSError:
+            continue
+        try:
+            is_open = not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if is_open and connection.family in (socket.AF_INET, socket.AF_INET6):
+                with suppress(OSError):  # the other side was faster
+                    connection.shutdown(socket.SHUT_RDWR)
+        finally:
+            connection.detach()
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__  # an error that took another's place does not show it
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
 
 SOON = 20.0
 """Seconds in which a rank must have failed; collectives would wait for minutes."""

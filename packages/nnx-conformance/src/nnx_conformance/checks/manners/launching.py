@@ -8,8 +8,7 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
-from nnx_conformance.check import Bench, check, expect
-from nnx_conformance.comparing import TOLERANCE, expect_equal_weights, expect_same_run
+from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_equal_weights, expect_same_run
 from nnx_conformance.launching import BY_TORCHRUN, Launch, Launched, launch
 from nnx_conformance.task import Plain, Task
 

@@ -8,8 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 import nnx_core
-from nnx_conformance.check import Bench, check
-from nnx_conformance.comparing import TOLERANCE, expect_same_run
+from nnx_conformance.check import TOLERANCE, Bench, check, expect_same_run
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Task
 from nnx_conformance.training import fit

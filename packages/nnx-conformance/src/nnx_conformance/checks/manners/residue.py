@@ -2,13 +2,194 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
+import tempfile
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from nnx_conformance.check import Bench, check, expect
-from nnx_conformance.residue_jobs import (
-    DESCRIPTORS,
-    changes,
-    files_left,
-    survivors,
-)
+from nnx_conformance.launching import OF_LAUNCHERS
+from nnx_conformance.subject import Subject
+from nnx_conformance.task import Task
+from nnx_conformance.training import fit, make_trainer
+
+# --- jobs -----------------------------------------------------------------------------------------
+# What the ranks do to see what training leaves behind in the process.
+#
+# A probe describes one side of the process as counts by name; jobs take it before and after training.
+
+
+TASK = Task(optimizer="adamw")
+FURTHER_RUNS = 2
+"""After the first; what they add is compared with its residue."""
+DESCRIPTORS = Path("/proc/self/fd")
+"""Where Linux lists the open files of a process."""
+
+Probe = Callable[[], Counter[str]]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is there that was not there before, and what is gone, by name.
+
+    Attributes:
+        new: Counts of what was added.
+        gone: Counts of what was taken away.
+    """
+
+    new: dict[str, int]
+    gone: dict[str, int]
+
+    @classmethod
+    def between(cls, before: Counter[str], after: Counter[str]) -> Change:
+        """Compare two descriptions."""
+        return cls(dict(after - before), dict(before - after))
+
+
+def changes(subject: Subject) -> dict[str, Change]:
+    """What three runs change, by what is looked at; of what may grow once, only what grows with each run."""
+    settings = {name: probe() for name, probe in SETTINGS.items()}
+    fit(subject, TASK)
+    counts = [_counts()]
+    for _ in range(FURTHER_RUNS):
+        fit(subject, TASK)
+        counts.append(_counts())
+    return {
+        **{name: Change.between(settings[name], probe()) for name, probe in SETTINGS.items()},
+        **{name: Change(_with_each_run([one[name] for one in counts]), {}) for name in GROWING},
+    }
+
+
+def _with_each_run(counts: Sequence[Counter[str]]) -> dict[str, int]:
+    """What every run added to, and by how much all of them did.
+
+    What came once does not count: torch's threads may hold the tensors of the latest call, and make things
+    when first used.
+    """
+    added = [after - before for before, after in pairwise(counts)]
+    return {name: counts[-1][name] - counts[0][name] for name in added[0] if all(name in a for a in added)}
+
+
+def _counts() -> dict[str, Counter[str]]:
+    gc.collect()
+    return {name: probe() for name, probe in GROWING.items()}
+
+
+def files_left(subject: Subject, directory: str) -> list[str]:
+    """The files in the working directory and in that for temporary files, after a run that saves nothing."""
+    work, temporary = Path(directory) / "work", Path(directory) / "tmp"
+    for folder in (work, temporary):
+        folder.mkdir(exist_ok=True)
+    os.chdir(work)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+    try:
+        fit(subject, TASK)
+    finally:
+        tempfile.tempdir = None
+    return sorted(path.relative_to(directory).as_posix() for path in Path(directory).glob("*/**/*"))
+
+
+def survivors(subject: Subject) -> list[str]:
+    """What is still alive after a run although nobody refers to it."""
+    module = TASK.module()
+    trainer = make_trainer(subject, TASK)
+    trainer.fit(module)
+    watched: dict[str, weakref.ref[Any]] = {
+        "the module": weakref.ref(module),
+        "a layer": weakref.ref(module.head),
+        "a parameter": weakref.ref(module.head.weight),
+        "the optimizer": weakref.ref(trainer.optimizers[0]),
+    }
+    del module, trainer
+    gc.collect()
+    return [name for name, reference in watched.items() if reference() is not None]
+
+
+# --- probes -------------------------------------------------------------------------------------------
+
+
+def _process_groups() -> Counter[str]:
+    """By size and backend. torch (2.11 to 2.13) lists its groups nowhere but in this private map."""
+    groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+    return Counter(f"{dist.get_backend(group)} group of {group.size()}" for group in groups)
+
+
+def _threads() -> Counter[str]:
+    return Counter(f"{type(thread).__name__} {thread.name}" for thread in threading.enumerate())
+
+
+def _environment() -> Counter[str]:
+    """Without those of the launcher: Lightning itself takes ``WORLD_SIZE`` away when a Trainer ends."""
+    return Counter(f"{name}={value}" for name, value in os.environ.items() if name not in OF_LAUNCHERS)
+
+
+def _signal_handlers() -> Counter[str]:
+    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    return Counter(f"{number.name} handled by {signal.getsignal(number)!r}" for number in watched)
+
+
+def _torch_settings() -> Counter[str]:
+    settings = {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "anomaly detection": torch.is_anomaly_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn benchmark": torch.backends.cudnn.benchmark,
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "threads": torch.get_num_threads(),
+    }
+    return Counter(f"{name} {value}" for name, value in settings.items())
+
+
+def _descriptors() -> Counter[str]:
+    """By kind: sockets and pipes have a number of their own."""
+    kinds: Counter[str] = Counter()
+    if not DESCRIPTORS.is_dir():
+        return kinds
+    for entry in DESCRIPTORS.iterdir():
+        with suppress(OSError):  # the listing's own is closed by now
+            kinds[str(entry.readlink()).partition(":")[0]] += 1
+    return kinds
+
+
+def _tensors() -> Counter[str]:
+    """By shape and dtype, of all that Python can reach."""
+    alive = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    return Counter(f"tensor {tuple(one.shape)} {one.dtype}" for one in alive)
+
+
+SETTINGS: dict[str, Probe] = {
+    "threads": _threads,
+    "environment": _environment,
+    "signal handlers": _signal_handlers,
+    "torch settings": _torch_settings,
+}
+"""What no run may change."""
+GROWING: dict[str, Probe] = {
+    "process groups": _process_groups,
+    "descriptors": _descriptors,
+    "tensors": _tensors,
+}
+"""What the first run may add to, such as the default process group, and further ones may not."""
+
+
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def _expect_unchanged(bench: Bench, name: str) -> None:

@@ -9,7 +9,6 @@ from nnx_conformance.checks.names import (  # noqa: I001
     afterwards as afterwards,
     callbacks as callbacks,
     finetuning as finetuning,
-    averaging as averaging,
     logging as logging,
     ranks as ranks,
     collectives as collectives,

@@ -11,8 +11,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.model_summary.model_summary import summarize
 from torch import Tensor, nn
 
-from nnx_conformance.check import Bench, check, expect
-from nnx_conformance.comparing import TOLERANCE, expect_same_run
+from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_same_run
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task
 from nnx_conformance.training import complete, fit, make_trainer

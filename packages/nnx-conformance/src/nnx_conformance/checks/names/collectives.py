@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from torch.distributed import ReduceOp
 
 from nnx_conformance.check import Bench, check, expect
-from nnx_conformance.checks.names.probing import in_training
+from nnx_conformance.checks.names.module import in_training
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Plain, share_of
 from nnx_conformance.training import world_size

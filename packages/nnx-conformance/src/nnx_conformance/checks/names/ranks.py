@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from nnx_conformance.check import Bench, check, expect
-from nnx_conformance.checks.names.probing import in_training
+from nnx_conformance.checks.names.module import in_training
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Plain, Task, dataset, share_of
 from nnx_conformance.training import make_trainer, world_size

@@ -6,11 +6,9 @@ Most tasks descend without momentum, so that the difference of two weights is a 
 # Their order is the order of the checks.
 from nnx_conformance.checks.numbers import (  # noqa: I001
     losses as losses,
-    gradients as gradients,
     optimizers as optimizers,
     schedulers as schedulers,
     manual as manual,
     precision as precision,
-    scaling as scaling,
     sharding as sharding,
 )

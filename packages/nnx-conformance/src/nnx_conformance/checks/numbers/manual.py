@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor, optim
 from torch.nn.functional import mse_loss
 
-from nnx_conformance.check import Bench, check
-from nnx_conformance.comparing import expect_parity
+from nnx_conformance.check import Bench, check, expect_parity
 from nnx_conformance.task import Plain, Task
 
 

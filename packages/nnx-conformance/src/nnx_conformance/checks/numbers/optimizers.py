@@ -9,8 +9,7 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
-from nnx_conformance.check import Bench, check
-from nnx_conformance.comparing import expect_parity
+from nnx_conformance.check import Bench, check, expect_parity
 from nnx_conformance.task import Plain, Task
 
 __all__ = ["Grouped"]

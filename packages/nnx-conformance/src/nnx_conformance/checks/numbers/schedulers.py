@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
-from nnx_conformance.check import Bench, check
+from nnx_conformance.check import Bench, check, expect_parity
 from nnx_conformance.checks.numbers.optimizers import Grouped
-from nnx_conformance.comparing import expect_parity
 from nnx_conformance.task import Plain, Task
 
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from nnx_conformance import structure_jobs as jobs
-from nnx_conformance.check import Bench, check, expect
-from nnx_conformance.comparing import TOLERANCE, expect_same_run
+from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_same_run
 from nnx_conformance.task import Outcome, Task
 
 _COUNTED = ("total", "unsaved", "steps")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from nnx_conformance import structure_building as building
+from nnx_conformance import structure_jobs as building
 from nnx_conformance import structure_jobs as jobs
-from nnx_conformance.check import Bench, check, expect
+from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_same_run
 from nnx_conformance.checks.structure.training import trains
-from nnx_conformance.comparing import TOLERANCE, expect_same_run
 from nnx_conformance.task import Plain, Task
 
 

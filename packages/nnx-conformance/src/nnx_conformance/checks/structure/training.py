@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nnx_conformance.check import Bench
-from nnx_conformance.comparing import expect_parity
+from nnx_conformance.check import Bench, expect_parity
 from nnx_conformance.task import Plain, Task
 
 __all__ = ["trains"]
