@@ -11,7 +11,7 @@ import torch
 from task import GLOBAL_BATCH, LEARNING_RATE, SEED, MyDataset, MyModel, arguments, show
 from torch.utils.data import DataLoader
 
-from nnx_core.lite import LightningLite
+from nnx.lite import LightningLite
 
 
 class Lite(LightningLite):

@@ -13,11 +13,11 @@ from xml.etree import ElementTree
 import pytest
 
 from nnx_checkpoint.cli.command import main
-from nnx_conformance import cli as conformance
+from nnx_conformance import command as conformance
 from nnx_conformance import runner
 from nnx_conformance.check import all_checks
 from nnx_conformance.pool import WorkerPool
-from nnx_conformance.report import Result
+from nnx_conformance.runner import Result
 
 Command = Callable[..., tuple[int, str, str]]
 NAMES = ("--import", "jobs.conformance_names")

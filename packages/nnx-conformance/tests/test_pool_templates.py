@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jobs import pool_jobs
-from nnx_conformance import template
+from nnx_conformance import pool
 from nnx_conformance.pool import JobError, WorkerPool
 
 
@@ -105,7 +105,7 @@ def test_a_template_with_threads_is_not_forked() -> None:
 def test_beside_a_gpu_workers_import_for_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = tmp_path / "device"
     device.touch()
-    monkeypatch.setattr(template, "GPU_DEVICES", (str(device),))
+    monkeypatch.setattr(pool, "GPU_DEVICES", (str(device),))
     with WorkerPool(size=1, preload=("jobs.pool_jobs",)) as own:
         (found,) = own.run(pool_jobs.origin, world_size=1)
     assert found["parent"] == os.getpid()
@@ -122,7 +122,7 @@ def test_closing_leaves_neither_workers_nor_templates(own: WorkerPool) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_workers_of_the_shared_pool_have_lightning_from_the_start(pool: WorkerPool) -> None:
     for found in pool.run(pool_jobs.origin):
-        assert b"nnx_conformance.template" in Path(f"/proc/{found['parent']}/cmdline").read_bytes()
+        assert b"nnx_conformance.pool" in Path(f"/proc/{found['parent']}/cmdline").read_bytes()
 
 
 def _is_running(pid: int) -> bool:

@@ -14,11 +14,10 @@ from nnx_core.errors import OptionError, UnsupportedError
 pytest.importorskip("fairscale", reason="fairscale is not installed")
 
 from nnx_core.layer_classes import as_classes
-from nnx_fairscale.fsdp import FairscaleFSDPBackend
+from nnx_fairscale.fsdp import FairscaleFSDPBackend, choose_units
 from nnx_fairscale.options import FairscaleFSDPOptions, OSSOptions, ShardedOptions
 from nnx_fairscale.ownership import Ownership
 from nnx_fairscale.strategies import DDPFullyShardedStrategy, DDPShardedStrategy, DDPSpawnShardedStrategy
-from nnx_fairscale.wrapping import choose_units
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from nnx_conformance.pool import WorkerPool
-from nnx_fsdp.mesh import mesh_of
+from nnx_fsdp.backend import mesh_of
 
 
 def make_meshes() -> list[bool]:

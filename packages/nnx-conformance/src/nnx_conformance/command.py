@@ -2,12 +2,193 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-__all__ = ["add_commands"]
+from nnx_checkpoint.cli.output import print_error, print_json, print_note, print_table, print_text
+from nnx_core.errors import OptionError, StrategyNotFoundError, StrategyNotInstalledError
+
+if TYPE_CHECKING:
+    from nnx_conformance.check import Check
+    from nnx_conformance.runner import Report, Result
+
+__all__ = [
+    "add_commands",
+    "parse_options",
+]
+
+
+# --- running and printing -------------------------------------------------------------------------
+# ``nnx conformance``: check that a strategy keeps its promises.
+#
+# Unlike other verbs on strategies it runs them, in worker processes, and takes minutes: results are printed
+# as they come, and what failed is explained at the end.
+
+
+_ERASE = "\r\x1b[K"
+"""Makes a terminal forget the line that it is on."""
+
+
+def run(
+    strategy: str,
+    *,
+    full: bool,
+    only: Sequence[str],
+    options: Sequence[str],
+    imports: Sequence[str],
+    accelerator: str,
+    badge: Path | None,
+    verbose: bool,
+    as_json: bool,
+) -> int:
+    """Check a strategy and print what was found; 1 where it breaks a promise, 2 for wrong arguments."""
+    from nnx_conformance.runner import run_conformance, select_checks
+    from nnx_conformance.subject import Subject
+
+    try:
+        subject = Subject(
+            strategy, options=parse_options(options), imports=tuple(imports), accelerator=accelerator
+        )
+        count = len(select_checks(only, full=full))
+        _announce("starting processes")
+        report = run_conformance(
+            subject,
+            full=full,
+            only=only,
+            report_start=_announcing(count),
+            report_result=_show_on_standard_error if as_json else _show,
+        )
+    except (OptionError, StrategyNotFoundError, StrategyNotInstalledError) as error:
+        print_error(error)
+        return 2
+    if badge is not None:
+        badge.write_text(report.badge(), encoding="utf-8")
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        _conclude(report, verbose=verbose)
+    return int(not report.ok)
+
+
+def list_checks(*, as_json: bool) -> int:
+    """Print every check and what it tries."""
+    from nnx_conformance.check import all_checks
+
+    rows = [
+        {
+            "check": check.name,
+            "group": check.group,
+            "promise": check.promise,
+            "requires": list(check.requires),
+            "profile": "full" if check.full else "fast",
+        }
+        for check in all_checks()
+    ]
+    if as_json:
+        print_json(rows)
+    else:
+        columns = ("group", "check", "profile", "promise")
+        print_table(columns, [[str(row[column]) for column in columns] for row in rows])
+    return 0
+
+
+def parse_options(options: Sequence[str]) -> dict[str, Any]:
+    """``name=value`` as keyword arguments; what is not a Python literal is text.
+
+    Example:
+        >>> parse_options(["min_num_params=100", "state_dict_type=sharded"])
+        {'min_num_params': 100, 'state_dict_type': 'sharded'}
+
+    Raises:
+        OptionError: There is no ``=`` in an option.
+    """
+    parsed = {}
+    for option in options:
+        name, sign, value = option.partition("=")
+        if not sign:
+            raise OptionError(f"--option {option!r} has no value.", remedy="Write --option name=value.")
+        try:
+            parsed[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            parsed[name] = value
+    return parsed
+
+
+# --- while it runs ---
+
+
+def _announcing(count: int) -> Callable[[Check], None]:
+    """To be called before each of so many checks."""
+    numbers = itertools.count(1)
+    return lambda check: _announce(f"[{next(numbers)}/{count}] {check.name}")
+
+
+def _announce(doing: str) -> None:
+    """Say on a terminal what is being done, in a line that the next result replaces."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"{_ERASE}{doing} ...")
+        sys.stderr.flush()
+
+
+def _show(result: Result) -> None:
+    _erase_announcement()
+    print_text(_line(result))
+    sys.stdout.flush()
+
+
+def _show_on_standard_error(result: Result) -> None:
+    _erase_announcement()
+    print_note(_line(result))
+
+
+def _erase_announcement() -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(_ERASE)
+        sys.stderr.flush()
+
+
+def _line(result: Result) -> str:
+    """One check on one line; a failure's reason is too long for it."""
+    verdict = "FAILED" if result.verdict == "failed" else result.verdict
+    reason = "" if result.verdict == "failed" else result.detail
+    return (
+        f"{verdict:<10}  {result.group:<11}  {result.check:<42}  {result.seconds:6.1f} s  {reason}".rstrip()
+    )
+
+
+# --- at the end ---
+
+
+def _conclude(report: Report, *, verbose: bool) -> None:
+    for failure in report.failures:
+        print_text(f"\nFAILED {failure.check}")
+        _print_wrapped(f"promised: {failure.promise}")
+        _print_wrapped(f"seen: {failure.detail}")
+        if verbose and failure.log:
+            print_text(textwrap.indent(failure.log.rstrip(), "    "))
+    print_text("")
+    print_text(f"{report.strategy} ({report.kind}, {report.target}, from {report.owner})")
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    print_text(f"{report.profile} profile, {versions}")
+    print_text(f"{report.summary()} in {report.seconds:.0f} s")
+    if any(failure.log for failure in report.failures) and not verbose:
+        print_note("--verbose prints the tracebacks; --only NAME repeats a single check.")
+
+
+def _print_wrapped(text: str) -> None:
+    width = max(60, shutil.get_terminal_size((110, 24)).columns)
+    print_text(textwrap.fill(text, width, initial_indent="  ", subsequent_indent="    "))
+
+
+# --- the command ----------------------------------------------------------------------------------
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -42,14 +223,12 @@ def check_strategy(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check in real processes that a strategy keeps its promises."""
-    from nnx_conformance import cli
-
     if show_checks:
-        raise typer.Exit(cli.list_checks(as_json=as_json))
+        raise typer.Exit(list_checks(as_json=as_json))
     if name is None:
         raise typer.BadParameter("Which strategy? Run `nnx list` to see the names.", param_hint="NAME")
     raise typer.Exit(
-        cli.run(
+        run(
             name,
             full=full,
             only=only or [],

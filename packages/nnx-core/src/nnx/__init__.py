@@ -28,7 +28,7 @@ _MOVED = {
     "testing.conformance": "nnx_conformance",
     "testing": "nnx_conformance",
     "cli.ckpt": "nnx_checkpoint.cli",
-    "cli.conformance": "nnx_conformance.cli",
+    "cli.conformance": "nnx_conformance.command",
     "box": "nnx_checkpoint.box",
     "canonical": "nnx_checkpoint.naming",
     "collective": "nnx_checkpoint.collective",

@@ -20,8 +20,8 @@ PAGE = ROOT / "docs" / "migration" / "lightninglite.md"
 STAGES = ("stage2_lite", "stage3_fabric", "stage4_trainer")
 EPOCHS = 2
 IMPORTS = {
-    "from pytorch_lightning.lite import LightningLite": "from nnx_core.lite import LightningLite",
-    "from pytorch_lightning.plugins import DeepSpeedPlugin": "from nnx_core.lite import DeepSpeedPlugin",
+    "from pytorch_lightning.lite import LightningLite": "from nnx.lite import LightningLite",
+    "from pytorch_lightning.plugins import DeepSpeedPlugin": "from nnx.lite import DeepSpeedPlugin",
 }
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -24,6 +25,7 @@ from torch.distributed.fsdp.wrap import enable_wrap
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import OptionError, UnsupportedError
@@ -35,17 +37,115 @@ from nnx_core.materialize import broadcast_module, lay_in_order, materialize, mo
 from nnx_core.state import ModelState, OptimizerState
 from nnx_core.used import CollectiveOrder
 from nnx_core.whole_matrix import OwnerRanks
-from nnx_fsdp._torch_compat import can_be_sharded, name_as_before, recover, remove_fully_shard
+from nnx_fsdp._torch_compat import (
+    before_part,
+    can_be_sharded,
+    finish_after_backward,
+    name_as_before,
+    prepare_root,
+    recover,
+    remove_fully_shard,
+)
 from nnx_fsdp.agreement import REMEDY, StepAgreement
-from nnx_fsdp.mesh import mesh_of
 from nnx_fsdp.optimizer_state import PartsOfState, StateAfterwards, shard_state
 from nnx_fsdp.options import FSDPOptions
 from nnx_fsdp.replicate import ReplicatedParameters, unshardable
-from nnx_fsdp.steps import PartsOfRoot
 from nnx_fsdp.units import UnitChoice, choose_units
 from nnx_fsdp.weights import Weights
 
-__all__ = ["FSDPBackend"]
+__all__ = [
+    "FSDPBackend",
+    "mesh_of",
+]
+
+
+# --- the mesh -------------------------------------------------------------------------------------
+# Device meshes, each made once for a world: their process groups last as long as the world does.
+
+
+_Key = tuple[str, tuple[int, ...], tuple[str, ...]]
+_meshes: dict[dist.ProcessGroup | None, dict[_Key, DeviceMesh]] = {}
+
+
+def mesh_of(device_type: str, shape: tuple[int, ...], *, names: tuple[str, ...]) -> DeviceMesh:
+    """The mesh of all ranks in this shape. Collective the first time.
+
+    Torch never takes down the groups of a mesh that is dropped, so a mesh for each Trainer would leave
+    groups, threads and sockets behind with every run.
+
+    Args:
+        device_type: Such as ``"cpu"``.
+        shape: Ranks along each axis.
+        names: Of the axes.
+    """
+    key = (device_type, shape, names)
+    if key not in _meshes.get(dist.group.WORLD, {}):
+        made = init_device_mesh(device_type, shape, mesh_dim_names=names)  # makes the world, if there is none
+        if dist.group.WORLD not in _meshes:
+            _meshes.clear()  # of a world that was destroyed since
+        _meshes.setdefault(dist.group.WORLD, {})[key] = made
+    return _meshes[dist.group.WORLD][key]
+
+
+# --- steps ----------------------------------------------------------------------------------------
+# How a step of manual optimization runs under FSDP2, which calls parts of the root itself.
+#
+# FSDP2 gathers what belongs to the root when the root's forward begins, and reduces its gradients after a
+# backward that started from the root's output. A step that calls ``self.generator`` and
+# ``self.discriminator``, twice, has neither: without `PartsOfRoot` it would train nothing, and say nothing.
+
+
+class PartsOfRoot:
+    """Lets every submodule that is sharded with the root be called by itself.
+
+    Args:
+        root: The module that was given to ``fully_shard`` last.
+        opaque: Submodules whose own parts are left alone, as those that are compiled.
+    """
+
+    def __init__(self, root: FSDPModule, *, opaque: Collection[nn.Module] = ()) -> None:
+        self._root = root
+        self._active = False
+        self._handles: list[RemovableHandle] = []
+        for part in _parts(root, opaque):  # type: ignore[arg-type] # an FSDPModule is a Module as well
+            self._handles.append(part.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
+            self._handles.append(part.register_forward_hook(self._after))
+
+    @contextmanager
+    def callable(self) -> Iterator[None]:
+        """Within it parts may be called; outside of it nothing changes."""
+        prepare_root(self._root)
+        self._active = True
+        try:
+            yield
+        finally:
+            self._active = False
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before(self, part: nn.Module, args: Any, kwargs: Any) -> Any:
+        return before_part(self._root, args, kwargs) if self._active else None
+
+    def _after(self, part: nn.Module, args: Any, output: Any) -> None:
+        if self._active:
+            finish_after_backward(self._root, output)
+
+
+def _parts(module: nn.Module, opaque: Collection[nn.Module]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, FSDPModule):
+            continue  # a unit sees to itself
+        yield child
+        if child not in opaque:
+            yield from _parts(child, opaque)
+
+
+# --- the backend ----------------------------------------------------------------------------------
+
 
 T = TypeVar("T")
 log = logging.getLogger("nnx.fsdp")

@@ -14,9 +14,8 @@ from nnx_nnscaler.compute_config import ComputeConfig
 from nnx_nnscaler.options import NnScalerOptions
 
 if TYPE_CHECKING:
-    from nnx_nnscaler.precision import NnScalerPrecision
     from nnx_nnscaler.rules.annotation import register_op
-    from nnx_nnscaler.strategy import NnScalerStrategy
+    from nnx_nnscaler.strategy import NnScalerPrecision, NnScalerStrategy
 
 __all__ = ["ComputeConfig", "NnScalerOptions", "NnScalerPrecision", "NnScalerStrategy", "register_op"]
 
@@ -27,7 +26,7 @@ def __getattr__(name: str) -> Any:
 
         return NnScalerStrategy
     if name == "NnScalerPrecision":
-        from nnx_nnscaler.precision import NnScalerPrecision
+        from nnx_nnscaler.strategy import NnScalerPrecision
 
         return NnScalerPrecision
     if name == "register_op":

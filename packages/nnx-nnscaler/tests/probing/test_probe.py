@@ -14,7 +14,7 @@ from jobs.nnscaler_rule_cases import CASES
 from nnx_nnscaler.ir import Ref, Size, TensorMeta
 from nnx_nnscaler.placement import P, R, S
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.rules import disk_cache, probe
+from nnx_nnscaler.rules import probe
 from nnx_nnscaler.rules.registry import rule_for, strategies_of
 from nnx_nnscaler.rules.rule import Rule
 from nnx_nnscaler.rules.trial import Trial, runner
@@ -214,7 +214,7 @@ def forget(monkeypatch) -> None:
 
 
 def kept_files():
-    return sorted(disk_cache.cache_dir().iterdir())
+    return sorted(probe.cache_dir().iterdir())
 
 
 def test_what_was_found_is_not_searched_again(monkeypatch) -> None:
@@ -272,13 +272,13 @@ def test_a_cache_directory_that_is_a_file_is_done_without(tmp_path, monkeypatch)
 
 def test_what_somebodys_own_operator_does_is_not_kept() -> None:
     names("nnx_test_probing.cubed.default", f(4, 8))
-    assert not disk_cache.cache_dir().exists()
+    assert not probe.cache_dir().exists()
 
 
 def test_the_cache_is_below_the_users_cache_directory_by_default(monkeypatch) -> None:
     monkeypatch.delenv("NNX_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert str(disk_cache.cache_dir()).startswith("/somewhere/nnx/nnscaler/tried/")
+    assert str(probe.cache_dir()).startswith("/somewhere/nnx/nnscaler/tried/")
 
 
 # --- against the table ----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch import nn
 
 from nnx_core.errors import OptionError
 from nnx_nnscaler import NnScalerPrecision
-from nnx_nnscaler.precision import PRECISIONS
+from nnx_nnscaler.strategy import PRECISIONS
 
 DTYPES = {
     "32-true": (torch.float32, torch.float32),

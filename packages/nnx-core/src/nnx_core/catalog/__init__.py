@@ -1,7 +1,7 @@
 """The catalog of known strategies: who provides a name that is not installed, and what old names became.
 
 Built from ``registry/`` and shipped as ``index.json``. This module only reads it. What to say to a user who
-asks for such a name is decided in `nnx_core.explain`.
+asks for such a name is decided in `nnx_core.registry`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,14 @@ from nnx_nnscaler.plan.program_plan import Strategy
 from nnx_nnscaler.rules.labels import Labels, label_strategies
 from nnx_nnscaler.rules.rule import Call, Rule, Writer, argument_of, with_code
 
-__all__ = ["RULES", "ConvolutionRule", "GridSampleRule", "LeadingDimsRule", "PadRule"]
+__all__ = [
+    "RULES",
+    "LeadingDimsRule",
+]
+
+
+# --- convolutions ---------------------------------------------------------------------------------
+
 
 _MADE, _USED = "output channels", "input channels"
 
@@ -19,7 +26,7 @@ _MADE, _USED = "output channels", "input channels"
 class ConvolutionRule(Rule):
     """Convolutions, plain, grouped and transposed: by batch, by output, by input channels, by groups."""
 
-    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:  # noqa: D102
+    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
         x, weight = call.shape("input"), call.shape("weight")
         batched: Labels = ("batch",) if len(x) == len(weight) else ()
@@ -38,7 +45,7 @@ class ConvolutionRule(Rule):
         by_group = {"input": channels, "weight": S(0), "bias": S(0)}
         return [*by_batch, call.strategy("groups", by_group, [channels])]
 
-    def write(self, op: Op, strategy: Strategy, writer: Writer) -> str:  # noqa: D102
+    def write(self, op: Op, strategy: Strategy, writer: Writer) -> str:
         if strategy.name == "groups":
             return writer.call(with_code(op, groups=str(argument_of(op, "groups") // writer.size)))
         bias = argument_of(op, "bias")
@@ -73,7 +80,7 @@ class LeadingDimsRule(Rule):
 class PadRule(Rule):
     """Padding: any dim that is not padded; summands where the padding is zeros or comes from the values."""
 
-    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:  # noqa: D102
+    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
         name = call.tensors()[0]
         padded = _padded_dims(call["pad"] or call["padding"], len(call.shape(name)))
@@ -88,7 +95,7 @@ class PadRule(Rule):
 class GridSampleRule(Rule):
     """Sampling images at the points of a grid: by batch, or by channels with the grid on every rank."""
 
-    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:  # noqa: D102
+    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         return [
             Strategy("batch", (S(0), S(0)), (S(0),)),
             Strategy("channels", (S(1), R), (S(1),)),
@@ -125,7 +132,7 @@ _PADS = (
     *(f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)),
 )
 
-RULES: dict[str, Rule] = {
+_OF_WINDOWS: dict[str, Rule] = {
     **{f"aten.{name}": ConvolutionRule() for name in _CONVOLUTIONS},
     **{f"aten.{name.format(n=n)}": LeadingDimsRule(n) for name in _MAX_POOLS for n in (1, 2, 3)},
     **{
@@ -140,5 +147,85 @@ RULES: dict[str, Rule] = {
     },
     **{f"aten.{name}": PadRule() for name in _PADS},
     **{f"aten.{name}": GridSampleRule() for name in ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")},
+}
+"""Rule of every operator of this family."""
+
+
+# --- normalization --------------------------------------------------------------------------------
+# Rules for normalisation over channels: batch norm, group norm, instance norm.
+#
+# Owns which dims of them can be split and which runtime function then keeps statistics right. Layer norm
+# and RMS norm, whose statistics lie within one row, are among the transformers' operators.
+
+
+_BY_CHANNEL = {
+    "input": S(1),
+    "weight": S(0),
+    "bias": S(0),
+    "running_mean": S(0),
+    "running_var": S(0),
+}
+
+
+class BatchNormRule(Rule):
+    """Batch norm: by channels, or by batch and other dims with statistics over the whole unit.
+
+    Running statistics are buffers that every rank keeps whole, so what updates them needs a runtime function.
+    """
+
+    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
+        call = Call.of(op, graph, size)
+        over_unit = "batch_norm_over_unit" if call["training"] else ""
+        dims = [dim for dim in range(len(call.shape("input"))) if dim != 1]
+        found = [
+            call.strategy("batch" if dim == 0 else f"dim{dim}", {"input": S(dim)}, [S(dim)], call=over_unit)
+            for dim in dims
+        ]
+        if call["training"] and call["running_mean"] is not None:
+            wanted = _BY_CHANNEL | {"running_mean": R, "running_var": R}
+            return [*found, call.strategy("channels", wanted, [S(1)], call="batch_norm_of_channels")]
+        return [*found, call.strategy("channels", _BY_CHANNEL, [S(1)])]
+
+    def write(self, op: Op, strategy: Strategy, writer: Writer) -> str:
+        if not strategy.call:
+            return writer.call(op)
+        names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
+        return f"rt.{strategy.call}({', '.join(writer.value(argument_of(op, name)) for name in names)})"
+
+
+class GroupNormRule(Rule):
+    """Group norm: by batch, or by whole groups of channels."""
+
+    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
+        call = Call.of(op, graph, size)
+        by_batch = call.strategy("batch", {"input": S(0)}, [S(0)])
+        if call["num_groups"] % size:
+            return [by_batch]
+        return [by_batch, call.strategy("groups", _BY_CHANNEL, [S(1)])]
+
+    def write(self, op: Op, strategy: Strategy, writer: Writer) -> str:
+        if strategy.name != "groups":
+            return writer.call(op)
+        return writer.call(with_code(op, num_groups=str(argument_of(op, "num_groups") // writer.size)))
+
+
+class InstanceNormRule(Rule):
+    """Instance norm: by batch and by channels, unless it updates running statistics."""
+
+    def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
+        call = Call.of(op, graph, size)
+        if call["use_input_stats"] and call["running_mean"] is not None:
+            return []
+        return [
+            call.strategy("batch", {"input": S(0)}, [S(0)]),
+            call.strategy("channels", _BY_CHANNEL, [S(1)]),
+        ]
+
+
+RULES: dict[str, Rule] = {
+    **_OF_WINDOWS,
+    "aten.batch_norm": BatchNormRule(),
+    "aten.group_norm": GroupNormRule(),
+    "aten.instance_norm": InstanceNormRule(),
 }
 """Rule of every operator of this family."""

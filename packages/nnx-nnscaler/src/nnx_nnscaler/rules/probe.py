@@ -8,21 +8,83 @@ everywhere cannot be seen at a few points.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+import xxhash
 
+from nnx_core.cache import cache_directory, read_json, write_json
 from nnx_nnscaler.ir import Argument, Graph, Op, Size, TensorMeta
 from nnx_nnscaler.placement import P, Placement, R, S
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.rules import disk_cache
 from nnx_nnscaler.rules.rule import bound, operator_of, outputs_of
 from nnx_nnscaler.rules.trial import DRAWS, Run, Trial, draw, runner
 
-__all__ = ["discover"]
+__all__ = [
+    "cache_dir",
+    "discover",
+]
+
+
+# --- what was found before, on disk ---------------------------------------------------------------
+# What was found by trying, kept between processes: one small JSON file for each operator and call.
+#
+# A file that cannot be read is ignored and written anew, a directory that cannot be written is done
+# without.
+
+
+_FORMAT = 1
+
+
+def cache_dir() -> Path:
+    """Where it is kept; what one torch can do, another may not."""
+    return cache_directory("nnscaler", "tried", torch.__version__)
+
+
+def load(key: Mapping[str, Any]) -> list[Strategy] | None:
+    """What was found for this call; None if nothing was kept, or nothing that can be read."""
+    kept = read_json(_path(key))
+    try:
+        if kept["format"] != _FORMAT or kept["call"] != json.loads(json.dumps(key)):
+            return None
+        return [
+            Strategy(entry["name"], _placements(entry["inputs"]), _placements(entry["outputs"]))
+            for entry in kept["strategies"]
+        ]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def store(key: Mapping[str, Any], strategies: list[Strategy]) -> None:
+    """Keep what was found for this call."""
+    kept = {
+        "format": _FORMAT,
+        "call": key,
+        "strategies": [
+            {"name": s.name, "inputs": [str(p) for p in s.inputs], "outputs": [str(p) for p in s.outputs]}
+            for s in strategies
+        ],
+    }
+    write_json(_path(key), kept)
+
+
+def _placements(texts: list[str]) -> tuple[Placement, ...]:
+    return tuple(Placement.parse(text) for text in texts)
+
+
+def _path(key: Mapping[str, Any]) -> Path:
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(key, sort_keys=True).encode())
+    return cache_dir() / f"{key['operator']}-{digest[:16]}.json"
+
+
+# --- probing --------------------------------------------------------------------------------------
+
 
 _logger = logging.getLogger("nnx.nnscaler")
 _SIZES = (2, 4)
@@ -125,11 +187,11 @@ def _known(key: dict[str, object], op: Op, metas: Sequence[TensorMeta], run: Run
     text = repr(key)
     if text not in _found:
         own = not op.target.startswith("aten.")  # its code may change while its name stays
-        kept = None if own else disk_cache.load(key)
+        kept = None if own else load(key)
         if kept is None:
             kept = _tried(op, metas, run) if len(_found) < _MOST_CALLS else []
             if not own:
-                disk_cache.store(key, kept)
+                store(key, kept)
         _found[text] = kept
     return _found[text]
 

@@ -7,14 +7,287 @@ added is which part of a mask, of a count or of a table a rank has to look at.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812 # the field writes it so
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from nnx_nnscaler.runtime.communicator import Communicator
 from nnx_nnscaler.runtime.conversions import Conversions
 
-__all__ = ["Functions"]
+__all__ = [
+    "Functions",
+    "Losses",
+    "Normalization",
+]
+
+
+# --- normalization --------------------------------------------------------------------------------
+# Batch norm whose statistics span the unit, and what keeps running statistics equal on its ranks.
+
+
+_CUDNN = False  # torch's own kernels, which any device has and whose backward takes given statistics
+
+
+class Normalization(Conversions):
+    """Normalisation on parts of a batch or of its channels."""
+
+    def batch_norm_over_unit(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+        eps: float,
+    ) -> Tensor:
+        """Batch norm in training of this rank's part along any dim but the channels.
+
+        Mean and variance are those of the whole batch; every rank updates its running statistics with them.
+        """
+        mean, variance, count = self._statistics(x.detach())
+        if running_mean is not None and running_var is not None:
+            with torch.no_grad():
+                running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+                unbiased = variance * (count / (count - 1)) if count > 1 else variance
+                running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+        batch = _Batch(eps, count, self.communicator.all_reduce)
+        result: Tensor = _UnitBatchNorm.apply(x, weight, bias, mean, variance, batch)  # type: ignore[no-untyped-call]
+        return result
+
+    def batch_norm_of_channels(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor,
+        running_var: Tensor,
+        momentum: float,
+        eps: float,
+    ) -> Tensor:
+        """Batch norm in training of this rank's channels; every rank's running statistics stay whole."""
+        own = self.part(torch.stack((running_mean, running_var)), 1)
+        mean, variance = own
+        result = torch.batch_norm(x, weight, bias, mean, variance, True, momentum, eps, _CUDNN)
+        with torch.no_grad():
+            for running, updated in zip((running_mean, running_var), self.whole(own, 1), strict=True):
+                running.copy_(updated)
+        return result
+
+    def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Mean and biased variance of each channel over the unit, and how many values they are of."""
+        dims = [dim for dim in range(x.ndim) if dim != 1]
+        values = x if x.dtype == torch.float64 else x.float()
+        own_variance, own_mean = torch.var_mean(values, dims, correction=0)
+        stacked = self.communicator.all_gather(torch.stack((own_mean, own_variance))[None], 0)
+        means, variances = stacked.unbind(1)
+        mean = means.mean(0)
+        # The parts are of equal size, so the variance is that within them plus that between their means.
+        variance = variances.mean(0) + (means - mean).square().mean(0)
+        return mean, variance, x.numel() // x.shape[1] * self.size
+
+
+class _Batch(NamedTuple):
+    """The batch of a unit.
+
+    Attributes:
+        eps: What is added to the variance.
+        values: How many values each channel's statistics are of.
+        all_reduce: Sums over the unit's ranks.
+    """
+
+    eps: float
+    values: int
+    all_reduce: Callable[[Tensor], Tensor]
+
+
+class _UnitBatchNorm(torch.autograd.Function):
+    """Normalises with given statistics that depend on the input of every rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        batch: _Batch,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.batch, ctx.has_bias = batch, bias is not None
+        return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, batch.eps, _CUDNN)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, variance = ctx.saved_tensors
+        scale = torch.ones_like(mean) if weight is None else weight
+        # As if the statistics were constants; the rest is what each value changes through them.
+        direct, to_weight, to_bias = torch.ops.aten.native_batch_norm_backward(
+            *(gradient.contiguous(), x, scale, mean, variance, None, None, False, ctx.batch.eps, [True] * 3)
+        )
+        to_weight_of_all, to_bias_of_all = ctx.batch.all_reduce(torch.stack((to_weight, to_bias)))
+        shape = (1, -1, *(1,) * (x.ndim - 2))
+        inverse = (variance + ctx.batch.eps).rsqrt()
+        shift = (scale * inverse * to_bias_of_all / ctx.batch.values).view(shape)
+        slope = (scale * inverse.square() * to_weight_of_all / ctx.batch.values).view(shape)
+        indirect = (x - mean.view(shape)).mul_(slope).add_(shift)
+        to_input = (direct - indirect).to(x.dtype)
+        to_scale = None if weight is None else to_weight.to(weight.dtype)
+        return to_input, to_scale, to_bias if ctx.has_bias else None, None, None, None
+
+
+# --- losses ---------------------------------------------------------------------------------------
+# Losses over parts of the samples, or of the classes, as emitted programs call them.
+
+
+class Losses(Conversions):
+    """Means count what all ranks have; classes are summed over the ranks that have them."""
+
+    def cross_entropy_mean(
+        self,
+        scores: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """This rank's summand of the mean cross entropy over the samples of all ranks."""
+        losses = _cross_entropy(scores, target, weight, ignore_index, label_smoothing)
+        if target.is_floating_point():
+            count = torch.full((), losses.numel() * self.size, dtype=_exact(scores), device=scores.device)
+        else:
+            count = self._count(target, weight, ignore_index, scores)
+        return _summand(losses, count)
+
+    def cross_entropy_of_part(
+        self,
+        scores: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """This rank's summand of the mean cross entropy, from its scores and the targets of all ranks."""
+        losses = _cross_entropy(scores, self.part(target, 0), weight, ignore_index, label_smoothing)
+        return _summand(losses, _weights(target, weight, ignore_index).to(_exact(scores)))
+
+    def nll_loss_mean(
+        self, scores: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100
+    ) -> Tensor:
+        """This rank's summand of the mean negative log likelihood over the samples of all ranks."""
+        losses = F.nll_loss(scores, target, weight, ignore_index=ignore_index, reduction="none")
+        return _summand(losses, self._count(target, weight, ignore_index, scores))
+
+    def vocabulary_cross_entropy(
+        self,
+        scores: Tensor,
+        target: Tensor,
+        reduction: int = 1,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """Cross entropy of this rank's classes, which are dim 1, against targets among all of them.
+
+        Args:
+            scores: This rank's scores.
+            target: Classes of all ranks.
+            reduction: 0 for the loss of every sample, 1 for their mean, 2 for their sum.
+            ignore_index: Target of samples that do not count.
+            label_smoothing: How much of the weight goes to all classes alike.
+
+        Returns:
+            The whole loss, on every rank; its gradient has to be complete.
+        """
+        counts = target != ignore_index
+        by_sample = scores.movedim(1, -1).to(_exact(scores))
+        losses: Tensor = _ClassParts.apply(by_sample, target, counts, label_smoothing, self.communicator)  # type: ignore[no-untyped-call]
+        if reduction == 1:
+            losses = losses.sum() / counts.sum()
+        elif reduction == 2:
+            losses = losses.sum()
+        return losses.to(scores.dtype)
+
+    def _count(self, target: Tensor, weight: Tensor | None, ignore_index: int, like: Tensor) -> Tensor:
+        """By what the sum over all ranks' samples is divided."""
+        return self.communicator.all_reduce(_weights(target, weight, ignore_index).to(_exact(like)))
+
+
+class _ClassParts(torch.autograd.Function):
+    """Cross entropy of every sample, with the classes, which are the last dim, in parts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, target: Tensor, counts: Tensor, smoothing: float, communicator: Communicator
+    ) -> Tensor:
+        classes = scores.shape[-1]
+        highest = communicator.all_gather(scores.amax(-1).unsqueeze(0), 0).amax(0)
+        shifted = scores - highest.unsqueeze(-1)
+        local = target - communicator.rank * classes
+        mine = counts & (local >= 0) & (local < classes)
+        local = torch.where(mine, local, 0).unsqueeze(-1)
+        aimed = shifted.gather(-1, local).squeeze(-1).masked_fill(~mine, 0)
+        powers = shifted.exp()
+        summands = [powers.sum(-1), aimed]
+        if smoothing:
+            summands.append(shifted.sum(-1))
+        sums = communicator.all_reduce(torch.stack(summands))
+        log_total = sums[0].log()
+        losses = log_total - sums[1]
+        if smoothing:
+            of_all = log_total - sums[2] / (classes * communicator.size)
+            losses = (1 - smoothing) * losses + smoothing * of_all
+        ctx.save_for_backward(powers / sums[0].unsqueeze(-1), local, mine, counts)
+        ctx.smoothing, ctx.classes = smoothing, classes * communicator.size
+        return losses.masked_fill(~counts, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        chances, local, mine, counts = ctx.saved_tensors
+        wanted = mine.to(chances.dtype).unsqueeze(-1) * (1 - ctx.smoothing)
+        difference = chances.scatter_add(-1, local, -wanted)
+        if ctx.smoothing:
+            difference -= ctx.smoothing / ctx.classes
+        return difference * (gradient * counts).unsqueeze(-1), None, None, None, None
+
+
+def _cross_entropy(
+    scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    """The loss of every sample."""
+    return F.cross_entropy(
+        scores,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
+
+
+def _summand(losses: Tensor, count: Tensor) -> Tensor:
+    """What these samples contribute to the mean over as many as `count` says, in its dtype to add up in."""
+    return (losses.sum(dtype=count.dtype) / count).to(losses.dtype)
+
+
+def _weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """How many samples count, or how much."""
+    counts = target != ignore_index
+    if weight is None:
+        return counts.sum()
+    return (weight.detach()[torch.where(counts, target, 0)] * counts).sum()
+
+
+def _exact(like: Tensor) -> torch.dtype:
+    """The dtype to add up in."""
+    return torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
+
+
+# --- functions ------------------------------------------------------------------------------------
 
 
 class Functions(Conversions):

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from nnx_nnscaler.runtime.communicator import Communicator
-from nnx_nnscaler.runtime.functions import Functions
-from nnx_nnscaler.runtime.losses import Losses
-from nnx_nnscaler.runtime.normalization import Normalization
+from nnx_nnscaler.runtime.functions import Functions, Losses, Normalization
 
 __all__ = ["Runtime"]
 

@@ -3,9 +3,6 @@
 from nnx_conformance.checks.checkpoints import (  # isort: skip # in the order of reports
     resuming as resuming,
     contents as contents,
-    hooks as hooks,
-    keeping as keeping,
     randomness as randomness,
     accidents as accidents,
-    killing as killing,
 )

@@ -5,19 +5,157 @@ Each ends in one clear error on every rank: one that only some ranks get leaves 
 
 from __future__ import annotations
 
+import copy
+import os
+import signal
+import sys
+import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from lightning.pytorch import Callback, Trainer
-from torch import nn
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
 
-from nnx_conformance.check import Bench, CheckFailed, check, expect
-from nnx_conformance.checks.checkpoints.runs import TASK, Resumable, error_of, run
+import nnx_checkpoint
+from nnx_conformance.check import Bench, CheckFailed, check, expect, expect_equal_weights
+from nnx_conformance.checks.checkpoints.runs import (
+    TASK,
+    TOLERANCE,
+    Record,
+    Resumable,
+    SaveAt,
+    error_of,
+    run,
+    trainer_for,
+)
 from nnx_conformance.checks.checkpoints.stored import path_in, saved_checkpoint
+from nnx_conformance.pool import free_port
 from nnx_conformance.subject import Subject
-from nnx_conformance.task import Task
+from nnx_conformance.task import Outcome, Plain, Task
+from nnx_conformance.training import outcome_of
+
+__all__ = []
+
+
+# --- keeping --------------------------------------------------------------------------------------
+# ModelCheckpoint: which checkpoints it keeps, that all ranks agree on them, and resuming by their role.
+
+
+SCORES = (3.0, 1.0, 2.0, 4.0)
+"""What the runs log after each step; the best two are those of steps 2 and 3."""
+
+
+@check(of_adapter=True)
+def keeps_the_best(bench: Bench) -> None:
+    """ModelCheckpoint keeps the best ones and the last, and every rank names the same best."""
+    kept = {"step=2.ckpt", "step=3.ckpt", "last.ckpt"}
+    for rank, report in enumerate(bench.run(_keep, _TASK, str(bench.directory))):
+        expect(
+            report.best == "step=2.ckpt", f"rank {rank} calls {report.best!r} the best, not 'step=2.ckpt'."
+        )
+        expect(set(report.kept) == kept, f"rank {rank} finds {report.kept}, expected {sorted(kept)}.")
+
+
+@check(of_adapter=True)
+def removes_checkpoints_once(bench: Bench) -> None:
+    """An old checkpoint is removed by one rank only."""
+    ranks = bench.run(_keep, _TASK, str(bench.directory))
+    removed = Counter(name for report in ranks for name in report.removed)
+    twice = sorted(name for name, count in removed.items() if count > 1)
+    expect(not twice, f"{twice} were removed by several ranks: the second one may find half a directory.")
+
+
+@check(of_adapter=True)
+def best_and_last_load(bench: Bench) -> None:
+    """`ckpt_path="best"` evaluates the best weights, `ckpt_path="last"` resumes the latest."""
+    second: Record = bench.alone(run, replace(_TASK, steps=2))
+    for rank, (best, step) in enumerate(bench.run(_use, _TASK, str(bench.directory))):
+        expect_equal_weights(best.weights, second.weights, tolerance=TOLERANCE, where=f"best, rank {rank}")
+        expect(step == len(SCORES), f"rank {rank}: 'last' was resumed in step {step}, not {len(SCORES)}.")
+
+
+class Scored(Resumable):
+    """Logs a score for each step."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        """One batch."""
+        self.log("score", SCORES[min(self.trainer.global_step, len(SCORES) - 1)])
+        return super().training_step(batch, index)
+
+
+_TASK = replace(TASK, model=Scored)
+
+
+# --- jobs -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Report:
+    """What one rank knows of the checkpoints.
+
+    Attributes:
+        best: Name of the best one.
+        kept: What there is when training has ended.
+        removed: Names of the checkpoints that this rank removed.
+    """
+
+    best: str
+    kept: list[str]
+    removed: list[str]
+
+
+def _trainer(subject: Subject, task: Task, folder: str, **settings: Any) -> Trainer:
+    saver = ModelCheckpoint(
+        dirpath=folder,
+        filename="{step}",
+        monitor="score",
+        mode="min",
+        save_top_k=2,
+        save_last=True,
+        every_n_train_steps=1,
+    )
+    callbacks = [saver, *settings.pop("callbacks", [])]
+    return trainer_for(subject, task, callbacks=callbacks, enable_checkpointing=True, **settings)
+
+
+def _keep(subject: Subject, task: Task, folder: str) -> _Report:
+    trainer = _trainer(subject, task, folder)
+    removed: list[str] = []
+    io: Any = trainer.strategy.checkpoint_io
+    io.remove_checkpoint = _noting(io.remove_checkpoint, removed)
+    trainer.fit(task.module())
+    trainer.strategy.barrier()
+    best: Any = trainer.checkpoint_callback
+    return _Report(Path(best.best_model_path).name, sorted(p.name for p in Path(folder).iterdir()), removed)
+
+
+def _noting(remove: Callable[[Any], None], removed: list[str]) -> Callable[[Any], None]:
+    def note_and_remove(path: Any) -> None:
+        removed.append(Path(path).name)
+        remove(path)
+
+    return note_and_remove
+
+
+def _use(subject: Subject, task: Task, folder: str) -> tuple[Outcome, int]:
+    """Evaluate the best one; then resume the last with a new Trainer, which says where it began."""
+    module = task.module()
+    trainer = _trainer(subject, task, folder, limit_val_batches=1, val_check_interval=task.batches)
+    trainer.fit(module)
+    trainer.validate(module, ckpt_path="best", verbose=False)
+    best = outcome_of(trainer, module)
+    saver = SaveAt({})
+    again = _trainer(subject, replace(task, steps=len(SCORES) + 1, seed=8), folder, callbacks=[saver])
+    again.fit(replace(task, seed=8).module(), ckpt_path="last")
+    return best, -1 if saver.started is None else saver.started.counters["global_step"]
+
+
+# --- accidents ------------------------------------------------------------------------------------
 
 
 @check(of_adapter=True)
@@ -119,3 +257,183 @@ def _save_in_vain(subject: Subject, task: Task, path: str) -> tuple[str, int]:
     failing = SaveInVain(path)
     record = run(subject, task, callbacks=[failing])
     return failing.error, len(record.losses)
+
+
+# --- kills ----------------------------------------------------------------------------------------
+# A process that dies while it saves over a checkpoint: the one before or the new one is there, whole.
+#
+# The savers are forked from the workers, which have imported everything and hold no process group. One of
+# them is killed right before its n-th operation on the file system.
+
+
+_OPERATIONS = frozenset(
+    ["open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink"]
+)
+_SURVIVAL = 20.0
+"""Seconds that a saver may take; the timeouts of collectives are longer, but must not be needed."""
+_RANKS = 2
+_FAST_KILLS = 3
+"""Kills on each rank in the fast profile."""
+
+
+@check(deadline=120, of_adapter=True)
+def killed_while_saving(bench: Bench) -> None:
+    """A process that is killed while it saves leaves a whole checkpoint, and no other process hanging."""
+    _try_kills(bench, _FAST_KILLS)
+
+
+@check(full=True, deadline=1200)
+def killed_at_every_operation(bench: Bench) -> None:
+    """A kill before any operation on the file system leaves a whole checkpoint, the old or the new one."""
+    _try_kills(bench, None)
+
+
+def _try_kills(bench: Bench, kills: int | None) -> None:
+    path = path_in(bench)
+    subject = replace(bench.subject, accelerator="cpu")  # what was started on a GPU cannot be forked
+    version = 1
+    _save(bench, subject, path, version)
+    operations = _save(bench, subject, path, version + 1)
+    version += 1
+    if not any(operations):
+        bench.not_applicable(
+            "it writes in a way that cannot be interrupted between two operations of Python's"
+        )
+    for rank, count in enumerate(operations):
+        for operation in _chosen(count, kills):
+            _save(bench, subject, path, version + 1, victim=rank, operation=operation)
+            where = f"rank {rank} was killed before operation {operation} of {count} of a save"
+            version = _expect_whole(bench, path, version, where)
+
+
+def _chosen(count: int, kills: int | None) -> list[int]:
+    """Numbers of operations, spread evenly; all without `kills`."""
+    if kills is None or count <= kills:
+        return list(range(1, count + 1))
+    return [1 + round(i * (count - 1) / (kills - 1)) for i in range(kills)]
+
+
+def _save(
+    bench: Bench, subject: Subject, path: str, version: int, *, victim: int = -1, operation: int = 0
+) -> list[int]:
+    """Save a version with savers of its own; how many operations each made, unless one was the victim."""
+    job = (Task(model=Plain, steps=1), path, version, free_port(), victim, operation)
+    ended = bench.run(_fork_and_wait, *job, subject=subject, world_size=_RANKS)
+    for rank, (status, _) in enumerate(ended):
+        if status is None and victim < 0:
+            bench.not_applicable("it does not get as far as to save in a process that was forked")
+        if status is None:
+            raise CheckFailed(
+                f"rank {victim} was killed while saving, and rank {rank} had not ended {_SURVIVAL:g} s later."
+            )
+        if victim < 0:
+            expect(status == 0, f"rank {rank}: a process that saves ended with exit code {status}.")
+    return [operations for _, operations in ended]
+
+
+def _expect_whole(bench: Bench, path: str, version: int, where: str) -> int:
+    """The version on disk, after reading all of it."""
+    try:
+        stored = nnx_checkpoint.open_checkpoint(path)
+        found = int(stored.objects["trainer"]["version"])
+        values = {name: set(stored.read(name).flatten().tolist()) for name in stored.tensors}
+    except Exception as error:
+        raise CheckFailed(f"{where}: nothing can be loaded: {type(error).__name__}: {error}") from error
+    expect(found in (version, version + 1), f"{where}: version {found} is there, {version} was saved before.")
+    for name, value in values.items():
+        expect(value == {found}, f"{where}: {name} holds {value} in version {found}: saves are mixed.")
+    return found
+
+
+# --- in the workers -------------------------------------------------------------------------------
+
+
+class _Killed(Callback):
+    """Saves before the first step, and dies before a certain operation; counts them."""
+
+    def __init__(self, path: str, version: int, operation: int) -> None:
+        self.path, self.version, self.operation = path, version, operation
+        self.held: list[Any] = []
+        self.count = 0
+        self.is_saving = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save; an error ends the process at once, as this is all that it is for."""
+        sys.addaudithook(self._audit)
+        self.is_saving = True
+        try:
+            trainer.save_checkpoint(self.path)
+        except Exception:
+            os._exit(1)
+        self.is_saving = False
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Write the version down."""
+        checkpoint["version"] = self.version
+
+    def _audit(self, event: str, _: tuple[Any, ...]) -> None:
+        if self.is_saving and event in _OPERATIONS:
+            self.count += 1
+            if self.count == self.operation:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fork_and_wait(
+    subject: Subject, task: Task, path: str, version: int, port: int, victim: int, operation: int
+) -> tuple[int | None, int]:
+    """Save in a process of its own.
+
+    Returns:
+        Its exit code, None if it had to be ended; and the operations it made, where it lived to tell.
+    """
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.environ["MASTER_PORT"] = str(port)
+        mine = operation if int(os.environ["RANK"]) == victim else 0
+        saver = _Killed(path, version, mine)
+        saver.held = _contents_of_modules()
+        _save_and_exit(subject, task, saver, write)
+    os.close(write)
+    status = _wait(child)
+    told = os.read(read, 8)
+    os.close(read)
+    return status, int.from_bytes(told, "little")
+
+
+def _contents_of_modules() -> list[Any]:
+    """Copies of all containers at the top of modules, to hold on to what is in them.
+
+    A process group that a cache lets go waits for its threads, which are not forked with the process.
+    """
+    values = [value for module in list(sys.modules.values()) for value in list(vars(module).values())]
+    return [copy.copy(value) for value in values if type(value) in (dict, list, set)]
+
+
+def _save_and_exit(subject: Subject, task: Task, saver: _Killed, write: int) -> NoReturn:
+    status = 1
+    try:
+        module = task.module()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.fill_(saver.version)
+        trainer = trainer_for(subject, task, callbacks=[saver])
+        trainer.fit(module)
+        os.write(write, saver.count.to_bytes(8, "little"))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _wait(child: int) -> int | None:
+    limit = time.monotonic() + _SURVIVAL
+    while time.monotonic() < limit:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None

@@ -7,7 +7,6 @@ Nothing here is about numbers, but users notice it first.
 from nnx_conformance.checks.manners import (  # noqa: I001
     launching as launching,
     fabric as fabric,
-    copies as copies,
     repetition as repetition,
     failures as failures,
     residue as residue,

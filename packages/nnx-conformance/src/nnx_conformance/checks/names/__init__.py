@@ -9,8 +9,6 @@ from nnx_conformance.checks.names import (  # noqa: I001
     afterwards as afterwards,
     callbacks as callbacks,
     finetuning as finetuning,
-    logging as logging,
-    ranks as ranks,
     collectives as collectives,
     samplers as samplers,
     fabric as fabric,

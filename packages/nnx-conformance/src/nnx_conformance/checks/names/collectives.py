@@ -3,20 +3,274 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
 from torch.distributed import ReduceOp
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MaxMetric, MeanMetric, Metric, SumMetric
 
 from nnx_conformance.check import Bench, check, expect
 from nnx_conformance.checks.names.module import in_training
 from nnx_conformance.subject import Subject
-from nnx_conformance.task import Plain, share_of
-from nnx_conformance.training import world_size
+from nnx_conformance.task import Plain, Task, dataset, share_of
+from nnx_conformance.training import fit, make_trainer, world_size
+
+__all__ = []
+
+
+# --- logged values --------------------------------------------------------------------------------
+# Logged values: reduced over the ranks where that is asked for, and only there.
+
+
+_STEPS = 2
+
+
+@check(of_adapter=True)
+def logs_reduced(bench: Bench) -> None:
+    """`self.log(sync_dist=True)` gives the mean, sum, maximum or minimum over all ranks, on every rank.
+
+    A sum counts each share of the data once, also where several ranks work on it.
+    """
+    for size in bench.world_sizes:
+        for rank, outcome in enumerate(bench.run_once(_logged, world_size=size)):
+            expected = _reduced(shares=int(outcome["shares"]))
+            _expect_values(outcome, expected, where=f"rank {rank} of {size}, sync_dist=True")
+
+
+def _reduced(*, shares: int) -> dict[str, float]:
+    steps, sizes = range(1, _STEPS + 1), range(1, shares + 1)
+    values = [step * size for step in steps for size in sizes]
+    weighted = sum(step * size * size for step in steps for size in sizes) / sum(sizes) / _STEPS
+    return {
+        "mean": weighted,  # by batch size
+        "sum": sum(values),
+        "max": max(values),
+        "min": min(values),
+        "in_step": _STEPS * sum(sizes) / shares,
+    }
+
+
+@check(of_adapter=True)
+def logs_left_alone(bench: Bench) -> None:
+    """`self.log(sync_dist=False)` keeps each rank's own value."""
+    for rank, outcome in enumerate(bench.run_once(_logged)):
+        own = {"own": (outcome["share"] + 1) * sum(range(1, _STEPS + 1))}
+        _expect_values(outcome, own, where=f"rank {rank}, sync_dist=False")
+
+
+@check(of_adapter=True)
+def torchmetrics_reduced(bench: Bench) -> None:
+    """A torchmetrics metric on the module counts what all ranks saw, wherever it is logged.
+
+    What several ranks of one share of the data saw counts once.
+    """
+    for rank, outcome in enumerate(bench.run(_measured)):
+        shares = range(1, int(outcome["shares"]) + 1)
+        values = [step * share for step in range(1, _STEPS + 1) for share in shares]
+        expected = {
+            "metric_mean": sum(values) / len(values),
+            "metric_sum": sum(values),
+            "metric_max": max(values),
+        }
+        _expect_values(outcome, expected, where=f"rank {rank}, torchmetrics")
+
+
+def _expect_values(seen: Mapping[str, float], expected: Mapping[str, float], *, where: str) -> None:
+    for name, wanted in expected.items():
+        value = seen.get(name)
+        is_close = value is not None and abs(value - wanted) <= 1e-5 * max(1.0, abs(wanted))
+        expect(is_close, f"{where}: {name!r} is logged as {value}, expected {wanted:.7g}.")
+
+
+# ---- what follows runs in the workers ----------------------------------------------------------------
+
+
+class _Sharing(Plain):
+    """Keeps which share of the data it was trained on, apart from what it logs."""
+
+    share: Mapping[str, int]
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.share = share_of(self.trainer)
+
+
+def _metrics_and_share(subject: Subject, model: type[_Sharing]) -> dict[str, float]:
+    """What a rank sees as logged, and its ``share`` of so many ``shares`` of the data."""
+    task = Task(model=model, steps=_STEPS, batches=_STEPS)
+    module = model(task)
+    metrics = fit(subject, task, module=module).metrics
+    return {**metrics, "share": module.share["rank"], "shares": module.share["num_replicas"]}
+
+
+class _Logging(_Sharing):
+    """Logs a value of its own for each share of the data, from batches of a size of their own."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        size = self.share["rank"] + 1
+        value = float(size * (index + 1))
+        epoch: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": size}
+        self.log("mean", value, sync_dist=True, **epoch)
+        self.log("sum", value, sync_dist=True, reduce_fx="sum", **epoch)
+        self.log("max", value, sync_dist=True, reduce_fx="max", **epoch)
+        self.log("min", value, sync_dist=True, reduce_fx="min", **epoch)
+        self.log("own", value, sync_dist=False, reduce_fx="sum", **epoch)
+        self.log("in_step", value, sync_dist=True, on_step=True, on_epoch=False)
+        return super().training_step(batch, index)
+
+
+def _logged(subject: Subject) -> dict[str, float]:
+    return _metrics_and_share(subject, _Logging)
+
+
+class _Measuring(_Sharing):
+    """Has metrics as submodules."""
+
+    def build(self) -> None:
+        super().build()
+        self.metrics = torch.nn.ModuleDict({"mean": MeanMetric(), "sum": SumMetric(), "max": MaxMetric()})
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        for name, metric in self.metrics.items():
+            assert isinstance(metric, Metric)
+            metric.update(torch.tensor(float((self.share["rank"] + 1) * (index + 1)), device=self.device))
+            self.log(f"metric_{name}", metric, on_step=False, on_epoch=True)
+        return super().training_step(batch, index)
+
+
+def _measured(subject: Subject) -> dict[str, float]:
+    return _metrics_and_share(subject, _Measuring)
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+# Who is who among the processes, and that each has random numbers of its own.
+
+
+@check(of_adapter=True)
+def rank_properties(bench: Bench) -> None:
+    """Trainer, strategy and module know the process's rank, the world size, and which one is rank 0."""
+    world = bench.world_sizes[-1]
+    for rank, (seen, _) in enumerate(bench.run_once(_ranks, world_size=world)):
+        expected = {
+            "global_rank": rank,
+            "local_rank": rank,
+            "node_rank": 0,
+            "world_size": world,
+            "is_global_zero": rank == 0,
+        }
+        for what, value in seen.items():
+            wanted = expected[what.rpartition(".")[2]]
+            expect(value == wanted, f"rank {rank} of {world}: {what} is {value}, expected {wanted}.")
+
+
+@check(of_adapter=True)
+def rank_zero_runs_once(bench: Bench) -> None:
+    """What is decorated with `rank_zero_only` runs on rank 0 and nowhere else."""
+    ran = [rank for rank, (_, it_ran) in enumerate(bench.run_once(_ranks)) if it_ran]
+    expect(ran == [0], f"a `rank_zero_only` function ran on ranks {ran}.")
+
+
+@check(of_adapter=True)
+def data_workers_seeded(bench: Bench) -> None:
+    """After `seed_everything(workers=True)` data workers draw other numbers for each share of the data."""
+    ranks = bench.run(_drawn)
+    for rank, drawn in enumerate(ranks):
+        expect(
+            len(set(drawn.numbers)) == len(drawn.numbers),
+            f"rank {rank}: its data worker draws {drawn.numbers} for different samples.",
+        )
+        for other, elsewhere in enumerate(ranks[:rank]):
+            same = drawn.numbers == elsewhere.numbers
+            wanted = drawn.share == elsewhere.share
+            expect(
+                same == wanted,
+                f"data workers of ranks {other} and {rank} read {_same(wanted)} data and draw {_same(same)} "
+                f"random numbers.",
+            )
+
+
+def _same(it_is: bool) -> str:
+    return "the same" if it_is else "different"
+
+
+# ---- what follows runs in the workers ----------------------------------------------------------------
+
+
+def _look_at_ranks(trainer: Trainer, module: Plain) -> dict[str, Any]:
+    seen: dict[str, Any] = {
+        "module.global_rank": module.global_rank,
+        "module.local_rank": module.local_rank,
+    }
+    for name, owner in (("trainer", trainer), ("trainer.strategy", trainer.strategy)):
+        properties = ("global_rank", "local_rank", "node_rank", "world_size", "is_global_zero")
+        seen |= {f"{name}.{it}": getattr(owner, it) for it in properties if hasattr(owner, it)}
+    return seen
+
+
+def _calls_rank_zero() -> bool:
+    ran: list[bool] = []
+    rank_zero_only(ran.append)(True)
+    return bool(ran)
+
+
+def _ranks(subject: Subject) -> tuple[dict[str, Any], bool]:
+    return in_training(subject, lambda trainer, module: (_look_at_ranks(trainer, module), _calls_rank_zero()))
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    share: int
+    numbers: list[float]
+
+
+class _Augmented(Dataset[list[Tensor]]):
+    """The task's samples, each with a random number that the data worker draws."""
+
+    def __init__(self, task: Task) -> None:
+        self.samples = dataset(task)
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        return [*self.samples[index], torch.rand(())]
+
+    def __len__(self) -> int:
+        return 4 * world_size()
+
+
+class _Drawing(Plain):
+    """Remembers what its data worker drew."""
+
+    def build(self) -> None:
+        super().build()
+        self.numbers: list[float] = []
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        self.numbers += batch[2].tolist()
+        return super().training_step(batch, index)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(_Augmented(self.task), batch_size=2, num_workers=1)
+
+
+def _drawn(subject: Subject) -> _Drawn:
+    seed_everything(3, workers=True, verbose=False)
+    task = Task(model=_Drawing, steps=2)
+    module = _Drawing(task)
+    trainer = make_trainer(subject, task, use_distributed_sampler=True)
+    shares: list[int] = []
+    module.on_train_start = lambda: shares.append(share_of(trainer)["rank"])  # type: ignore[method-assign]
+    trainer.fit(module)
+    return _Drawn(shares[0], module.numbers)
+
+
+# --- collectives ----------------------------------------------------------------------------------
 
 
 @check(of_adapter=True)

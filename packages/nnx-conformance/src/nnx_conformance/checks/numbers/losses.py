@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
-from nnx_conformance.check import TOLERANCE, Bench, check, expect_parity, expect_same_run
+from nnx_checkpoint.shard import Shard
+from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_parity, expect_same_run
+from nnx_conformance.checks.numbers.optimizers import Grouped
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task
 from nnx_conformance.training import fit
+
+__all__ = []
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
 
 # --- losses ---------------------------------------------------------------------------------------
 
@@ -93,3 +107,180 @@ class _ZeroedInPlace(Plain):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """In place."""
         optimizer.zero_grad(set_to_none=False)
+
+
+# --- schedulers -----------------------------------------------------------------------------------
+# Learning rates follow their schedulers: by step, by epoch, and by a metric of all ranks.
+
+
+@check(of_adapter=True)
+def scheduler_by_step(bench: Bench) -> None:
+    """A scheduler with `interval="step"` sets the learning rate after every step."""
+    expect_parity(bench, Task(model=_ByStep, steps=4))
+
+
+@check(of_adapter=True)
+def scheduler_by_epoch(bench: Bench) -> None:
+    """A scheduler with `interval="epoch"` sets the learning rate after every epoch."""
+    expect_parity(bench, Task(model=_ByEpoch, batches=2, steps=6))
+
+
+@check("parameter_groups")
+def scheduler_by_group(bench: Bench) -> None:
+    """A scheduler with a rule for each parameter group sets each group's own learning rate."""
+    expect_parity(bench, Task(model=_ByGroup, steps=4))
+
+
+@check(of_adapter=True)
+def scheduler_on_plateau(bench: Bench) -> None:
+    """ReduceLROnPlateau decides by the mean of a metric over all ranks, alike on every rank."""
+    expect_parity(bench, Task(model=_OnPlateau, batches=1, steps=6))
+
+
+class _ByStep(Plain):
+    def configure_optimizers(self) -> Any:
+        """Halve the rate after every step."""
+        optimizer = super().configure_optimizers()
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": StepLR(optimizer, 1, 0.5), "interval": "step"},
+        }
+
+
+class _ByEpoch(Plain):
+    def configure_optimizers(self) -> Any:
+        """Halve the rate after every epoch."""
+        optimizer = super().configure_optimizers()
+        return [optimizer], [StepLR(optimizer, 1, 0.5)]
+
+
+class _ByGroup(Grouped):
+    def configure_optimizers(self) -> Any:
+        """Lower the first group's rate and raise the second's."""
+        optimizer = super().configure_optimizers()
+        scheduler = LambdaLR(optimizer, [lambda step: 0.5**step, lambda step: 1.0 + step])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class _OnPlateau(Plain):
+    """The metric of epoch *k* is the mean of feature *k*: each rank alone would decide otherwise."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        """Log the metric as well."""
+        score = batch[0][:, self.current_epoch].mean()
+        self.log("score", score, on_step=False, on_epoch=True, sync_dist=True)
+        return super().training_step(batch, index)
+
+    def configure_optimizers(self) -> Any:
+        """Halve the rate after every epoch that did not improve the metric."""
+        optimizer = super().configure_optimizers()
+        scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "score"}}
+
+
+# --- sharding -------------------------------------------------------------------------------------
+# What a strategy that shards really holds: bytes behind its tensors, compared with one process.
+
+
+_SLACK = 1.25
+"""How much more than its fair share a rank may hold, for padding, uneven dimensions and step counters."""
+
+
+@check("shards_parameters")
+def shards_parameters(bench: Bench) -> None:
+    """Between steps a rank holds about its share of the parameters."""
+    _expect_shares(bench, "parameters")
+
+
+@check("shards_gradients")
+def shards_gradients(bench: Bench) -> None:
+    """When the optimizer steps, a rank holds about its share of the gradients."""
+    _expect_shares(bench, "gradients")
+
+
+@check("shards_optimizer")
+def shards_optimizer(bench: Bench) -> None:
+    """A rank holds about its share of the optimizer's state."""
+    _expect_shares(bench, "optimizer state")
+
+
+def _expect_shares(bench: Bench, what: str) -> None:
+    task = Task(optimizer="adamw", steps=2, clip=1.0)
+    alone = bench.alone(_measure, task)[what]
+    for world_size in bench.world_sizes:
+        held = [found[what] for found in bench.run(_measure, task, world_size=world_size)]
+        for rank, size in enumerate(held):
+            expect(
+                size <= _SLACK * alone / world_size,
+                f"rank {rank} of {world_size} holds {size} bytes of {what}; the share of one of "
+                f"{world_size} ranks in the {alone} bytes of one process is {alone // world_size}.",
+            )
+        expect(
+            sum(held) * _SLACK >= alone,
+            f"{world_size} ranks hold {held} bytes of {what}, together less than the {alone} bytes of "
+            "one process: what was measured is not all.",
+        )
+
+
+def _measure(subject: Subject, task: Task) -> dict[str, int]:
+    measure = _Measure()
+    fit(subject, task, callbacks=[measure])
+    return measure.held
+
+
+class _Measure(Callback):
+    """Counts the bytes behind the tensors that a rank holds.
+
+    It overrides no hook that may look at gradients: an engine would put whole ones there.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[str, int] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count gradients when they are clipped, because they are complete then."""
+        backend = getattr(trainer.strategy, "backend", None)
+        if backend is None:
+            trainer.optimizers[0].register_step_post_hook(lambda optimizer, *_: self._count(pl_module, ()))
+            return
+        clip = backend.clip_grad_norm
+
+        def clip_grad_norm(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
+            self._count(pl_module, (gradient.local for gradient in backend.gradients(optimizer)))
+            norm: Tensor = clip(optimizer, *args, **kwargs)
+            return norm
+
+        backend.clip_grad_norm = clip_grad_norm
+
+    def _count(self, module: LightningModule, gradients: Iterable[Tensor]) -> None:
+        """Gradients of the module, and the engine's own."""
+        found = [p.grad for p in module.parameters() if p.grad is not None]
+        self.held["gradients"] = _bytes_behind([*found, *gradients])
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Between two steps."""
+        # Parameters first: an engine may let go of what it gathered when it is asked for handles.
+        self.held["parameters"] = _bytes_behind(pl_module.parameters())
+        self.held["optimizer state"] = _bytes_behind(_state_tensors(trainer, pl_module))
+
+
+def _state_tensors(trainer: Trainer, module: LightningModule) -> Iterable[Tensor]:
+    backend = getattr(trainer.strategy, "backend", None)
+    for optimizer in trainer.optimizers:
+        state = backend.optimizer_state(module, optimizer)["state"] if backend else optimizer.state
+        for values in state.values():
+            for value in values.values():
+                if isinstance(value, Shard):
+                    yield from value.data
+                elif isinstance(value, Tensor):
+                    yield value
+
+
+def _bytes_behind(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages: views on one buffer count it once, a freed one counts nothing."""
+    sizes = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())

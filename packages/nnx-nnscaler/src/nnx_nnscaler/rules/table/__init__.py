@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from nnx_nnscaler.rules import convolution, normalization
+from nnx_nnscaler.rules import convolution
 from nnx_nnscaler.rules.rule import Rule
 from nnx_nnscaler.rules.table import (
     attention,
@@ -23,7 +23,6 @@ __all__ = ["TABLE"]
 
 TABLE: dict[str, Rule] = {
     **convolution.RULES,
-    **normalization.RULES,
     **attention.RULES,
     **elementwise.RULES,
     **embedding.RULES,
