@@ -237,3 +237,23 @@ def read_until_closed(terminal: int, drawn: bytearray) -> None:
     with contextlib.suppress(OSError):  # the terminal's way of saying that nobody is on the other side
         while part := os.read(terminal, 1 << 16):
             drawn += part
+
+
+@pytest.mark.parametrize("verb", ["merge", "convert"])
+def test_an_interrupted_rewrite_says_that_nothing_was_written(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = str(tmp_path / "source"), str(tmp_path / "one.ckpt")
+    storage.save(source, tensors={"model.w": shard_of(torch.ones(4))}, objects={})
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"nnx_checkpoint.conversion.{verb}", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        if verb == "merge":
+            conversion.run_merge([source], target, **NO_OPTIONS)
+        else:
+            conversion.run_convert(source, target, **NO_OPTIONS, options=[])
+    assert caught.value.code == 130
+    assert f"'{target}' was not written" in capsys.readouterr().err

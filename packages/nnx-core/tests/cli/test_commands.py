@@ -1,5 +1,6 @@
 import json
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -307,3 +308,10 @@ def test_on_a_terminal_tables_are_drawn_and_brackets_are_not_markup(acme, nnx_co
     _, output, _ = nnx_command("list")
     assert "does everything [really]" in output
     assert "━" in output or "─" in output
+
+
+def test_versions_are_printed_without_importing_torch(nnx_command):
+    code, output, _ = nnx_command("--version")
+    own = version("nnx-core")
+    assert code == 0
+    assert output.splitlines()[:3] == [f"nnx-{name} {own}" for name in ("checkpoint", "core", "conformance")]

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Annotated
 
 import typer
 
-from nnx_checkpoint.cli.output import print_error, print_note
+from nnx_checkpoint.cli.output import print_error, print_note, print_text
 from nnx_checkpoint.errors import NnxError
 
 __all__ = ["GROUP", "main"]
@@ -44,7 +45,7 @@ def _application(arguments: list[str]) -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(lambda: None)  # with one command only, Typer would drop its name
+    app.callback()(_options)
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: (entry.name != "nnx-core", entry.name)):
         try:
             entry.load()(app)
@@ -52,6 +53,25 @@ def _application(arguments: list[str]) -> typer.Typer:
             print_note(f"The commands of {entry.name} are left out: {type(error).__name__}: {error}")
     app.add_typer(_checkpoint_commands(arguments), name="ckpt", help=_CHECKPOINT_HELP)
     return app
+
+
+def _print_versions(wanted: bool) -> None:
+    if not wanted:
+        return
+    for name in ("nnx-checkpoint", "nnx-core", "nnx-conformance", "torch", "lightning"):
+        try:
+            print_text(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            print_text(f"{name} is not installed")
+    raise typer.Exit
+
+
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print versions.", callback=_print_versions, is_eager=True)
+    ] = False,
+) -> None:
+    """What belongs to no command."""
 
 
 def _checkpoint_commands(arguments: list[str]) -> typer.Typer:

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from nnx_checkpoint.cli.output import human_bytes, print_json, print_text
+from nnx_checkpoint.cli.output import INTERRUPTED, human_bytes, print_json, print_note, print_text
 from nnx_checkpoint.cli.progress import byte_progress
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.formats import files_below
@@ -65,8 +65,12 @@ def _write(
     from nnx_checkpoint.storage.locations import place_of
 
     began = time.monotonic()
-    with byte_progress(doing) as progress:
-        write(source, target, progress=progress, **chosen)
+    try:
+        with byte_progress(doing) as progress:
+            write(source, target, progress=progress, **chosen)
+    except KeyboardInterrupt:
+        print_note(f"Interrupted: '{target}' was not written, and nothing else was changed.")
+        raise SystemExit(INTERRUPTED) from None
     seconds = time.monotonic() - began
     nbytes, name = sum(files_below(place_of(target)).values()), find_format(target).name
     if as_json:

@@ -13,6 +13,7 @@ from typing import Any
 from nnx_checkpoint.errors import NnxError
 
 __all__ = [
+    "INTERRUPTED",
     "human_bytes",
     "print_error",
     "print_json",
@@ -22,6 +23,10 @@ __all__ = [
     "print_text",
     "printable",
 ]
+
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as a shell has it."""
 
 
 def print_json(content: Any) -> None:
