@@ -426,6 +426,8 @@ def take_assigned(parameters: Mapping[nn.Parameter, Tensor]) -> list[nn.Paramete
     """
     misfits = []
     for parameter, home in parameters.items():
+        if parameter.data_ptr() == home.data_ptr():  # of stages 1 and 2, nearly always
+            continue
         is_cut = hasattr(parameter, "ds_tensor")
         if is_cut and parameter.shape == getattr(parameter, "ds_shape", None):
             continue  # `take_persistent` looks at these
@@ -522,17 +524,18 @@ def reduce_at_once(engine: Any) -> None:
 
 
 def watch_gradients(
-    zero: Any, numbers: Mapping[nn.Parameter, int], came: list[int], check: Callable[[], None]
+    zero: Any, parameters: Sequence[nn.Parameter], came: list[int], check: Callable[[], None]
 ) -> None:
     """Note the number of each parameter whose gradient DeepSpeed puts into a bucket, after a check."""
     name = "reduce_ready_partitions_and_remove_grads"
     own = getattr(zero, name)
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    always = getattr(zero, "partition_gradients", True)
 
     def note(parameter: nn.Parameter, *args: Any) -> Any:
         check()
-        is_reduced = getattr(zero, "partition_gradients", True) or zero.is_gradient_accumulation_boundary()
-        if is_reduced and not zero._coalesce_grad_reduction:
-            came.append(numbers.get(parameter, -1))
+        if (always or zero.is_gradient_accumulation_boundary()) and not zero._coalesce_grad_reduction:
+            came.append(numbers.get(id(parameter), -1))
         return own(parameter, *args)
 
     setattr(zero, name, note)

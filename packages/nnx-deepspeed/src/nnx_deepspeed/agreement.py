@@ -94,8 +94,7 @@ class Agreement:
         self._nodes: list[Any] | None = None
         if not self._is_needed:
             return
-        numbers = {parameter: number for number, parameter in enumerate(parameters)}
-        watch_gradients(self._zero, numbers, self._came, self._refuse_other_backward)
+        watch_gradients(self._zero, parameters, self._came, self._refuse_other_backward)
         for number, layer in enumerate(module.modules()):
             if next(layer.parameters(recurse=False), None) is not None:
                 self._handles.append(layer.register_forward_pre_hook(partial(self._note_call, number)))
@@ -183,7 +182,8 @@ class Agreement:
                     self._exchange(backward, [False] * len(self._parameters))
                 backward.finish()
                 self._refuse_other_order()
-                release_touched(self._names)
+                if self._cuts_each_parameter:
+                    release_touched(self._names)
         finally:
             backward.release()
             if hook is not None:

@@ -140,7 +140,7 @@ class ZeroEngine:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module through DeepSpeed's hooks."""
         self._refuse_changes()
-        release_touched(self._names)
+        self._release_touched()
         self._take_assigned()
         take_persistent(self.zero)
         gather_persistent(self.zero)
@@ -279,7 +279,7 @@ class ZeroEngine:
             looking_everywhere: Also where masters lie on another device. Elsewhere only a change of version
                 counters, which writes through ``.data`` do not leave, makes it worth moving the weights.
         """
-        release_touched(self._names)
+        self._release_touched()
         self._take_assigned()
         versions = self._see_versions()
         looking_everywhere = looking_everywhere or versions != self._versions
@@ -289,6 +289,10 @@ class ZeroEngine:
         if looking_everywhere:
             self.partitions.frozen.follow()
         self._versions = versions
+
+    def _release_touched(self) -> None:
+        if self.partitions.cuts_each_parameter:
+            release_touched(self._names)
 
     def _take_assigned(self) -> None:
         for parameter in take_assigned(self._homes):

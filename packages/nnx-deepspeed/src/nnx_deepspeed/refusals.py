@@ -125,7 +125,10 @@ class FixedModel:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._held = [(name, sub, dict(sub._parameters.items())) for name, sub in module.named_modules()]
+        self._held = [
+            (name, sub, dict(sub._parameters), _identities(sub._parameters))
+            for name, sub in module.named_modules()
+        ]
         self._trains = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
 
     def refuse_changes(self) -> None:
@@ -134,9 +137,8 @@ class FixedModel:
         Raises:
             UnsupportedError: With the first change.
         """
-        for name, submodule, parameters in self._held:
-            now = submodule._parameters
-            if parameters.keys() != now.keys() or any(one is not parameters[key] for key, one in now.items()):
+        for name, submodule, parameters, identities in self._held:
+            if _identities(submodule._parameters) != identities:
                 raise UnsupportedError(
                     f"the parameters of {name or 'the model'} were exchanged since training began: "
                     f"{', '.join(parameters) or 'none'} before, {', '.join(submodule._parameters) or 'none'} "
@@ -150,3 +152,8 @@ class FixedModel:
                     "DeepSpeed's partitions are fixed.",
                     remedy="Freeze in `configure_model` or `__init__`, or use strategy 'fsdp_auto'.",
                 )
+
+
+def _identities(parameters: Mapping[str, nn.Parameter | None]) -> list[tuple[str, int]]:
+    """Which objects have which names; tensors themselves would compare their values."""
+    return [(name, id(parameter)) for name, parameter in parameters.items()]

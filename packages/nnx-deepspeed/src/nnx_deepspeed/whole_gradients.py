@@ -69,7 +69,8 @@ class WholeGradients:
         left = self._take()
         if self.are_shown and not left:
             return None
-        for parameter, (start, part) in self._partitions.gradient_parts().items():
+        parts = self._partitions.gradient_parts() if left or self._earlier else {}
+        for parameter, (start, part) in parts.items():
             if parameter in left:
                 part.copy_(left[parameter].reshape(-1).narrow(0, start, part.numel()))
             elif parameter in self._earlier:
