@@ -146,8 +146,8 @@ def find_fault_of_grid(shape: Sequence[int], chunk: Sequence[int], cells: Ints) 
     Cells outside the tensor do not count: a layout is shared by tensors with more and with fewer rows.
 
     Args:
-        shape: Of the tensor.
-        chunk: How far a cell reaches.
+        shape: The shape of the tensor.
+        chunk: The extent of a cell along each dim.
         cells: Different ones, as `table` gives them.
 
     Example:
@@ -212,10 +212,10 @@ def guess(
     tell whether the guess was right.
 
     Args:
-        shape: Of the tensor.
-        box: What the rank holds of it.
-        usual: As `habits` finds them.
-        possible: As `seats` finds them.
+        shape: The shape of the tensor.
+        box: The box of it that the rank holds.
+        usual: The usual chunks, found by `habits`.
+        possible: The possible coordinates, found by `seats`.
 
     Example:
         >>> guess((10,), Box((9,), (1,)), usual=((3,),), possible=[])
@@ -272,7 +272,7 @@ class Kind:
     Attributes:
         dtype_name: Their element type.
         shape: Their shape.
-        chunk: How they are cut.
+        chunk: The chunk by which they are cut.
         layout: Number of the layout that says which files hold which cells.
     """
 
@@ -306,9 +306,9 @@ class Stored:
 
     Attributes:
         files: Names of the files, by number.
-        layouts: By number.
-        kinds: By number.
-        regular: For each regular tensor the number of its kind.
+        layouts: The {n} by number.
+        kinds: The {n} by number.
+        regular: The number of the kind of each regular tensor.
         odd: All other tensors.
     """
 
@@ -341,8 +341,8 @@ class Placement:
     """Positions of all pieces.
 
     Args:
-        stored: What is stored.
-        bases: Where the data of each file starts.
+        stored: The tensors that are stored.
+        bases: The offset at which the data of each file starts.
         block: Bytes under one checksum.
     """
 

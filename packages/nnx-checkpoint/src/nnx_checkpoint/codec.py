@@ -59,8 +59,8 @@ class Encoder:
     """Turns a tree of Python objects into a tree of JSON values.
 
     Args:
-        prefix: What the names of lifted tensors start with.
-        opaque: What to do with an object that has no encoding: ``"error"`` raises, ``"pickle"`` sets it
+        prefix: The prefix of the names of lifted tensors.
+        opaque: Decides about an object that has no encoding: ``"error"`` raises, ``"pickle"`` sets it
             aside in `opaque_objects`, ``"skip"`` drops it.
 
     Example:
@@ -81,7 +81,7 @@ class Encoder:
 
         Args:
             value: The tree.
-            path: Where it stands, for names and messages.
+            path: The object's place in the tree, used in names and messages.
 
         Raises:
             CheckpointError: Something in it has no encoding, or it is nested too deeply or in a circle.
@@ -230,7 +230,7 @@ def decode(
         value: The JSON values.
         tensor: Gives the tensor of a name.
         opaque: Gives the object that was set aside at a place.
-        source: Where the values come from, for messages.
+        source: The origin of the values, used in messages.
 
     Raises:
         CheckpointError: The values are not what an encoder produces.

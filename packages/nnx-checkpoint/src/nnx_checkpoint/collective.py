@@ -167,7 +167,7 @@ def together(group: dist.ProcessGroup | None, *, doing: str) -> Iterator[None]:
 
     Args:
         group: Ranks that take part; None outside distributed runs.
-        doing: What the block does, for the message on the ranks that did not fail themselves.
+        doing: Names the work of the block in the message on ranks that did not fail themselves.
 
     Raises:
         NnxError: On a rank that failed its own error, on the others that of the lowest failing rank.

@@ -33,8 +33,8 @@ class TensorDifference:
 
     Attributes:
         name: Its name.
-        elements: How many elements differ in any bit.
-        numel: How many it has.
+        elements: The number of elements that differ in any bit.
+        numel: The number of elements that it has.
         largest: The largest absolute difference; NaN where only one side is NaN; 0 where only the bits
             differ, as those of 0.0 and -0.0 do.
     """
@@ -51,8 +51,8 @@ class ObjectDifference:
 
     Attributes:
         place: Where, such as ``optim.0.groups.0.lr``.
-        left: What the first holds, for people; empty if nothing.
-        right: What the second holds.
+        left: Describes for people what the first holds; empty if nothing.
+        right: Describes what the second holds.
     """
 
     place: str
@@ -72,7 +72,7 @@ class Comparison:
         ties: Names that share their tensor with another name on one side only.
         objects: Differences between the objects, of all ranks.
         values: Tensors with different values.
-        compared: How many tensors were compared by value.
+        compared: The number of tensors that were compared by value.
         bytes_compared: Their bytes.
     """
 
@@ -377,7 +377,7 @@ class Difference:
     """What differs between two pieces of data.
 
     Attributes:
-        elements: How many elements differ in any bit.
+        elements: The number of elements that differ in any bit.
         largest: The largest absolute difference; NaN where only one side is NaN; 0 where only the bits
             differ, as those of 0.0 and -0.0 do.
     """

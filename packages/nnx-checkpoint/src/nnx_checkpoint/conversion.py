@@ -58,10 +58,10 @@ def convert(
 
     Args:
         source: A checkpoint of any known format.
-        target: Where to write; nothing may be there.
+        target: The path to write to, where nothing may be.
         to: Name of the format. None guesses from the target's name: ``.ckpt``, ``.pt``, ``.pth`` and ``.bin``
             are ``"lightning"``, ``.safetensors`` is ``"safetensors"``, anything else is ``"nnx"``.
-        weights_only: As for `open_checkpoint`: False executes code that the source may bring along.
+        weights_only: False executes code that the source may bring along, as in `open_checkpoint`.
         save_weights_only: Leave out optimizers, schedulers, state of callbacks and of ranks. None does so
             where the target is one ``.safetensors`` file.
         progress: Called with the bytes done so far and their total.
@@ -91,12 +91,12 @@ def merge(
         source: A checkpoint of any known format; or the files that it consists of, all of one directory.
         target: The file: ``.safetensors`` for the weights alone, anything else for Lightning's single file.
         to: ``"lightning"`` or ``"safetensors"``; None guesses from the target's name.
-        weights_only: As for `convert`.
-        save_weights_only: As for `convert`.
-        progress: As for `convert`.
+        weights_only: The same as for `convert`.
+        save_weights_only: The same as for `convert`.
+        progress: The same as for `convert`.
 
     Raises:
-        CheckpointError: As for `convert`; or the files are of several directories.
+        CheckpointError: Raised as by `convert`, or because the files are of several directories.
     """
     form = to or _guess(target, otherwise="lightning")
     if form == "safetensors" and Path(target).suffix != _SAFETENSORS:
@@ -188,7 +188,7 @@ class Native(CheckpointFormat):
         """Write a checkpoint of our own format.
 
         Args:
-            checkpoint: What to write, of any format.
+            checkpoint: The checkpoint to write, of any format.
             path: A path or URL where nothing is.
             progress: Told how far it is.
             opaque: ``"pickle"`` stores objects that have no safe encoding; ``"error"`` refuses them.

@@ -108,7 +108,7 @@ class Writer(StorageWriter):
 
     Args:
         path: Directory of the checkpoint: new, empty, or a checkpoint to replace.
-        keep_previous: How many earlier saves at this path to keep on disk.
+        keep_previous: The number of earlier saves at this path to keep on disk.
         provenance: Plain JSON that says where the checkpoint comes from.
     """
 

@@ -54,7 +54,7 @@ def import_reference(reference: str, *, what: str) -> Any:
     """Import ``"pkg.module:attribute"``.
 
     Args:
-        reference: What to import.
+        reference: The object to import.
         what: The thing it belongs to, for the message.
 
     Raises:

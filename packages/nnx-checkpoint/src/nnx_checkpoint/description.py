@@ -55,9 +55,9 @@ class Facts:
     """What is true of tensors on whatever rank.
 
     Attributes:
-        names: In order.
-        kinds: For each name, the number of its dtype and shape.
-        types: Those dtypes and shapes.
+        names: The names in order.
+        kinds: The number of the dtype and shape of each name.
+        types: The dtypes and shapes that these numbers mean.
         aliases: Tied names and the names under which they are stored.
     """
 
@@ -83,8 +83,8 @@ class Cuts:
     """How tensors are cut, in the order of the names of some `Facts`.
 
     Attributes:
-        kinds: For each name, the number of its cut.
-        cuts: For each cut, the chunk and the number of the rank's cell; None where the rank holds nothing, or
+        kinds: The number of the cut of each name.
+        cuts: Each cut as the chunk and the number of the rank's cell; None where the rank holds nothing, or
             nothing regular.
     """
 
@@ -118,10 +118,10 @@ class Description:
     """One rank's shards.
 
     Attributes:
-        facts: What all ranks should agree on.
-        cuts: How the tensors are cut.
+        facts: The facts that all ranks should agree on.
+        cuts: Describes how the tensors are cut.
         cells: This rank's cells, by the numbers that `cuts` uses.
-        odd: What is not regular, and tensors that only this rank may know.
+        odd: The tensors that are not regular, or that only this rank may know.
     """
 
     facts: Facts
@@ -144,8 +144,8 @@ def describe(
         shards: Tensors that other ranks know too.
         own: Tensors that only this rank has.
         aliases: Tied names.
-        rank: Which of the ranks that save this is.
-        world_size: How many they are.
+        rank: The number of this rank among those that save.
+        world_size: The number of ranks that save.
 
     Raises:
         CheckpointError: A shard has a dtype that the format cannot store, or views that cannot be written.
@@ -285,7 +285,7 @@ class Head:
     Attributes:
         cells: This rank's cells.
         parts: Digests of its facts, cuts and odd boxes.
-        inline: Those parts that are short.
+        inline: The parts that are short.
     """
 
     cells: tuple[Cell, ...]
@@ -346,7 +346,7 @@ def gather_descriptions(
     Args:
         group: The ranks that take part; None for this process alone.
         describe: Describes what this rank holds. It must not communicate.
-        doing: What this is for, for messages.
+        doing: The purpose of this, used in messages.
 
     Returns:
         What gives all descriptions, in rank order, to the coordinator; others must not call it.

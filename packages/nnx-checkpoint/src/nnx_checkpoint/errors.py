@@ -22,8 +22,8 @@ class NnxError(Exception):
     """Base of all errors raised by nnx.
 
     Args:
-        message: What failed, the value seen and what was expected.
-        remedy: What the user can do about it, as an imperative sentence.
+        message: A sentence that says what failed, the value seen and what was expected.
+        remedy: An imperative sentence that tells the user what to do about it.
 
     Example:
         >>> str(NnxError("cannot read 'x.ckpt': no such directory.", remedy="Check the path."))

@@ -55,8 +55,8 @@ class CheckpointFormat(ABC):
     """Reads, and perhaps writes, one format. Stateless; a plugin subclasses it.
 
     Attributes:
-        name: As in ``nnx ckpt convert --to``; the same as in its spec.
-        can_write: Whether `write` works.
+        name: The name for ``nnx ckpt convert --to``, the same as in its spec.
+        can_write: True if `write` works.
     """
 
     name: ClassVar[str]
@@ -71,7 +71,7 @@ class CheckpointFormat(ABC):
         """Open it without reading tensor data.
 
         Args:
-            path: What `guess_can_open` accepted.
+            path: A path that `guess_can_open` accepted.
             weights_only: True executes nothing that the file brings along; False trusts it.
 
         Raises:
@@ -89,7 +89,7 @@ class CheckpointFormat(ABC):
         """Write a checkpoint in this format, in bounded memory; `path` appears only when it is complete.
 
         Args:
-            checkpoint: What to write, of any format.
+            checkpoint: The checkpoint to write, of any format.
             path: A path where nothing is.
             progress: Told how far it is.
             **options: The format's own.
@@ -267,7 +267,7 @@ class Found:
     """One thing in a directory tree.
 
     Attributes:
-        place: Where it is.
+        place: The place of it.
         kind: ``checkpoint``; ``interrupted`` for a directory whose first save never was committed; or
             ``partial`` for an unfinished conversion.
         format: Name of a checkpoint's format.

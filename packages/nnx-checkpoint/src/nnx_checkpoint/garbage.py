@@ -30,7 +30,7 @@ class Garbage:
     """Something that no checkpoint needs.
 
     Attributes:
-        path: Where it is.
+        path: The path of it.
         kind: ``unfinished save``, ``previous save``, ``temporary manifest`` or ``unfinished conversion``.
         nbytes: Bytes of its files.
     """
@@ -45,7 +45,7 @@ class Spared:
     """Something that was left alone.
 
     Attributes:
-        path: Where it is.
+        path: The path of it.
         why: The reason, for people.
     """
 
@@ -58,8 +58,8 @@ class Collected:
     """What a collection did, or would do.
 
     Attributes:
-        removed: What was removed.
-        spared: What looked like garbage and was left alone.
+        removed: The files and directories that were removed.
+        spared: The paths that looked like garbage and were left alone.
     """
 
     removed: list[Garbage] = field(default_factory=list)
@@ -78,8 +78,8 @@ def collect_garbage(
 
     Args:
         location: A checkpoint of our own format, or a directory with checkpoints.
-        keep_previous: How many earlier complete saves of each checkpoint to keep, newest first; None keeps
-            all of them.
+        keep_previous: The number of earlier complete saves of each checkpoint to keep, newest first; None
+            keeps all of them.
         min_age: Seconds since the last change of an unfinished conversion that make sure nobody works on it.
         dry_run: Only find out what would be removed.
 

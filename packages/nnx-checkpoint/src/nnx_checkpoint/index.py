@@ -58,7 +58,7 @@ class Piece:
     """One box of a tensor in one file.
 
     Attributes:
-        box: Where it lies in the logical tensor.
+        box: The box of it in the logical tensor.
         file: Name of the file in the save directory.
         start: Position of its first byte in the file.
         nbytes: Its length.
@@ -136,10 +136,10 @@ class CellPieces(Sequence[Piece]):
 
     Args:
         name: The tensor.
-        kind: How it is cut.
-        layout: Which files hold which cells.
+        kind: The kind, which says how it is cut.
+        layout: Says which files hold which cells.
         files: Names of the files.
-        placement: Where pieces lie.
+        placement: Finds the offsets of pieces.
     """
 
     def __init__(
@@ -205,8 +205,8 @@ class Index:
     """All tensors of a checkpoint.
 
     Args:
-        stored: What is stored.
-        placement: Where it lies.
+        stored: The tensors that are stored.
+        placement: Finds the offsets of its pieces.
         odd: The pieces of every tensor that is not regular.
         aliases: Names of tied tensors, mapped to the name under which the data is stored.
     """
@@ -304,8 +304,8 @@ def encode_index(stored: Stored, bases: Sequence[int], block: int, aliases: Mapp
     """The bytes of ``index.json``.
 
     Args:
-        stored: What is stored; positions of odd boxes are found here.
-        bases: Where the data of each file starts.
+        stored: The tensors that are stored; positions of odd boxes are found here.
+        bases: The offset at which the data of each file starts.
         block: Bytes under one checksum.
         aliases: Tied names.
 
@@ -356,7 +356,7 @@ def decode_index(raw: bytes, manifest: Manifest, *, source: str) -> Index:
 
     Args:
         raw: Its bytes.
-        manifest: Which files there are, how long they are and where their data starts.
+        manifest: Lists the files, their lengths and where their data starts.
         source: Its path, for messages.
 
     Raises:

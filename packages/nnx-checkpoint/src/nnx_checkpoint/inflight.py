@@ -34,8 +34,8 @@ class PendingSave:
     """A save that is completed in the background; made by `nnx_checkpoint.save_async`.
 
     Attributes:
-        path: Where it saves to.
-        collective: Whether other ranks have a part in it.
+        path: The path that it saves to.
+        collective: True if other ranks have a part in it.
     """
 
     def __init__(self, path: str, work: Callable[[], None], *, collective: bool) -> None:
@@ -73,7 +73,7 @@ class PendingSave:
         """Do something after the commit, or never if the save fails.
 
         Args:
-            doing: What it does, for messages.
+            doing: The purpose of it, used in messages.
             action: Called in the background, or at once where the save is committed already.
         """
         with self._lock:
@@ -118,9 +118,9 @@ def start(path: str, work: Callable[[], None], *, collective: bool) -> PendingSa
     """Begin to complete a save in the background; the caller has called `settle`.
 
     Args:
-        path: Where it saves to.
-        work: What completes it.
-        collective: Whether other ranks do the same.
+        path: The path that it saves to.
+        work: The function that completes it.
+        collective: True if other ranks do the same.
     """
     global _current  # noqa: PLW0603 - there is one for the process
     _current = PendingSave(path, work, collective=collective)
@@ -169,7 +169,7 @@ def after_save(doing: str, action: Callable[[], None]) -> None:
     """Do something after the save in flight is committed, never if it fails, or now if there is none.
 
     Args:
-        doing: What it does, for messages.
+        doing: The purpose of it, used in messages.
         action: Called once at most.
     """
     if _current is None:

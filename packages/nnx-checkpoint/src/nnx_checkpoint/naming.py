@@ -134,7 +134,7 @@ def positional_optimizer_state(state: Mapping[str, Any], names: Sequence[str]) -
     """Give torch's own ``Optimizer.state_dict()``, which numbers parameters, their names.
 
     Args:
-        state: As torch returns it.
+        state: The state as torch returns it.
         names: Name of parameter 0, 1, ... in the order of the param groups.
     """
     groups = [
@@ -151,7 +151,7 @@ def numbered_optimizer_state(state: OptimizerState, *, keep_names: bool = False)
     """A state by parameter name in the form of torch's ``Optimizer.state_dict()``: numbered.
 
     Args:
-        state: By parameter name.
+        state: Tensors and values by parameter name.
         keep_names: Leave the names in each group's ``param_names``, where `nnx.CheckpointIO` looks for them.
     """
     numbers: dict[str, int] = {}
@@ -200,7 +200,7 @@ class LazyStateDict(MutableMapping[str, Any]):
 
         Args:
             stored: The open checkpoint.
-            entries: By name, a `StoredName` for what stays there, and other values.
+            entries: Maps names to a `StoredName` for what stays there, and to other values.
         """
         made = cls.__new__(cls)
         made.stored = stored

@@ -59,7 +59,7 @@ class HeldKind:
     Attributes:
         dtype_name: Their element type.
         shape: Their shape.
-        chunk: How they are cut.
+        chunk: The chunk by which they are cut.
         layout: Number of the layout that says which ranks hold which cells.
     """
 
@@ -84,13 +84,13 @@ class Held:
 
     Attributes:
         names: All tensors that some facts name.
-        kinds: By number.
-        kind_of: For each name the number of its kind; -1 if it is odd.
-        layouts: For each layout and cell the ranks that hold it.
+        kinds: The {n} by number.
+        kind_of: The number of the kind of each name; -1 if it is odd.
+        layouts: The ranks that hold each cell, by layout.
         odd: Everything else.
         facts: All distinct facts.
-        place: For each of those facts, where its names stand among all names.
-        aliases: Of all ranks.
+        place: The positions of the names of each of those facts among all names.
+        aliases: The aliases of all ranks.
     """
 
     names: Sequence[str]
@@ -365,9 +365,9 @@ class Assigned:
 
     Attributes:
         kinds: Kinds as they are stored; `layout` numbers the layouts below.
-        kind_of: For each name of the `Held` the number of its kind; -1 if it is odd.
-        layouts: For each layout and cell the ranks that store it.
-        odd: For each other tensor and box the ranks that store it.
+        kind_of: The number of the kind of each name of the `Held`; -1 if it is odd.
+        layouts: The ranks that store each cell, by layout.
+        odd: The ranks that store each box of every other tensor.
     """
 
     kinds: Sequence[HeldKind]
@@ -552,9 +552,9 @@ class Deal:
     """What every rank is told alike.
 
     Attributes:
-        kinds: For each distinct facts the kind of each name, as little-endian 32-bit numbers; -1 where
+        kinds: The kind of each name for all distinct facts, as little-endian 32-bit numbers; -1 where
             the tensor is odd.
-        cuts: For each kind its chunk and its layout.
+        cuts: The chunk and the layout of each kind.
     """
 
     kinds: Sequence[bytes]
@@ -567,8 +567,8 @@ class Own:
 
     Attributes:
         facts: Number of its facts.
-        cells: Which cells it stores, by layout.
-        odd: Which odd boxes it stores; None stands for all those that it described, and no others.
+        cells: The cells that it stores, by layout.
+        odd: The odd boxes that it stores; None stands for all those that it described, and no others.
     """
 
     facts: int
@@ -581,8 +581,8 @@ class Plan:
 
     Args:
         descriptions: One for each rank, in rank order.
-        held: What they hold together.
-        assigned: Who stores what.
+        held: The tensors that they hold together.
+        assigned: The assignment of boxes to ranks.
     """
 
     def __init__(self, descriptions: Sequence[Description], held: Held, assigned: Assigned) -> None:
@@ -621,7 +621,7 @@ class Plan:
         """What the index says.
 
         Args:
-            present: For each rank, whether it wrote a file: one whose cells no tensor has writes none.
+            present: True for each rank that wrote a file: one whose cells no tensor has writes none.
         """
         assigned = self._assigned
         ranks = [rank for rank, wrote in enumerate(present) if wrote]
@@ -708,10 +708,10 @@ def select(
     """What a rank stores, and the data of each box.
 
     Args:
-        description: What it described.
-        shards: What that described.
-        deal: What all ranks were told.
-        own: What it was told alone.
+        description: The description that it sent.
+        shards: The shards that were described.
+        deal: The part of the plan that all ranks get.
+        own: The part of the plan that it alone gets.
     """
     boxes: list[StoredBox] = []
     data: list[Tensor] = []

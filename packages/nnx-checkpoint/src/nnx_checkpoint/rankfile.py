@@ -71,8 +71,8 @@ def write_rank_file(
 
     Args:
         directory: The save directory.
-        rank: Which rank this is.
-        boxes: What to store, in any order.
+        rank: The number of this rank.
+        boxes: The boxes to store, in any order.
         data: The tensor for each box; of any device and stride.
 
     Returns:
@@ -240,7 +240,7 @@ class Ranges:
         first: Position of the first byte, counted from the start of the stored box.
         span: Length of one range.
         wanted: Bytes of one range that belong to the region; the rest of it are gaps.
-        steps: How often, and by how many bytes, the outer dims move on; one pair for each.
+        steps: A pair for each outer dim: how often it moves on, and by how many bytes.
     """
 
     first: int
@@ -306,7 +306,7 @@ def cut(
         region: A region of the stored box.
         view: A tensor of the region's extents.
         outer: Extents of the stored box.
-        gap: As in `ranges_of`.
+        gap: The same as in `ranges_of`.
         limit: Most bytes of one part: of all its ranges, or of its only range if that has gaps.
     """
     ranges = ranges_of(region, outer, view.element_size(), gap)

@@ -48,7 +48,7 @@ class Checkpoint(ABC):
     """What a checkpoint holds, under the logical names of `nnx_checkpoint.naming`.
 
     Attributes:
-        path: What was opened.
+        path: The path that was opened.
         format: Name of its format, as in ``nnx ckpt convert --to``.
     """
 
@@ -118,7 +118,7 @@ class Checkpoint(ABC):
         error some of the shards may be filled and others not.
 
         Args:
-            shards: What to fill, by name or alias.
+            shards: The shards to fill, by name or alias.
 
         Raises:
             CheckpointError: A name is missing, a shape or dtype differs, or a file is damaged.
@@ -220,7 +220,7 @@ class PlainFiles:
     """The files of another program, which have no checksums: a piece names its file by path or URL.
 
     Args:
-        directory: Where relative names start.
+        directory: The directory that relative names start from.
     """
 
     block = None

@@ -41,8 +41,8 @@ def exchange(
     Args:
         group: The ranks that take part, over a CPU backend; None for this process alone.
         work: What every rank does. It must not communicate.
-        decide: What the coordinator makes of all results, in rank order: one answer for each rank.
-        doing: What the round does, for messages.
+        decide: Makes one answer for each rank out of all results, in rank order, on the coordinator.
+        doing: The purpose of the round, used in messages.
         give_up: Called on the coordinator if anything failed, before the others learn of it. It says how
             things stand, which the error repeats.
 
@@ -124,10 +124,10 @@ def deliver(
 
     Args:
         group: The ranks.
-        outgoing: What this rank sends; nothing on the coordinator itself.
+        outgoing: The bytes that this rank sends; the coordinator itself sends nothing.
         senders: On the coordinator: the rank of each message, in an order that is that of `outgoing` for
             each rank.
-        doing: What this is for, for messages.
+        doing: The purpose of this, used in messages.
 
     Returns:
         The messages, on the coordinator.

@@ -29,7 +29,7 @@ class Shard:
     Attributes:
         shape: Shape of the whole logical tensor.
         dtype: Its dtype, which is also that of every view.
-        boxes: Where each view lies in the logical tensor; empty where this rank holds nothing.
+        boxes: The box of each view in the logical tensor; empty if this rank holds nothing.
         data: One view for each box, of exactly the box's size. Writing into it fills the engine's
             own storage in place.
     """

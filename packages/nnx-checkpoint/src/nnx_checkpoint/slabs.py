@@ -80,7 +80,7 @@ def read_in_order(
     """Read tensors one after the other, in slabs.
 
     Args:
-        checkpoint: Of any format.
+        checkpoint: A checkpoint of any format.
         names: The tensors, distinct.
         progress: Told how many bytes of all the tensors have been handed out.
 

@@ -82,7 +82,7 @@ class Attempt:
 
     Attributes:
         save_id: Its id.
-        directory: Where its files go; named after the id.
+        directory: The directory of its files, named after the id.
     """
 
     def __init__(self, path: Place, lock: Lock | None, previous: bytes | None, *, is_first: bool) -> None:
@@ -99,7 +99,7 @@ class Attempt:
 
         Args:
             manifest: Describes the save.
-            keep_previous: How many earlier complete saves to keep beside it.
+            keep_previous: The number of earlier complete saves to keep beside it.
 
         Raises:
             CheckpointError: A file is not there as described, another run has committed meanwhile, or the
@@ -199,7 +199,7 @@ def collect(path: Place, save_id: str, *, keep_previous: int, until: str | None 
     Args:
         path: The checkpoint.
         save_id: The committed save, which is never removed.
-        keep_previous: How many other complete saves to keep, newest first.
+        keep_previous: The number of other complete saves to keep, newest first.
         until: Remove no save that began after the one of this id.
 
     Returns:

@@ -43,7 +43,7 @@ class Damage:
         file: The file, relative to the checkpoint's directory.
         start: First byte of the range that does not match.
         stop: One past its last byte.
-        problem: What is wrong, for people.
+        problem: A sentence that says what is wrong.
     """
 
     file: str
@@ -191,7 +191,7 @@ class _ReadAhead:
 
     Args:
         reader: The file.
-        pool: Where to read.
+        pool: The threads that read.
         start: Position of the first byte.
         stop: One past the last.
         advance: Told how many bytes have arrived.
@@ -261,7 +261,7 @@ def find_contradiction(header: bytes, pieces: Sequence[tuple[Piece, TensorEntry]
 
     Args:
         header: The file's bytes before its data.
-        pieces: What the index says of the file.
+        pieces: The pieces of the file, according to the index.
     """
     try:
         claimed = set(_claims(header))
@@ -341,9 +341,9 @@ class Structure:
     Attributes:
         format: Name of the format; empty if the checkpoint could not be opened.
         damage: Every damaged place.
-        tensors: How many tensors were found to lie inside their files.
-        archives: How many zip archives have correct sums.
-        files: How many files there are.
+        tensors: The number of tensors that were found to lie inside their files.
+        archives: The number of zip archives have correct sums.
+        files: The number of files there are.
     """
 
     format: str = ""

@@ -82,7 +82,7 @@ def save(
             rank's whole local state, so that each rank resumes from its own file.
         provenance: Plain JSON that says where the checkpoint comes from. Nothing depends on it.
         opaque: ``"pickle"`` stores objects that have no safe encoding; ``"error"`` refuses them.
-        keep_previous: How many earlier saves at this path to keep on disk.
+        keep_previous: The number of earlier saves at this path to keep on disk.
         collective: False writes from this process alone, which must hold every tensor whole; for
             strategies that save from one rank.
 
@@ -151,7 +151,7 @@ class Save:
     """One save on one rank.
 
     Args:
-        request: What to save.
+        request: The tensors and objects to save, and how.
         group: The ranks that save together, over a CPU backend; None for this process alone.
     """
 

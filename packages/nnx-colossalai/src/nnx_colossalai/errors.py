@@ -37,8 +37,8 @@ class DeviceMemoryError(NnxError, MemoryError):
     """A device has no room for what was asked for.
 
     Args:
-        message: What failed.
-        remedy: What the user can do about it.
+        message: A sentence that says what failed.
+        remedy: A sentence that tells the user what to do about it.
         asked: Bytes that were asked for.
         used: Bytes in use at that moment.
         allowed: Bytes that this rank may use.

@@ -122,7 +122,7 @@ class LossScaleState:
     """What the next update depends on.
 
     Attributes:
-        scale: What the loss is multiplied by.
+        scale: The factor that the loss is multiplied by.
         clean_steps: Steps without overflow since the last overflow or growth.
         overflows: Overflows since the last growth; it never goes down in between.
     """
@@ -137,11 +137,11 @@ class LossScaleRule:
     """The dynamic loss scale with hysteresis.
 
     Attributes:
-        initial_scale: Of the loss, at first.
+        initial_scale: The scale of the loss at first.
         min_scale: The scale never backs off below it.
         max_scale: The scale never grows above it.
-        growth_factor: What the scale is multiplied by when it grows.
-        backoff_factor: What it is multiplied by when it backs off.
+        growth_factor: The factor by which the scale grows.
+        backoff_factor: The factor by which it backs off.
         growth_interval: Steps in a row without overflow after which it grows.
         hysteresis: How many overflows since the last growth it takes to back off. From then on each
             overflow backs off at once, until the scale has grown again.
@@ -192,7 +192,7 @@ class LossScaleRule:
 
         Args:
             state: Before it.
-            overflow: Whether a gradient was infinite or not a number on any rank; the step was skipped then.
+            overflow: True if a gradient was infinite or not a number on any rank; the step was skipped then.
         """
         if overflow:
             overflows = state.overflows + 1

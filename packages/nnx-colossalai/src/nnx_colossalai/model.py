@@ -42,14 +42,14 @@ class ChunkedModel:
     Args:
         module: The user's.
         sample: Yields example inputs, from which the activations are estimated if the budget is short.
-        context: Where this process stands.
+        context: The place of this process in the world.
         device: Memory and copies.
         options: The strategy's.
-        before: What models that were laid out earlier take, at most.
+        before: The memory that models laid out earlier take, at most.
 
     Attributes:
         module: The user's.
-        replaced: From each parameter object that was replaced to what took its place.
+        replaced: Maps each parameter object that was replaced to what took its place.
         engine: Holds the chunks.
         stepper: Steps optimizers over them.
     """
@@ -159,9 +159,9 @@ def make_engine(context: ParallelContext, device: Device[Any], dtype: torch.dtyp
     """The engine for this number of ranks.
 
     Args:
-        context: Where this process stands.
+        context: The place of this process in the world.
         device: Memory and copies.
-        dtype: Of working weights; None: the masters' own.
+        dtype: The dtype of working weights; None means that of the masters.
     """
     if context.world_size == 1:
         from nnx_colossalai.chunks.local import LocalEngine

@@ -270,7 +270,7 @@ def bytes_of(value: int | float | str | None, *, name: str) -> int | None:
 
     Args:
         value: Such as ``24 * 2**30``, ``"24GiB"``, ``"24 GB"`` (decimal) or ``"1e9"``.
-        name: Of the option, for the message.
+        name: The name of the option, used in the message.
 
     Raises:
         OptionError: It is neither, or not positive.

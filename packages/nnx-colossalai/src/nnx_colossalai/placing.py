@@ -47,14 +47,14 @@ class Placing:
         module: The model.
         sample: Yields example inputs; only called where device memory is limited, to count activations, or
             where it must be seen which weights a module uses while it runs.
-        context: Where this process stands.
+        context: The place of this process in the world.
         device: Whose memory is planned.
         options: The strategy's.
-        before: What models that were planned earlier take, at most; the budgets are what they leave.
+        before: The memory that models planned earlier take, at most; the budgets are what they leave.
 
     Attributes:
         found: The units whose parameters become chunks.
-        planned: Where they lie.
+        planned: The plan, which says where they lie.
 
     Raises:
         PlanError: No plan fits the budgets, or a stored one does not fit the model.

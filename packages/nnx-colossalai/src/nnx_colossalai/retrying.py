@@ -36,10 +36,10 @@ class _Forward:
     """The last forward, to be repeated if its backward fails.
 
     Attributes:
-        run: What ran.
+        run: The function that ran.
         random_state: Before it.
         outputs: Tensors that it returned and that need gradients.
-        gradients: Of these outputs, by place, once backward has come to them.
+        gradients: The gradients of these outputs, by place, once backward has come to them.
     """
 
     run: Callable[[], Any]

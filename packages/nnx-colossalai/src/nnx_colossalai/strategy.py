@@ -33,17 +33,17 @@ class ColossalAIStrategy:
             largest parameter.
         chunk_search_n_grids: Only 4096: chunks are sized exactly, so no grid is searched.
         min_chunk_size: Bytes of weights below which a layer shares the chunk around it.
-        initial_scale: Of the loss in ``"16-mixed"``, like the six that follow.
+        initial_scale: The scale of the loss in ``"16-mixed"`` at first, which the next six concern too.
         min_scale: Floor of the scale.
-        growth_factor: What it grows by.
-        backoff_factor: What it is multiplied by after overflow.
+        growth_factor: The factor by which it grows.
+        backoff_factor: The factor that it is multiplied by after overflow.
         growth_interval: Steps without overflow after which it grows.
         hysteresis: Overflows from which on it backs off.
         max_scale: Cap of the scale.
-        accelerator: As for every strategy of Lightning's, like the four that follow.
+        accelerator: The same as for every strategy of Lightning's, like the four that follow.
         parallel_devices: Devices of this node.
-        cluster_environment: Who started the processes.
-        checkpoint_io: In place of nnx's own.
+        cluster_environment: Says who started the processes.
+        checkpoint_io: Takes the place of nnx's own.
         precision_plugin: Such as `ColossalAIPrecision`.
         **options: Any other option of `ColossalAIOptions` or common to all nnx strategies, such as
             ``device_memory``, ``offload_fraction``, ``overlap``, ``timeout`` and ``async_save``.

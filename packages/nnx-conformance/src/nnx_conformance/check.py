@@ -71,13 +71,13 @@ class Check:
     Attributes:
         name: Unique, lower snake case; the name under which it is reported and chosen.
         group: Module that it comes from; one of `GROUPS`.
-        promise: What the strategy promises, in one sentence.
+        promise: The promise of the strategy, in one sentence.
         run: Tries it; raises `CheckFailed` or `NotApplicable`.
         requires: Capabilities without which the promise is not made: ``"clip_by_norm"`` for a flag,
             ``"precisions:bf16-mixed"`` for an entry of a list.
-        kinds: What the promise can be asked of.
+        kinds: The kinds of strategies that the promise can be asked of.
         full: Only tried in the full profile.
-        of_adapter: Whether it tries Lightning's code or the adapter's, which is the same under every engine.
+        of_adapter: True if it tries Lightning's code or the adapter's, which is the same under every engine.
             The suite of this repository tries it on one strategy of each adapter; `nnx conformance` always.
         refusable: Whether a strategy may name the check in `Capabilities.refuses`.
         deadline: Seconds after which it counts as hung.
@@ -175,8 +175,8 @@ def expect(condition: bool, message: str) -> None:
     """Fail the check unless the condition holds.
 
     Args:
-        condition: What was promised.
-        message: What was seen and what was expected.
+        condition: The condition that was promised.
+        message: Says what was seen and what was expected.
 
     Raises:
         CheckFailed: It does not hold.
@@ -213,10 +213,10 @@ class Bench:
 
     Attributes:
         subject: The strategy.
-        identity: What stands behind it, and what it declares.
+        identity: The class that stands behind it, and what it declares.
         directory: An empty directory of this check's own.
-        full: Whether everything is to be tried, at every world size.
-        one_rank: Whether the strategy under test always runs on one rank.
+        full: True if everything is to be tried, at every world size.
+        one_rank: True if the strategy under test always runs on one rank.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ class Bench:
             The results in rank order, which the check must not change.
 
         Raises:
-            CheckFailed: As in `run`, for every check that asks.
+            CheckFailed: Raised as by `run`, for every check that asks.
         """
         shared, key = self._reference.shared, (self.subject, job, repr(args), self._ranks(world_size))
         if key not in shared:
@@ -397,9 +397,9 @@ def expect_parity(bench: Bench, task: Task, *, like: Task | None = None, what: s
 
     Args:
         bench: The check's tools.
-        task: What is trained.
+        task: The training to run.
         like: A task that gives the same numbers in one process; by default it is the same one.
-        what: What is tried, for the message.
+        what: Names what is tried, for the message.
     """
     alone = bench.train_alone(like or task)
     for world_size in bench.world_sizes:
@@ -411,10 +411,10 @@ def expect_same_run(ranks: Sequence[Outcome], alone: Outcome, *, tolerance: floa
     """Every rank's losses and final weights are those of one process.
 
     Args:
-        ranks: What the strategy gave, in rank order.
-        alone: What one process gave.
+        ranks: The results of the strategy, in rank order.
+        alone: The result of one process.
         tolerance: Largest absolute difference.
-        what: What was tried, for the message.
+        what: Names what was tried, for the message.
     """
     for rank, outcome in enumerate(ranks):
         where = f"{what + ', ' if what else ''}rank {rank} of {len(ranks)}"
@@ -447,10 +447,10 @@ def expect_equal_weights(
     """Tensors by name agree in names, shapes, dtypes and values; the worst one is named.
 
     Args:
-        weights: What was seen.
-        expected: What was expected.
+        weights: The weights that were seen.
+        expected: The weights that were expected.
         tolerance: Largest absolute difference; 0 for the very same bits, save the sign of zero.
-        where: What was looked at, for the message.
+        where: Names what was looked at, for the message.
         source: Whose the expected ones are, for the message.
     """
     missing, extra = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())

@@ -26,7 +26,7 @@ class Loop:
         accumulate: Batches for each, all but the last under ``no_backward_sync``.
         clip_norm: Largest norm of the gradients.
         clip_value: Largest element of the gradients.
-        precision: Of Fabric.
+        precision: The precision of Fabric.
     """
 
     steps: int = 4
@@ -42,8 +42,8 @@ class Seen:
 
     Attributes:
         losses: Mean over all ranks of every batch.
-        norms: What clipping by norm returned.
-        output_dtype: Of the last batch's hidden activations.
+        norms: The norms that clipping by norm returned.
+        output_dtype: The dtype of the last batch's hidden activations.
     """
 
     losses: list[float]
@@ -77,7 +77,7 @@ def train(subject: Subject, loop: Loop, namespace: str = "lightning.fabric") -> 
 
     Args:
         subject: The strategy.
-        loop: What to do.
+        loop: The loop to run.
         namespace: The copy of Lightning whose Fabric is used.
     """
     fabric = _fabric(subject, loop, namespace)

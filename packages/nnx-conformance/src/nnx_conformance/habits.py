@@ -48,7 +48,7 @@ class Habitual(Plain):
     """The plain module, with a list of what its own code saw.
 
     Attributes:
-        ranks_differ: Whether ranks do different things, so that perhaps only one of them can refuse.
+        ranks_differ: True if ranks do different things, so that perhaps only one of them can refuse.
         seen: Numbers that hooks and steps read, in order.
     """
 
@@ -90,12 +90,12 @@ class Attempt:
 
     Attributes:
         losses: Mean loss over all ranks of every training batch, until it ended.
-        seen: What user code read.
-        seconds: How long it took.
+        seen: The values that user code read.
+        seconds: The time that it took.
         outcome: None where it ended with an error.
-        error: That error: type, text and remedy.
-        refused: Whether the error is one of ours with a remedy.
-        cut_off: Whether the error is that of a collective whose other rank is gone.
+        error: The error: its type, text and remedy.
+        refused: True if the error is one of ours with a remedy.
+        cut_off: True if the error is that of a collective whose other rank is gone.
     """
 
     losses: list[float]
@@ -139,7 +139,7 @@ def try_habit(bench: Bench, chapter: dict[str, Task], name: str, world_size: int
     Args:
         bench: The check's tools.
         chapter: The tasks that are tried together.
-        name: Which of them is looked at.
+        name: The name of the one that is looked at.
         world_size: Ranks.
 
     Raises:

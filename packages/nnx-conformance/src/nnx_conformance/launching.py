@@ -46,10 +46,10 @@ class Launch:
     Attributes:
         subject: The strategy.
         engine: Module that holds it.
-        task: What is trained.
-        launcher: What stands between ``python`` and the script.
-        devices: Of the Trainer.
-        through: What builds the Trainer.
+        task: The training to run.
+        launcher: The words between ``python`` and the script.
+        devices: The devices of the Trainer.
+        through: Names what builds the Trainer.
     """
 
     subject: Subject
@@ -83,8 +83,8 @@ class Launched:
 
     Attributes:
         code: Exit code; None if it was killed at the deadline.
-        output: What all its processes printed.
-        seconds: From start to end.
+        output: The text that all its processes printed.
+        seconds: The time from start to end.
         accounts: By rank, what `scripts/train.py` wrote.
     """
 
@@ -118,7 +118,7 @@ def launch(bench: Bench, wanted: Launch) -> Launched:
 
     Args:
         bench: Has the deadline.
-        wanted: How to start it.
+        wanted: Describes how to start it.
     """
     if wanted not in _done:
         with tempfile.TemporaryDirectory(prefix="nnx-launch-") as top:
@@ -145,8 +145,8 @@ def run_script(
     """Run a command as if from a fresh shell; kill it and all it started at the deadline.
 
     Args:
-        command: What to run.
-        directory: Where.
+        command: The command to run.
+        directory: The directory to run it in.
         accelerator: On ``"cpu"`` the GPUs are hidden from it.
         timeout: Seconds.
 

@@ -79,7 +79,7 @@ class Template:
     """One process from which workers are forked.
 
     Args:
-        modules: What it imports; a module that is missing, or fails, is left to the jobs that need it.
+        modules: The modules that it imports; one that is missing, or fails, is left to the jobs that need it.
         env: Environment variables to import them under.
     """
 
@@ -153,7 +153,7 @@ class ForkedProcess:
     """A worker of a template, as `subprocess.Popen` would show it.
 
     Attributes:
-        pid: Of the process, and of its group.
+        pid: The number of the process, and of its group.
     """
 
     def __init__(self, template: Template, pid: int) -> None:
@@ -179,7 +179,7 @@ def serve(fd: int, modules: Sequence[str]) -> None:
 
     Args:
         fd: File descriptor of the connection to it.
-        modules: What to import.
+        modules: The modules to import.
     """
     gc.set_threshold(*COLLECT_AFTER)
     for name in modules:
@@ -273,8 +273,8 @@ class JobError(RuntimeError):
     """A job failed on at least one rank.
 
     Attributes:
-        failures: What went wrong on each failing rank: a traceback, how it died, or that it hung.
-        output: What each rank printed during the job.
+        failures: The failure of each failing rank: a traceback, how it died, or that it hung.
+        output: The text that each rank printed during the job.
     """
 
     def __init__(self, job: str, failures: Mapping[int, str], output: Sequence[str]) -> None:

@@ -63,10 +63,10 @@ class Result:
     Attributes:
         check: Its name.
         group: Its group.
-        promise: What was tried.
-        verdict: How it ended.
+        promise: The promise that was tried.
+        verdict: Says how it ended.
         detail: Why it failed or was skipped, or which capability could be declared.
-        seconds: How long it took.
+        seconds: The time that it took.
         log: Tracebacks and output of the ranks, where a check failed because a rank did.
     """
 
@@ -84,14 +84,14 @@ class Report:
     """What became of all checks that were tried.
 
     Attributes:
-        strategy: What was checked.
+        strategy: The strategy that was checked.
         kind: ``backend``, ``strategy`` or ``lightning``.
         owner: The distribution it comes from.
         target: Its class.
         profile: ``fast`` or ``full``.
-        versions: Of the packages that matter.
-        results: In the order in which they were tried.
-        seconds: How long all of it took, with starting the workers.
+        versions: The versions of the packages that matter.
+        results: The results in the order in which they were tried.
+        seconds: The time that all of it took, with starting the workers.
     """
 
     strategy: str
@@ -160,8 +160,8 @@ class Session:
         subject: The strategy.
         pool: At least three workers.
         reference: Results of one plain process, shared by the sessions on the same workers.
-        full: Whether everything is tried.
-        one_rank: Whether checks run on one rank; those that take several are skipped.
+        full: True if everything is tried.
+        one_rank: True if checks run on one rank; those that take several are skipped.
 
     Raises:
         NnxError: The strategy cannot be found or imported.
@@ -187,7 +187,7 @@ class Session:
         """Run one check.
 
         Args:
-            check: Which.
+            check: The check concerned.
             directory: An empty directory for it.
         """
         started = time.monotonic()

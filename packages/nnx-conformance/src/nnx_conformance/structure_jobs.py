@@ -32,7 +32,7 @@ class BuiltLate(Plain):
     """Is built in `configure_model`, guarded as Lightning asks for.
 
     Attributes:
-        calls: How often the hook was called.
+        calls: The number of calls of the hook.
     """
 
     def __init__(self, task: Task) -> None:
@@ -202,7 +202,7 @@ class Counting(Watched):
 
     Attributes:
         own: The same sums of this rank's own inputs alone.
-        seen: By stage, the buffers and `own` in each step of evaluation.
+        seen: The buffers and `own` in each step of evaluation, by stage.
     """
 
     def build(self) -> None:
@@ -405,7 +405,7 @@ class Hooked(Plain):
     """Computes with hooks that a user registered on its layers.
 
     Attributes:
-        calls: How often each hook was called.
+        calls: The number of calls of each hook.
     """
 
     def build(self) -> None:

@@ -31,7 +31,7 @@ class Subject:
             a Lightning strategy that is not registered.
         options: Keyword arguments for it.
         imports: Modules that every process imports first, such as one that registers the name.
-        accelerator: What Trainer and Fabric get.
+        accelerator: The accelerator that Trainer and Fabric get.
     """
 
     strategy: str
@@ -100,10 +100,11 @@ class Identity:
 
     Attributes:
         kind: A `Backend`, a plugin's own Lightning strategy, or one of Lightning's.
-        capabilities: What it declares.
+        capabilities: The capabilities that it declares.
         owner: The distribution that it comes from.
         target: Its class.
-        init_params: What the class always gets under this name, unless the subject's options say otherwise.
+        init_params: The options that the class always gets under this name, unless the subject's say
+            otherwise.
     """
 
     kind: Kind

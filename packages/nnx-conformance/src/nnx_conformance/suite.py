@@ -36,9 +36,9 @@ class StrategyConformance:
         strategy: A registered name, or ``"pkg.module:Class"`` of a `Backend` or a Lightning strategy.
         options: Keyword arguments for it.
         imports: Modules to import first in every process.
-        accelerator: What Trainer and Fabric get; the largest jobs need three devices of it.
-        full: Whether everything is tried, at every world size.
-        one_rank: Whether checks run on one rank instead of two; those that take several are skipped.
+        accelerator: The accelerator that Trainer and Fabric get; the largest jobs need three devices of it.
+        full: True if everything is tried, at every world size.
+        one_rank: True if checks run on one rank instead of two; those that take several are skipped.
         only: Names of checks or groups, where not all of them are tried.
     """
 

@@ -42,12 +42,12 @@ class Task:
         batches: Global batches in an epoch.
         last_batch: Samples in the epoch's last global batch.
         accumulate: Batches for each optimizer step.
-        clip: Where gradients are clipped.
-        clip_algorithm: How.
+        clip: The value that gradients are clipped to.
+        clip_algorithm: The way in which they are clipped.
         optimizer: Which kind. Descent shows gradients as they are, where Adam hides a wrong scale.
-        precision: Of the Trainer.
-        dtype: Of the weights and the data.
-        seed: Of the weights.
+        precision: The precision of the Trainer.
+        dtype: The dtype of the weights and the data.
+        seed: The seed of the weights.
     """
 
     model: type[Plain] | None = None
@@ -83,7 +83,7 @@ class Outcome:
         losses: Mean loss over all ranks of every training batch.
         weights: The complete state dict after teardown.
         metrics: ``trainer.callback_metrics``.
-        notes: What else a check wanted to know.
+        notes: Whatever else a check wanted to know.
     """
 
     losses: list[float]
@@ -101,7 +101,7 @@ class ConsecutiveSampler(Sampler[list[int]]):
     Args:
         samples: Length of the dataset; where it is no multiple of the global batch, the last one is smaller.
         num_replicas: Ranks that share the data.
-        rank: Which of them this is.
+        rank: The number of this one among them.
     """
 
     def __init__(self, samples: int, *, num_replicas: int, rank: int) -> None:

@@ -94,9 +94,9 @@ def fit(
 
     Args:
         subject: The strategy.
-        task: What is trained.
+        task: The training to run.
         module: An existing module instead of a new one.
-        callbacks: Of the Trainer.
+        callbacks: The callbacks of the Trainer.
         ckpt_path: Checkpoint to resume from.
         **settings: See `make_trainer`.
     """

@@ -32,8 +32,8 @@ class Job:
     """What travels to a worker.
 
     Attributes:
-        module: Of the function; tried first.
-        name: Of the function within it.
+        module: The module of the function, which is tried first.
+        name: The name of the function within it.
         file: Its source, for modules that cannot be imported by name.
         args: Its pickled arguments.
         env: Environment variables for the job.

@@ -33,7 +33,7 @@ def begin_anew(states: Iterable[Any]) -> None:
     """After an error in a step: let every unit begin anew with its part; accumulated gradients stay.
 
     Args:
-        states: Those of all units of a root.
+        states: The states of all units of a root.
     """
     states = list(states)
     for state in states:

@@ -18,7 +18,7 @@ def exchange_in_transforms(kind: type, exchange: Callable[[Any], Any]) -> None:
     """Exchange tensors that ``torch.func.grad``, ``vjp``, ``jvp`` and their like are given and would wrap.
 
     Args:
-        kind: Of the tensors.
+        kind: The kind of the tensors.
         exchange: From each to what takes its place. It runs outside of all transforms.
     """
     wrap = eager_transforms._wrap_tensor_for_grad
@@ -39,9 +39,9 @@ def run_step_hooks(
 
     Args:
         optimizer: Whose hooks are called; its schedulers see that it was stepped.
-        args: Of the step.
-        kwargs: Of the step.
-        before: Whether the hooks before the step are meant, or those after it.
+        args: The arguments of the step.
+        kwargs: The keyword arguments of the step.
+        before: True if the hooks before the step are meant, or those after it.
     """
     hooks = optimizer._optimizer_step_pre_hooks if before else optimizer._optimizer_step_post_hooks
     for hook in tuple(hooks.values()):

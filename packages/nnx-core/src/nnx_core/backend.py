@@ -63,7 +63,7 @@ class Call:
     """A call of a module's forward.
 
     Attributes:
-        module: What is called: the root, or the submodule that its steps call in its place.
+        module: The module that is called: the root, or the submodule that its steps call in its place.
         args: Positional arguments.
         kwargs: Keyword arguments.
     """
@@ -122,7 +122,7 @@ class Backend(ABC, Generic[OptionsT]):
     Attributes:
         Options: Frozen dataclass of the engine's keyword-only options; none unless the engine says so.
         context: Set by `setup`.
-        evaluation_without_inference_mode: Whether evaluation must run under ``no_grad``, because tensors
+        evaluation_without_inference_mode: True if evaluation must run under ``no_grad``, because tensors
             made in inference mode would end up in the engine's parameters.
         reduces_in_backward: Whether gradients are reduced only where they come by `backward`. Trainer then
             refuses ``loss.backward()`` in manual optimization, where nothing would reduce them.
@@ -310,7 +310,7 @@ class Backend(ABC, Generic[OptionsT]):
 
         Args:
             tensor: A parameter, a buffer, or a tensor of an optimizer's state.
-            parameter: For optimizer state, the parameter it belongs to.
+            parameter: The parameter that it belongs to, if it is optimizer state.
         """
         return shard_of(tensor)
 
@@ -359,7 +359,7 @@ class Backend(ABC, Generic[OptionsT]):
 
         Args:
             module: Owner of the parameters.
-            optimizer: To be restored.
+            optimizer: The optimizer to restore.
             saved: By parameter name; tensors are complete, or `nnx_checkpoint.naming.StoredName` handles.
         """
         from nnx_core.restore import fill_optimizer

@@ -44,10 +44,10 @@ class Trial:
     """What a trial found out about an optimizer.
 
     Attributes:
-        dependence: Of the whole optimizer: the widest of its groups'.
+        dependence: The dependence of the whole optimizer: the widest of its groups'.
         groups: The same for every param group.
-        evaluations: How often a step calls its closure, at most.
-        communicates: Whether its step calls collectives by itself.
+        evaluations: The largest number of calls of the closure in a step.
+        communicates: True if its step calls collectives by itself.
         error: Why nothing could be found out; then the dependence is ``"model"``, the safest answer.
     """
 
@@ -62,7 +62,7 @@ def dependence(optimizer: Optimizer) -> Dependence:
     """What one element's update depends on: that ``"element"``, its ``"parameter"`` or the ``"model"``.
 
     Args:
-        optimizer: Of any class; it is left alone.
+        optimizer: An optimizer of any class, which is left alone.
 
     Returns:
         ``"element"`` if it may step on any part of a parameter; ``"parameter"`` if it needs each parameter
@@ -85,7 +85,7 @@ def try_optimizer(
     Of torch's own optimizers the answer is kept for further ones with the same options and shapes.
 
     Args:
-        optimizer: Of any class; it is left alone.
+        optimizer: An optimizer of any class, which is left alone.
         shape_of: The shape of the whole of a parameter. Without it the parameter's own shape counts, and
             matrices and kernels are tried too, in case that an engine has flattened it.
     """
@@ -206,8 +206,8 @@ class _Subject:
         optimizer: The user's.
         shape_of: The whole shape of a parameter.
         extra: Shapes that are tried in every group besides those of its parameters.
-        dtype: Of the tensors.
-        sparse: Whether gradients are sparse tensors, for an optimizer that takes no others.
+        dtype: The dtype of the tensors.
+        sparse: True if gradients are sparse tensors, for an optimizer that takes no others.
     """
 
     def __init__(
@@ -335,8 +335,8 @@ class _Closure:
     """Recomputes the gradients from the values that the parameters have when it is called.
 
     Attributes:
-        calls: How often it was called, once before the step.
-        moved_first: Whether the step had changed a parameter when it called it for the first time.
+        calls: The number of calls, of which one is before the step.
+        moved_first: True if the step had changed a parameter when it called it for the first time.
     """
 
     def __init__(
@@ -445,7 +445,7 @@ class _Copy:
     Args:
         optimizer: The user's.
         places: Each tried tensor and the parameter that holds it.
-        dtype: Of floating point options.
+        dtype: The dtype of floating point options.
     """
 
     def __init__(

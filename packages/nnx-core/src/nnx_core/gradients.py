@@ -39,7 +39,7 @@ class Gradient:
 
     Attributes:
         local: The elements this rank holds; in-place changes reach the optimizer.
-        replicas: How many ranks hold these same elements, so that a norm counts them once.
+        replicas: The number of ranks that hold these same elements, so that a norm counts them once.
     """
 
     local: Tensor
@@ -89,7 +89,7 @@ def clip_gradients_by_norm(
         max_norm: Upper bound of the norm.
         norm_type: Order of the norm; ``inf`` for the largest absolute value.
         error_if_nonfinite: Raise instead of scaling by a non-finite norm.
-        device: Where the norm is reduced.
+        device: The device on which the norm is reduced.
 
     Returns:
         The norm before clipping, 0-d, equal on every rank.
@@ -143,7 +143,7 @@ def refuse_sparse_layers(module: nn.Module, *, engine: str) -> None:
     """For engines that cut gradients up, where a sparse one has no place.
 
     Args:
-        module: What is to be trained.
+        module: The module to train.
         engine: Names it in the message.
 
     Raises:
@@ -235,7 +235,7 @@ class ParallelGradScaler(torch.amp.GradScaler):
 
     Args:
         gradients: Lists this rank's gradients of an optimizer.
-        device: Where the gradients lie.
+        device: The device of the gradients.
         replaces: The scaler whose settings and state this one takes over.
     """
 

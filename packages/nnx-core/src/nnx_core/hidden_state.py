@@ -38,7 +38,7 @@ class StateParts(Protocol):
         Args:
             value: The tensor.
             parameter: The parameter it belongs to.
-            name: What it is called in the state, such as ``exp_avg``.
+            name: The name of it in the state, such as ``exp_avg``.
         """
 
     def own(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
@@ -54,7 +54,7 @@ class HiddenState:
     Args:
         optimizer: The user's.
         where: What an error says of the place where the state is: "it lies in ...".
-        parts: How it is shown whole; None if it is not, and touching it is an error.
+        parts: Shows it whole; None if nothing can, so that touching it is an error.
     """
 
     def __init__(self, optimizer: Optimizer, where: str = "", parts: StateParts | None = None) -> None:

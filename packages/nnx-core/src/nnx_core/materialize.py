@@ -19,7 +19,7 @@ def materialize(module: nn.Module, device: torch.device, *, name: str) -> None:
 
     Args:
         module: The module; tensors that are not on the meta device are left alone.
-        device: Where to.
+        device: The device to move to.
         name: Its name in the model, for messages.
 
     Raises:
@@ -74,7 +74,7 @@ def with_strides(value: Tensor, strided: Tensor | None) -> Tensor:
 
     Args:
         value: With its elements in order.
-        strided: What `lay_in_order` returned for the parameter; None: it was not changed.
+        strided: The result of `lay_in_order` for the parameter; None if it was not changed.
     """
     return value if strided is None else torch.empty_like(strided, device=value.device).copy_(value)
 

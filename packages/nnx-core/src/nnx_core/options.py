@@ -26,7 +26,7 @@ def option(
 
     Args:
         default: Its default; an option without one is required.
-        help: What changes when you turn it.
+        help: Says what changes when you turn it.
         choices: The allowed values, where they are few.
         types: The allowed types, beside None where that is the default.
     """

@@ -153,11 +153,11 @@ def resume(
     are gone are dropped; with more, each new rank is seeded from the run's seed, its rank and the step.
 
     Args:
-        own: What this rank captured in the saved run; None if that had no such rank.
+        own: The state that this rank captured in the saved run; None if that had no such rank.
         seed: The saved run's seed, of its rank 0.
         rank: This rank.
-        size: How many ranks there are now.
-        saved_size: How many there were.
+        size: The number of ranks there are now.
+        saved_size: The number of there that were.
         step: Optimizer steps taken.
         strict: Refuse another number of ranks.
 
@@ -210,7 +210,7 @@ class RandomState:
         """Restore this rank's random state, or seed this rank anew from another's.
 
         Args:
-            state: What `state_dict` returned on this rank; where there is none, on rank 0.
+            state: The result of `state_dict` on this rank; where there is none, on rank 0.
 
         Raises:
             CheckpointError: `strict`, and the number of ranks differs.

@@ -166,7 +166,7 @@ class Registry:
             override: Take the name even from a plugin or from Lightning itself.
             checkpoint_io: A CheckpointIO of Lightning's, or a callable without arguments that makes
                 one for each strategy; by default the strategy has its own.
-            capabilities: What it promises to do; by default what most strategies do.
+            capabilities: The capabilities that it promises; by default those that most strategies have.
             **init_params: Keyword arguments that the target always gets.
 
         Raises:
@@ -216,7 +216,7 @@ class Registry:
         """What a strategy is and when to use it, in a few lines.
 
         Raises:
-            StrategyNotFoundError: As for `get`.
+            StrategyNotFoundError: Raised as by `get`.
         """
         spec = self.get(name)
         lines = [
@@ -231,7 +231,7 @@ class Registry:
         """Forget a strategy in this process; what it displaced in Lightning's registries comes back.
 
         Raises:
-            StrategyNotFoundError: As for `get`.
+            StrategyNotFoundError: Raised as by `get`.
         """
         with self._lock:
             self.get(name)

@@ -30,7 +30,7 @@ def fill_model(module: nn.Module, state: ModelState, source: Mapping[str, Any], 
     """Fill a module's shards in place from a state dict, lazy or complete.
 
     Args:
-        module: Where extra state is set.
+        module: The module whose extra state is set.
         state: This rank's handles, from `Backend.model_state`.
         source: A `LazyStateDict` or a mapping of complete tensors.
         strict: Refuse missing and unexpected names; shapes must match either way.
@@ -153,7 +153,7 @@ def fill_optimizer(
     Args:
         backend: Allocates and describes state tensors.
         module: Owner of the parameters.
-        optimizer: To be restored.
+        optimizer: The optimizer to restore.
         saved: Its state: values are `StoredName`, complete tensors, or other values.
 
     Raises:
@@ -194,7 +194,7 @@ def fill_optimizer_tensors(state: OptimizerState, saved: OptimizerState) -> None
 
     Args:
         state: This rank's handles, from `Backend.optimizer_state`.
-        saved: Where each comes from, by the same names: a `StoredName` or a complete tensor.
+        saved: The source of each, by the same names: a `StoredName` or a complete tensor.
     """
     lazy: dict[str, Shard] = {}
     source: Checkpoint | None = None
@@ -217,7 +217,7 @@ def restore_groups(
 
     Args:
         optimizer: Whose groups are filled.
-        names: Of its parameters.
+        names: The names of its parameters.
         saved: The groups of a checkpoint, with the names of their parameters under ``params``.
 
     Raises:

@@ -38,7 +38,7 @@ class Shares:
     Attributes:
         rank: The share that this rank reads.
         size: Number of shares.
-        is_first: Whether no lower rank reads the same share.
+        is_first: True if no lower rank reads the same share.
         across: One rank of every share, in their order, for tensors of the device; None with one share.
         within: The ranks that read this share, as a gloo group.
     """
@@ -98,8 +98,8 @@ class SharedNumber(int):
     both give what they give where every rank has a share of its own.
 
     Args:
-        share: What is computed with.
-        process: What is compared.
+        share: The share that is computed with.
+        process: The share that is compared.
 
     Example:
         >>> rank = SharedNumber(0, 1)
@@ -163,7 +163,7 @@ class SharedBatches:
     """Compares the batches of ranks that must have the same one: the first, and every so often.
 
     Args:
-        shares: Of this run; None where every rank has its own.
+        shares: The shares of this run; None where every rank has its own.
         every: After how many batches, 0 for never; by default 100.
     """
 
@@ -176,10 +176,10 @@ class SharedBatches:
         """Count a batch, and compare it if it is time. Collective when it is.
 
         Args:
-            batch: What this rank was given.
-            where: Which step gets it, and from which loader; each is counted for itself.
-            begins: Whether it is the first one of a pass over the data.
-            in_step: Whether all ranks of the world come here equally often, so that all see the error.
+            batch: The batch that this rank was given.
+            where: Names the step that gets it and the loader; each is counted for itself.
+            begins: True if it is the first one of a pass over the data.
+            in_step: True if all ranks of the world come here equally often, so that all see the error.
 
         Raises:
             DisagreementError: Ranks that compute one batch together have different ones.

@@ -135,8 +135,8 @@ class StrategySpec:
         init_params: Keyword arguments that the target always gets; the user's own ones win.
         description: One line that says what it is.
         use_when: One line that says when to choose it.
-        docs_url: Where its documentation is.
-        capabilities: What it promises to do.
+        docs_url: The address of its documentation.
+        capabilities: The capabilities that it promises.
         api_version: The version of this API that the plugin was written for.
         options: ``"pkg.module:Dataclass"`` of its options, in a module that does not import torch.
         checkpoint_io: A Lightning CheckpointIO, or a callable without arguments that makes one, to be

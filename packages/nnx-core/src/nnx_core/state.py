@@ -45,7 +45,7 @@ class ModelState:
 
     Attributes:
         tensors: This rank's shard of every logical tensor, by fully qualified name.
-        aliases: For tied tensors, every further name and the name it is stored under.
+        aliases: Maps every further name of tied tensors to the name that it is stored under.
         extra: Values of ``get_extra_state`` hooks, by name.
     """
 
@@ -152,7 +152,7 @@ def new_state_tensor(
         parameter: The parameter as this rank holds it.
         name: Name of the state tensor.
         shape: Logical shape wanted.
-        like_parameter: Whether that is the parameter's own, so that it is laid out alike.
+        like_parameter: True if that is the parameter's own, so that it is laid out alike.
         dtype: Dtype wanted.
         group: The param group of the parameter.
     """

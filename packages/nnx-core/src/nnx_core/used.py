@@ -40,7 +40,7 @@ def used_anywhere(flags: Sequence[bool]) -> list[bool]:
     """Which of these are set on at least one rank. Collective, over host memory, one byte each.
 
     Args:
-        flags: For each parameter, in an order that is the same on every rank, whether this rank used it.
+        flags: True for each parameter that this rank used, in an order that is the same on every rank.
 
     Example:
         >>> used_anywhere([True, False])
@@ -89,8 +89,8 @@ class _Place:
     """A point that all ranks have reached in a step, after the same collectives.
 
     Attributes:
-        expected: What all ranks went on with when they were here last.
-        following: Where each thing that they ever went on with leads.
+        expected: The collective that all ranks went on with when they were here last.
+        following: The place that each collective that they ever went on with leads to.
     """
 
     __slots__ = ("expected", "following")
@@ -119,8 +119,8 @@ class CollectiveOrder:
             the meantime, but an error on one rank is that of every rank of the world.
 
     Attributes:
-        in_step: Whether the ranks are between the beginning of a step and its last collective.
-        questions: How often the ranks had to compare.
+        in_step: True if the ranks are between the beginning of a step and its last collective.
+        questions: The number of times that the ranks had to compare.
         stuck_after: Seconds after which a rank counts as waiting for those that ask. It is longer where there
             are others, slow ones perhaps, that it may be waiting for.
 
@@ -158,7 +158,7 @@ class CollectiveOrder:
         """A step begins. Between steps ranks may be apart for long, as when one of them saves a file.
 
         Args:
-            step: What kind it is; steps of one kind are expected to launch the same collectives.
+            step: The kind of the step; steps of one kind are expected to launch the same collectives.
         """
         global _running  # noqa: PLW0603 - of this process
         if not self._is_active:
@@ -194,7 +194,7 @@ class CollectiveOrder:
 
         Args:
             name: Names it and its layer, such as "the gather of layers.0".
-            cause: What this rank launches it for, for errors; other ranks may launch it for something else.
+            cause: The reason why this rank launches it, for errors; other ranks may have another one.
 
         Raises:
             UnsupportedError: Another rank comes to something else, or does not come.

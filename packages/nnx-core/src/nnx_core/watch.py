@@ -123,8 +123,8 @@ class _Item(NamedTuple):
 
     Attributes:
         kind: Key of its remedy.
-        name: As the message names it.
-        box: Of a tensor, which part of it.
+        name: The name of it in the message.
+        box: The part of the tensor, if it is one.
     """
 
     kind: str

@@ -193,7 +193,7 @@ class Source:
     training has made of the parameter. Lightning's ``ModelPruning`` does so after every epoch.
 
     Args:
-        whole: What ``data`` was set to.
+        whole: The tensor that ``data`` was set to.
         own: This rank's elements of it.
     """
 

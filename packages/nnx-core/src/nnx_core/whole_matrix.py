@@ -53,7 +53,7 @@ class OwnerRanks:
 
     Args:
         shard: The engine's `Backend.shard`: where a parameter, or its gradient, lies.
-        device: What this rank communicates from.
+        device: The device that this rank communicates from.
 
     Attributes:
         bytes_sent: Payload that this rank has sent to others in steps.
@@ -307,7 +307,7 @@ class OwnerRanks:
         Args:
             backend: Allocates the state of parameters that have no owner.
             module: Owner of the parameters.
-            optimizer: To be restored.
+            optimizer: The optimizer to restore.
             saved: As for `Backend.load_optimizer_state`.
         """
         owned = self._owned.get(optimizer)
@@ -330,9 +330,9 @@ class _Route:
     """Who holds which boxes of a parameter, and who owns it.
 
     Args:
-        shape: Of the whole parameter.
-        boxes: Those that each rank holds.
-        has_state: Whether each rank has state for it: one alone was its owner before, and stays it.
+        shape: The shape of the whole parameter.
+        boxes: The boxes that each rank holds.
+        has_state: True if each rank has state for it: one alone was its owner before, and stays it.
 
     Attributes:
         owner: The rank that steps it; -1 until there is one.
@@ -384,11 +384,11 @@ class _Owned:
     """What is known of one optimizer.
 
     Attributes:
-        trial: What its updates depend on.
+        trial: The result of the trial of what its updates depend on.
         membership: Its groups' parameters when that was found out.
         routes: The parameters that owners step.
-        places: Of this rank's own parameters, the complete ones that take their places in a step.
-        has_state: Whether owners have state, by a step, by resuming, or from before.
+        places: The complete parameters that take the places of this rank's own in a step.
+        has_state: True if owners have state, by a step, by resuming, or from before.
     """
 
     trial: Trial
@@ -589,9 +589,9 @@ class _Led:
     """One step of an optimizer that rank 0 takes for all, and that the other ranks follow.
 
     Args:
-        owners: What moves tensors.
+        owners: The owner ranks, which move tensors.
         optimizer: The user's.
-        owned: What is known of it.
+        owned: Describes the owned parameter.
         closure: The user's, which every rank has to evaluate together.
     """
 

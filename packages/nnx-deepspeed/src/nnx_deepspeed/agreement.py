@@ -63,8 +63,8 @@ class Agreement:
         engine: DeepSpeed's.
         module: The user's.
         parameters: The trained ones that have elements, in an order that is the same on every rank.
-        names: Of all parameters.
-        waits_to_reduce: Whether nothing is reduced before a step's last backward, as in stage 1.
+        names: The names of all parameters.
+        waits_to_reduce: True if nothing is reduced before a step's last backward, as in stage 1.
 
     Attributes:
         used: The parameters that have a gradient on some rank.
@@ -161,10 +161,10 @@ class Agreement:
         """Keep the ranks together while DeepSpeed's backward runs.
 
         Args:
-            loss: Where it begins.
+            loss: The tensor that it begins at.
             run: Runs it.
-            is_boundary: Whether a step follows.
-            in_one_go: Whether it goes through the model at most once.
+            is_boundary: True if a step follows.
+            in_one_go: True if it goes through the model at most once.
         """
         if not self._is_needed or not loss.requires_grad or (self._waits_to_reduce and not is_boundary):
             run()

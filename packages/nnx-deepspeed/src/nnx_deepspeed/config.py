@@ -36,8 +36,8 @@ def make_config(options: DeepSpeedOptions, *, bf16: bool) -> dict[str, Any]:
     """The config that ``deepspeed.initialize`` gets.
 
     Args:
-        options: Of the strategy.
-        bf16: Whether weights and activations are bfloat16, and masters float32.
+        options: The options of the strategy.
+        bf16: True if weights and activations are bfloat16, and masters float32.
 
     Raises:
         OptionError: The user's config cannot be read, or contradicts the options or Trainer.

@@ -61,7 +61,7 @@ class ZeroEngine:
         optimizer: The user's; it keeps the module's parameters and steps through the engine from now on.
         config: What ``deepspeed.initialize`` gets.
         rank: This rank.
-        device: Where the module is.
+        device: The device of the module.
 
     Raises:
         UnsupportedError: DeepSpeed cannot train this module with this optimizer.
@@ -180,10 +180,10 @@ class ZeroEngine:
         """Compute gradients, reduced into partitions unless more backwards were announced; they add up.
 
         Args:
-            loss: Where backward begins.
+            loss: The tensor that backward begins at.
             run: Runs backward from a tensor, with ``retain_graph``.
-            retain_graph: Whether another backward through this graph follows.
-            in_one_go: Whether `run` goes through the model at most once.
+            retain_graph: True if another backward through this graph follows.
+            in_one_go: True if `run` goes through the model at most once.
 
         Raises:
             UnsupportedError: Another backward would need weights that stage 3 has taken away.

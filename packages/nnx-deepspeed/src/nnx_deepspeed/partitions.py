@@ -56,7 +56,7 @@ class Partitions:
 
     Attributes:
         frozen: The same.
-        missed: How many steps of its group a parameter took no part in, of those that missed any.
+        missed: The number of steps of its group a parameter took no part in, of those that missed any.
     """
 
     def __init__(self, zero: Any, *, rank: int, module: nn.Module, frozen: FrozenValues) -> None:
@@ -183,7 +183,7 @@ class Partitions:
         """Make room for state, and take over what does not go by element, such as ``step``.
 
         Args:
-            saved: For each parameter, its state by name: tensors or handles with ``shape`` and ``dtype``.
+            saved: The state of each parameter by name: tensors or handles with ``shape`` and ``dtype``.
             optimizer: The one whose state is keyed by flat partitions.
 
         Raises:

@@ -29,7 +29,7 @@ def refuse_unfit(optimizer: Optimizer, *, config: Mapping[str, Any], device: tor
     Args:
         optimizer: The user's.
         config: What ``deepspeed.initialize`` gets.
-        device: Where the module is.
+        device: The device of the module.
 
     Raises:
         UnsupportedError: With what can be used instead.

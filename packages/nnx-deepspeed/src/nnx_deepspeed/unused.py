@@ -31,9 +31,9 @@ class UnusedParameters:
     """Keeps what a step does not use as it is.
 
     Args:
-        partitions: Where parameters lie; it counts the steps that they missed.
+        partitions: The partitions in which parameters lie; they count the steps that were missed.
         shadow: The optimizer that DeepSpeed steps.
-        names: Of the parameters, for errors.
+        names: The names of the parameters, for errors.
     """
 
     def __init__(

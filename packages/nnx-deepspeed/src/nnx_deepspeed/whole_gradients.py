@@ -26,8 +26,8 @@ class WholeGradients:
     """The gradients of a module that DeepSpeed trains, as user code sees them.
 
     Args:
-        partitions: Where DeepSpeed keeps them.
-        device: Where the module is.
+        partitions: The partitions in which DeepSpeed keeps them.
+        device: The device of the module.
     """
 
     def __init__(self, partitions: Partitions, *, device: torch.device) -> None:

@@ -28,10 +28,10 @@ class Reduction:
     """What is reduced to one owner at a time: a buffer of fairscale's, or a gradient too large for one.
 
     Args:
-        parameters: Those whose gradients it reduces.
+        parameters: The parameters whose gradients it reduces.
         destination: The rank that owns them.
         bucket: The buffer of fairscale's; None for a single gradient.
-        in_half: Whether it is reduced in float16.
+        in_half: True if it is reduced in float16.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Queue:
     """The reductions of a backward in the order that they start in.
 
     Args:
-        reductions: In the order in which a backward is likely to complete them.
+        reductions: The reductions in the order in which a backward is likely to complete them.
     """
 
     def __init__(self, reductions: Iterable[Reduction]) -> None:
@@ -147,8 +147,8 @@ class BufferedGradients(ShardedDataParallel):  # type: ignore[misc] # fairscale 
         module: The user's.
         parts: The OSS of these parameters, of each optimizer.
         complete: Called with each parameter whose gradient is there.
-        reduce_buffer_size: As fairscale's.
-        reduce_fp16: As fairscale's.
+        reduce_buffer_size: The same as fairscale's.
+        reduce_fp16: The same as fairscale's.
     """
 
     def __init__(

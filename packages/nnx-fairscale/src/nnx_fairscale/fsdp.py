@@ -136,7 +136,7 @@ class _Layout:
     """What was done to one root module, to be undone when its training ends.
 
     Attributes:
-        units: For each module that is a unit, its unit; nested ones first, the root last.
+        units: The unit of each module that is one; nested ones first, the root last.
         changed: Modules whose forward was replaced on the instance.
         strides: Meta tensors with the strides of the user's parameters whose elements did not lie in order.
         replicated: It averages the gradients of what fairscale cannot shard.

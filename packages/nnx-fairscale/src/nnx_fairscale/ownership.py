@@ -101,8 +101,8 @@ class Ownership:
         Args:
             check: Called once the gradients are there, after the closure.
             step: The optimizer's own.
-            args: For it.
-            kwargs: For it.
+            args: The arguments for it.
+            kwargs: The keyword arguments for it.
         """
         self.refresh()
         hidden: dict[nn.Parameter, Tensor] = {}

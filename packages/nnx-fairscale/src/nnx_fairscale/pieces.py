@@ -23,7 +23,7 @@ class Piece:
         length: Number of elements held here; tensors of the parameter may have padding behind them.
         begin: Flat index, in the tensor that is communicated, of the whole parameter's first element.
         places: The modules that hold the parameter, each with the name it has there.
-        shown: What is in its places while it is gathered.
+        shown: The tensor that is in its places while it is gathered.
     """
 
     parameter: nn.Parameter

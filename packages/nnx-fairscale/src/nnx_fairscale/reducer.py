@@ -24,11 +24,11 @@ class GradientReducer:
     gradient is there: unlike DDP's, this communication does not overlap with backward.
 
     Args:
-        parameters: Those that every rank holds whole.
+        parameters: The parameters that every rank holds whole.
         bucket_bytes: About what is sent at a time.
 
     Attributes:
-        reductions: How often gradients were averaged.
+        reductions: The number of times that gradients were averaged.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int) -> None:

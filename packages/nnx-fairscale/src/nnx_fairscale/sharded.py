@@ -85,8 +85,8 @@ class _ShardedModule:
         parts: The OSS of each optimizer's parameters, those of one dtype together.
         complete: Called with each parameter whose gradient is there.
         rank: This rank.
-        options: Of the strategy.
-        device: Of this rank.
+        options: The options of the strategy.
+        device: The device of this rank.
     """
 
     def __init__(

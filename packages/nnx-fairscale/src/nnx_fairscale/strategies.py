@@ -36,7 +36,7 @@ class DDPFullyShardedStrategy(_OfTrainer):
     use of the same model work.
 
     Args:
-        accelerator: As for every strategy of Lightning's.
+        accelerator: The same as for every strategy of Lightning's.
         cpu_offload: Keep shards, gradients and optimizer state in host memory.
         flatten_parameters: Accepted; the parameters of a unit are communicated as one flat tensor either way.
         reshard_after_forward: Free what a unit has gathered after its forward.
@@ -47,8 +47,8 @@ class DDPFullyShardedStrategy(_OfTrainer):
         min_num_params: Modules with so many parameters become units.
         state_dict_to_cpu: Accepted; state is described where it lies.
         parallel_devices: Devices of this node.
-        cluster_environment: Who started the processes.
-        checkpoint_io: In place of nnx's own.
+        cluster_environment: Says who started the processes.
+        checkpoint_io: Takes the place of nnx's own.
         precision_plugin: Any of Lightning's.
         process_group_backend: Of torch.distributed; by default the device's own.
         **options: Any other option of `FairscaleFSDPOptions` or common to all nnx strategies, such as
@@ -109,10 +109,10 @@ class DDPShardedStrategy(_OfTrainer):
     """fairscale's ShardedDataParallel and OSS for the Trainer of the copy of Lightning that is in use.
 
     Args:
-        accelerator: As for every strategy of Lightning's, like the four that follow.
+        accelerator: The same as for every strategy of Lightning's, like the four that follow.
         parallel_devices: Devices of this node.
-        cluster_environment: Who started the processes.
-        checkpoint_io: In place of nnx's own.
+        cluster_environment: Says who started the processes.
+        checkpoint_io: Takes the place of nnx's own.
         precision_plugin: Any of Lightning's.
         find_unused_parameters: Accepted; parameters that a step does not use are found either way.
         **options: Any option of `ShardedOptions` or common to all nnx strategies, such as

@@ -53,7 +53,7 @@ class _PiecePart(Part):
         piece: The parameter.
         unit: The unit that has it.
         weights: Decides how long wholes are kept.
-        name: For messages.
+        name: The name used in messages.
     """
 
     def __init__(self, tensor: Tensor, piece: Piece, unit: Unit, weights: Weights, name: str) -> None:

@@ -197,7 +197,7 @@ class ParameterGroup:
         inner: FSDP2's own group of them.
 
     Attributes:
-        parameters: In FSDP2's order.
+        parameters: The parameters in FSDP2's order.
     """
 
     def __init__(self, inner: Any) -> None:

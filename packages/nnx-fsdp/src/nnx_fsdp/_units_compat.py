@@ -23,7 +23,7 @@ class GatheredWeight(nn.Parameter):
     """What a module has as its weight while a step computes with it: whole, and gone after it.
 
     Attributes:
-        _part: What is known of the sharded parameter, which hears of writes through ``data``.
+        _part: The part of the sharded parameter, which hears of writes through ``data``.
     """
 
     @property

@@ -48,7 +48,7 @@ class StepAgreement:
         root: A module whose units and itself were given to ``fully_shard``.
         replicated: Its parameters that every rank holds whole.
         order: Shared by all roots of a backend, as their collectives are in one order.
-        index: Of this root among them.
+        index: The index of this root among them.
 
     Attributes:
         synchronize: Off while gradients are only accumulated.

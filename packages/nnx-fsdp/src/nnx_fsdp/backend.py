@@ -76,7 +76,7 @@ def mesh_of(device_type: str, shape: tuple[int, ...], *, names: tuple[str, ...])
     Args:
         device_type: Such as ``"cpu"``.
         shape: Ranks along each axis.
-        names: Of the axes.
+        names: The names of the axes.
     """
     key = (device_type, shape, names)
     if key not in _meshes.get(dist.group.WORLD, {}):
@@ -156,15 +156,15 @@ class _Layout:
     """What was done to one root module, to be undone when its training ends.
 
     Attributes:
-        plain: From each sharded parameter to the user's own object, which has no storage meanwhile.
+        plain: Maps each sharded parameter to the user's own object, which has no storage meanwhile.
         compiled: Modules whose forward was replaced by a compiled one, on the instance.
         checkpointed: Modules whose forward was replaced by one that recomputes activations.
         strides: Meta tensors with the strides of the user's objects whose elements did not lie in order.
         replicated: The parameters that could not be sharded.
-        agreement: What the ranks agree on in a step.
-        optimizers: Those of its parameters.
-        parts: What lets a step of manual optimization call submodules itself, once there was one.
-        weights: What user code sees of the sharded parameters, once all are sharded.
+        agreement: The agreement of the ranks in a step.
+        optimizers: The optimizers of its parameters.
+        parts: Lets a step of manual optimization call submodules itself, once there was one.
+        weights: The sharded parameters as user code sees them, once all are sharded.
     """
 
     plain: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)

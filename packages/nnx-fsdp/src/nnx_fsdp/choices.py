@@ -126,7 +126,7 @@ class _Reader(ast.NodeVisitor):
     """Walks over one method.
 
     Args:
-        own: What the method calls its instance.
+        own: The name that the method gives its instance.
         uses: Filled.
     """
 

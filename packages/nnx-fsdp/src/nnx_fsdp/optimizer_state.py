@@ -22,8 +22,8 @@ class PartsOfState:
     """How sharded state looks whole to user code; `nnx_core.hidden_state.StateParts`.
 
     Args:
-        weights: Those of every module that is laid out.
-        refusal: As of `StateParts`.
+        weights: The weights of every module that is laid out.
+        refusal: The same as in `StateParts`.
     """
 
     def __init__(

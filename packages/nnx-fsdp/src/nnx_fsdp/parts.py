@@ -55,7 +55,7 @@ class ShardedPart(Part):
     Args:
         tensor: The DTensor, which has placements `Shard` and `Replicate` only.
         keeper: Decides how long the whole is kept.
-        name: For messages.
+        name: The name used in messages.
     """
 
     def __init__(self, tensor: Tensor, keeper: Keeper, name: str) -> None:
@@ -243,7 +243,7 @@ class AliasPart(ShardedPart):
 
     Args:
         tensor: The DTensor.
-        of: What it shares memory with.
+        of: The part that it shares memory with.
     """
 
     def __init__(self, tensor: Tensor, of: ShardedPart) -> None:
@@ -278,12 +278,12 @@ class ParameterPart(ShardedPart):
 
     Args:
         plain: The user's own object, which has no values meanwhile.
-        held: How FSDP2 holds it.
+        held: The parameter as FSDP2 holds it.
         keeper: Decides how long the whole is kept.
-        name: For messages.
+        name: The name used in messages.
 
     Attributes:
-        may_be_written: Whether somebody has taken the memory of the gathered parameter.
+        may_be_written: True if somebody has taken the memory of the gathered parameter.
     """
 
     def __init__(self, plain: nn.Parameter, held: HeldParameter, keeper: Keeper, name: str) -> None:

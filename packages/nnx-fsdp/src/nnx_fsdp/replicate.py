@@ -44,7 +44,7 @@ class ReplicatedParameters:
         parameters: Parameters every rank holds whole, in an order that is the same on every rank.
 
     Attributes:
-        used: For each of them, whether some rank has a gradient; set before `average`.
+        used: True for each of them of which some rank has a gradient; set before `average`.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -43,9 +43,9 @@ class Weights:
 
     Args:
         module: A module that FSDP2 has sharded.
-        plain: From each sharded parameter to the user's own object.
-        order: What the ranks agree on; a read on some ranks only is an error.
-        watch_data: Whether writes through ``data`` of gathered weights are noticed; not if they are compiled.
+        plain: Maps each sharded parameter to the user's own object.
+        order: The order that the ranks agree on; a read on some ranks only is an error.
+        watch_data: True if writes through ``data`` of gathered weights are noticed; not if they are compiled.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Weights:
         """Around a step.
 
         Args:
-            inner_backwards: Whether no backward in it is the one that trains, so that weights stay gathered.
+            inner_backwards: True if no backward in it is the one that trains, so that weights stay gathered.
         """
         self.flush()
         for part, _ in self._leaves:

@@ -30,14 +30,14 @@ class Axes:
     Attributes:
         unit: The ranks of its plan unit.
         outer: The ranks that have its place in their units.
-        parts: Those among them that store parts of the same copy of the parameters; with ZeRO only.
-        copies: Those among them that store the same parts; `outer` without ZeRO.
+        parts: The ranks among them that store parts of the same copy of the parameters; with ZeRO only.
+        copies: The ranks among them that store the same parts; `outer` without ZeRO.
         world: All ranks.
         unit_rank: Its place in its unit.
         unit_size: Ranks of a unit.
         outer_rank: Number of its unit.
         outer_size: Number of units.
-        part_rank: Which part it stores.
+        part_rank: The number of the part that it stores.
         part_size: Into how many parts parameters are cut; 1 without ZeRO.
         unit_control: The ranks of the unit, as a group whose collectives take CPU tensors.
     """

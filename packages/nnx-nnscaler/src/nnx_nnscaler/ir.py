@@ -94,7 +94,7 @@ class TensorMeta:
     Attributes:
         shape: Its dims.
         dtype: Name of the torch dtype, such as ``"float32"``.
-        differentiable: Whether autograd follows it: it is floating point and depends on something
+        differentiable: True if autograd follows it: it is floating point and depends on something
             that may require gradients.
     """
 
@@ -119,7 +119,7 @@ class Op:
             submodule that runs whole, as its author wrote it, with args of its forward; `module` names it.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        output: What it makes: one meta, or a tuple of metas for several results (None for a non-tensor).
+        output: The result: one meta, or a tuple of metas for several results (None for a non-tensor).
         module: Fully qualified name of the innermost submodule whose forward called it; ``""`` is the root.
         source: Where the user's code calls it: ``"file.py:12: x = self.proj(y)"``.
         context: A context manager, as Python code, that the operator has to run in, because the user's code
@@ -147,7 +147,7 @@ class Input:
     Attributes:
         name: Python identifier.
         meta: Shape and dtype; None for a leaf that is no tensor.
-        constant: For a leaf that is no tensor, the value that was traced and that every call must repeat.
+        constant: The value that was traced and that every call must repeat, for a leaf that is no tensor.
     """
 
     name: str
@@ -168,16 +168,16 @@ class Graph:
         ops: In order of execution. In-place operators on buffers keep their place and meaning.
         outputs: The forward's result as a nested structure of Refs, Sizes, Makes and constants.
         symbols: Name of each symbol to (input name, dim) that it is the size of.
-        training: Whether the root was in training mode.
+        training: True if the root was in training mode.
         in_spec: Structure of ``(args, kwargs)``, as `torch.utils._pytree.treespec_dumps` writes it.
-        derived: What was computed from the graph and is worth keeping with it; never saved.
-        guards: What else must hold of the symbols for the trace to be right, as Python expressions over them
+        derived: The results computed from the graph that are worth keeping with it; never saved.
+        guards: The conditions on the symbols for the trace to be right, as Python expressions over them
             (``"B <= 64"``), because the code asked; empty for nearly every model. The trace always supposes
             that every symbol is at least 2 and that all inputs that show a symbol agree on it.
         kept: Fully qualified name of every submodule that is kept whole (`Op.target` ``"module"``) to the
             reason, with the source line.
         notes: Other things that the user should hear once.
-        derived: What was computed from the graph and is worth keeping with it; never saved.
+        derived: The results computed from the graph that are worth keeping with it; never saved.
     """
 
     inputs: list[Input]

@@ -20,7 +20,7 @@ class Masters:
     averaging callback say, is taken over.
 
     Args:
-        parameters: Of any dtype; those that are not float16 or bfloat16 are left alone.
+        parameters: The parameters, of any dtype; those that are not float16 or bfloat16 are left alone.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:

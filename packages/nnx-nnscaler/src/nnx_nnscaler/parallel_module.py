@@ -57,8 +57,8 @@ class LaidOut:
         order: Notices what only some ranks read.
 
     Attributes:
-        parameters: As they are stored.
-        programs: What runs in place of the forward; None where every rank runs the module's own.
+        parameters: The parameters as they are stored.
+        programs: The programs that run in place of the forward; None where every rank runs the module's own.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ def make_programs(
         axes: This rank's groups.
         context: This rank.
         options: The strategy's.
-        local: What programs run in.
+        local: The context that programs run in.
 
     Raises:
         PlanError: No plan fits, or the ranks' modules differ.

@@ -27,7 +27,7 @@ class Placement:
     Attributes:
         kind: ``"R"`` replicated, ``"P"`` partial sums, ``"S"`` sharded.
         dim: The tensor dim that is cut; 0 unless sharded.
-        groups: In how many equal groups that dim is cut each; 1 for a plain cut.
+        groups: The number of equal groups that are cut each; 1 for a plain cut.
 
     Example:
         >>> str(S(1, groups=3)), Placement.parse("S(1,3)") == S(1, groups=3)

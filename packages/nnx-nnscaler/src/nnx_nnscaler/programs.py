@@ -70,13 +70,13 @@ class Programs:
     Args:
         root: The module whose forward they are.
         compiler: Makes them.
-        runtime: What programs communicate with.
-        device: Where they run.
+        runtime: The runtime that programs communicate with.
+        device: The device that they run on.
         unit: The ranks that work on one batch together, as a group whose collectives take CPU tensors; None
             for a unit of one rank.
         world: All ranks, likewise: the first program is compiled once for all of them, because parameters
             have to lie alike in every unit.
-        local: What a program runs in: inside it parameters are this rank's parts.
+        local: The context that a program runs in: inside it parameters are this rank's parts.
     """
 
     def __init__(
@@ -428,12 +428,12 @@ class Compiled:
     """A program, ready to be called.
 
     Attributes:
-        graph: What was traced.
+        graph: The graph that was traced.
         plan: Its plan.
         program: The emitted function.
         constants: The graph's constants, on the device that runs it.
         source: The emitted source.
-        path: Where it is kept; None for a program that is in memory only.
+        path: The path that it is kept at; None for a program that is in memory only.
     """
 
     graph: Graph
@@ -461,9 +461,9 @@ class Compiler:
         size: Ranks of a unit.
         identity: What programs depend on besides the module, its inputs and the size: policy, options. JSON
             values; see `code_digest` for functions.
-        store: Where programs are kept; None keeps them in memory.
+        store: The store of programs; None keeps them in memory.
         reuse: ``"match"``, ``"override"``, ``"moo"`` or ``"graph"``.
-        fixed_batch: Whether a program is for one batch size only.
+        fixed_batch: True if a program is for one batch size only.
         recompute: Patterns of names of submodules whose activations are recomputed in the backward pass.
         check: Called with the module, the graph, the plan and the call before a program is used; raises where
             it is wrong. None checks nothing.
@@ -491,8 +491,8 @@ class Compiler:
 
         Args:
             root: The module; its parameters may lie in parts, only their logical shapes are read.
-            call: What it is called with.
-            layout: How its parameters lie already.
+            call: The arguments that it is called with.
+            layout: The layout that its parameters have already.
             fixed_batch: Trace this batch size only.
 
         Raises:
@@ -594,12 +594,12 @@ def compile_together(
     """Compile on the first rank of a group, and load the program on all of them. Collective.
 
     Args:
-        compiler: What compiles; only the first rank's is used.
+        compiler: The compiler; only the first rank's is used.
         root: The module.
         call: Arguments; the other ranks' are not looked at.
         group: A group whose collectives take CPU tensors.
-        device: Where the program runs on this rank.
-        layout: How the parameters lie already.
+        device: The device that the program runs on, on this rank.
+        layout: The layout that the parameters have already.
         fixed_batch: Trace this batch size only.
 
     Raises:

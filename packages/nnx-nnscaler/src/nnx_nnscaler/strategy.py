@@ -100,17 +100,17 @@ class NnScalerStrategy:
     """A strategy for the Trainer of the copy of Lightning that is in use.
 
     Args:
-        accelerator: As for every strategy of Lightning's, like the three that follow.
+        accelerator: The same as for every strategy of Lightning's, like the three that follow.
         parallel_devices: Devices of this node.
-        cluster_environment: Who started the processes.
+        cluster_environment: Says who started the processes.
         precision_plugin: Such as `NnScalerPrecision`.
         compute_config: A `ComputeConfig` or a dict of its fields; every field has a default.
         state_dict_type: ``"sharded"`` or ``"deduped"``.
         pas_policy: Name of a policy or a function; by default ``"autodist"``.
-        gen_savedir: Where plans and the generated code are kept.
+        gen_savedir: The directory in which plans and the generated code are kept.
         reuse: ``"match"``, ``"override"``, ``"moo"`` or ``"graph"``.
         instance_name: Tells instances of one class apart in `gen_savedir`.
-        checkpoint_io: In place of nnx's own.
+        checkpoint_io: Takes the place of nnx's own.
         **options: Any other option of `NnScalerOptions` or common to all nnx strategies, such as
             ``timeout``, ``async_save``, ``plan_ngpus`` and ``memory_limit``.
 

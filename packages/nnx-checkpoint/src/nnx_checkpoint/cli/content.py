@@ -54,8 +54,8 @@ class Owner:
     Attributes:
         kind: ``weights``, ``optimizer``, ``objects``, ``ranks`` or ``other``.
         name: Name of the parameter or buffer, without ``model.``; of others the whole name.
-        optimizer: For optimizer state, the number of the optimizer.
-        state: For optimizer state, its name, such as ``exp_avg``.
+        optimizer: The number of the optimizer whose state it is, if it is one's.
+        state: The name of the optimizer state, such as ``exp_avg``, if it is one.
     """
 
     kind: str
@@ -222,16 +222,16 @@ class Content:
     """One checkpoint.
 
     Attributes:
-        path: Where it is.
+        path: The path of it.
         format: Name of its format.
         tensors: Every logical tensor by name.
         aliases: Tied names and what they are stored as.
         objects: The common objects, as plain JSON.
-        ranks: How many ranks saved objects of their own.
+        ranks: The number of ranks that saved objects of their own.
         rank_state: The plain objects of the first of them.
         files: Sizes of its files.
-        world_size: How many ranks wrote it.
-        provenance: Where it comes from.
+        world_size: The number of ranks that wrote it.
+        provenance: Describes where it comes from.
         version: Format version; empty for formats without one.
         save_id: The committed save of our own format.
         created: When it was committed.

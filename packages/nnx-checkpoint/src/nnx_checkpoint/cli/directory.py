@@ -32,14 +32,14 @@ class Row:
     """One line: a checkpoint, or an earlier save of one.
 
     Attributes:
-        path: Of the checkpoint; of an earlier save, its directory.
+        path: The path of the checkpoint, or the directory of an earlier save.
         format: Name of the format.
         state: ``whole``, ``incomplete``, ``damaged``, ``interrupted``, ``unfinished`` or ``unchecked``.
-        epoch: Where the checkpoint says it.
+        epoch: The epoch, if the checkpoint says it.
         step: Optimizer steps so far.
-        bytes: Of all files.
+        bytes: The size of all files.
         created: ISO 8601.
-        detail: What is wrong, or where a link leads.
+        detail: Says what is wrong, or where a link leads.
         previous: Earlier saves that are still there, newest first.
     """
 

@@ -49,7 +49,7 @@ class ModuleSize:
     """Bytes that belong to the parameters and buffers below a name.
 
     Attributes:
-        name: Of the module, or of a parameter of its own.
+        name: The name of the module, or of a parameter of its own.
         weights: Bytes of the parameters and buffers.
         optimizer: Bytes of the optimizers' state for them.
     """

@@ -14,7 +14,7 @@ def byte_progress(doing: str) -> Iterator[Callable[[int, int], None]]:
     """Draw a bar while something goes through many bytes; nothing where nobody looks at a terminal.
 
     Args:
-        doing: What is being done, such as ``"verifying"``.
+        doing: A participle that says what is being done, such as ``"verifying"``.
 
     Yields:
         To be called with the bytes done so far and their total.

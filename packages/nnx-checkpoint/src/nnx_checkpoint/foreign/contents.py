@@ -366,10 +366,10 @@ def add_shared_state(contents: Contents, key: str, value: Any, values: dict[str,
     """Add optimizer state that all elements of a parameter share, such as the number of steps.
 
     Args:
-        contents: Where tensors go.
+        contents: The contents that tensors are added to.
         key: Their logical name.
         value: The state.
-        values: Where everything else goes.
+        values: The dict that everything else is added to.
     """
     name = key.rpartition(".")[2]
     value = as_step(value) if name == "step" else value
@@ -403,7 +403,7 @@ def pack(checkpoint: Described, objects: Mapping[str, Any], aliases: Mapping[str
     """Encode what is left over.
 
     Args:
-        checkpoint: Where it comes from; the objects of its ranks are included.
+        checkpoint: The checkpoint that it comes from; the objects of its ranks are included.
         objects: Common objects, by their key in `Checkpoint.objects`.
         aliases: Tied names.
 
@@ -430,10 +430,10 @@ def unpack(text: str, contents: Contents, tensor: Callable[[str], Any], *, sourc
     """Put back what was left over: objects, the objects of ranks, aliases.
 
     Args:
-        text: What `pack` gave.
-        contents: Where to put it.
+        text: The text that `pack` gave.
+        contents: The contents to add it to.
         tensor: Gives what stands for the tensor of a name.
-        source: Where it comes from, for messages.
+        source: The origin of it, used in messages.
 
     Returns:
         World size and provenance, as `Contents.opened` takes them.

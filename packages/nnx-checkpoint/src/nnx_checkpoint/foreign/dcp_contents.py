@@ -61,7 +61,7 @@ def nest(values: Mapping[str, Any], keys: Mapping[str, Sequence[str | int]]) -> 
     """Build the state dict that was saved.
 
     Args:
-        values: By flat name.
+        values: The values by flat name.
         keys: The keys and list positions that lead to each.
 
     Raises:
@@ -109,7 +109,7 @@ def interpret(
 
     Args:
         tree: The state dict; tensors are `LocatedTensor`.
-        keys: Which keys are ``modules`` and ``optimizers``, where that is known.
+        keys: The keys that are ``modules`` and ``optimizers``, where that is known.
         every_model: Take every dict of nothing but tensors for a model.
 
     Raises:
@@ -280,7 +280,7 @@ def add_parts(contents: Contents, parts: Parts, beside: Mapping[str, Any]) -> No
     """Add everything under its logical names. Names of one place in the files are tied.
 
     Args:
-        contents: Of the checkpoint.
+        contents: The contents of the checkpoint.
         parts: The state dict, taken apart.
         beside: Objects of the trainer that lie beside it.
     """
@@ -355,7 +355,7 @@ def restore_ours(contents: Contents, beside: dict[str, Any]) -> dict[str, Any] |
     """Take out of the trainer's objects what `nnx_checkpoint.foreign.dcp_directory` put there.
 
     Args:
-        contents: Where it belongs.
+        contents: The contents that it belongs to.
         beside: The objects, which lose it.
 
     Returns:

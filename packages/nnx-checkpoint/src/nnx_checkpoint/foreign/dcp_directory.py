@@ -101,9 +101,9 @@ def state_to_write(
     """The state dict for DCP, and the trainer's objects.
 
     Args:
-        checkpoint: What to write.
-        model_key: Where the model goes, unless Fabric's user chose keys.
-        optimizer_key: Where optimizers go, likewise; ``{}`` in it is replaced by their numbers.
+        checkpoint: The checkpoint to write.
+        model_key: The key for the model, unless Fabric's user chose keys.
+        optimizer_key: The key for optimizers, likewise; ``{}`` in it is replaced by their numbers.
         parameter_names: Names for parameters that have only numbers.
         named_only: Refuse parameters that have no names even so.
 
@@ -199,8 +199,8 @@ def write_dcp_files(
     """Write the files of a DCP directory.
 
     Args:
-        directory: Where; it is empty.
-        checkpoint: Where `StoredName` in the others are read from.
+        directory: The directory to write into, which is empty.
+        checkpoint: The checkpoint that each `StoredName` in the others is read from.
         state: The state dict.
         objects: A further key, and one object for it that is stored as a whole.
         progress: Told how many bytes of tensors are done.
@@ -381,10 +381,10 @@ class DcpDirectory(CheckpointFormat):
         nnx need besides is under ``trainer``.
 
         Args:
-            checkpoint: What to write, of any format.
+            checkpoint: The checkpoint to write, of any format.
             path: A path where nothing is.
             progress: Told how far it is.
-            parameter_names: For each optimizer that only numbers its parameters, their names.
+            parameter_names: The names of parameters for each optimizer that only numbers them.
             **options: There are no others.
 
         Raises:
@@ -446,7 +446,7 @@ def opened(
     Args:
         path: The directory.
         format: Name of its format.
-        metadata: What it claims to hold.
+        metadata: The metadata, which say what it claims to hold.
         parts: The state dict, taken apart.
         beside: Objects of the trainer that lie beside the state dict.
     """
@@ -564,11 +564,11 @@ class LightningSharded(CheckpointFormat):
         A checkpoint that Fabric saved is written under the keys that its user chose, for Fabric.
 
         Args:
-            checkpoint: What to write, of any format.
+            checkpoint: The checkpoint to write, of any format.
             path: A path where nothing is.
             progress: Told how far it is.
-            strategy: Which strategy is to read it: they look for the model under different keys.
-            parameter_names: For each optimizer that only numbers its parameters, their names.
+            strategy: The strategy that is to read it: they look for the model under different keys.
+            parameter_names: The names of parameters for each optimizer that only numbers them.
             **options: There are no others.
 
         Raises:

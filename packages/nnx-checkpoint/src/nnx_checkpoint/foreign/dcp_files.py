@@ -74,7 +74,7 @@ class Item:
     Attributes:
         file: Name of the file in the directory.
         start: Position of the first byte.
-        length: How many.
+        length: The number of them.
     """
 
     file: str
@@ -373,7 +373,7 @@ class LocatedTensor:
     Attributes:
         shape: Its shape.
         dtype_name: Its element type, without ``torch.``.
-        pieces: Where its boxes are; without those that are not in row-major order.
+        pieces: Its boxes and where they are, without those that are not in row-major order.
         resident: The complete tensor, where some box is not in row-major order.
     """
 

@@ -165,7 +165,7 @@ class Partitions:
     """The optimizer files of all ranks together.
 
     Args:
-        directory: For messages.
+        directory: The directory, named in messages.
         ranks: ``optimizer_state_dict`` of each rank's file.
         shapes: ``param_shapes`` of the model file.
 
@@ -449,7 +449,7 @@ class DeepSpeed(CheckpointFormat):
         Args:
             path: The directory that was given to ``save_checkpoint``, or that of a tag in it.
             weights_only: False trusts what the caller of DeepSpeed saved along with the model.
-            tag: Which of several saves; by default the one that the file ``latest`` names.
+            tag: Selects one of several saves; by default the one that the file ``latest`` names.
             weights: ``"master"`` gives the fp32 weights that the optimizer steps, ``"model"`` those in the
                 precision of the model, which ZeRO 3 does not save.
 

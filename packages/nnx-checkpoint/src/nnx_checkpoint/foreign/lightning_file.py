@@ -91,7 +91,7 @@ class LightningFile(CheckpointFormat):
         """Write a file that Trainer and Fabric resume from.
 
         Args:
-            checkpoint: What to write, of any format.
+            checkpoint: The checkpoint to write, of any format.
             path: A path where nothing is.
             progress: Told how far it is.
             **options: There are none.

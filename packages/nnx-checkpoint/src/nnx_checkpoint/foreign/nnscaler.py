@@ -169,8 +169,8 @@ class _Shards:
     """The parts that the ranks hold.
 
     Args:
-        directory: For messages.
-        files: What each rank saved, in order of rank.
+        directory: The directory, named in messages.
+        files: The files that each rank saved, in order of rank.
     """
 
     def __init__(self, directory: Path, files: Sequence[Mapping[str, Any]]) -> None:
@@ -276,7 +276,7 @@ class _States:
     """Optimizer state, collected part by part.
 
     Attributes:
-        values: What is no tensor, by parameter.
+        values: The values that are no tensors, by parameter.
     """
 
     def __init__(self, contents: Contents, optimizers: Sequence[Any]) -> None:

@@ -71,7 +71,7 @@ class Header:
     """What a file holds.
 
     Attributes:
-        tensors: In the order of their names in the header.
+        tensors: The tensors in the order of their names in the header.
         metadata: Free text by key.
     """
 
@@ -141,8 +141,8 @@ def encode_header(
     """The first bytes of a file.
 
     Args:
-        entries: What it is to hold.
-        names: What each is called in the file, by its logical name.
+        entries: The entries that it is to hold.
+        names: The name of each in the file, by its logical name.
         metadata: Further text by key.
 
     Returns:
@@ -236,7 +236,7 @@ class SafetensorsFiles(CheckpointFormat):
         """Write a directory, or, where the path ends in ``.safetensors``, the weights alone as one file.
 
         Args:
-            checkpoint: What to write, of any format.
+            checkpoint: The checkpoint to write, of any format.
             path: A path where nothing is.
             progress: Told how far it is.
             max_shard_size: Weights of more bytes are spread over several files, with an index.
@@ -355,7 +355,7 @@ class _Writing:
 
     Attributes:
         checkpoint: The checkpoint.
-        prefix: What the logical names of exported weights begin with.
+        prefix: The prefix of the logical names of exported weights.
         progress: Told about all files together.
     """
 

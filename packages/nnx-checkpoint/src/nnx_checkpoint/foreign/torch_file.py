@@ -140,8 +140,8 @@ def refuse_endless(tree: Any, *, nbytes: int, source: str, records: tuple[type, 
     kilobytes, and whoever walks over it never ends.
 
     Args:
-        tree: What was read.
-        nbytes: From how many bytes.
+        tree: The tree that was read.
+        nbytes: The number of bytes that it was read from.
         source: Path of the file, for messages.
         records: Further classes, into whose attributes is looked.
 
@@ -714,10 +714,10 @@ class DescribedTensor:
     Attributes:
         storage: Name of the record that has its elements, below ``data/``.
         dtype_name: Its element type, without ``torch.``.
-        offset: How many elements precede its first one in the record.
+        offset: The number of elements that precede its first one in the record.
         shape: Its shape.
         stride: Its strides, in elements.
-        plain: Whether the stored elements are its values as they are.
+        plain: True if the stored elements are its values as they are.
     """
 
     storage: str

@@ -48,8 +48,8 @@ def write_torch_file(path: Path, tree: Any, checkpoint: Checkpoint, *, name: str
         path: The file, which must not exist.
         tree: Of anything that pickle can write. A `StoredName` in it becomes a tensor; several of one name
             become tensors that share their memory.
-        checkpoint: Where the data of stored names is read from.
-        name: Of the archive inside the file.
+        checkpoint: The checkpoint that the data of stored names is read from.
+        name: The name of the archive inside the file.
         progress: Told how many bytes of stored tensors are done.
 
     Raises:

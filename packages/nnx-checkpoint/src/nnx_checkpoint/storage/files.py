@@ -64,7 +64,7 @@ def explained(doing: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """Turn an error of the operating system into one that says what failed, where and what helps.
 
     Args:
-        doing: What was being done, such as ``"write"``.
+        doing: A verb that says what was being done, such as ``"write"``.
         path: The file or directory.
     """
     try:
@@ -132,7 +132,7 @@ def open_file(path: Path, flags: int, *, root: Path | None = None, doing: str = 
         path: The file.
         flags: As for ``os.open``.
         root: See `parent_directory`.
-        doing: For the message of an error, such as ``"write"``.
+        doing: A verb for the message of an error, such as ``"write"``.
 
     Returns:
         Its descriptor.

@@ -41,8 +41,8 @@ class Sink(Protocol):
 
         Args:
             buffer: Page-aligned memory that begins with them; what follows may be overwritten.
-            length: How many bytes count.
-            position: Where in the file they belong: after those before.
+            length: The number of bytes that count.
+            position: The offset in the file where they belong, after those before.
         """
 
     def finish(self, size: int) -> None:
@@ -59,7 +59,7 @@ class StreamWriter:
 
     Args:
         sink: The file.
-        size: How long it will be.
+        size: The length in bytes that it will have.
 
     Raises:
         CheckpointError: The file cannot be written. Errors of the thread surface in the next `append` or

@@ -75,8 +75,8 @@ class ShardedParameter:
 
         Args:
             master: Flat and padded.
-            on_host: Whether it lies in host memory.
-            pinned: Whether copies to host memory may be asynchronous.
+            on_host: True if it lies in host memory.
+            pinned: True if copies to host memory may be asynchronous.
 
         Returns:
             The parameter as it was, and what took its place: itself, unless it came from another device.
@@ -113,7 +113,7 @@ class Gathered:
         inner: FSDP2's own group of them.
 
     Attributes:
-        parameters: In the order of FSDP2.
+        parameters: The parameters in the order of FSDP2.
     """
 
     def __init__(self, module: FSDPModule, inner: Any) -> None:
@@ -277,7 +277,7 @@ class Silenced:
     """Hooks that are not called for a while.
 
     Args:
-        handles: Of the hooks.
+        handles: The handles of the hooks.
     """
 
     __slots__ = ("_taken",)

@@ -47,8 +47,8 @@ class Chunk(ABC):
 
     Attributes:
         index: Place in the order in which the last forward used the chunks.
-        name: As in the plan.
-        tier: As in the plan.
+        name: The name in the plan.
+        tier: The tier in the plan.
         masters: The parameters that the module and the optimizers hold between steps, by full name.
     """
 
@@ -92,7 +92,7 @@ class Unit:
         module: The module; the chunk is needed while its forward and its backward run.
         parameters: By full name, those of the module that are in no unit inside of it. One object is in one
             unit.
-        tier: Where the plan puts it.
+        tier: The tier that the plan puts it in.
     """
 
     name: str
@@ -108,10 +108,10 @@ class ChunkEngine(ABC):
     in the masters' dtype and memory. In a step with gradients the masters are back when backward has ended.
 
     Args:
-        context: Where this process stands.
+        context: The place of this process in the world.
         device: Memory and copies.
-        working_dtype: Of the weights that forward and backward compute with; None keeps the masters' own,
-            which are then the working weights too in the tiers that are all on the device.
+        working_dtype: The dtype of the weights that forward and backward compute with; None keeps the
+            masters' own, which are then the working weights too in the tiers that are all on the device.
     """
 
     chunks: Sequence[Chunk]
@@ -321,7 +321,7 @@ def guard(parameters: Iterable[nn.Parameter], wait: Callable[[], None]) -> None:
     """Make the next use of any of the parameters call `wait`; a guard that is there is replaced.
 
     Args:
-        parameters: Of any class, DTensors too.
+        parameters: The parameters, of any class, DTensors too.
         wait: Must `unguard` all parameters that were given, and return when they can be used.
 
     Example:

@@ -60,9 +60,10 @@ class LocalEngine(ChunkEngine):
     layers with running statistics keep their dtype in a step: torch computes these in no two dtypes.
 
     Args:
-        context: Where this process stands.
+        context: The place of this process in the world.
         device: Memory and copies.
-        working_dtype: Of the weights that forward and backward compute with; None keeps the masters' own.
+        working_dtype: The dtype of the weights that forward and backward compute with; None keeps the
+            masters' own.
     """
 
     chunks: Sequence[LocalChunk]
@@ -250,7 +251,7 @@ class Order:
     """Remembers uses, and says what will probably be used next.
 
     Args:
-        chunks: In the order in which they probably will be used first.
+        chunks: The chunks in the order in which they probably will be used first.
     """
 
     def __init__(self, chunks: Sequence[LocalChunk]) -> None:
@@ -320,7 +321,7 @@ class _Window:
     Args:
         step: Whose.
         chunk: Whose weights it needs.
-        inputs: Of the forward, those that need gradients.
+        inputs: The inputs of the forward that need gradients.
     """
 
     def __init__(self, step: Step, chunk: LocalChunk, inputs: Sequence[Tensor]) -> None:
@@ -393,7 +394,7 @@ class Step:
 
     Args:
         chunks: All chunks, in their probable order; those without working weights are only counted.
-        gradients: Where gradients go.
+        gradients: The gradients' destination.
     """
 
     def __init__(self, chunks: Sequence[LocalChunk], gradients: Gradients) -> None:
@@ -479,9 +480,9 @@ class Step:
 
         Args:
             step: Forward, or all of it.
-            args: For it.
-            kwargs: For it.
-            is_manual: Whether it calls backward and the optimizers itself.
+            args: The arguments for it.
+            kwargs: The keyword arguments for it.
+            is_manual: True if it calls backward and the optimizers itself.
         """
         self._forget_failures()
         self._running += 1
@@ -527,11 +528,11 @@ class Step:
         """A forward begins that uses chunks.
 
         Args:
-            chunks: Which.
-            dtype: What floating-point inputs are cast to, if anything.
+            chunks: The chunks concerned.
+            dtype: The dtype that floating-point inputs are cast to, if any.
             module: Whose forward.
-            args: Of the forward.
-            kwargs: Of the forward.
+            args: The arguments of the forward.
+            kwargs: The keyword arguments of the forward.
             inner: Hooks of modules inside that do nothing meanwhile: those before forwards, and those after.
         """
         if dtype is None and self._is_inside(chunks, module):
@@ -666,9 +667,9 @@ class Enter(_Hook):
     """A forward begins.
 
     Args:
-        step: Of the engine.
-        chunks: That the module uses.
-        dtype: What its floating-point inputs are cast to, if anything.
+        step: The step of the engine.
+        chunks: The chunks that the module uses.
+        dtype: The dtype that its floating-point inputs are cast to, if any.
 
     Attributes:
         inner: Hooks of modules inside that do nothing while it runs: those before forwards, and those after.
@@ -687,7 +688,7 @@ class Leave(_Hook):
     """A forward is over, well or not.
 
     Args:
-        step: Of the engine.
+        step: The step of the engine.
     """
 
     def __init__(self, step: Step) -> None:

@@ -33,11 +33,11 @@ class _Buffers:
     """The memory of one segment.
 
     Attributes:
-        master: What the optimizer steps.
+        master: The tensor that the optimizer steps.
         working: Device memory that forward and backward compute with; None where that is the master.
         source: Host memory that `working` is fetched from, where that is streamed.
-        views: Of `working`, made while it had memory.
-        event: Of the last copy that wrote `working`.
+        views: The views of `working`, made while it had memory.
+        event: The event of the last copy that wrote `working`.
     """
 
     segment: Segment
@@ -52,8 +52,8 @@ class LocalChunk(Chunk):
     """Parameters that are placed and fetched together.
 
     Args:
-        name: As in the plan.
-        tier: As in the plan.
+        name: The name in the plan.
+        tier: The tier in the plan.
         segments: The parameters.
         device: Memory and copies.
         on_use: Called when a forward uses the chunk first.
@@ -61,7 +61,7 @@ class LocalChunk(Chunk):
     Attributes:
         slots: The parameters that have working weights of their own.
         users: Forwards and backwards that run with it now.
-        held: Whether it stays on the device until the step is over, because something used it on its own.
+        held: True if it stays on the device until the step is over, because something used it on its own.
     """
 
     def __init__(

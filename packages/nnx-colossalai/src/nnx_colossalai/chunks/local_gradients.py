@@ -39,12 +39,12 @@ class Slot:
         parameter: The user's object.
         template: Its shape and order of elements, on the meta device.
         master: Its values between steps.
-        working: What it computes with in a step; None where that is the master itself.
-        on_host: Whether the master lies in host memory.
+        working: The weights that it computes with in a step; None where that is the master itself.
+        on_host: True if the master lies in host memory.
         total: Its complete gradient while a backward runs, in the master's dtype and memory.
-        version: Of the parameter when the working weights were shown.
+        version: The version of the parameter when the working weights were shown.
         accumulator: The autograd node of its gradient in this step, where somebody has asked for it.
-        handles: Of our hooks.
+        handles: The handles of our hooks.
     """
 
     parameter: nn.Parameter
@@ -71,7 +71,7 @@ class _Arriving:
     """A gradient on its way to host memory.
 
     Attributes:
-        staging: Where it arrives; None: it arrives where it stays.
+        staging: The memory in which it arrives; None if it arrives where it stays.
     """
 
     slot: Slot
@@ -284,11 +284,11 @@ class Segment:
 
     Attributes:
         dtype: Between steps.
-        working_dtype: In a step.
+        working_dtype: The dtype in a step.
         names: Full names.
         parameters: The user's objects.
-        offsets: Of each parameter's first element.
-        numel: Of all.
+        offsets: The offset of each parameter's first element.
+        numel: The number of all elements.
         templates: Meta tensors with the shape and strides of each.
     """
 

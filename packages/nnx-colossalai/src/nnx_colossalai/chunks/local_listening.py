@@ -33,8 +33,8 @@ class Listener:
     """Hooks on the parameters of chunks.
 
     Args:
-        gradients: Where gradients go.
-        is_active: Whether a step is under way.
+        gradients: The gradients' destination.
+        is_active: True if a step is under way.
         notice: Called in one when a gradient is about to arrive, or has.
         arrived: Called with what was heard of, when it has been taken.
     """

@@ -420,9 +420,9 @@ class Segment:
     """Parameters of one dtype.
 
     Args:
-        parameters: As FSDP2 holds them; none is laid out yet.
+        parameters: The parameters as FSDP2 holds them; none is laid out yet.
         device: Memory and copies.
-        working_dtype: That forward and backward compute with.
+        working_dtype: The dtype that forward and backward compute with.
     """
 
     def __init__(
@@ -547,12 +547,13 @@ class ShardedChunk(Chunk):
     """The parameters of one unit of the plan.
 
     Args:
-        name: As in the plan.
-        tier: As in the plan.
-        gathered: What FSDP2 gathers for it: one group of parameters, or several where the root's class
+        name: The name in the plan.
+        tier: The tier in the plan.
+        gathered: The parameters that FSDP2 gathers for it: one group, or several where the root's class
             cannot be sharded and its children are instead.
         device: Memory and copies.
-        working_dtype: Of the weights that forward and backward compute with; None: the masters' own.
+        working_dtype: The dtype of the weights that forward and backward compute with; None means that of
+            the masters.
         used: Called with the chunk when a forward uses it.
         ending: Called within every backward.
     """

@@ -30,7 +30,7 @@ class FoundUnit(NamedTuple):
     Attributes:
         name: Full name of the module; ``""`` for the root.
         module: The module.
-        parameters: By full name, those that are in no unit inside of it.
+        parameters: The parameters that are in no unit inside of it, by full name.
     """
 
     name: str

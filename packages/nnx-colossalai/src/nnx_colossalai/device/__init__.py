@@ -15,7 +15,7 @@ def make_device(context: ParallelContext, *, capacity: int | None = None) -> Dev
     """The device of a rank.
 
     Args:
-        context: Where the rank stands.
+        context: The place of the rank in the world.
         capacity: Bytes that it may use there; None: what there is.
 
     Raises:

@@ -52,7 +52,7 @@ class CudaDevice(Device[torch.cuda.Event]):
     """A CUDA device, or a share of it.
 
     Args:
-        torch_device: Which one.
+        torch_device: The device in question.
         capacity: Bytes that this process may reserve on it, for everything that torch allocates; None: all.
     """
 

@@ -49,8 +49,8 @@ class Traffic:
     """Bytes that were copied since the counters were last set to zero.
 
     Attributes:
-        to_device: From host to device.
-        to_host: From device to host.
+        to_device: The bytes from host to device.
+        to_host: The bytes from device to host.
     """
 
     to_device: int = 0
@@ -61,8 +61,8 @@ class Device(ABC, Generic[EventT]):
     """Where a rank computes.
 
     Attributes:
-        torch_device: Of the tensors that computing needs.
-        traffic: What was copied between host and device.
+        torch_device: The device of the tensors that computing needs.
+        traffic: The bytes that were copied between host and device.
     """
 
     torch_device: torch.device
@@ -90,7 +90,7 @@ class Device(ABC, Generic[EventT]):
         """Several of `empty`, each with memory of its own: all of them, or none.
 
         Raises:
-            DeviceMemoryError: As `empty`.
+            DeviceMemoryError: Raised as by `empty`.
         """
         return [self.empty(numel, dtype) for numel in numels]
 
@@ -287,7 +287,7 @@ class Ledger:
     """Accounts of one device that lies in host memory.
 
     Args:
-        name: How errors call the device.
+        name: The name of the device in errors.
         capacity: Bytes that may be in use at a time.
     """
 
@@ -438,7 +438,7 @@ def registered_empty(
 
     Args:
         numel: Elements.
-        dtype: Of the elements.
+        dtype: The dtype of the elements.
         register: Makes memory known, given address and bytes; whether it did.
         unregister: Makes it unknown again, given the address.
 

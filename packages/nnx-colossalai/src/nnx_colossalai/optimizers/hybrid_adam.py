@@ -28,7 +28,7 @@ class HybridAdam(torch.optim.Adam):
         betas: Decay rates of the moments.
         eps: Added to the denominator.
         weight_decay: Decoupled from the gradient with `adamw_mode`, else an L2 penalty.
-        adamw_mode: Whether it is AdamW.
+        adamw_mode: True if it is AdamW.
         nvme_offload_fraction: Only 0.
         nvme_offload_dir: Only None.
 
@@ -79,10 +79,10 @@ class FusedAdam(torch.optim.Adam):
         bias_correction: Only True.
         betas: Decay rates of the moments.
         eps: Added to the denominator.
-        adamw_mode: Whether it is AdamW.
+        adamw_mode: True if it is AdamW.
         weight_decay: Decoupled from the gradient with `adamw_mode`, else an L2 penalty.
         amsgrad: Use the largest second moment so far.
-        set_grad_none: What ``zero_grad()`` does: let gradients go, or fill them with zeros.
+        set_grad_none: True if ``zero_grad()`` lets gradients go; otherwise it fills them with zeros.
     """
 
     def __init__(  # noqa: PLR0917 # the historical order

@@ -62,7 +62,7 @@ class Stepper:
         chunks: Of the model. The attribute may be set again when chunks have moved.
         overlap: "exact" steps chunks of the tiers that step on the host in a background thread, in the order
             of the next forward; each waits for its own only. The numbers are those of "none".
-        cpu_adam: What steps Adam and AdamW in host memory.
+        cpu_adam: The function that steps Adam and AdamW in host memory.
         device: This rank's.
         show_masters: Called before masters are looked at, when a closure has run: working weights may be
             there in their places.
@@ -108,8 +108,8 @@ class Stepper:
         Args:
             optimizer: Whose.
             step: The user's own, bound; runs exactly once.
-            args: For it, such as a closure, which runs forward and backward.
-            kwargs: For it.
+            args: The arguments for it, such as a closure, which runs forward and backward.
+            kwargs: The keyword arguments for it.
 
         Returns:
             What `step` returns.
@@ -344,7 +344,7 @@ class OptimizerStepError(NnxError, RuntimeError):
     """An optimizer failed in the background thread; raised where its result was to be used.
 
     Attributes:
-        seen: Whether it was raised already, so that whoever cleans up need not raise it again.
+        seen: True if it was raised already, so that whoever cleans up need not raise it again.
     """
 
     seen = False
@@ -357,7 +357,7 @@ class Share:
     Attributes:
         chunk: Whose masters are stepped.
         groups: Param groups as they are at this step, over aliases of this rank's part.
-        state: Of the optimizer, by alias; its tensors are this rank's part.
+        state: The state of the optimizer, by alias; its tensors are this rank's part.
         owners: The parameter that each alias stands for.
     """
 
@@ -379,7 +379,7 @@ def take_share(
     """Take what stepping a chunk needs, as it is now.
 
     Args:
-        chunk: To be stepped.
+        chunk: The chunk to be stepped.
         optimizer: Whose state and settings are used.
         groups: Param groups, each with those of its parameters that are the chunk's and have a gradient.
     """

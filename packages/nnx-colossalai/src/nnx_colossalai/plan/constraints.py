@@ -47,9 +47,9 @@ class Wishes:
         stream_fraction: Share of the trained elements whose working weights are in host memory too.
         gpu_margin_ratio: Share of the device memory left beside all working weights and activations that
             masters, gradients and optimizer state may take; None: as much as fits.
-        gathered_allowed: Whether complete weights may stay on every rank.
-        tiers: Of single groups, by name; these are not chosen.
-        overlapped: Whether the step in host memory overlaps with the next forward, which decides what is
+        gathered_allowed: True if complete weights may stay on every rank.
+        tiers: The tiers of single groups, by name; these are not chosen.
+        overlapped: True if the step in host memory overlaps with the next forward, which decides what is
             fast.
 
     Raises:
@@ -219,9 +219,9 @@ def no_room_on_device(
 
     Args:
         spec: The model.
-        least: Of that placement.
+        least: The least memory of that placement.
         hardware: The budgets.
-        after: Whether the device has run out of memory although the plan fitted.
+        after: True if the device has run out of memory although the plan fitted.
     """
     peak = least.peak
     kind = max(peak.by_kind, key=lambda one: peak.by_kind[one])

@@ -37,14 +37,14 @@ class Footprint:
         optimizer: State of the optimizer on the device.
         host_weights: Working weights in host memory.
         host_masters: Masters in host memory.
-        host_gradients: As the optimizer reads them, in host memory.
+        host_gradients: The gradients in host memory, as the optimizer reads them.
         host_optimizer: State of the optimizer in host memory.
         in_use: Complete weights on the device while the group is in use, beside `weights`.
-        kept: Whether `in_use` stays from the forward to the end of the backward.
+        kept: True if `in_use` stays from the forward to the end of the backward.
         arriving: Buffers that a copy or all-gather fills while the group before it is in use.
-        unpacking: Those that are still there when the use begins.
+        unpacking: The bytes that are still there when the use begins.
         backward: Gradients of working dtype and buffers to reduce them, while its backward runs.
-        leaving: Those of them that may outlast it: above one rank while the next backward runs, at one rank
+        leaving: The bytes that may outlast it: above one rank while the next backward runs, at one rank
             until they are copied; all groups together have at most twice the largest group's weights then.
         host_staging: Host memory for a conversion or a copy under way; two chunks at most have one.
     """
@@ -176,12 +176,12 @@ class Moment:
         group: Name of the group whose forward or backward runs; ``""`` in the step too.
         weights: Working weights that stay on the device.
         masters: Masters that stay on the device beside them.
-        gradients: As the optimizer reads them, and those on their way to that.
+        gradients: The gradients as the optimizer reads them, and those on their way to that.
         optimizer: State of the optimizer.
         gathered: Complete weights on the device only while they are used.
         staging: Buffers of copies and collectives under way.
-        activations: What forwards have kept for their backwards.
-        other: What else the device holds.
+        activations: The bytes that forwards have kept for their backwards.
+        other: The bytes that the device holds besides.
         host: All of host memory.
     """
 
@@ -265,8 +265,8 @@ class MemoryModel:
         spec: The model.
 
     Attributes:
-        footprints: Of every group, by tier.
-        uses: Of every group, the first and last place in the order at which it is in use.
+        footprints: The footprints of every group, by tier.
+        uses: The first and last place in the order at which each group is in use.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -305,7 +305,7 @@ class MemoryModel:
         """Every moment, by kind.
 
         Args:
-            tiers: Of every group, in their order.
+            tiers: The tiers of all groups, in their order.
         """
         prints, host = self._prints(tiers), self.host_peak(tiers)
         weights, masters = sum(one.weights for one in prints), sum(one.masters for one in prints)

@@ -40,7 +40,7 @@ class PlanDocument:
     """A plan as it is in a file.
 
     Attributes:
-        tiers: By the name of the chunk, in the order of the file.
+        tiers: The tiers by the name of the chunk, in the order of the file.
         numel: Elements by the name of the chunk, where the file says them.
         body: All that the file says.
     """
@@ -54,7 +54,7 @@ class PlanDocument:
         """The document of a plan.
 
         Args:
-            spec: What was planned.
+            spec: The model that was planned.
             hardware: Budgets and rates that it was planned for.
             planned: The plan.
         """
@@ -88,7 +88,7 @@ class PlanDocument:
 
         Args:
             text: JSON.
-            path: Where it is from, for messages.
+            path: The path that it is from, used in messages.
 
         Raises:
             PlanError: It is no plan, or a chunk has no name or an unknown tier.
@@ -140,7 +140,7 @@ class PlanDocument:
 
         Args:
             spec: The model that it is to be used for.
-            path: Where the plan is from, for messages.
+            path: The path that the plan is from, used in messages.
 
         Raises:
             PlanError: It was made for another model; the message says which chunks differ.
@@ -277,7 +277,7 @@ def plan_table(spec: ModelSpec, hardware: Hardware, planned: Planned) -> str:
     """The table of a plan, for one rank, with its sums and predictions below.
 
     Args:
-        spec: What was planned.
+        spec: The model that was planned.
         hardware: Budgets that it was planned for.
         planned: The plan.
     """
@@ -382,9 +382,9 @@ def draw_timeline(memory: Memory, hardware: Hardware, path: str | Path, *, title
     """Draw the memory over one step to a PNG file.
 
     Args:
-        memory: As planned.
+        memory: The memory as planned.
         hardware: Whose budget is drawn.
-        path: Of the file.
+        path: The path of the file.
         title: Above the picture.
 
     Raises:

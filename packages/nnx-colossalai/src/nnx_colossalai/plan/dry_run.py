@@ -33,11 +33,11 @@ class DryRun:
 
     Attributes:
         spec: The model.
-        hardware: What it was planned for.
+        hardware: The hardware that it was planned for.
         planned: The plan.
-        probe: What a step keeps and computes.
+        probe: The measurement of what a step keeps and computes.
         waste: Share of elements that sharding adds.
-        notes: What was guessed, or could not be counted.
+        notes: Remarks on what was guessed, or could not be counted.
     """
 
     spec: ModelSpec
@@ -87,14 +87,14 @@ def dry_run(
         inputs: Positional arguments of one rank's forward. Tensors may be on the meta device. None leaves
             activations out, and embeddings and heads with the root: nobody saw who uses their weights.
         world_size: Ranks of that world.
-        device_bytes: Of each rank's device.
-        host_bytes: Of each rank's part of the host.
+        device_bytes: The budget of each rank's device, in bytes.
+        host_bytes: The budget of each rank's part of the host, in bytes.
         precision: Lightning's precision string.
         optimizer: Class, instance, or bytes of state per trained element; None is Adam.
-        loss: Of the forward's output; what it keeps is counted too.
+        loss: The loss function of the forward's output; what it keeps is counted too.
         input_kwargs: Keyword arguments of the forward.
-        wishes: What the plan is to keep to.
-        rates: Of that hardware; by default those of a common accelerator, which nobody measured.
+        wishes: The constraints that the plan keeps to.
+        rates: The rates of that hardware; by default those of a common accelerator, which nobody measured.
         policy: See `find_units`, as are the next two.
         min_numel: Smallest unit.
         max_numel: Largest unit.

@@ -92,12 +92,12 @@ def hardware(
     A simulated device is not measured: its copies say nothing of a machine, and plans on it must repeat.
 
     Args:
-        device: Of this rank; its capacity is its budget.
+        device: The device of this rank; its capacity is its budget.
         host_bytes: Budget of this rank in host memory; None: its share of what is free.
         local_world_size: Ranks that share the host.
-        dtype: That forward and backward compute in.
+        dtype: The dtype that forward and backward compute in.
         group: All ranks; None in a single process.
-        rates: To be used instead of measuring.
+        rates: The rates to use instead of measuring.
 
     Returns:
         What planning needs, and the rates, of which `Hardware` does not have all.
@@ -160,8 +160,8 @@ def measured(
     """The rates of this machine: those that were kept, else `measure` and keep them. Collective.
 
     Args:
-        device: Of this rank.
-        dtype: That forward and backward compute in.
+        device: The device of this rank.
+        dtype: The dtype that forward and backward compute in.
         group: All ranks; None in a single process.
         fresh: Measure anew, whatever is kept.
     """
@@ -183,8 +183,8 @@ def measure(
     """Measure copies, AdamW, matrix products and, with a group, an all-gather. Collective over the group.
 
     Args:
-        device: Of this rank; its traffic counters are as before.
-        dtype: Of the matrix products.
+        device: The device of this rank; its traffic counters are as before.
+        dtype: The dtype of the matrix products.
         group: Ranks that gather; None leaves the default for `Rates.collective`.
     """
     wait = _waiting(device.torch_device)

@@ -34,9 +34,9 @@ class Widths(NamedTuple):
     """Dtypes of a precision.
 
     Attributes:
-        working: Of the weights that forward and backward compute with.
-        master: Of what the optimizer updates.
-        mixed: Whether the two differ, and autocast is on.
+        working: The dtype of the weights that forward and backward compute with.
+        master: The dtype of what the optimizer updates.
+        mixed: True if the two differ, and autocast is on.
     """
 
     working: torch.dtype
@@ -93,8 +93,8 @@ class OptimizerState:
     """What an optimizer keeps.
 
     Attributes:
-        tensors: As large as the parameter, in its masters' dtype, for every trained element.
-        note: Where that is a guess.
+        tensors: The number of state tensors as large as the parameter, in its masters' dtype.
+        note: A remark if that is a guess.
     """
 
     tensors: int
@@ -162,10 +162,10 @@ def model_spec(
         world_size: Ranks over which masters and state are divided.
         precision: Lightning's precision string.
         optimizer: Instance, class or several; or bytes of state for each trained element. None is Adam.
-        probe: What the forward keeps and computes; without it activations are not counted.
+        probe: The measurement of what the forward keeps and computes; without it activations are not counted.
         flops: Floating point operations per second of the device, for the time that units compute.
-        other_device_bytes: What the device holds beside what is counted here; buffers and the largest
-            temporary are.
+        other_device_bytes: The bytes that the device holds beside what is counted here; buffers and the
+            largest temporary are.
         gradients_in_forward: See `ModelSpec`.
 
     Example:

@@ -68,7 +68,7 @@ def plan(spec: ModelSpec, hardware: Hardware, wishes: Wishes | None = None) -> P
     Args:
         spec: The model.
         hardware: Budgets and rates.
-        wishes: What it is to keep to; by default nothing.
+        wishes: The constraints that it keeps to; by default none.
 
     Raises:
         PlanError: None fits; the message names the bytes needed, what dominates, and the knob.
@@ -114,7 +114,7 @@ def downgrade(
         planned: The plan that was too large.
         spec: The model.
         hardware: Budgets and rates.
-        wishes: Those of the plan.
+        wishes: The constraints of the plan.
         missing: Bytes by which the peak is to be lower, if known.
 
     Returns:
@@ -329,10 +329,10 @@ def candidates(
 
     Args:
         spec: The model.
-        memory: Of it.
-        time: Of it.
-        wishes: What is asked for.
-        exact: Whether all placements are taken where they are few.
+        memory: Its memory.
+        time: Its time.
+        wishes: The constraints that are asked for.
+        exact: True if all placements are taken where they are few.
 
     Raises:
         OptionError: The wishes cannot be met together by these groups.
@@ -356,10 +356,10 @@ def search(
 
     Args:
         spec: The model.
-        memory: Of it.
-        time: Of it.
+        memory: Its memory.
+        time: Its time.
         options: Tiers of each group, from most device memory to least.
-        exact: Whether all placements are taken where they are few.
+        exact: True if all placements are taken where they are few.
     """
     if exact and prod(map(len, options)) <= _ENUMERATED:
         return list(product(*options))
@@ -485,10 +485,10 @@ def _greedy(
     """Move one group at a time, the one that saves most device memory per second that is lost.
 
     Args:
-        memory: Of the model.
-        time: Of the model.
+        memory: The memory of the model.
+        time: The time of the model.
         options: Tiers of each group.
-        order: Which of several equal groups goes first.
+        order: Decides which of several equal groups goes first.
         lane: Whose seconds count, because the others are hidden behind it; None: all of them.
     """
 

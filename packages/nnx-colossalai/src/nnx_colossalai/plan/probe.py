@@ -45,7 +45,7 @@ class Probe:
     Attributes:
         activation_bytes: By unit, what its forward makes and keeps for the backward. What is recomputed is
             not in it, as its memory is not.
-        flops: By unit, floating point operations of forward and backward.
+        flops: The floating point operations of forward and backward, by unit.
         temporary_bytes: The most that was there beyond all activations, gradients of weights apart.
         used_outside: Names of units whose weights were used while their module did not run: they cannot be
             units.
@@ -78,7 +78,7 @@ def probe(
         kwargs: Keyword arguments of the call.
         device: Whose operators are used: a GPU's need fewer temporaries than a CPU's.
         working: Dtype of the weights that forward and backward compute with; None keeps the module's own.
-        mixed: Whether autocast to `working` is on.
+        mixed: True if autocast to `working` is on.
 
     Example:
         >>> from nnx_colossalai.chunks.units import find_units
@@ -117,7 +117,7 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows every tensor that operators make, from its making to its end.
 
     Args:
-        units: Of the model.
+        units: The units of the model.
         weights: The parameters in it, by the ids of those that the units name.
     """
 
@@ -278,7 +278,7 @@ class _Saved:
     """What was in a dict, list or set.
 
     Args:
-        container: To be put back as it is now.
+        container: The container, which is put back as it is now.
     """
 
     def __init__(self, container: Any) -> None:
@@ -322,7 +322,7 @@ def stand_in_weights(
 
     Args:
         root: The module.
-        device: Where they are said to be.
+        device: The device that they are said to be on.
         parameters: Dtype of floating parameters; None keeps theirs.
         buffers: Dtype of floating buffers.
 

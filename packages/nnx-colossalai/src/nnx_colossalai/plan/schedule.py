@@ -30,9 +30,9 @@ class Work:
     """Bytes that one group moves on one rank in one step, and elements that are stepped.
 
     Attributes:
-        fetched: From host to device before a forward, and again before the backward.
-        refreshed: From host to device after the step.
-        gradients: From device to host in the backward.
+        fetched: The bytes copied from host to device before a forward, and again before the backward.
+        refreshed: The bytes copied from host to device after the step.
+        gradients: The bytes copied from device to host in the backward.
         gathered: Sent in the all-gather before a forward.
         gathered_again: Sent in the all-gather before a backward.
         reduced: Sent in the reduce-scatter of the gradients.
@@ -109,7 +109,7 @@ class StepTime:
     """Predicted time of one step.
 
     Attributes:
-        seconds: From one batch's complete gradients to those of the next.
+        seconds: The time from one batch's complete gradients to those of the next.
         busy: Seconds of work of each lane; a lane near `seconds` is what limits the step.
     """
 
@@ -126,7 +126,7 @@ def step_time(
         spec: The model.
         hardware: Its rates.
         placement: A tier for each group.
-        overlapped: Whether a forward waits only for the step of its own group, instead of for all.
+        overlapped: True if a forward waits only for the step of its own group, instead of for all.
     """
     model = TimeModel(spec, hardware, overlapped=overlapped)
     return model.step_time([placement.tiers[group.name] for group in spec.groups])
@@ -152,7 +152,7 @@ class TimeModel:
     Args:
         spec: The model.
         hardware: Its rates.
-        overlapped: As in `step_time`.
+        overlapped: The same as in `step_time`.
         uses: First and last place at which each group is in use; found here where not given.
     """
 

@@ -38,11 +38,11 @@ class Group:
     """The parameters of one chunk, in the order in which a forward uses the chunks.
 
     Attributes:
-        name: Of the module (``""`` for the root), or of the first of several small ones merged into one
-            chunk.
+        name: The name of the module (``""`` for the root), or of the first of several small ones merged into
+            one chunk.
         numel: Elements of all ranks together.
-        trainable: How many of them are trained.
-        activation_bytes: What its forward keeps for its backward.
+        trainable: The number of them that are trained.
+        activation_bytes: The bytes that its forward keeps for its backward.
         compute_seconds: Forward and backward on the device.
     """
 
@@ -58,16 +58,16 @@ class ModelSpec:
     """A model as the planner sees it.
 
     Attributes:
-        groups: In the order of the forward.
+        groups: The groups in the order of the forward.
         world_size: Ranks over which masters, gradients and optimizer state are divided.
         working_bytes: Per element of the weights that forward and backward compute with: 2 or 4.
         master_bytes: Per element of the masters; 4, or `working_bytes` where the weights are their own
             masters.
         gradient_bytes: Per element of the gradients that the optimizer reads.
         optimizer_bytes: Per trained element of the optimizer's state, such as 8 for Adam.
-        other_device_bytes: What else the device holds: buffers, the largest temporary, the allocator's
-            slack.
-        gradients_in_forward: Whether gradients of the batch before are still there in a forward: they are
+        other_device_bytes: The bytes that the device holds besides: buffers, the largest temporary, the
+            allocator's slack.
+        gradients_in_forward: True if gradients of the batch before are still there in a forward: they are
             when gradients are accumulated, when a step overlaps the forward, and in Lightning's Trainer,
             which clears them after it.
     """
@@ -87,8 +87,8 @@ class Hardware:
     """What a rank may use, and how fast it is.
 
     Attributes:
-        device_bytes: Of the device, for this rank.
-        host_bytes: Of the host, for this rank.
+        device_bytes: The bytes of the device for this rank.
+        host_bytes: The bytes of the host for this rank.
         to_device: Bytes per second from host to device.
         to_host: Bytes per second from device to host.
         host_step: Elements per second that the optimizer updates in host memory.
@@ -110,7 +110,7 @@ class Placement:
     """A tier for every group: the outcome of planning, before it is explained.
 
     Attributes:
-        tiers: By the name of the group, in the order of the forward.
+        tiers: The tiers by the name of the group, in the order of the forward.
     """
 
     tiers: dict[str, Tier]

@@ -39,7 +39,7 @@ class Watched(Plain):
     """Remembers what evaluation gives.
 
     Attributes:
-        evaluated: By stage, the mean over all ranks of every batch's loss.
+        evaluated: The mean over all ranks of every batch's loss, by stage.
     """
 
     def __init__(self, task: Task) -> None:
@@ -65,7 +65,7 @@ class Branching(Watched):
     """Computes something else in training than in evaluation, without chance.
 
     Attributes:
-        modes: By stage, whether all modules, or any, were in training mode in every step.
+        modes: Says by stage whether all modules, or any, were in training mode in every step.
     """
 
     def build(self) -> None:
@@ -90,9 +90,9 @@ class CutSampler(Sampler[list[int]]):
     """Cuts the samples into global batches of given sizes, each over the ranks as evenly as it goes.
 
     Args:
-        sizes: Of the global batches.
+        sizes: The sizes of the global batches.
         num_replicas: Ranks that share the data.
-        rank: Which of them this is.
+        rank: The number of this one among them.
     """
 
     def __init__(self, sizes: Sequence[int], *, num_replicas: int, rank: int) -> None:

@@ -21,15 +21,15 @@ class CatalogEntry:
 
     Attributes:
         name: The strategy.
-        distribution: What to install to get it.
+        distribution: The distribution to install to get it.
         tier: ``official``, ``community`` or ``example``.
-        summary: What it is.
+        summary: One sentence that says what it is.
         use_when: When to choose it.
         install: The command that installs it.
         api: The version of the plugin API that it was written for.
         accelerators: Devices it runs on.
-        capabilities: What it can do that strategies do not do by default.
-        lacks: What strategies do by default and it cannot.
+        capabilities: The capabilities that strategies do not have by default.
+        lacks: The capabilities that strategies have by default and it lacks.
         docs: Its page in the documentation, or its home.
         replaces: Distributions of the past whose names it took over.
     """
@@ -53,8 +53,8 @@ class HistoricalName:
     """A name that nothing provides any more.
 
     Attributes:
-        name: What old scripts write.
-        was: What it stood for.
+        name: The name that old scripts write.
+        was: Says what it stood for.
         successor: The name to use today.
         how: A sentence on what to change besides the name.
         until: The last minor version of Lightning that had it, where that is known.

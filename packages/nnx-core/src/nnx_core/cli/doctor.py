@@ -32,9 +32,9 @@ class Finding:
 
     Attributes:
         level: ``problem``, or ``remark`` for what may be intended.
-        subject: What it is about.
-        detail: What was found.
-        remedy: What to do about it.
+        subject: The subject that it is about.
+        detail: Says what was found.
+        remedy: Says what to do about it.
     """
 
     level: str

@@ -75,7 +75,8 @@ def check_strategy(name: str, *, distribution: str) -> None:
 
     Args:
         name: The strategy.
-        distribution: What is going to provide it; a name that it provides already is its own.
+        distribution: The distribution that is going to provide it; a name that it provides already is its
+            own.
 
     Raises:
         OptionError: With what is wrong.
@@ -151,11 +152,11 @@ class Given:
     """What the command line says; None is asked for.
 
     Attributes:
-        distribution: What users install.
+        distribution: The distribution that users install.
         strategy: What they write in ``strategy="..."``.
         kind: One of `KINDS`.
-        description: What the strategy is, in a line.
-        author: Who writes it; may be empty.
+        description: One line that says what the strategy is.
+        author: The author's name; may be empty.
     """
 
     distribution: str | None = None

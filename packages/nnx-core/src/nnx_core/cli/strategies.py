@@ -262,8 +262,8 @@ class Hit:
     """A strategy that was found.
 
     Attributes:
-        score: How well it fits.
-        entry: What is known of it.
+        score: Says how well it fits.
+        entry: The entry that describes it.
     """
 
     score: float

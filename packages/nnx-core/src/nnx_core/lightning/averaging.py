@@ -122,7 +122,7 @@ class _Route:
 
     Args:
         owner: The object.
-        name: Of the method.
+        name: The name of the method.
         instead: Called with the object's own method before the arguments.
     """
 
@@ -168,10 +168,10 @@ class _Average:
 
     Args:
         callback: The callback.
-        average: What it averages into.
+        average: The module that it averages into.
         module: The laid-out module.
         backend: Its engine.
-        has_weights: Whether the copy is complete; else it has no weights yet.
+        has_weights: True if the copy is complete; else it has no weights yet.
     """
 
     def __init__(

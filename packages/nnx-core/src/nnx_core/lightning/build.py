@@ -30,7 +30,7 @@ def build(spec: StrategySpec, *, namespace: str, overrides: Mapping[str, Any] | 
     """Build the strategy that a spec describes, for one of Lightning's module trees.
 
     Args:
-        spec: What to build; its target is a `Backend` class or a strategy class of Lightning's.
+        spec: The spec to build; its target is a `Backend` class or a strategy class of Lightning's.
         namespace: A key of `nnx_core.lightning.namespaces.NAMESPACES`.
         overrides: Options that take precedence over the spec's own.
 

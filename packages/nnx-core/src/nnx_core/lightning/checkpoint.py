@@ -85,9 +85,9 @@ def save_lightning_checkpoint(
     Args:
         strategy: Whose checkpoint it is.
         checkpoint: Lightning's dict.
-        path: Where to write.
-        storage_options: For an IO that is not ours.
-        own: What this rank alone has to save, such as its random state; all ranks have it or none.
+        path: The path to write to.
+        storage_options: Options for an IO that is not ours.
+        own: The state that this rank alone has to save, such as its random state; all ranks have it or none.
     """
     io = strategy.checkpoint_io
     if isinstance(io, CheckpointIO):
@@ -129,7 +129,7 @@ def _gather_tree(value: Any, seen: dict[int, Tensor | None]) -> Any:
 
     Args:
         value: The tree.
-        seen: What shards were replaced by, so that tied names go on sharing one tensor.
+        seen: The replacements of shards, so that tied names go on sharing one tensor.
     """
     if isinstance(value, Shard):
         if id(value) not in seen:
@@ -164,8 +164,8 @@ def open_together(
         strategy: It has the CheckpointIO that knows what nnx does not.
         path: A checkpoint of any format.
         weights_only: False executes what the checkpoint brings along.
-        is_for_trainer: Of a file that Trainer did not write, nobody will ask for other keys than the model's
-            and the optimizers'.
+        is_for_trainer: True if other keys than the model's may be asked for, which nobody does of a file
+            that Trainer did not write, and the optimizers'.
 
     Returns:
         The open checkpoint; of a file of ``torch.save`` that Trainer did not write, and of what only the
@@ -220,7 +220,7 @@ def restore_optimizers(
     Args:
         backend: The engine.
         module: Owner of the parameters.
-        optimizers: To be restored.
+        optimizers: The optimizers to restore.
         saved: One state each: by name as ours, or numbered as torch's own.
     """
     if optimizers and not saved:

@@ -196,7 +196,7 @@ class CheckpointIO:
         Args:
             saved: This rank's shards, and the objects of rank 0.
             path: Directory to write; an nnx checkpoint there is replaced atomically.
-            provenance: Who wrote it; nothing depends on it.
+            provenance: Says who wrote it; nothing depends on it.
         """
         self._save(saved, path, provenance=provenance, collective=True)
 

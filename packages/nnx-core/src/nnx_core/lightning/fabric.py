@@ -224,9 +224,9 @@ class FabricAdapter(ParallelProcesses):
 
         Args:
             path: Directory to write.
-            state: By the user's own keys: modules, optimizers, objects with ``state_dict``, and values.
+            state: Modules, optimizers, objects with ``state_dict``, and values, by the user's own keys.
             storage_options: Passed to a CheckpointIO that is not nnx's.
-            filter: By key of `state`, which entries of its state dict to keep.
+            filter: Decides, by key of `state`, which entries of its state dict to keep.
         """
         save_fabric_checkpoint(self, self.broadcast(path), state, storage_options, filter or {})
 
@@ -237,7 +237,7 @@ class FabricAdapter(ParallelProcesses):
 
         Args:
             path: A checkpoint of any nnx strategy, of Trainer or Fabric, or a file of ``torch.save``.
-            state: As in `save_checkpoint`; a single module or optimizer for a raw state dict; None
+            state: The same as in `save_checkpoint`; a single module or optimizer for a raw state dict; None
                 returns the whole checkpoint.
             strict: Refuse keys of `state` that the checkpoint does not have.
             weights_only: Passed to ``torch.load`` for single files.

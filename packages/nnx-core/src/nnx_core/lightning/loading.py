@@ -60,8 +60,8 @@ class Kind:
 
     Attributes:
         root: Root of the copy of Lightning it belongs to; empty for a plain ``nn.Module``.
-        is_module: Whether it is a LightningModule.
-        is_data_module: Whether it is a LightningDataModule.
+        is_module: True if it is a LightningModule.
+        is_data_module: True if it is a LightningDataModule.
     """
 
     root: str = ""
@@ -100,11 +100,11 @@ def build(
 
     Args:
         cls: The class.
-        kind: What it is to Lightning.
+        kind: The kind of class that it is to Lightning.
         content: Lightning's dict; its hyper-parameters are updated with `given`, for hooks to see.
         given: Arguments of the caller's.
         source: The checkpoint's path, for messages.
-        trust: What the checkpoint names and may be imported and called.
+        trust: The names in the checkpoint that may be imported and called.
 
     Raises:
         CheckpointError: An argument is missing, the checkpoint names what is not trusted, or the class
@@ -356,7 +356,7 @@ def load_from_checkpoint(
         path: A checkpoint of any format: a directory, a file or a URL.
         map_location: Device to put the model on, in any form that ``torch.load`` takes. By default it
             stays where the class builds it.
-        strict: Whether missing and unexpected names are an error; by default the module's ``strict_loading``,
+        strict: True if missing and unexpected names are an error; by default the module's ``strict_loading``,
             which is True unless it was set.
         weights_only: False executes code that whoever wrote the checkpoint may have put there; it implies
             ``trust=True``.

@@ -19,7 +19,7 @@ class Namespace:
 
     Attributes:
         name: The tree's root, such as ``lightning.pytorch``.
-        is_fabric: Whether its strategies serve Fabric rather than Trainer.
+        is_fabric: True if its strategies serve Fabric rather than Trainer.
         adapter: Module of nnx that holds the strategy class for this tree.
     """
 

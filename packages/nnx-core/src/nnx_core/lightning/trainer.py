@@ -75,8 +75,8 @@ def looks_before_step(root: str, module: Any) -> bool:
     """Whether gradients are looked at once they are complete, until they are dropped.
 
     Args:
-        root: As in `looks_after_backward`.
-        module: As there.
+        root: The same as in `looks_after_backward`.
+        module: The same as there.
     """
     hooks = (
         "on_before_optimizer_step",
@@ -131,7 +131,7 @@ class EvenPrediction:
         """Find out how many steps this rank has to add. Collective where all ranks know their numbers.
 
         Args:
-            batches: Of each loader of this rank; infinite where it is not known.
+            batches: The number of batches of each loader of this rank; infinite where it is not known.
             most: The largest of all ranks' numbers.
         """
         self._own = self._missing = 0

@@ -47,7 +47,7 @@ class Interruption:
 
     Attributes:
         batches: Batches of the epoch that were trained on.
-        inside: Whether the pass over the data goes on; otherwise a new one begins.
+        inside: True if the pass over the data goes on; otherwise a new one begins.
     """
 
     batches: int
@@ -59,7 +59,7 @@ def interruption(checkpoint: dict[str, Any], *, iteration_based: bool) -> Interr
 
     Args:
         checkpoint: Lightning's dict; its ``loops`` are replaced, not changed.
-        iteration_based: Whether the run that resumes counts steps (``max_steps``) rather than epochs.
+        iteration_based: True if the run that resumes counts steps (``max_steps``) rather than epochs.
 
     Returns:
         None if the checkpoint has no loops, as Fabric's have none.
@@ -178,9 +178,9 @@ class TrackedSampler(Sampler[Any]):
     """Stands in for a loader's index sampler: remembers how its pass began, and can begin in the middle.
 
     Args:
-        inner: What the loader would take its indices from: its batch sampler, or its sampler where it does
-            not batch.
-        generators: What the loader and its samplers draw from, other than the global generators.
+        inner: The sampler that the loader would take its indices from: its batch sampler, or its sampler
+            where it does not batch.
+        generators: The generators that the loader and its samplers draw from, other than the global ones.
 
     Attributes:
         first: Units of the current pass that were passed over at its beginning, on this rank.
@@ -223,7 +223,7 @@ class TrackedSampler(Sampler[Any]):
         """Make passes begin in the middle, until `begin_at_start`. A loader may ask for several to use one.
 
         Args:
-            units: How many units of this rank's share to pass over.
+            units: The number of units of this rank's share to pass over.
             started_from: Random state in which the saved run began this pass.
         """
         self._next_pass = units, started_from
@@ -380,7 +380,7 @@ class TrainingData:
     """Follows the training loaders of a Trainer, and makes them begin in the middle of an epoch.
 
     Attributes:
-        said: What the user should know about how the data goes on.
+        said: A sentence that tells the user how the data goes on.
     """
 
     def __init__(self) -> None:
@@ -431,7 +431,7 @@ class TrainingData:
         """Remember where the saved run stood, for the loaders that `process` will see.
 
         Args:
-            place: Where Lightning's counters say that it was interrupted.
+            place: The place at which it was interrupted, by Lightning's counters.
             saved: The position of every loader; empty if the checkpoint has none.
         """
         self._place, self._saved, self._index, self.said = place, saved, 0, []
@@ -532,7 +532,7 @@ class LateIterator(Iterator[Any]):
     """Begins a pass when the first batch is asked for, as Lightning does in every epoch but the first.
 
     Args:
-        loader: What to iterate over.
+        loader: The loader to iterate over.
     """
 
     def __init__(self, loader: Any) -> None:

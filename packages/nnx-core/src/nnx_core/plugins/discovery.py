@@ -36,9 +36,9 @@ class Inventory:
 
     Attributes:
         specs: The strategies, by name.
-        owners: Which distribution and version each name comes from.
+        owners: The distribution and version that each name comes from.
         plugins: Every entry point, in the order in which it was visited.
-        problems: What went wrong, in the same order.
+        problems: The problems, in the same order.
     """
 
     specs: dict[str, StrategySpec] = field(default_factory=dict)

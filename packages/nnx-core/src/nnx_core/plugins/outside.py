@@ -127,8 +127,8 @@ def answer(name: str, value: str, distribution: str, version: str) -> None:
     """Look at one plugin in this process, write what was found as JSON, and end the process.
 
     Args:
-        name: Of the entry point.
-        value: Of the entry point.
+        name: The name of the entry point.
+        value: The value of the entry point.
         distribution: Name of the package that declares it.
         version: Version of that package.
     """

@@ -42,8 +42,8 @@ class Problem:
             names a plugin that is not installed).
         plugin: Name of its entry point.
         distribution: The installed package and version that declare it.
-        detail: What happened.
-        remedy: What the user can do.
+        detail: Says what happened.
+        remedy: Says what the user can do.
     """
 
     kind: str

@@ -32,9 +32,9 @@ def emit(graph: Graph, plan: ProgramPlan, *, title: str = "", recompute: Sequenc
     constants by name; one argument follows for every tensor among the inputs.
 
     Args:
-        graph: What is computed.
-        plan: How; it has a strategy for every operator.
-        title: What the program is the forward of, for the reader.
+        graph: The graph that is computed.
+        plan: The plan, which has a strategy for every operator.
+        title: Tells the reader what the program is the forward of.
         recompute: Patterns of names of submodules whose activations are recomputed in the backward pass;
             a star stands for one part of a name, as in ``"blocks.*"``.
     """
@@ -51,9 +51,9 @@ class _Value:
     """A tensor of the program.
 
     Attributes:
-        code: How to read it.
-        placement: How it lies.
-        flows: Whether a gradient may flow back into it.
+        code: Explains how to read it.
+        placement: The placement that it has.
+        flows: True if a gradient may flow back into it.
         synchronized: The reducer sums its partial gradients: it is such a parameter, or computed from such
             parameters alone by every rank.
         place: Submodule and source line that it comes from.

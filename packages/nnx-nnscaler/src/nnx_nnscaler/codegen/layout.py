@@ -43,7 +43,7 @@ class Line(NamedTuple):
 
     Attributes:
         code: The statement.
-        comment: What its result is.
+        comment: Describes its result.
         module: Fully qualified name of the submodule that it belongs to.
         source: The user's line that it comes from.
         context: Context manager that it runs in.
@@ -62,7 +62,7 @@ class Function(NamedTuple):
     Attributes:
         name: Its name.
         arguments: Its arguments.
-        comment: What it is; empty for none.
+        comment: Describes it; empty for none.
         lines: Its body.
     """
 
@@ -145,7 +145,7 @@ class Run:
         lines: They.
         defined: Variables that they assign, in order.
         free: Variables that they read from before, in order.
-        form: What the lines of an equal submodule have in common.
+        form: The form that the lines of an equal submodule have in common.
     """
 
     owner: str
@@ -268,8 +268,8 @@ def fold_recomputed(
 
     Args:
         lines: All lines of the program.
-        graph: What it is the program of.
-        patterns: Of fully qualified names of submodules.
+        graph: The graph that it is the program of.
+        patterns: The patterns of fully qualified names of submodules.
         new_name: Hands out identifiers that nothing else uses.
 
     Returns:

@@ -82,7 +82,8 @@ def checked_up_to(elements: int | None) -> Callable[[nn.Module, Graph, ProgramPl
     """The check for models of at most that many elements over all ranks; None is any number.
 
     Args:
-        elements: Of parameters, and of the results of all operators for the traced sample.
+        elements: The number of elements of parameters, and of the results of all operators for the traced
+            sample.
     """
 
     def check(root: nn.Module, graph: Graph, plan: ProgramPlan, call: Any) -> None:
@@ -189,7 +190,7 @@ class Parity:
         output: Worst difference of an output, relative to the largest value in it.
         gradient: Worst difference of a gradient, relative to the largest value in it.
         buffer: Worst difference of a buffer afterwards.
-        worst: Where the largest of these is: ``"output 0"``, or the name of a parameter or buffer.
+        worst: The place of the largest of these: ``"output 0"``, or the name of a parameter or buffer.
         source: The program.
         plan: Its plan.
     """
@@ -236,8 +237,8 @@ def check_parity(
         size: Ranks of the unit.
         plan: The plan or what makes it; by default that of `policy`.
         policy: Name of a policy; every rank does everything where neither is given.
-        dtype: What floating point parameters, buffers and inputs are converted to.
-        seed: Where the random numbers start.
+        dtype: The dtype that floating point parameters, buffers and inputs are converted to.
+        seed: The seed of the random numbers.
         call: Inputs of the run, if others than the sample.
         recompute: Patterns of submodules that are recomputed in the backward pass.
     """
@@ -397,7 +398,7 @@ class _RankRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Random operators of one thread draw from a state of its own, as if it were a process.
 
     Args:
-        seed: Where the state starts.
+        seed: The seed of the state.
         alone: Held while the process' generator stands in for the thread's.
     """
 

@@ -78,7 +78,7 @@ class Store:
         """The program of that key; None where there is none.
 
         Raises:
-            PlanError: What lies there is broken, edited or from elsewhere.
+            PlanError: The file there is broken, edited or from elsewhere.
         """
         folder = self.folder / key
         while folder.exists():
@@ -220,7 +220,7 @@ def load_program(source: str, *, path: Path | None = None) -> Program:
     """The function ``forward`` of a program's source.
 
     Args:
-        source: What `emit` wrote.
+        source: The source that `emit` wrote.
         path: The file that holds it, for tracebacks; without one they show it from memory.
     """
     name = f"nnx_nnscaler_program_{hashlib.sha256(source.encode()).hexdigest()[:16]}"

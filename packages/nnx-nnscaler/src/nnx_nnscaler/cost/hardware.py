@@ -141,8 +141,8 @@ class Hardware:
     """Figures of one kind of machine.
 
     Attributes:
-        name: What it is called in plans.
-        origin: Whether the figures were measured here or are published ones.
+        name: The name of it in plans.
+        origin: True if the figures were measured here or are published ones.
         matmul: Floating-point operations in a second of a large matrix product, by dtype.
         bandwidth: Bytes that an elementwise operator reads and writes in a second.
         special: Elements in a second of an elementwise operator that is not memory-bound (gelu, exp, tanh).
@@ -152,7 +152,7 @@ class Hardware:
         update_overhead: Seconds in which it updates a parameter, however small.
         inside: Link between the ranks of one node.
         across: Link between ranks of several nodes.
-        ranks_per_node: How many ranks share the inner link.
+        ranks_per_node: The number of ranks that share the inner link.
         overlap: Share of the gradient reduction that hides behind the backward pass.
         memory: Bytes of memory for each rank; 0 if unknown.
     """
@@ -230,7 +230,7 @@ def calibrated(
 
     Args:
         communicator: The unit's collectives.
-        device: What the ranks compute on.
+        device: The device that the ranks compute on.
         group: All ranks, for control messages; None where there is only one.
         fresh: Measure anew, whatever is kept on disk.
     """

@@ -38,7 +38,7 @@ class Stored(NamedTuple):
 
     Attributes:
         placement: ``R`` or ``S``.
-        synchronized: Whether its gradient is partial on every rank and summed by the reducer.
+        synchronized: True if its gradient is partial on every rank and summed by the reducer.
     """
 
     placement: Placement
@@ -90,10 +90,10 @@ class CostModel:
         """Prices for a graph on units of some ranks.
 
         Args:
-            graph: What runs.
+            graph: The graph that runs.
             size: Ranks of one unit.
-            units: How many units share the work, each with its own batch.
-            zero: Whether the units keep parameters, gradients and optimizer state in parts.
+            units: The number of units that share the work, each with its own batch.
+            zero: True if the units keep parameters, gradients and optimizer state in parts.
         """
         return Prices(self, graph, size=size, units=units, zero=zero)
 
@@ -181,8 +181,8 @@ class Prices:
         Args:
             meta: The value.
             source: The placement that it comes in.
-            use: What the consumer wants.
-            again: Whether it is made once more in the backward pass.
+            use: The placement that the consumer wants.
+            again: True if it is made once more in the backward pass.
 
         Raises:
             ValueError: There is no such conversion.
@@ -341,7 +341,7 @@ def extra_work(
 
     Args:
         op: The operator.
-        strategy: How it is split.
+        strategy: The strategy by which it is split.
         inputs: Its operands as one rank holds them.
         outputs: Its results likewise.
         size: Ranks of the unit.

@@ -97,7 +97,7 @@ class Saved:
 
     Attributes:
         operands: Positions of the operands that are kept.
-        output: Whether its results are kept.
+        output: True if its results are kept.
         more: Further bytes: masks, statistics.
     """
 

@@ -24,8 +24,8 @@ class Choices:
     """What a plan may choose from.
 
     Attributes:
-        strategies: For every operator, by name.
-        stored: For every parameter, by value name.
+        strategies: The strategies of every operator, by name.
+        stored: The ways to store every parameter, by value name.
     """
 
     strategies: Mapping[str, Sequence[Strategy]]
@@ -38,7 +38,7 @@ class Node:
 
     Attributes:
         members: Their names.
-        options: What they choose from: strategies or `Stored`.
+        options: The options that they choose from: strategies or `Stored`.
     """
 
     members: list[str]
@@ -55,9 +55,9 @@ class Edge(NamedTuple):
 
     Attributes:
         source: Index of the node that makes them; -1 for what is replicated anyway.
-        position: Which result of it.
+        position: The number of its result.
         target: Index of the node that uses them; -1 for the forward's result.
-        operand: Which operand of it.
+        operand: The number of its operand.
         storage: Class of the value itself where its source is -1, so that inputs stay apart.
     """
 
@@ -74,7 +74,7 @@ class Value:
 
     Attributes:
         members: Their names.
-        edges: Where they flow.
+        edges: The edges along which they flow.
     """
 
     members: list[str]
@@ -131,8 +131,8 @@ def fold(flow: Flow, choices: Choices, *, tie: bool = True) -> Problem:
 
     Args:
         flow: The graph.
-        choices: What may be chosen; operators whose choices differ are not tied.
-        tie: Whether operators that repeat from layer to layer choose alike.
+        choices: The options that may be chosen; operators whose choices differ are not tied.
+        tie: True if operators that repeat from layer to layer choose alike.
     """
     problem = Problem(flow)
     _add_nodes(problem, choices, tie=tie)

@@ -28,10 +28,10 @@ class PolicyContext:
     """A graph and what may still be chosen for it.
 
     Attributes:
-        graph: What is planned.
+        graph: The graph that is planned.
         size: Ranks of the unit.
-        strategies: What every operator may choose from, by name; never empty.
-        stored: How every parameter may be stored, by value name; never empty.
+        strategies: The strategies that every operator may choose from, by name; never empty.
+        stored: The ways in which every parameter may be stored, by value name; never empty.
     """
 
     def __init__(self, graph: Graph, size: int, strategies_of: StrategiesOf) -> None:

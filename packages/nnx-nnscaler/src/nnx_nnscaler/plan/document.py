@@ -35,11 +35,11 @@ class Plan:
 
     Attributes:
         program: The plan inside a unit.
-        units: How many units share the work.
-        zero: Whether they store parameters, gradients and optimizer state in parts.
+        units: The number of units that share the work.
+        zero: True if they store parameters, gradients and optimizer state in parts.
         graph: Fingerprint of the graph that it is for.
         hardware: Name of the figures that predictions rest on.
-        rows: What each operator costs.
+        rows: The rows, which say what each operator costs.
     """
 
     program: ProgramPlan
@@ -68,12 +68,12 @@ class Plan:
         """The document of a plan.
 
         Args:
-            graph: What was planned.
+            graph: The graph that was planned.
             program: The plan.
             costs: The cost model that it was made with.
-            units: How many units share the work.
-            zero: Whether they store parameters in parts.
-            strategies_of: Where the alternatives in explanations come from.
+            units: The number of units that share the work.
+            zero: True if they store parameters in parts.
+            strategies_of: The source of the alternatives in explanations.
         """
         costs = costs or CostModel()
         rows = explain(graph, program, costs=costs, units=units, zero=zero, strategies_of=strategies_of)
@@ -129,9 +129,9 @@ class Plan:
         """Refuse to be used for another model or another world.
 
         Args:
-            graph: What shall run.
+            graph: The graph that shall run.
             world_size: All ranks that run.
-            path: Where the document came from, for the message.
+            path: The path that the document came from, for the message.
 
         Raises:
             PlanError: It was made for something else.
@@ -309,13 +309,13 @@ class Row:
         name: Its name in the graph.
         module: The submodule that calls it.
         operator: ``"linear"``.
-        source: Where the user's code calls it.
-        strategy: How it was split: ``"column"``.
+        source: The place where the user's code calls it.
+        strategy: Says how it was split: ``"column"``.
         placements: Placements of operands and results: ``"R S(0) -> S(2)"``.
-        collectives: Those that bring its operands into place, there and back:
+        collectives: The collectives that bring its operands into place, there and back:
             ``"all_gather__reduce_scatter"``.
         moved: Bytes that they work on, there and back.
-        seconds: What it takes, collectives included.
+        seconds: The time that it takes, collectives included.
         instead: Names of alternatives, with the seconds that each would add, everything else as it is.
     """
 
@@ -343,12 +343,12 @@ def explain(
     """What each operator that computes something costs, and why it was not split otherwise.
 
     Args:
-        graph: What was planned.
+        graph: The graph that was planned.
         plan: The plan.
         costs: The cost model that it was made with.
-        units: How many units share the work.
-        zero: Whether they keep parameters in parts.
-        strategies_of: Where alternatives come from; the registry of rules by default.
+        units: The number of units that share the work.
+        zero: True if they keep parameters in parts.
+        strategies_of: The source of alternatives; the registry of rules by default.
     """
     context = PolicyContext(graph, plan.size, rules_for(plan.size, strategies_of))
     assignment = assignment_of(graph, plan)

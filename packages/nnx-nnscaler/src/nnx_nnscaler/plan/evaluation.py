@@ -39,7 +39,7 @@ class Assignment:
 
     Attributes:
         choices: The strategy of every operator that has a choice, by its name.
-        stored: How every parameter is stored, by value name.
+        stored: Says how every parameter is stored, by value name.
     """
 
     choices: Mapping[str, Strategy]
@@ -58,12 +58,12 @@ class Changed(NamedTuple):
     """One conversion of a plan.
 
     Attributes:
-        value: What is converted.
+        value: The value that is converted.
         source: The placement that it is made in.
-        use: What its consumers want.
+        use: The placement that its consumers want.
         change: The collectives; None for a synchronized parameter, whose uses need none.
         consumers: Operators that share the conversion; ``""`` is the forward's result.
-        price: What it costs.
+        price: The cost of it.
     """
 
     value: str
@@ -99,9 +99,9 @@ def price_of_change(
     Args:
         prices: Prices of the graph.
         name: The value.
-        stored: How it is stored, if it is a parameter.
+        stored: Says how it is stored, if it is a parameter.
         source: The placement it is made in.
-        use: What the consumer wants.
+        use: The placement that the consumer wants.
     """
     meta = prices.graph.meta(name)
     if use.placement == P != source:
@@ -183,7 +183,7 @@ class Source(NamedTuple):
 
     Attributes:
         name: The operator, or the parameter, buffer, constant or input itself.
-        position: Which of the operator's tensor results it is.
+        position: The number of it among the operator's tensor results.
     """
 
     name: str
@@ -203,7 +203,7 @@ class Flow:
 
     Attributes:
         ops: The operators that choose a strategy, in order.
-        picks: For every getitem of an operator, the result that it names.
+        picks: The result that every getitem of an operator names.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -343,7 +343,7 @@ def synchronize_what_passes_on(graph: Graph, assignment: Assignment) -> Assignme
 
     Args:
         graph: The graph; one for evaluation has no gradients and is left alone by the caller.
-        assignment: Of the graph.
+        assignment: The assignment of the graph.
     """
     if not any(stored.synchronized for stored in assignment.stored.values()):
         return assignment  # the reduction over the unit would be there for this alone

@@ -165,8 +165,8 @@ class _Step:
 
         Args:
             index: The operator.
-            gradients: Those of activations that are alive.
-            made: Those of parameters, which stay.
+            gradients: The gradients of activations that are alive.
+            made: The gradients of parameters, which stay.
         """
         op, passing = self._ops[index], 0
         strategy = self._assignment.choices[op.name]

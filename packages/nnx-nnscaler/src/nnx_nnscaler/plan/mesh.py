@@ -26,7 +26,7 @@ class MeshPlan:
 
     Attributes:
         units: Number of units.
-        zero: Whether they store parameters, gradients and optimizer state in parts.
+        zero: True if they store parameters, gradients and optimizer state in parts.
         program: The plan inside a unit.
     """
 
@@ -72,13 +72,13 @@ def plan_mesh(
     Args:
         graph: The forward for the batch of one unit.
         world_size: All ranks.
-        policy: As for `plan_program`.
-        costs: As for `plan_program`; the profile should have figures for links across nodes.
+        policy: The same as for `plan_program`.
+        costs: The same as for `plan_program`; the profile should have figures for links across nodes.
         sizes: Ranks of a unit that are tried; by default the powers of two up to 128 that divide the world.
-        zero: Whether to try ZeRO off, on, or both.
-        constraints: As for `plan_program`.
+        zero: True to try ZeRO off, on, or both.
+        constraints: The same as for `plan_program`.
         memory_limit: Bytes of each rank; by default what the hardware's profile says, if it does.
-        strategies_of: As for `plan_program`.
+        strategies_of: The same as for `plan_program`.
 
     Raises:
         PlanError: A size does not divide the world, or no plan fits into the memory.

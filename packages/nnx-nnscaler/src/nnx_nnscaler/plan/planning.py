@@ -51,15 +51,15 @@ def plan_program(
         graph: The traced forward.
         size: Ranks of the unit.
         policy: A policy's name, or a function that takes a `PolicyContext`.
-        costs: What time and memory are predicted with; published figures of a plain CPU by default.
-        stored: How parameters are stored already, by fully qualified name, when a further program is planned
-            for a model that was laid out; a parameter that is not named is whole.
+        costs: The figures that time and memory are predicted with; published ones of a plain CPU by default.
+        stored: Says how parameters are stored already, by fully qualified name, when a further program is
+            planned for a model that was laid out; a parameter that is not named is whole.
         synchronized: With `stored`, the parameters whose gradients the reducer sums over the unit.
         constraints: Module or parameter pattern to strategy name, on top of the policy.
         memory_limit: Bytes that each rank may use.
-        units: How many units share the work, each with a batch of its own.
-        zero: Whether the units keep parameters, gradients and optimizer state in parts.
-        strategies_of: Where strategies come from; the registry of rules by default.
+        units: The number of units that share the work, each with a batch of its own.
+        zero: True if the units keep parameters, gradients and optimizer state in parts.
+        strategies_of: The source of strategies; the registry of rules by default.
 
     Raises:
         OptionError: There is no such policy.

@@ -104,7 +104,7 @@ def register_policy(name: str) -> Callable[[Policy], Policy]:
     """Make a policy known under a name, as a decorator.
 
     Args:
-        name: How it is asked for; a built-in name cannot be taken.
+        name: The name by which it is asked for; a built-in name cannot be taken.
 
     Raises:
         OptionError: The name is taken.

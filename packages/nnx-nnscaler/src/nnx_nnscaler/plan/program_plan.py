@@ -76,12 +76,12 @@ class ProgramPlan:
         size: Ranks of the unit.
         policy: Name of the policy that made it.
         choices: Strategy of every operator, by its name; a getitem's is a strategy of one input.
-        stored: How every parameter is stored, by fully qualified name: ``R`` or ``S``.
+        stored: Says how every parameter is stored, by fully qualified name: ``R`` or ``S``.
         synchronized: Parameters whose gradients are partial on every rank, so that the reducer has to sum
             them over the unit.
         divisible: Sizes that must be multiples of a number at run time, as ``(expression, number)``; another
             batch is run whole by every rank.
-        prediction: What the cost model says of it.
+        prediction: The cost model's prediction.
         reason: Why it and no other, where the planner had to choose.
     """
 
@@ -161,7 +161,7 @@ class Use(NamedTuple):
 
     Attributes:
         placement: The placement it computes on.
-        partial_gradient: Whether the gradient that it hands back is a summand of the whole; only of ``R``.
+        partial_gradient: True if the gradient that it hands back is a summand of the whole; only of ``R``.
     """
 
     placement: Placement

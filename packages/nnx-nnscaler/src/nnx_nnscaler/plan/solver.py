@@ -30,7 +30,7 @@ class Solution:
 
     Attributes:
         chosen: Index of the option of each node.
-        objective: What was minimised, in seconds or bytes.
+        objective: The objective that was minimised, in seconds or bytes.
         memory: Bytes that it takes, as the program counts them.
     """
 
@@ -58,9 +58,9 @@ class Program:
     """The program of one folded problem.
 
     Args:
-        problem: What is chosen.
-        prices: What it costs.
-        memory: Whether memory is counted, for a limit or as the objective.
+        problem: The problem, which says what is chosen.
+        prices: The costs of it.
+        memory: True if memory is counted, for a limit or as the objective.
     """
 
     def __init__(self, problem: Problem, prices: Prices, *, memory: bool = False) -> None:

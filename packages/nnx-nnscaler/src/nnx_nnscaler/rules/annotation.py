@@ -56,7 +56,7 @@ class Annotation:
     """A parsed annotation.
 
     Attributes:
-        text: As it was written.
+        text: The text as it was written.
         operands: Dims of every argument; None for one that is no tensor.
         results: Dims of every result.
         fixed: Names that must not be split.
@@ -115,7 +115,7 @@ class Annotation:
 
         Args:
             name: The name.
-            sizes: What is known of the sizes of names.
+            sizes: The sizes of names that are known.
         """
         operands = [self._cut(dims, name, sizes) for dims in self.operands]
         results = [self._cut(dims, name, sizes) for dims in self.results]
@@ -289,7 +289,7 @@ class AnnotatedRule(Rule):
     """How one annotated operator can be split.
 
     Args:
-        annotation: What its author says.
+        annotation: The annotation by its author.
     """
 
     def __init__(self, annotation: Annotation) -> None:
@@ -498,7 +498,7 @@ def register_op(
     planned; one that gives other results, or other gradients, than the whole operator is refused.
 
     Args:
-        annotation: How it can be split.
+        annotation: Says how it can be split.
         fake: Makes results of the right shape from tensors without data, for a body that reads values.
 
     Raises:

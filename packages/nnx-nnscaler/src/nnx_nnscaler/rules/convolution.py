@@ -58,8 +58,8 @@ class LeadingDimsRule(Rule):
     """Operators that do the same for every index of their leading dims: pools, interpolation.
 
     Args:
-        trailing: How many last dims of the operand cannot be split.
-        linear: Whether a sum of summands' results is the result of the sum.
+        trailing: The number of last dims of the operand cannot be split.
+        linear: True if a sum of summands' results is the result of the sum.
     """
 
     def __init__(self, trailing: int, *, linear: bool = False) -> None:

@@ -132,7 +132,7 @@ def discover(op: Op, graph: Graph, size: int) -> list[Strategy]:
 
     Args:
         op: An operator without a rule.
-        graph: Where it stands.
+        graph: The graph that it stands in.
         size: Ranks of the unit.
 
     Returns:

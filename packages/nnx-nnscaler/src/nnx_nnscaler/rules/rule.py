@@ -63,7 +63,7 @@ class Rule(ABC):
 
         Args:
             op: The operator.
-            graph: Where it stands, for the metas of its operands.
+            graph: The graph that it stands in, for the metas of its operands.
             size: Ranks of the unit, at least 2.
         """
 
@@ -175,7 +175,7 @@ class Call:
 
     Attributes:
         op: The operator.
-        graph: Where it stands.
+        graph: The graph that it stands in.
         size: Ranks of the unit.
         given: The arguments that the operator has, in its order: positional ones, then keywords.
     """

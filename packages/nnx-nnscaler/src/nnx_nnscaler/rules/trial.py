@@ -97,7 +97,7 @@ class Trial:
         Args:
             run: The operator as each rank runs it.
             strategy: Placements of operands and results.
-            size: How many ranks.
+            size: The number of ranks.
         """
         split = [list(_split(t, p, size)) for t, p in zip(self.operands, strategy.inputs, strict=True)]
         cotangents = [

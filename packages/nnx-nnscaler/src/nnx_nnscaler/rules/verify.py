@@ -44,11 +44,11 @@ def check_strategy(
 
     Args:
         op: The operator.
-        graph: Where it stands.
-        strategy: What is tried.
+        graph: The graph that it stands in.
+        strategy: The strategy that is tried.
         size: Number of ranks, which are threads of this process.
-        rule: What writes the call; the operator's own rule by default.
-        draws: Which kinds of values to try; one that the whole operator refuses is left out.
+        rule: The rule that writes the call; the operator's own by default.
+        draws: The kinds of values to try; one that the whole operator refuses is left out.
         seed: Chooses the values.
 
     Returns:

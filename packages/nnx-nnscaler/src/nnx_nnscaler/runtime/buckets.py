@@ -54,9 +54,9 @@ class Bucket(ABC):
 
     Attributes:
         members: Numbers of its parameters in the reducer.
-        always: Whether it is reduced also where gradients are only to be accumulated.
+        always: True if it is reduced also where gradients are only to be accumulated.
         missing: Members whose gradient has not come in the running pass.
-        launched: Whether its collective is under way.
+        launched: True if its collective is under way.
     """
 
     members: list[int]
@@ -83,7 +83,7 @@ class Bucket(ABC):
         """Get ready to be launched: every member's gradient scaled, zeros where there is none.
 
         Args:
-            used: Where to note, by number, what kind of gradient a member has.
+            used: The dict in which to note, by number, what kind of gradient a member has.
         """
 
     def kind_elsewhere(self, index: int) -> int:

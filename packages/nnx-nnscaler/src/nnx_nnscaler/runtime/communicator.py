@@ -29,7 +29,7 @@ class Communicator(ABC):
     Attributes:
         rank: This rank's number within the unit.
         size: Number of ranks.
-        threaded: Whether the ranks are threads of one process, which share its random generators.
+        threaded: True if the ranks are threads of one process, which share its random generators.
     """
 
     rank: int
@@ -163,7 +163,7 @@ def run_as_ranks(size: int, job: Callable[[Communicator], T]) -> list[T]:
     """Run a job once for each rank of a unit, in threads of this process, and return their results.
 
     Raises:
-        Exception: What the first failing rank raised; the others are released.
+        Exception: Raised as on the first failing rank; the others are released.
     """
     meeting = _Meeting(size)
 

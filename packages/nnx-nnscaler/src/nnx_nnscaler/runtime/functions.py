@@ -94,8 +94,8 @@ class _Batch(NamedTuple):
     """The batch of a unit.
 
     Attributes:
-        eps: What is added to the variance.
-        values: How many values each channel's statistics are of.
+        eps: The number that is added to the variance.
+        values: The number of values each channel's statistics are of.
         all_reduce: Sums over the unit's ranks.
     """
 
@@ -198,7 +198,7 @@ class Losses(Conversions):
             target: Classes of all ranks.
             reduction: 0 for the loss of every sample, 1 for their mean, 2 for their sum.
             ignore_index: Target of samples that do not count.
-            label_smoothing: How much of the weight goes to all classes alike.
+            label_smoothing: The share of the weight that goes to all classes alike.
 
         Returns:
             The whole loss, on every rank; its gradient has to be complete.
@@ -308,7 +308,7 @@ class Functions(Conversions):
             tensor: The value, or this rank's part of it.
             p: Probability of a zero.
             dim: Along which dim it is cut; None if it is whole.
-            groups: In how many groups.
+            groups: The number of groups.
         """
         if dim is None and not self.communicator.threaded:
             return F.dropout(tensor, p, training=True)
@@ -335,9 +335,9 @@ class Functions(Conversions):
             value: See there.
             attn_mask: Added to the scores, or where they count.
             p: Probability of a dropped weight.
-            is_causal: Whether a query sees keys up to its own place only.
-            scale: What scores are multiplied with; one over the root of the features by default.
-            enable_gqa: Whether several query heads share one of key and value.
+            is_causal: True if a query sees keys up to its own place only.
+            scale: The factor of the scores; one over the root of the features by default.
+            enable_gqa: True if several query heads share one of key and value.
             dim: Along which dim of the query the result is cut; None if it is whole.
         """
         if dim is None and not self.communicator.threaded:

@@ -38,7 +38,7 @@ class ParameterLayout:
 
     Attributes:
         shape: Logical shape: what one process would have.
-        placement: How the ranks of the unit share it, ``R`` or ``S``.
+        placement: Says how the ranks of the unit share it, ``R`` or ``S``.
         unit_rank: This rank's place in the unit.
         unit_size: Ranks of the unit.
         rows: First and one past the last row (index of dim 0) that this rank stores of what the unit's

@@ -113,18 +113,18 @@ class Part(guards.Part):
     """What is known of one guarded tensor, and its whole while someone uses it.
 
     Args:
-        tensor: What this rank stores of it: a parameter, or the gradient of one.
-        layout: Which part.
+        tensor: The part that this rank stores: of a parameter, or of the gradient of one.
+        layout: Says which part it is.
         unit: Collectives of the plan unit.
-        source: Where its part within the unit comes from.
-        synchronized: Whether the reducer sums its gradients over the unit.
-        in_use: Where it puts itself while it keeps the whole.
-        name: For errors.
+        source: The source of its part within the unit.
+        synchronized: True if the reducer sums its gradients over the unit.
+        in_use: The list in which it puts itself while it keeps the whole.
+        name: The name used in errors.
         order: Notices a whole that only some ranks ask for.
 
     Attributes:
-        gradients: What a parameter's gradients are parts of; None where they are whole.
-        shown: What the last one to look at the gradient was given.
+        gradients: The whole that a parameter's gradients are parts of; None where they are whole.
+        shown: The tensor that the last one to look at the gradient was given.
     """
 
     gradients: GradientParts | None = None

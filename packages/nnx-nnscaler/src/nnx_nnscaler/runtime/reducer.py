@@ -39,9 +39,9 @@ class _Arrangement:
     """The buckets for one choice of trainable parameters.
 
     Attributes:
-        buckets: In the order in which their collectives start, on every rank.
+        buckets: The buckets in the order in which their collectives start, on every rank.
         of: The bucket of each parameter, by number.
-        is_final: Whether the order is that in which gradients came; first it is the reverse of the model's.
+        is_final: True if the order is that in which gradients came; first it is the reverse of the model's.
     """
 
     def __init__(self, buckets: list[Bucket], *, is_final: bool) -> None:
@@ -54,16 +54,16 @@ class Reducer:
     """Averages gradients over the outer axis; those of synchronized parameters it also sums over the unit.
 
     Args:
-        parameters: Those to be reduced, in the model's order, trainable or not.
+        parameters: The parameters to be reduced, in the model's order, trainable or not.
         axes: This rank's groups.
-        synchronized: Those among them whose gradients are partial on every rank of a unit.
+        synchronized: The parameters among them whose gradients are partial on every rank of a unit.
         rows: Buckets of parameters that ZeRO stores in rows; their gradients come through `mark`. Their
             members are numbers from ``len(parameters)`` on.
-        sparse: Whether gradients may be sparse, so that ranks must tell each other.
+        sparse: True if gradients may be sparse, so that ranks must tell each other.
         bucket_bytes: Limit of all buckets but the first.
 
     Attributes:
-        synchronize: Whether backward reduces; without it gradients only add up on this rank.
+        synchronize: True if backward reduces; without it gradients only add up on this rank.
         on_end: Called when a pass is over.
     """
 

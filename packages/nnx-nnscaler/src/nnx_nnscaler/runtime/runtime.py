@@ -19,7 +19,7 @@ class Runtime(Functions, Losses, Normalization):
 
     Args:
         communicator: The unit's collectives.
-        device: Where tensors that the program makes live.
+        device: The device of the tensors that the program makes.
 
     Example:
         >>> from nnx_nnscaler.runtime.communicator import GroupCommunicator

@@ -42,7 +42,7 @@ class Parameters:
             Tied parameters are known by any of their names.
         synchronized: Names of parameters whose gradients in programs are partial on every rank of the unit.
         unit: Collectives of the unit, if not those of `axes`.
-        bucket_bytes: How many bytes travel together.
+        bucket_bytes: The number of bytes travel together.
         order: Notices a parameter or gradient that only some of the ranks that store parts of it read.
 
     Attributes:

@@ -37,8 +37,8 @@ class RowPart:
     Args:
         index: Its number in the reducer.
         parameter: Its data are all rows so far; the bucket takes them over.
-        layout: Which rows.
-        name: For errors.
+        layout: Says which rows these are.
+        name: The name used in errors.
         start: Its place in the flat buffer of every rank.
         room: Elements it takes there: as many as the rank with the most rows stores.
     """
@@ -151,7 +151,7 @@ class RowBucket(Bucket):
     Args:
         parts: Its parameters; their rows move into the bucket's buffer.
         axes: This rank's groups.
-        synchronized: Whether gradients are to be summed over the unit, too.
+        synchronized: True if gradients are to be summed over the unit, too.
         order: Notices a gather that only some ranks come to.
     """
 
@@ -312,11 +312,11 @@ def make_row_buckets(
     """Put rows of parameters into buckets.
 
     Args:
-        parameters: In the model's order, with names and layouts; their data are all rows.
+        parameters: The parameters in the model's order, with names and layouts; their data are all rows.
         axes: This rank's groups.
         first: Number of the first one in the reducer.
         limit: Bytes of a bucket, all rows counted.
-        synchronized: Those whose gradients are to be summed over the unit.
+        synchronized: The parameters whose gradients are to be summed over the unit.
         order: Notices a gather that only some ranks come to.
     """
     buckets: list[RowBucket] = []

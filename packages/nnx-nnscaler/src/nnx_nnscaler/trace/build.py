@@ -63,7 +63,7 @@ class UntraceableError(Exception):
     """Operators that a graph cannot have.
 
     Attributes:
-        blames: Where each is.
+        blames: The place of each in the user's code.
     """
 
     def __init__(self, blames: Sequence[Blame]) -> None:
@@ -486,7 +486,7 @@ class Sizes:
     Args:
         program: The program.
         inputs: Its sample.
-        leaves: What the exporter made of the tensors among the inputs.
+        leaves: The exporter's leaves for the tensors among the inputs.
     """
 
     def __init__(self, program: ExportedProgram, inputs: Inputs, leaves: Sequence[Tensor]) -> None:

@@ -65,11 +65,11 @@ class Exported:
 
     Attributes:
         program: torch's own result.
-        inputs: What went in.
+        inputs: The inputs.
         structure: The forward's result with Slots for the first tensors among the program's outputs.
         calls: Calls of submodules that stay whole, by the key that the operator carries.
         dropped: Classes of caches that were left out of the outputs.
-        gradients: Whether gradients are recorded.
+        gradients: True if gradients are recorded.
     """
 
     program: ExportedProgram
@@ -104,7 +104,7 @@ def export_forward(
         module: The root.
         forward: Its forward.
         inputs: The sample; its batched leaves get a symbolic dim 0.
-        recorded: For every submodule that is to stay whole, what it returns, call by call.
+        recorded: The results of every submodule that is to stay whole, call by call.
 
     Raises:
         SideEffectError: The forward changed attributes of modules.
@@ -249,10 +249,10 @@ class Call:
     """One call of a submodule within a trace.
 
     Attributes:
-        fqn: Which submodule.
+        fqn: The name of the submodule.
         args: Positional arguments with Slots for tensors.
         kwargs: Keyword arguments likewise.
-        result: What it returns.
+        result: The result that it returns.
     """
 
     fqn: str
@@ -385,7 +385,7 @@ def stand_in(
     """A handler that puts the opaque operator in the place of a call.
 
     Args:
-        recorded: What each module returns, call by call.
+        recorded: The results of each module, call by call.
         calls: Filled with the calls, by the operator's key.
         tokens: Filled with a result of every call that the trace has to return to keep it.
         batch: The size of the batch, symbolic in a trace.

@@ -55,8 +55,8 @@ def trace_forward(
         module: The root; it may be on any device, also on meta, and its parameters in parts.
         args: A sample's positional arguments.
         kwargs: Its keyword arguments.
-        batch_dims: Which dims may have another size at run time: by default dim 0 of every tensor whose dim 0
-            is the most frequent one; None for none.
+        batch_dims: The dims that may have another size at run time: by default dim 0 of every tensor whose
+            dim 0 is the most frequent one; None for none.
         forward: What to call in place of `module.forward`, which may be replaced by then.
 
     Raises:

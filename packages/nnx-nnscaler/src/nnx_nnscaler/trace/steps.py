@@ -47,7 +47,7 @@ class UnknownCallError(Exception):
     """A call in a trace that is no tensor operator.
 
     Attributes:
-        node: Where.
+        node: The node concerned.
     """
 
     def __init__(self, node: fx.Node) -> None:
@@ -63,7 +63,7 @@ class Step:
         node: torch's node, for its target, value and notes.
         args: Positional arguments; nodes in them are those of other steps or of the program's inputs.
         kwargs: Keyword arguments likewise.
-        frozen: Whether autograd does not follow it.
+        frozen: True if autograd does not follow it.
         context: The autocast region that it is in, as Python code; empty outside of any.
     """
 
@@ -492,7 +492,7 @@ class Functional(NamedTuple):
         target: The operator.
         args: Its arguments; the first is what is written into, where the operator takes it.
         kwargs: Its keyword arguments.
-        dtype: What its result has to be converted to; None where that is what comes out.
+        dtype: The dtype that its result has to be converted to; None where that is what comes out.
     """
 
     target: str

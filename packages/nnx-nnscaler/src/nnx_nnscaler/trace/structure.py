@@ -48,10 +48,10 @@ def take_apart(value: Any, tensors: list[Tensor], *, dropped: list[str] | None =
     """The structure of a value, its tensors appended to a list.
 
     Args:
-        value: What a forward returned or was given.
-        tensors: Where its tensors go.
-        dropped: Where classes of key-value caches of transformers go, which are left out as None then:
-            nothing reads them in training. None keeps them.
+        value: The value that a forward returned or was given.
+        tensors: The list that its tensors are added to.
+        dropped: The list that classes of transformers' key-value caches are added to, which are left out as
+            None then: nothing reads them in training. None keeps them.
 
     Raises:
         Refusal: It holds an object that cannot be made again from its parts.
@@ -173,7 +173,7 @@ class Blame:
     Attributes:
         fqn: The innermost submodule that was running; ``""`` is the root.
         source: The user's line.
-        reason: What went wrong, in few words.
+        reason: Says in few words what went wrong.
     """
 
     fqn: str

@@ -100,7 +100,7 @@ class _Report:
 
     Attributes:
         best: Name of the best one.
-        kept: What there is when training has ended.
+        kept: The checkpoints that are there when training has ended.
         removed: Names of the checkpoints that this rank removed.
     """
 

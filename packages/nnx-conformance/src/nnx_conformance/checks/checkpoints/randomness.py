@@ -156,7 +156,7 @@ class _Seen:
     """What a run drew and computed.
 
     Attributes:
-        share: Which share of the data this rank reads.
+        share: The number of the share of the data that this rank reads.
         drawn: Numbers drawn in each step.
         losses: Mean loss over all ranks of every batch.
         weights: The complete state dict after the run.

@@ -110,7 +110,7 @@ class SaveAt(Callback):
     """Takes snapshots, and saves after certain steps.
 
     Args:
-        paths: Where to save, by step; where the path is empty, only look at the state.
+        paths: The paths to save to, by step; where one is empty, only look at the state.
         weights_only: Save the weights only.
     """
 
@@ -138,7 +138,7 @@ def trainer_for(subject: Subject, task: Task, *, in_background: bool = False, **
 
     Args:
         subject: The strategy.
-        task: What is trained.
+        task: The training to run.
         in_background: Save in the background.
         **settings: Further arguments of Trainer.
     """
@@ -174,9 +174,9 @@ def run(
 
     Args:
         subject: The strategy.
-        task: What is trained.
+        task: The training to run.
         module: An existing module instead of a new one.
-        paths: Where to save, by step; see `SaveAt`.
+        paths: The paths to save to, by step; see `SaveAt`.
         ckpt_path: Checkpoint to resume from.
         weights_only: Save the weights only.
         in_background: Save in the background.

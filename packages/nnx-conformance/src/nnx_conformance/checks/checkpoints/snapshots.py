@@ -36,7 +36,7 @@ class Snapshot:
     Attributes:
         weights: The complete state dict.
         optimizers: Every tensor of the optimizers' state, as ``"<optimizer>.<parameter>.<name>"``.
-        groups: For each optimizer its param groups: hyperparameters, and names under ``params``.
+        groups: The param groups of each optimizer: hyperparameters, and names under ``params``.
         schedulers: State of each scheduler.
         counters: Steps and epochs.
     """

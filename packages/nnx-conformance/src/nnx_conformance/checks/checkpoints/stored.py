@@ -23,7 +23,7 @@ def saved_checkpoint(bench: Bench, *, weights_only: bool = False) -> tuple[Nativ
     """A checkpoint of the strategy, opened, and the run that saved it.
 
     Args:
-        bench: Of the check.
+        bench: The bench of the check.
         weights_only: Save the weights only.
     """
     saved: Record = bench.run(save, TASK, path_in(bench), weights_only)[0]
@@ -49,8 +49,8 @@ def save(subject: Subject, task: Task, path: str, weights_only: bool = False) ->
 
     Args:
         subject: The strategy.
-        task: What is trained.
-        path: Where to save; empty to look at the state only.
+        task: The training to run.
+        path: The path to save to; empty to look at the state only.
         weights_only: Save the weights only.
     """
     paths = {SAVED_AFTER: path}

@@ -22,7 +22,7 @@ class Routed(Habitual):
     """The first half of each global batch has a positive first feature, the rest a negative one.
 
     Attributes:
-        by_turns: Whether it is the other way round in every second batch.
+        by_turns: True if it is the other way round in every second batch.
     """
 
     ranks_differ = True

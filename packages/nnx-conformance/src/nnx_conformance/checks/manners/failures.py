@@ -40,9 +40,9 @@ class Ending:
 
     Attributes:
         error: Type and text of the error and of its causes; empty if there was none.
-        seconds: How long it took.
+        seconds: The time that it took.
         ended: When it ended, by this rank's clock.
-        outcome: What the module was like afterwards.
+        outcome: Describes the module afterwards.
     """
 
     error: str
@@ -55,7 +55,7 @@ class FailsInStep(Plain):
     """Its second training step raises.
 
     Attributes:
-        error: What is raised.
+        error: The error to raise.
         only_on: The rank that fails; all by default.
         failures: When it did.
     """
@@ -209,7 +209,7 @@ def _ending(run: Callable[[], None], meeting: str, *, patience: float = 2.0) -> 
     hang would be the same finding, minutes later.
 
     Args:
-        run: To be called.
+        run: The function to call.
         meeting: An empty directory, in which the ranks leave word that they have ended.
         patience: Seconds for the others to end.
     """

@@ -78,10 +78,10 @@ def expect_parity_in_precision(outcome: Outcome, alone: Outcome, *, precision: s
     """Losses and updates are those of one process in the same precision, but for rounding.
 
     Args:
-        outcome: Of one rank.
-        alone: Of one process; both from `fit_in_precision`.
+        outcome: The outcome of one rank.
+        alone: The outcome of one process; both are from `fit_in_precision`.
         precision: The string.
-        where: Which run and rank, for the message.
+        where: Names the run and the rank, for the message.
     """
     allowed = _UNITS * torch.finfo(getattr(torch, PRECISIONS[precision][0])).eps
     largest = max(map(abs, alone.losses))
@@ -111,8 +111,8 @@ def fit_in_precision(
 
     Args:
         subject: The strategy.
-        task: What is trained.
-        callbacks: Of the Trainer.
+        task: The training to run.
+        callbacks: The callbacks of the Trainer.
         growth_interval: Good steps after which the loss scale doubles.
     """
     module = task.module()

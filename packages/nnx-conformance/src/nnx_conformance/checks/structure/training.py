@@ -14,8 +14,8 @@ def trains(bench: Bench, model: type[Plain], *, like: type[Plain] | None = None,
     """Every rank trains the model as one process does, or as one process trains another model.
 
     Args:
-        bench: Of the check.
-        model: What is trained.
+        bench: The bench of the check.
+        model: The model to train.
         like: The model that gives the same numbers in one process; by default it is the same one.
         **changes: To the task.
     """

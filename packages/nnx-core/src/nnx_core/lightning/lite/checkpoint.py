@@ -63,8 +63,8 @@ class ModuleState(OrderedDict[str, Any]):
     """A module's ``state_dict`` whose values are what this rank holds.
 
     Args:
-        values: By name, as torch returns them.
-        shards: By name, the same as the engine describes it.
+        values: The values by name, as torch returns them.
+        shards: The same by name, as the engine describes it.
         owner: The module; None in a copy whose module is gone.
     """
 
@@ -223,7 +223,7 @@ class WholeState:
 
     Args:
         strategy: Such as ``ddp``.
-        modules: What was set up.
+        modules: The modules that were set up.
     """
 
     root = FABRIC_ROOT
@@ -259,8 +259,8 @@ def state_of(strategy: Any, modules: list[nn.Module]) -> Any:
     """What describes the state under a strategy; None where Lightning's own engine or plugin does the saving.
 
     Args:
-        strategy: Of Fabric.
-        modules: What was set up.
+        strategy: The strategy of Fabric.
+        modules: The modules that were set up.
     """
     if isinstance(strategy, FabricAdapter):
         return strategy
@@ -287,7 +287,7 @@ def is_plain(target: Any, content: Any) -> bool:
     """Whether content holds no module, no optimizer and no part of their state, so that a file will do.
 
     Args:
-        target: From `state_of`.
+        target: The result of `state_of`.
         content: With Fabric's wrappers removed.
 
     Raises:
@@ -304,7 +304,7 @@ def save_content(target: Any, content: Any, path: Any) -> None:
     """Save content that holds modules, optimizers, or parts of their state. Collective.
 
     Args:
-        target: From `state_of`.
+        target: The result of `state_of`.
         content: With Fabric's wrappers removed.
         path: Directory to write.
 
@@ -467,8 +467,8 @@ def load_content(target: Any, path: Any, weights_only: bool | None) -> Any:
     """Read a checkpoint under the keys it was saved with; state dicts stay on disk until used. Collective.
 
     Args:
-        target: From `state_of`.
-        path: Of any known format: a directory, a file or a URL.
+        target: The result of `state_of`.
+        path: A path of any known format: a directory, a file or a URL.
         weights_only: False executes code that whoever wrote a file may have put there.
     """
     source = StoredContent(target, path, weights_only)

@@ -176,14 +176,15 @@ class Lite(Fabric):
     Args:
         accelerator: ``"cpu"`` (the default), ``"gpu"``, ``"tpu"``, ``"auto"``, or what Fabric takes.
         strategy: A name that ``nnx list`` or Lightning knows, or a strategy object of Trainer or Fabric.
-        devices: How many, which (``[1, 4]`` or ``"1, 4"``), -1 or ``"auto"`` for all, None or 0 for the CPU.
+        devices: The number of devices, or which (``[1, 4]``, ``"1, 4"``); -1 or ``"auto"`` for all, 0 or
+            None for the CPU.
         num_nodes: Number of machines.
         precision: 16, 32, 64, ``"bf16"``, or Lightning's strings of today.
         plugins: A cluster environment, precision plugin or checkpoint IO, or a list of these.
         gpus: Short for `devices` with ``accelerator="gpu"``.
         tpu_cores: Short for `devices` with ``accelerator="tpu"``.
-        callbacks: As for Fabric.
-        loggers: As for Fabric.
+        callbacks: The same as for Fabric.
+        loggers: The same as for Fabric.
 
     Raises:
         OptionError: A flag's value is unknown, or flags contradict each other.
@@ -246,7 +247,7 @@ class Lite(Fabric):
             model: The model; under strategies that lay it out again the same object changes in place.
             *optimizers: None, one or several.
             move_to_device: False leaves the model where it is, for models placed by hand.
-            scheduler: As for Fabric.
+            scheduler: The same as for Fabric.
 
         Returns:
             The model; with optimizers, the list of the model and each of them, and then the scheduler.
@@ -322,9 +323,9 @@ class Lite(Fabric):
         is a file that process 0 writes, and no other process is waited for.
 
         Args:
-            content: What to save, by keys of your own.
+            content: The objects to save, by keys of your own.
             filepath: Where. Fabric's order of the two, path first, is understood as well.
-            filter: As for Fabric; then content is saved as Fabric does.
+            filter: The same as for Fabric; with it content is saved as Fabric does.
 
         Raises:
             CheckpointError: The content cannot be stored.

@@ -98,7 +98,7 @@ def parse_devices(flag: str, value: Any) -> int | list[int] | str | None:
 
     Args:
         flag: Its name, for messages.
-        value: As the user gave it.
+        value: The value as the user gave it.
 
     Raises:
         OptionError: It is not a number, indices, or a string of either.

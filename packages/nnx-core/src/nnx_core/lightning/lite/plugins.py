@@ -78,8 +78,8 @@ def fabric_precision(plugin: Any) -> Any:
     """One of Fabric's precision plugins that does what a plugin of Trainer's or of another copy does.
 
     Args:
-        plugin: Of Lightning's own or nnx's classes; a subclass of the user's has methods that Fabric would
-            never call.
+        plugin: An object of Lightning's own or nnx's classes; a subclass of the user's has methods that
+            Fabric would never call.
 
     Raises:
         OptionError: There is no such plugin in Fabric.
@@ -183,7 +183,7 @@ def fabric_strategy(strategy: Any) -> Any:
     """The strategy for the Fabric in use that a strategy object stands for.
 
     Args:
-        strategy: Of Trainer or Fabric, of either copy of Lightning, Lightning's own or nnx's.
+        strategy: A strategy of Trainer or Fabric, of either copy of Lightning, Lightning's own or nnx's.
 
     Raises:
         OptionError: It cannot be translated.
@@ -257,7 +257,7 @@ def take_accelerator(strategy: Any, flag: Any) -> Any:
     """The accelerator that a strategy object brings, which then is Fabric's to set; else the flag's.
 
     Args:
-        strategy: For the Fabric in use.
+        strategy: The strategy for the Fabric in use.
         flag: The accelerator flag, None if it was not given.
 
     Raises:
