@@ -18,19 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nnx_checkpoint.shard import Shard
 
-__all__ = [
-    "DCP_RECORDS",
-    "DCP_VERSION",
-    "STORAGE_DTYPES",
-    "Checkpointable",
-    "load_structure",
-    "loads_itself",
-    "new_storage_info",
-    "position_in_file",
-    "rebuilding",
-    "storage_kind",
-]
-
 
 class Checkpointable(Tensor):
     """A tensor without data that stands for a shard of a larger one.

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["Box", "boxes_of_range", "find_fault"]
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:

@@ -33,8 +33,6 @@ from nnx_checkpoint.transaction import Attempt, begin, now
 from nnx_checkpoint.views import Described, WeightsOnly
 from nnx_checkpoint.writer import Files, write_objects, writer_info
 
-__all__ = ["Native", "convert", "merge"]
-
 _Path: TypeAlias = "str | os.PathLike[str]"
 _SAFETENSORS = ".safetensors"
 _TORCH_FILES = (".ckpt", ".pt", ".pth", ".bin")

@@ -53,8 +53,6 @@ from nnx_checkpoint.storage.locations import place_of
 from nnx_checkpoint.transaction import Attempt, begin, now
 from nnx_checkpoint.writer import write_objects, writer_info
 
-__all__ = ["Handle", "Reader", "Writer"]
-
 _OBJECTS, _PATHS = "dcp.objects", "dcp.paths"
 
 

@@ -12,15 +12,6 @@ from typing import Any
 
 from nnx_checkpoint.errors import PluginError
 
-__all__ = [
-    "API_VERSION",
-    "CheckpointFormatSpec",
-    "check_name",
-    "check_reference",
-    "check_version",
-    "import_reference",
-]
-
 API_VERSION = (1, 0)
 """Version of what plugins see: same major, and a minor not above this one, is accepted."""
 

@@ -8,15 +8,6 @@ from __future__ import annotations
 
 import errno
 
-__all__ = [
-    "CheckpointError",
-    "CheckpointNotFoundError",
-    "DisagreementError",
-    "NnxError",
-    "PluginError",
-    "UnsupportedError",
-]
-
 
 class NnxError(Exception):
     """Base of all errors raised by nnx.

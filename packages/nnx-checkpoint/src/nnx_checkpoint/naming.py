@@ -25,21 +25,6 @@ from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.reader import Checkpoint
 from nnx_checkpoint.shard import Shard, shard_of
 
-__all__ = [
-    "RANKS",
-    "LazyStateDict",
-    "OptimizerState",
-    "Saved",
-    "StoredName",
-    "StoredRanks",
-    "collect",
-    "numbered_optimizer_state",
-    "numbers_parameters",
-    "positional_optimizer_state",
-    "stored_optimizer_states",
-]
-
-
 RANKS = "nnx_ranks"
 """Key of Lightning's dict for what each rank has for itself: a sequence with one tree for each rank."""
 

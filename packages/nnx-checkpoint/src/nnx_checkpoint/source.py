@@ -19,8 +19,6 @@ from nnx_checkpoint.manifest import MANIFEST, Manifest, decode_manifest, digest
 from nnx_checkpoint.storage import Location, Place, Reader
 from nnx_checkpoint.storage.locations import place_of
 
-__all__ = ["Source", "is_checkpoint", "is_replaced", "read_manifest"]
-
 _MAX_MANIFEST = 1 << 30
 
 

@@ -13,8 +13,6 @@ from nnx_checkpoint.index import TensorEntry
 from nnx_checkpoint.naming import StoredName
 from nnx_checkpoint.reader import Checkpoint, Wanted
 
-__all__ = ["FABRIC_KEYS", "Described", "View", "WeightsOnly"]
-
 FABRIC_KEYS = "nnx-fabric-keys"
 """Where a checkpoint that Fabric saved says under which keys the user has modules and optimizers."""
 _TRAINING = ("callbacks", "lr_schedulers", "current_model_state", "averaging_state")

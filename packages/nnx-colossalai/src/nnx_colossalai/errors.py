@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from nnx_core.errors import NnxError
 
-__all__ = ["DeviceMemoryError", "format_bytes"]
-
 _KNOB = (
     "Raise device_memory, let more of the model lie in host memory (a higher offload_fraction or "
     "stream_fraction), or lower the batch size."

@@ -16,8 +16,6 @@ from nnx_core.backend import Backend
 from nnx_core.errors import OptionError
 from nnx_core.gradients import ParallelGradScaler
 
-__all__ = ["DynamicLossScaler", "LossScaleRule", "LossScaleState"]
-
 
 class DynamicLossScaler(ParallelGradScaler):
     """A gradient scaler that follows a `LossScaleRule`; overflow on one rank skips the step on all.

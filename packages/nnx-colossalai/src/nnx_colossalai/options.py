@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     LayerClasses = type[nn.Module] | Iterable[type[nn.Module]]
 
-__all__ = ["POLICIES", "ColossalAIOptions", "bytes_of"]
 
 POLICIES = ("auto", "cuda", "cpu")
 _TIERS = ("gathered", "sharded", "offloaded", "streamed")

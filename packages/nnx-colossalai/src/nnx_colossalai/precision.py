@@ -17,8 +17,6 @@ import torch
 from nnx_core.lightning.namespaces import trainer_tree
 from nnx_core.options import check_choice
 
-__all__ = ["ColossalAIPrecision"]
-
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 

@@ -12,8 +12,6 @@ from nnx_colossalai.options import ColossalAIOptions
 from nnx_core.lightning.namespaces import strategy_class_of, trainer_tree
 from nnx_core.options import CommonOptions, split_options
 
-__all__ = ["ColossalAIStrategy"]
-
 
 class ColossalAIStrategy:
     """A strategy for the Trainer of the copy of Lightning that is in use.

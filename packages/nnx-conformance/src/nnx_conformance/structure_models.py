@@ -29,29 +29,6 @@ from nnx_conformance.task import (
     share_of,
 )
 
-__all__ = [
-    "Alternating",
-    "Attending",
-    "Convolving",
-    "Empty",
-    "Frozen",
-    "Large",
-    "MixedDtypes",
-    "Nested",
-    "Parametrized",
-    "Quantized",
-    "Recomputing",
-    "Recurrent",
-    "Reusing",
-    "Scalars",
-    "Strided",
-    "StructuredBatches",
-    "Tied",
-    "TiedBlocks",
-    "Uneven",
-    "Unused",
-]
-
 # --- shapes -------------------------------------------------------------------------------------------
 
 

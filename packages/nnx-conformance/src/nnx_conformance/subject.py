@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 from nnx_core.spec import LIGHTNING_NAMES, Capabilities
 
-__all__ = ["REFERENCE", "Identity", "Kind", "Subject"]
-
 Kind = Literal["backend", "strategy", "lightning"]
 """What stands behind a name: an `nnx.Backend`, a plugin's own Lightning strategy, or one of Lightning's."""
 

@@ -15,8 +15,6 @@ from nnx_conformance.pool import shared_pool
 from nnx_conformance.runner import Session, select_checks
 from nnx_conformance.subject import Subject
 
-__all__ = ["StrategyConformance", "UndeclaredCapability"]
-
 
 class UndeclaredCapability(UserWarning):
     """A strategy can do what it declares that it cannot."""

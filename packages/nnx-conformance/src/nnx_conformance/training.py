@@ -19,17 +19,6 @@ from nnx_checkpoint.collective import is_distributed
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task
 
-__all__ = [
-    "complete",
-    "fit",
-    "make_trainer",
-    "mean_over_ranks",
-    "outcome_of",
-    "trainer_settings",
-    "world_size",
-]
-
-
 # --- training -------------------------------------------------------------------------------------
 
 

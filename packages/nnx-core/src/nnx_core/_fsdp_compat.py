@@ -8,8 +8,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-__all__ = ["begin_anew", "param_groups", "state_of", "states_of"]
-
 
 def state_of(module: Any) -> Any:
     """What FSDP2 knows of a module that ``fully_shard`` was called on."""

@@ -11,8 +11,6 @@ from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import Optimizer
 
-__all__ = ["exchange_in_transforms", "run_step_hooks", "storage_users"]
-
 
 def exchange_in_transforms(kind: type, exchange: Callable[[Any], Any]) -> None:
     """Exchange tensors that ``torch.func.grad``, ``vjp``, ``jvp`` and their like are given and would wrap.
@@ -41,7 +39,7 @@ def run_step_hooks(
         optimizer: Whose hooks are called; its schedulers see that it was stepped.
         args: The arguments of the step.
         kwargs: The keyword arguments of the step.
-        before: True if the hooks before the step are meant, or those after it.
+        before: True for the hooks before the step, False for those after it.
     """
     hooks = optimizer._optimizer_step_pre_hooks if before else optimizer._optimizer_step_post_hooks
     for hook in tuple(hooks.values()):

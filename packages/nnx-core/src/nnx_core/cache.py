@@ -13,8 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cache_directory", "read_json", "write_json"]
-
 
 def cache_directory(*names: str) -> Path:
     """Where it is kept: below ``NNX_CACHE_DIR``, or below the user's cache directory.

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["forward_as"]
-
 
 @contextmanager
 def forward_as(module: nn.Module, step: Callable[..., Any]) -> Iterator[None]:

@@ -19,17 +19,6 @@ from torch.optim import Optimizer
 from nnx_checkpoint.collective import is_distributed
 from nnx_core.errors import UnsupportedError
 
-__all__ = [
-    "Gradient",
-    "ParallelGradScaler",
-    "clip_gradients_by_norm",
-    "clip_gradients_by_value",
-    "gradients_of",
-    "refuse_complex_clamp",
-    "refuse_sparse_layers",
-    "unscale_gradients",
-]
-
 _WIDE = (torch.float64, torch.complex128)
 
 

@@ -21,8 +21,6 @@ from torch.optim import Optimizer
 from nnx_core.errors import UnsupportedError
 from nnx_core.whole import Guard, Part, guard, show_plain, show_whole, unguard
 
-__all__ = ["HiddenState", "HiddenStates", "StateParts", "held_state"]
-
 _REMEDY = "Look at it in a checkpoint or when `fit` is over, or use strategy 'fsdp_auto'."
 
 

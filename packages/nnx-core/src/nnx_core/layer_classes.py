@@ -9,8 +9,6 @@ from torch import nn
 
 from nnx_core.errors import OptionError
 
-__all__ = ["as_classes"]
-
 
 def as_classes(
     value: type[nn.Module] | Iterable[type[nn.Module]], *, option: str

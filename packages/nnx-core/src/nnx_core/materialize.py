@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 from nnx_checkpoint.collective import broadcast_tensor, is_distributed
 from nnx_core.errors import UnsupportedError
 
-__all__ = ["broadcast_module", "lay_in_order", "materialize", "move_to", "with_strides"]
-
 
 def materialize(module: nn.Module, device: torch.device, *, name: str) -> None:
     """Allocate a module's meta tensors on `device` and initialise them with ``reset_parameters``.

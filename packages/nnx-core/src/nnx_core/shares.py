@@ -22,8 +22,6 @@ from nnx_checkpoint.collective import all_gather_object, control_group, is_distr
 from nnx_core.errors import DisagreementError, UnsupportedError
 from nnx_core.watch import checksum
 
-__all__ = ["SharedBatches", "SharedNumber", "Shares", "make_shares", "of_process"]
-
 _FIRST = 3
 _EVERY = 100
 _DEEPEST = 4

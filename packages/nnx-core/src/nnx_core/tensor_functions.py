@@ -7,8 +7,6 @@ from enum import Enum, auto
 from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
-__all__ = ["Sees", "is_elementwise_in_place", "is_random", "what_it_sees"]
-
 
 class Sees(Enum):
     """What a function of a parameter is answered with."""

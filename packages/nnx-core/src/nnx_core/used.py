@@ -33,8 +33,6 @@ from nnx_checkpoint.collective import (
 )
 from nnx_core.errors import NnxError, UnsupportedError
 
-__all__ = ["CollectiveOrder", "before_reduction", "end_run", "used_anywhere"]
-
 
 def used_anywhere(flags: Sequence[bool]) -> list[bool]:
     """Which of these are set on at least one rank. Collective, over host memory, one byte each.

@@ -27,8 +27,6 @@ from nnx_checkpoint.shard import Shard
 from nnx_core.backend import Backend
 from nnx_core.errors import DisagreementError, UnsupportedError
 
-__all__ = ["Watch", "checksum", "refuse_unequal_gradient"]
-
 _FIRST_STEPS = 2
 _ROW = 1024
 _ODD = 0x9E3779B97F4A7C1

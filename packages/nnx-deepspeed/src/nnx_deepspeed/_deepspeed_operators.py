@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 
 from nnx_core.errors import UnsupportedError
 
-__all__ = ["counts_by_number", "prepare_operators"]
-
 
 def prepare_operators() -> None:
     """Mend how DeepSpeed builds operators and how its optimizers of the host hold theirs."""

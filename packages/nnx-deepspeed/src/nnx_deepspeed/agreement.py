@@ -44,8 +44,6 @@ from nnx_deepspeed._deepspeed_compat import (
     zero_gradient,
 )
 
-__all__ = ["Agreement"]
-
 _REMEDY = (
     "Call every layer on every rank, with a masked or empty input if need be, and read and write weights on "
     "every rank, or use a strategy that gathers no layers, such as 'nnx_deepspeed_2' or 'nnscaler_zero'; "

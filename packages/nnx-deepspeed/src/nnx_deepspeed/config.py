@@ -17,8 +17,6 @@ from torch import nn
 from nnx_core.errors import OptionError
 from nnx_deepspeed.options import DeepSpeedOptions
 
-__all__ = ["make_config", "with_fitting_buckets"]
-
 _AUTO = "auto"
 _OWNED = {
     "optimizer": "Return the optimizer from `configure_optimizers`; it may be `DeepSpeedCPUAdam`.",

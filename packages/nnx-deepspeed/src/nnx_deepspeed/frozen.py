@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from nnx_checkpoint.shard import Shard, shard_of_range
 from nnx_deepspeed._deepspeed_compat import own_range
 
-__all__ = ["FrozenValues", "follow"]
-
 
 class FrozenValues:
     """This rank's parts of the exact values.

@@ -11,8 +11,6 @@ from typing import Any
 from nnx_core.errors import OptionError
 from nnx_core.options import check_options, option
 
-__all__ = ["DeepSpeedOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedOptions:

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from nnx_deepspeed._deepspeed_compat import gather_for_user, is_cut
 
-__all__ = ["PartitionedParameter", "assign_gradient"]
-
 _TENSOR: Any = Tensor
 _SET_GRAD = _TENSOR.grad.__set__
 _local = torch._C.DisableTorchFunctionSubclass

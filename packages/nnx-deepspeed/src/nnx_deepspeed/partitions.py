@@ -32,8 +32,6 @@ from nnx_deepspeed._deepspeed_compat import (
 from nnx_deepspeed._deepspeed_operators import counts_by_number
 from nnx_deepspeed.frozen import FrozenValues
 
-__all__ = ["Partitions"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Part:

@@ -17,8 +17,6 @@ from nnx_core.elementwise import Trial, try_optimizer
 from nnx_core.errors import UnsupportedError
 from nnx_deepspeed._deepspeed_compat import is_tested_optimizer
 
-__all__ = ["FixedModel", "refuse_other_dtypes", "refuse_sparse", "refuse_unfit"]
-
 _ON_THE_HOST = "DeepSpeedCPU"
 """What the names of DeepSpeed's optimizers begin with that step on the host only."""
 

@@ -21,8 +21,6 @@ from nnx_deepspeed._deepspeed_operators import counts_by_number
 from nnx_deepspeed.partitions import Partitions
 from nnx_deepspeed.shadow import shadow_of
 
-__all__ = ["UnusedParameters", "allows_gaps"]
-
 _USES = ((True, False), (True, True), (True, False), (True, True), (True, True))
 """In a trial, which of two parameters each step uses."""
 

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from nnx_deepspeed.partitioned import assign_gradient
 from nnx_deepspeed.partitions import Partitions
 
-__all__ = ["WholeGradients"]
-
 _ELEMENTS_AT_ONCE = 2**24
 """How many elements are gathered in one collective."""
 

@@ -21,8 +21,6 @@ import fairscale.nn.data_parallel.fully_sharded_data_parallel as fsdp
 import torch
 from torch import Tensor
 
-__all__ = ["STREAMS", "HostShim", "NullStream"]
-
 STREAMS = ("fp32_to_fp16", "all_gather", "post_backward")
 """The streams that fairscale's FSDP looks up by name."""
 

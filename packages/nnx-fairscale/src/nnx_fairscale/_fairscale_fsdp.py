@@ -29,8 +29,6 @@ from nnx_core.whole import local_mode
 from nnx_fairscale._fairscale_compat import STREAMS, NullStream
 from nnx_fairscale.pieces import Piece, cut
 
-__all__ = ["Unit", "is_taken", "leave_out"]
-
 _MARK = "_is_sharded"
 _OURS = frozenset({_MARK, "_part"})
 _LEFT_BEHIND = ("_is_sharded", "_orig_size", "_fp32_shard", "_fp16_shard", "_full_param_padded", "_cpu_grad")

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from nnx_core.errors import UnsupportedError
 
-__all__ = ["BufferedGradients", "Queue", "Reduction", "in_order_of_backward"]
-
 
 class Reduction:
     """What is reduced to one owner at a time: a buffer of fairscale's, or a gradient too large for one.

@@ -21,8 +21,6 @@ from nnx_checkpoint.foreign.torch_file import FileTensor, load_torch_file, menti
 from nnx_checkpoint.index import Piece
 from nnx_core.errors import CheckpointError
 
-__all__ = ["FairscaleShards"]
-
 _SUFFIXES = (".pt", ".pth", ".bin", ".torch", ".ckpt")
 _SIGNS = ("param_metadata", "no_broadcast_optim_state")
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     LayerClasses = type[nn.Module] | Iterable[type[nn.Module]]
 
-__all__ = ["FairscaleFSDPOptions", "OSSOptions", "ShardedOptions"]
 
 _DTYPES = ("float32", "float16", "bfloat16")
 

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from nnx_checkpoint.shard import Shard, shard_of_range
 
-__all__ = ["Piece", "cut"]
-
 
 @dataclass(slots=True, eq=False)
 class Piece:

@@ -14,8 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from nnx_checkpoint.collective import is_distributed
 from nnx_core.used import used_anywhere
 
-__all__ = ["GradientReducer"]
-
 
 class GradientReducer:
     """Averages gradients over the ranks, however backward was called.

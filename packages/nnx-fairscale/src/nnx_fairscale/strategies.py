@@ -11,8 +11,6 @@ from typing import Any, cast
 from nnx_core.lightning.namespaces import strategy_class_of, trainer_tree
 from nnx_core.options import CommonOptions, split_options
 
-__all__ = ["DDPFullyShardedStrategy", "DDPShardedStrategy", "DDPSpawnShardedStrategy"]
-
 
 class _OfTrainer:
     """Makes objects that are of their own class and of nnx's strategy class for the Trainer in use."""

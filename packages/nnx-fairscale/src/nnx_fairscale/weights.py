@@ -39,8 +39,6 @@ from nnx_core.whole import (
 from nnx_fairscale._fairscale_fsdp import Unit
 from nnx_fairscale.pieces import Piece, cut
 
-__all__ = ["Weights"]
-
 _OWN_REFERENCES = 3
 """What `sys.getrefcount` says of a whole that only its part holds: the part, a local name, the argument."""
 

@@ -24,21 +24,6 @@ from torch.utils.hooks import RemovableHandle
 from nnx_core._fsdp_compat import begin_anew, param_groups, state_of, states_of
 from nnx_core.errors import UnsupportedError
 
-__all__ = [
-    "GatheredParameter",
-    "ParameterGroup",
-    "at_end_of_backward",
-    "before_part",
-    "can_be_sharded",
-    "finish_after_backward",
-    "groups_of",
-    "name_as_before",
-    "prepare_root",
-    "recover",
-    "remove_fully_shard",
-    "when_backward_ends",
-]
-
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 

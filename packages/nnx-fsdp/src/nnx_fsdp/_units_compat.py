@@ -16,8 +16,6 @@ from nnx_core._fsdp_compat import param_groups, states_of
 from nnx_core.watch import refuse_unequal_gradient
 from nnx_core.whole import local_mode
 
-__all__ = ["GatheredWeight", "HeldParameter", "Unit", "is_in_transform", "units_of"]
-
 
 class GatheredWeight(nn.Parameter):
     """What a module has as its weight while a step computes with it: whole, and gone after it.

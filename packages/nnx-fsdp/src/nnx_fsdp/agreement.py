@@ -31,8 +31,6 @@ from nnx_fsdp._torch_compat import (
 )
 from nnx_fsdp.replicate import ReplicatedParameters
 
-__all__ = ["REMEDY", "StepAgreement"]
-
 REMEDY = (
     "Call every unit on every rank, in one order, with a masked input if need be, and read weights and "
     "gradients on every rank, also where only one prints them; or make the module that chooses between units "

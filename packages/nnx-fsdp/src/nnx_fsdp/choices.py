@@ -28,8 +28,6 @@ from types import FunctionType
 
 from torch import nn
 
-__all__ = ["called_by_choice"]
-
 _OF_DATA = {
     "all",
     "any",

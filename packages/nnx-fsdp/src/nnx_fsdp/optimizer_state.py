@@ -15,8 +15,6 @@ from nnx_core.whole import local_mode
 from nnx_fsdp.parts import ParameterPart, ShardedPart
 from nnx_fsdp.weights import Weights
 
-__all__ = ["PartsOfState", "StateAfterwards", "shard_state"]
-
 
 class PartsOfState:
     """How sharded state looks whole to user code; `nnx_core.hidden_state.StateParts`.

@@ -15,8 +15,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["ReplicatedParameters", "unshardable"]
-
 
 def unshardable(module: nn.Module) -> set[nn.Parameter]:
     """The parameters that FSDP2 cannot shard with the others of a unit.

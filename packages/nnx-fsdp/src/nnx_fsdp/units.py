@@ -16,8 +16,6 @@ from nnx_core.errors import OptionError
 from nnx_core.layer_classes import as_classes
 from nnx_fsdp.choices import called_by_choice
 
-__all__ = ["DEFAULT_MIN_NUM_PARAMS", "UnitChoice", "choose_units", "tied_across"]
-
 DEFAULT_MIN_NUM_PARAMS = 100_000
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 

@@ -35,8 +35,6 @@ from nnx_core.whole import (
 from nnx_fsdp._units_compat import Unit, is_in_transform, units_of
 from nnx_fsdp.parts import ParameterPart, ShardedPart, gather
 
-__all__ = ["Weights"]
-
 
 class Weights:
     """All sharded parameters of one module. Making it guards them.

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["all_gather_into", "reduce_scatter_into"]
-
 # torch 2.13 calls them all_gather_single and reduce_scatter_single, and warns about the names that 2.11 has.
 _new: Any = dist
 all_gather_into = getattr(_new, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -13,8 +13,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["read_by_forward"]
-
 _PLAIN = (bool, int, float, complex, str, type(None))
 _NOTHING = object()
 _OWN_OF_MODULES = frozenset(vars(nn.Module())) | {"training"}

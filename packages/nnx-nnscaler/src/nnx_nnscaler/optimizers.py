@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Masters"]
-
 
 class Masters:
     """Float32 copies of half precision parameters, which an optimizer steps in their place.

@@ -11,8 +11,6 @@ from nnx_core.errors import OptionError
 from nnx_core.options import check_choice, check_options, option
 from nnx_nnscaler.compute_config import ComputeConfig, compute_config_from
 
-__all__ = ["POLICIES", "NnScalerOptions"]
-
 POLICIES = ("dp", "zero", "tp", "data", "autodist")
 _OF_PIPELINES = ("pp", "hybrid")
 _GIB = 1024**3

@@ -15,8 +15,6 @@ from typing import Literal
 
 from nnx_checkpoint.box import Box
 
-__all__ = ["P", "Placement", "R", "S"]
-
 _SHARD = re.compile(r"S\((\d+)(?:, ?(\d+))?\)")
 
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from nnx_nnscaler.axes import Axes
 
-__all__ = ["StatisticsOverUnits"]
-
 
 class StatisticsOverUnits:
     """The modules of a tree whose statistics were changed to be shared over units. Collective.

@@ -20,13 +20,6 @@ from nnx_core.lightning.namespaces import strategy_class_of, trainer_tree
 from nnx_core.options import CommonOptions, check_choice, split_options
 from nnx_nnscaler.options import NnScalerOptions
 
-__all__ = [
-    "PRECISIONS",
-    "NnScalerPrecision",
-    "NnScalerStrategy",
-]
-
-
 # --- precision ------------------------------------------------------------------------------------
 # `NnScalerPrecision`: Lightning's precision plugins under the name that nnScaler gave its own.
 #

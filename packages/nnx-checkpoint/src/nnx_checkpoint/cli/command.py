@@ -21,8 +21,6 @@ import typer
 from nnx_checkpoint.cli.output import print_error, print_note, print_text
 from nnx_checkpoint.errors import NnxError
 
-__all__ = ["GROUP", "main"]
-
 GROUP = "nnx.commands"
 
 _CHECKPOINT_HELP = "Look into checkpoints and verify them."

@@ -15,11 +15,6 @@ from nnx_checkpoint.cli.progress import byte_progress
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.formats import files_below
 
-__all__ = [
-    "run_convert",
-    "run_merge",
-]
-
 
 def run_merge(
     sources: Sequence[str],

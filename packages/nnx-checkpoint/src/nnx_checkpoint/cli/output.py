@@ -12,19 +12,6 @@ from typing import Any
 
 from nnx_checkpoint.errors import NnxError
 
-__all__ = [
-    "INTERRUPTED",
-    "human_bytes",
-    "print_error",
-    "print_json",
-    "print_note",
-    "print_pairs",
-    "print_table",
-    "print_text",
-    "printable",
-]
-
-
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell has it."""
 

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["byte_progress"]
-
 
 @contextmanager
 def byte_progress(doing: str) -> Iterator[Callable[[int, int], None]]:

@@ -15,11 +15,6 @@ from nnx_checkpoint.verification import Damage, verify
 if TYPE_CHECKING:
     from nnx_checkpoint.comparison import Comparison, TensorDifference
 
-__all__ = [
-    "run_diff",
-    "run_verify",
-]
-
 
 # --- nnx ckpt verify ------------------------------------------------------------------------------
 # ``nnx ckpt verify``: every byte of our own format, and what can be checked of others.

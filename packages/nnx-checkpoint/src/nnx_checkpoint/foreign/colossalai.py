@@ -28,8 +28,6 @@ from nnx_checkpoint.index import Piece
 from nnx_checkpoint.manifest import load_json
 from nnx_checkpoint.storage.files import read_exactly
 
-__all__ = ["ColossalAI"]
-
 _MODEL_INDEX = re.compile(r"(pytorch_model\.bin|model\.safetensors)\.index(\..+)?\.json")
 _OPTIMIZER_INDEX = re.compile(r"pytorch_optim\.bin\.index(\..+)?\.json")
 _ASYNC_INDEX = re.compile(r"optimizer\.safetensors\.index(\..+)?\.json")

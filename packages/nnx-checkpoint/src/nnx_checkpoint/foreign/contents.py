@@ -32,23 +32,6 @@ from nnx_checkpoint.naming import StoredName
 from nnx_checkpoint.reader import Checkpoint, Fetcher, PlainFiles, Wanted
 from nnx_checkpoint.views import Described
 
-__all__ = [
-    "Contents",
-    "ForeignCheckpoint",
-    "Lifted",
-    "Span",
-    "StoredEncoder",
-    "add_shared_state",
-    "as_step",
-    "load_rank_file",
-    "malformed_explained",
-    "pack",
-    "pieces_of_range",
-    "spans_of_partitions",
-    "split_evenly",
-    "unpack",
-]
-
 
 class ForeignCheckpoint(Checkpoint):
     """An opened checkpoint of another program; made by `Contents.opened`."""

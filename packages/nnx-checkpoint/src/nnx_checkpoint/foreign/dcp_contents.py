@@ -18,8 +18,6 @@ from nnx_checkpoint.foreign.dcp_files import LocatedTensor
 from nnx_checkpoint.foreign.torch_file import map_paths
 from nnx_checkpoint.views import FABRIC_KEYS
 
-__all__ = ["OURS", "TRAINER", "Parts", "add_parts", "interpret", "is_ours", "nest", "restore_ours"]
-
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _EXTRA_STATE = "_extra_state"
 _STATE, _GROUPS = "state", "param_groups"

@@ -28,8 +28,6 @@ from nnx_checkpoint.reader import Checkpoint
 from nnx_checkpoint.slabs import new_file
 from nnx_checkpoint.views import FABRIC_KEYS, Described
 
-__all__ = ["LightningFile", "lightning_dict"]
-
 _ZIP = b"PK\x03\x04"
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The number that files of torch before 1.6 begin with, pickled."""

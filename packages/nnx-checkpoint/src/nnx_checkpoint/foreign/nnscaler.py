@@ -31,8 +31,6 @@ from nnx_checkpoint.foreign.torch_file import FileTensor, mentions
 from nnx_checkpoint.formats import CheckpointFormat
 from nnx_checkpoint.index import Piece
 
-__all__ = ["NnScaler"]
-
 _RANK_FILE = re.compile(r"(\d+)\.pt")
 _EXTRA = "nnscaler-extra-state"
 _MODEL, _OPTIMIZERS = "state_dict", "optimizer_states"

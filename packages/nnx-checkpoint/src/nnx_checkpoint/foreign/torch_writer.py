@@ -29,8 +29,6 @@ from nnx_checkpoint.rankfile import flat_bytes
 from nnx_checkpoint.reader import Checkpoint
 from nnx_checkpoint.slabs import read_in_order, stream_to
 
-__all__ = ["ZipLayout", "write_torch_file"]
-
 _PROTOCOL = 2
 _DATA_ALIGNMENT = 64
 _LARGE = 0xFFFFFFFF

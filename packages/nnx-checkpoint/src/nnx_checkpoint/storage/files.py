@@ -18,25 +18,6 @@ from pathlib import Path
 
 from nnx_checkpoint.errors import CheckpointError
 
-__all__ = [
-    "LOCK",
-    "FileReader",
-    "Lock",
-    "close_quietly",
-    "explained",
-    "is_file",
-    "look",
-    "name_within",
-    "open_file",
-    "parent_directory",
-    "read_exactly",
-    "require_enclosed",
-    "require_inside",
-    "sync_directory",
-    "truncated",
-    "write_file",
-]
-
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.EROFS}
 """What file systems answer that cannot force the names of a directory to disk, and need not."""
 

@@ -36,7 +36,6 @@ from nnx_checkpoint.storage.files import (
 if TYPE_CHECKING:
     from nnx_checkpoint.storage.stream import StreamWriter
 
-__all__ = ["LocalPlace", "place_of"]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::.*)?://")
 _SQUEEZED_URL = re.compile(r"(s3|s3a|gs|gcs|az|abfs|abfss|hdfs|https?|memory):/[^/]")

@@ -25,8 +25,6 @@ from nnx_checkpoint.storage import Place
 from nnx_checkpoint.storage.files import Lock, truncated
 from nnx_checkpoint.storage.stream import StreamWriter
 
-__all__ = ["UrlPlace", "UrlReader"]
-
 _PART = 16 << 20
 """Bytes of one part of an upload."""
 _MOST_PARTS = 9_000

@@ -19,23 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from nnx_core._fsdp_compat import begin_anew, param_groups, state_of, states_of
 
-__all__ = [
-    "Gathered",
-    "NO_BACKWARD",
-    "ShardedParameter",
-    "Silenced",
-    "WaitingDTensor",
-    "accumulator_of",
-    "call_at_end",
-    "current_backward",
-    "gathered_together",
-    "is_under_way",
-    "make_last",
-    "recover",
-    "when_backward_has_ended",
-    "will_run",
-]
-
 
 class ShardedParameter:
     """One parameter as FSDP2 holds it.

@@ -25,8 +25,6 @@ from nnx_colossalai.device.device import Device
 from nnx_colossalai.errors import DeviceMemoryError
 from nnx_colossalai.plan.spec import Tier
 
-__all__ = ["LocalChunk"]
-
 
 @dataclass(slots=True, eq=False)
 class _Buffers:

@@ -21,9 +21,6 @@ from torch import Tensor, nn
 
 from nnx_colossalai.device.device import Device
 
-__all__ = ["Gradients", "Segment", "Slot", "is_chunkable", "segments_of", "view_like"]
-
-
 _BATCH = 1 << 20
 """Elements that wait to be converted together: Python between two kernels costs more than its own time."""
 

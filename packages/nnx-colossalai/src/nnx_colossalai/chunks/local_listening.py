@@ -23,8 +23,6 @@ from nnx_colossalai.chunks._torch_compat import Silenced, make_last
 from nnx_colossalai.chunks.local_chunk import LocalChunk
 from nnx_colossalai.chunks.local_gradients import Gradients, Slot
 
-__all__ = ["Listener"]
-
 _SMALL = 1 << 20
 """Elements up to which a gradient may wait at its working dtype for others; larger ones are worth a call."""
 

@@ -17,8 +17,6 @@ from nnx_core.errors import OptionError
 from nnx_fsdp.choices import called_by_choice
 from nnx_fsdp.units import DEFAULT_MIN_NUM_PARAMS, choose_units
 
-__all__ = ["FoundUnit", "find_units", "padded_numel", "waste"]
-
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _DIVISIBLE = (*_LISTS, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 """Classes of torch that call their children; others use the children's weights themselves."""

@@ -26,8 +26,6 @@ from typing_extensions import override
 from nnx_colossalai.device.device import Device, Direction, Ledger, Traffic, check_shapes, host_memory
 from nnx_colossalai.errors import DeviceMemoryError
 
-__all__ = ["SimDevice", "SimEvent"]
-
 _WAIT_LIMIT = 60.0
 """Seconds after which a wait counts as hung."""
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as base
 
-__all__ = ["has_hooks_that_see_the_result", "shadow_of", "without_guards"]
-
 
 def has_hooks_that_see_the_result(optimizer: Optimizer) -> bool:
     """Whether something runs after the step, or around every optimizer's step."""

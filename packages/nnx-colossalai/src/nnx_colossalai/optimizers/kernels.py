@@ -33,15 +33,6 @@ from torch.optim import (
 
 from nnx_core.errors import OptionError
 
-__all__ = [
-    "DeepSpeedAdam",
-    "groups_for_step",
-    "in_host_memory",
-    "needs_whole_tensors",
-    "steps_each_parameter",
-]
-
-
 _EACH_BY_ITSELF: tuple[type[Optimizer], ...] = (
     Adadelta,
     Adafactor,

@@ -14,18 +14,6 @@ from nnx_colossalai.plan.cost import Memory, Moment
 from nnx_colossalai.plan.spec import Hardware, ModelSpec, Tier
 from nnx_core.errors import OptionError, PlanError
 
-__all__ = [
-    "POLICIES",
-    "Wishes",
-    "allowed_tiers",
-    "in_words",
-    "no_room_on_device",
-    "no_room_on_host",
-    "not_lower",
-    "not_these_wishes",
-]
-
-
 POLICIES: Mapping[str, tuple[Tier, ...]] = {
     "auto": tuple(Tier),
     "cuda": (Tier.GATHERED, Tier.SHARDED),

@@ -16,8 +16,6 @@ from typing import Literal
 
 from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Placement, Tier
 
-__all__ = ["Footprint", "Memory", "MemoryModel", "Moment", "Phase", "footprint", "memory"]
-
 Phase = Literal["forward", "backward", "step"]
 
 _TIERS = tuple(Tier)

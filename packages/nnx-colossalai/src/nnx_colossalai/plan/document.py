@@ -26,8 +26,6 @@ from nnx_core.errors import PlanError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["PlanDocument", "draw_timeline", "plan_key", "plan_table", "size_text", "summary", "write_text"]
-
 
 _FORMAT = "nnx-colossalai plan"
 _VERSION = 1

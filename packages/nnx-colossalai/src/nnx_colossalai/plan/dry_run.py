@@ -24,8 +24,6 @@ from nnx_colossalai.plan.planner import Planned, plan
 from nnx_colossalai.plan.probe import Probe, doubtful_units, left_with_the_root, probe
 from nnx_colossalai.plan.spec import Hardware, ModelSpec
 
-__all__ = ["DryRun", "dry_run"]
-
 
 @dataclass(frozen=True, slots=True)
 class DryRun:

@@ -26,8 +26,6 @@ from nnx_colossalai.device.device import Device, HostDevice, host_memory
 from nnx_colossalai.plan.spec import Hardware
 from nnx_core.cache import cache_directory, read_json, write_json
 
-__all__ = ["Rates", "available_host_bytes", "hardware", "measure", "measured"]
-
 _FORMAT = 1
 _MIB = 2**20
 _LEAST_BYTES, _MOST_BYTES = _MIB // 4, 64 * _MIB

@@ -18,8 +18,6 @@ from nnx_colossalai.plan.probe import Probe
 from nnx_colossalai.plan.spec import Group, ModelSpec
 from nnx_core.errors import OptionError
 
-__all__ = ["OptimizerState", "Widths", "buffer_bytes", "model_spec", "optimizer_state", "widths"]
-
 _ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 _MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 _TRUE = {

@@ -26,20 +26,6 @@ from nnx_colossalai.plan.schedule import LANES, TimeModel
 from nnx_colossalai.plan.spec import Hardware, ModelSpec, Placement, Tier
 from nnx_core.errors import OptionError, PlanError
 
-__all__ = [
-    "Choice",
-    "Planned",
-    "candidates",
-    "downgrade",
-    "evaluate",
-    "meets_fractions",
-    "orders",
-    "plan",
-    "search",
-    "why_not_lower",
-]
-
-
 _TIERS = tuple(Tier)
 
 

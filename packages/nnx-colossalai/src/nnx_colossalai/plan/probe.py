@@ -27,16 +27,6 @@ from nnx_colossalai.plan._torch_compat import (
 from nnx_core.random_state import forked
 from nnx_fsdp.units import DEFAULT_MIN_NUM_PARAMS, choose_units
 
-__all__ = [
-    "Probe",
-    "doubtful_units",
-    "inputs_of",
-    "left_with_the_root",
-    "probe",
-    "restored",
-    "stand_in_weights",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Probe:

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from nnx_colossalai.plan.cost import MemoryModel
 from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Placement, Tier
 
-__all__ = ["LANES", "StepTime", "TimeModel", "Work", "step_time", "work"]
-
 _FORWARD = 1 / 3  # of the time of forward and backward together, which differentiates for weights and inputs
 _NOT_HIDDEN = (
     0.05  # of the work of host and copies: what computing loses to it in Python and memory bandwidth

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Group", "Hardware", "ModelSpec", "Placement", "Tier"]
-
 
 class Tier(str, Enum):
     """Where the weights of a chunk and what trains them lie, from most device memory to least.

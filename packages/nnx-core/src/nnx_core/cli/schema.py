@@ -11,8 +11,6 @@ from pathlib import Path
 from nnx_checkpoint.cli.output import print_error, print_table, print_text
 from nnx_core.errors import OptionError
 
-__all__ = ["documented", "run"]
-
 
 def documented() -> dict[str, Path]:
     """The schema of each command that prints JSON.

@@ -14,8 +14,6 @@ from nnx_checkpoint.foreign.torch_file import map_tree
 from nnx_checkpoint.naming import LazyStateDict, StoredName
 from nnx_checkpoint.views import Described, View
 
-__all__ = ["AVERAGE", "CURRENT", "STATE", "WeightsOnDisk"]
-
 CURRENT = "current_model_state"
 """Where `WeightAveraging` puts the weights being trained; ``state_dict`` then has the average."""
 STATE = "averaging_state"

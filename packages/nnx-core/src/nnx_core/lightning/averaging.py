@@ -40,8 +40,6 @@ from nnx_core.restore import fill_model
 from nnx_core.state import ModelState, describe_model
 from nnx_core.whole import as_stored
 
-__all__ = ["Averages"]
-
 _UPDATING = ("on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end", "on_validation_epoch_end")
 _PUBLISHING = ("on_validation_epoch_start", "on_train_end")
 """The hooks in which the callbacks read or write the module's parameters, and those in which they give the

@@ -45,17 +45,6 @@ from nnx_core.restore import fill_model
 from nnx_core.shares import of_process
 from nnx_core.state import ModelState
 
-__all__ = [
-    "as_state_dict",
-    "gather_full",
-    "load_lightning_checkpoint",
-    "module_state_dict",
-    "open_together",
-    "restore_model",
-    "restore_optimizers",
-    "save_lightning_checkpoint",
-]
-
 
 def module_state_dict(backend: Backend[Any], module: nn.Module) -> dict[str, Any]:
     """A module's state dict as handles on this rank's shards; tied names share one handle. Collective."""

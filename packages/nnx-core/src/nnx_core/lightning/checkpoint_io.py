@@ -37,16 +37,6 @@ from nnx_core.errors import CheckpointError
 from nnx_core.options import StateDictType, check_choice
 from nnx_core.state import OptimizerState
 
-__all__ = [
-    "CheckpointIO",
-    "exists",
-    "has_logical_names",
-    "innermost_checkpoint_io",
-    "load_single_file",
-    "refuse_storage_options",
-    "settle_together",
-]
-
 _instances: weakref.WeakSet[CheckpointIO] = weakref.WeakSet()
 
 

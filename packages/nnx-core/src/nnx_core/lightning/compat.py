@@ -17,21 +17,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "attached_trainer",
-    "average_of",
-    "averaging_callbacks",
-    "copies_only",
-    "instantiate_from_config",
-    "is_wrapping_checkpoint_io",
-    "make_launcher",
-    "make_optimizers",
-    "migrate_checkpoint",
-    "reset_seed",
-    "running_stage_loader",
-    "seed_data_workers",
-]
-
 
 def make_launcher(root: str, strategy: Any, *, start_method: str, num_processes: int, num_nodes: int) -> Any:
     """The object with which Lightning starts the other processes of a node.

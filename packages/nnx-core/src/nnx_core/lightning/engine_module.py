@@ -9,8 +9,6 @@ from torch import nn
 from nnx_core.backend import Backend
 from nnx_core.shares import SharedBatches
 
-__all__ = ["EngineModule", "unwrap_engine"]
-
 
 class EngineModule(nn.Module):
     """Runs the user's module through the engine.

@@ -28,11 +28,6 @@ from nnx_core.lightning.training_data import (
 )
 from nnx_core.shares import of_process
 
-__all__ = [
-    "ExactResume",
-]
-
-
 _NO_DATA: Mapping[str, Any] = {"loaders": (), "stateful": ()}
 """Fabric's checkpoints hold random state alone."""
 

@@ -27,8 +27,6 @@ from nnx_core.lightning.routing import (
 from nnx_core.lightning.sample import example_inputs
 from nnx_core.state import repoint_optimizer
 
-__all__ = ["FabricAdapter"]
-
 
 class _SyncControl:
     """Fabric's interface for skipping gradient synchronisation while accumulating."""

@@ -29,8 +29,6 @@ from nnx_core.random_state import RandomState
 from nnx_core.shares import of_process
 from nnx_core.state import parameter_names
 
-__all__ = ["StoredContent", "load_fabric_checkpoint", "rename_parameters", "save_fabric_checkpoint"]
-
 
 def save_fabric_checkpoint(
     strategy: Any,

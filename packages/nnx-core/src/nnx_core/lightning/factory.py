@@ -13,8 +13,6 @@ from nnx_core.lightning.namespaces import NAMESPACES, get_namespace
 from nnx_core.lightning.registration import make_strategy
 from nnx_core.registry import StrategyRegistry
 
-__all__ = ["default_namespace", "strategy"]
-
 
 def default_namespace() -> str:
     """The tree of Lightning that this process uses: the first that is imported, Trainer's before Fabric's."""

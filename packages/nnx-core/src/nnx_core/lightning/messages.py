@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["show_messages"]
-
 
 def show_messages() -> None:
     """Print the ``nnx`` loggers' INFO messages to stderr, unless the application configured logging."""

@@ -10,8 +10,6 @@ from typing import Any
 
 from nnx_core.errors import OptionError
 
-__all__ = ["NAMESPACES", "Namespace", "get_namespace", "strategy_class_of", "trainer_tree"]
-
 
 @dataclass(frozen=True, slots=True)
 class Namespace:

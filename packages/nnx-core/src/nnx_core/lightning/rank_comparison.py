@@ -21,8 +21,6 @@ from nnx_core.lightning.namespaces import trainer_tree
 from nnx_core.lightning.processes import ParallelProcesses
 from nnx_core.watch import Watch
 
-__all__ = ["RankComparison", "compare_ranks"]
-
 
 class _AsItIs(Backend[NoOptions]):
     """Describes a module that another program has laid out."""

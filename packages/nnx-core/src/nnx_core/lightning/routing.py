@@ -19,17 +19,6 @@ from torch.utils.hooks import RemovableHandle
 from nnx_core.backend import Backend
 from nnx_core.errors import UnsupportedError
 
-__all__ = [
-    "has_own_backward",
-    "publishes_gradients",
-    "refuse_plain_backward",
-    "route_clipping",
-    "route_optimizer_steps",
-    "route_precision",
-    "unroute_precision",
-    "unwrap_optimizer",
-]
-
 _OF_PLUGINS = ("backward", "clip_grad_by_norm", "clip_grad_by_value")
 """The methods of a precision plugin that are replaced on the object."""
 

@@ -7,8 +7,6 @@ from lightning.fabric.strategies.strategy import _Sharded
 
 from nnx_core.lightning.fabric import FabricAdapter
 
-__all__ = ["NnxStrategy"]
-
 
 class NnxStrategy(FabricAdapter, ParallelStrategy, _Sharded):  # type: ignore[misc]
     """A `Backend` as a strategy of ``lightning.fabric``'s Fabric; its arguments are `FabricAdapter`'s."""

@@ -7,8 +7,6 @@ from lightning_fabric.strategies.strategy import _Sharded
 
 from nnx_core.lightning.fabric import FabricAdapter
 
-__all__ = ["NnxStrategy"]
-
 
 class NnxStrategy(FabricAdapter, ParallelStrategy, _Sharded):  # type: ignore[misc]
     """A `Backend` as a strategy of ``lightning_fabric``'s Fabric; its arguments are `FabricAdapter`'s."""

@@ -6,8 +6,6 @@ from lightning.pytorch.strategies import ParallelStrategy
 
 from nnx_core.lightning.trainer import TrainerAdapter
 
-__all__ = ["NnxStrategy"]
-
 
 class NnxStrategy(TrainerAdapter, ParallelStrategy):  # type: ignore[misc]
     """A `Backend` as a strategy of ``lightning.pytorch``'s Trainer; its arguments are `TrainerAdapter`'s."""

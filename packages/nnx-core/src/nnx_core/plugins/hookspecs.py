@@ -6,8 +6,6 @@ import pluggy
 
 from nnx_core.spec import CheckpointFormatSpec, StrategySpec
 
-__all__ = ["PROJECT", "hookimpl", "hookspec", "nnx_checkpoint_formats", "nnx_strategies"]
-
 PROJECT = "nnx"
 
 hookspec = pluggy.HookspecMarker(PROJECT)

@@ -28,8 +28,6 @@ from nnx_core.plugins.guard import RefusedError, load, new_manager
 from nnx_core.plugins.records import Plugin
 from nnx_core.spec import Capabilities, StrategySpec
 
-__all__ = ["answer", "look", "looking_from_outside"]
-
 _SECONDS = 5.0
 _LONGEST_ANSWER = 1 << 20
 _AT_ONCE = 4

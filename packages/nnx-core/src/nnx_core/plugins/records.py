@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-__all__ = ["Plugin", "Problem"]
-
 
 @dataclass(frozen=True, slots=True)
 class Plugin:

@@ -18,8 +18,6 @@ from nnx_nnscaler.ir import Argument, Graph, Make, Op, TensorMeta, refs_in, text
 from nnx_nnscaler.placement import Placement, R
 from nnx_nnscaler.plan.program_plan import Conversion, ProgramPlan, Strategy, Use, conversion, uses_of
 
-__all__ = ["emit", "inputs_of"]
-
 _LARGE = 1024
 """Elements of a constant that is not compared with others."""
 

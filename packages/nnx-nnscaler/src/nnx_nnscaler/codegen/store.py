@@ -24,9 +24,6 @@ from typing import Any
 
 from nnx_core.errors import PlanError
 
-__all__ = ["Entry", "Program", "Store", "key_of", "load_program"]
-
-
 _FORMAT = 1
 _FILES = {"source": "forward.py", "plan": "plan.json", "graph": "graph.json"}
 

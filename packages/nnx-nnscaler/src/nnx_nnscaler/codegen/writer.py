@@ -17,22 +17,6 @@ from typing import Any
 from nnx_nnscaler.ir import Argument, Code, Dim, Make, Op, Ref, Size, TensorMeta, text_of
 from nnx_nnscaler.placement import Placement, R
 
-__all__ = [
-    "BoundRef",
-    "CUSTOM",
-    "FUNCTIONS",
-    "INFIX",
-    "METHODS",
-    "Names",
-    "OpWriter",
-    "PREFIX",
-    "Render",
-    "bound",
-    "part_of",
-    "spell",
-]
-
-
 _TAKEN = frozenset(
     {"rt", "m", "w", "c", "torch", "F", "checkpoint", "math", "inf", "nan", "forward", "layer", "i", "_"}
 )

@@ -142,7 +142,7 @@ class Hardware:
 
     Attributes:
         name: The name of it in plans.
-        origin: True if the figures were measured here or are published ones.
+        origin: Says whether the figures were measured here or are published ones.
         matmul: Floating-point operations in a second of a large matrix product, by dtype.
         bandwidth: Bytes that an elementwise operator reads and writes in a second.
         special: Elements in a second of an elementwise operator that is not memory-bound (gelu, exp, tanh).

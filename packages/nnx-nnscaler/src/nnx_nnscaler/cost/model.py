@@ -19,9 +19,6 @@ from nnx_nnscaler.placement import P, Placement, R
 from nnx_nnscaler.plan.program_plan import Strategy, Use, conversion
 from nnx_nnscaler.rules.rule import outputs_of
 
-__all__ = ["CostModel", "Extra", "NOTHING", "Price", "Prices", "Stored", "extra_work"]
-
-
 _VIEW = 0.4
 """What a view costs, in operators of next to nothing; and what a function of autograd adds to its work."""
 _FUNCTION = 1.5

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from nnx_nnscaler.ir import Op
 
-__all__ = ["ALIASES", "Local", "Saved", "Work", "base_name", "bytes_of", "saved_by", "work_of"]
-
 _WIDTH = {
     "float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "float16": 2,
     "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,

@@ -16,8 +16,6 @@ from nnx_nnscaler.placement import R
 from nnx_nnscaler.plan.evaluation import Assignment, Flow
 from nnx_nnscaler.plan.program_plan import Strategy, Use, uses_of
 
-__all__ = ["Choices", "Edge", "Node", "Problem", "Value", "fold"]
-
 
 @dataclass(frozen=True, slots=True)
 class Choices:

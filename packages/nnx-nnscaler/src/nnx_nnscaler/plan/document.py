@@ -22,9 +22,6 @@ from nnx_nnscaler.plan.evaluation import Assignment, Evaluation, evaluate, price
 from nnx_nnscaler.plan.planning import assignment_of, rules_for
 from nnx_nnscaler.plan.program_plan import ProgramPlan, plan_from_text, plan_to_text
 
-__all__ = ["Plan", "Row", "diff", "explain", "fingerprint", "table"]
-
-
 _FORMAT = "nnx-nnscaler plan"
 _VERSION = 1
 

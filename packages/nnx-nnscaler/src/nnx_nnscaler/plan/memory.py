@@ -14,8 +14,6 @@ from nnx_nnscaler.plan.evaluation import Assignment, Flow
 from nnx_nnscaler.plan.program_plan import Strategy, uses_of
 from nnx_nnscaler.rules.rule import outputs_of
 
-__all__ = ["peak_memory"]
-
 _Tensor = tuple[str, Placement]
 """A tensor in memory: the value whose storage it is, in a placement."""
 

@@ -15,8 +15,6 @@ from nnx_nnscaler.plan.context import Policy, StrategiesOf
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.plan.program_plan import ProgramPlan
 
-__all__ = ["MeshPlan", "MeshSearch", "plan_mesh"]
-
 _LARGEST_UNIT = 128
 
 

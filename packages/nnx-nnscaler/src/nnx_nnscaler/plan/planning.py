@@ -20,8 +20,6 @@ from nnx_nnscaler.plan.program_plan import Prediction, ProgramPlan, Strategy
 from nnx_nnscaler.plan.solver import Program
 from nnx_nnscaler.rules.rule import outputs_of, replicate
 
-__all__ = ["assignment_of", "plan_program", "rules_for"]
-
 _SURE = 1.04
 """A plan that splits only the batch is taken unless another is predicted to be faster by more than this.
 

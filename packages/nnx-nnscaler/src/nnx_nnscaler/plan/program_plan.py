@@ -9,18 +9,6 @@ from typing import Any, NamedTuple
 
 from nnx_nnscaler.placement import P, Placement, R
 
-__all__ = [
-    "Conversion",
-    "Prediction",
-    "ProgramPlan",
-    "Strategy",
-    "Use",
-    "conversion",
-    "plan_from_text",
-    "plan_to_text",
-    "uses_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Strategy:

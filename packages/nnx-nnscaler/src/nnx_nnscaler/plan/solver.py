@@ -19,8 +19,6 @@ from nnx_nnscaler.plan.classes import Edge, Problem
 from nnx_nnscaler.plan.evaluation import price_of_change
 from nnx_nnscaler.plan.program_plan import Strategy, Use
 
-__all__ = ["Program", "Solution"]
-
 _Pair = tuple[Stored, Use]
 
 

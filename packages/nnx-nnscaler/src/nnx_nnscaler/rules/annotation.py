@@ -28,9 +28,6 @@ from nnx_nnscaler.rules.registry import register_rule
 from nnx_nnscaler.rules.rule import Rule, Writer, argument_of, bound, operator_of, outputs_of, with_code
 from nnx_nnscaler.rules.trial import DRAWS, Trial, draw, runner
 
-__all__ = ["AnnotatedRule", "Annotation", "AnnotationError", "arguments_of", "register_op"]
-
-
 _TOKEN = re.compile(r"\s*(?:(->)|(\.\.\.|\*)|([A-Za-z_]\w*|\d+)|([(),?^+])|(\S))")
 _ANY = "*"
 _REMEDY = "Write operands and results like 'b k+, n k+ -> b n'; the docstring of register_op has the grammar."

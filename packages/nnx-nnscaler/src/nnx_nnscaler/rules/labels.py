@@ -14,22 +14,6 @@ from nnx_nnscaler.placement import P, Placement, R, S
 from nnx_nnscaler.plan.program_plan import Strategy
 from nnx_nnscaler.rules.rule import Call
 
-__all__ = [
-    "Labels",
-    "MOST_GROUPS",
-    "aligned",
-    "dim_labels",
-    "grouped_cuts",
-    "groups_at",
-    "input_values",
-    "is_floating",
-    "label_strategies",
-    "output_values",
-    "partial_strategy",
-    "spread_groups",
-]
-
-
 Labels = tuple[str | None, ...]
 """A label for each dim of a tensor."""
 

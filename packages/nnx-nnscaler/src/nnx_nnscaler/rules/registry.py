@@ -12,18 +12,6 @@ from nnx_nnscaler.rules.probe import discover
 from nnx_nnscaler.rules.rule import Rule, Writer, outputs_of, replicate
 from nnx_nnscaler.rules.table import TABLE
 
-__all__ = [
-    "Discovery",
-    "has_rule",
-    "register_discovery",
-    "register_rule",
-    "rule_for",
-    "strategies_of",
-    "unsupported_message",
-    "unsupported_operators",
-]
-
-
 Discovery = Callable[[Op, Graph, int], list[Strategy]]
 """Finds strategies of an operator without a rule, in which the operator itself is right on local tensors."""
 

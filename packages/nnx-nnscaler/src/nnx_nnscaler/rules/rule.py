@@ -14,20 +14,6 @@ from nnx_nnscaler.ir import Argument, Code, Dim, Graph, Op, Ref, TensorMeta, ref
 from nnx_nnscaler.placement import Placement, R
 from nnx_nnscaler.plan.program_plan import Strategy
 
-__all__ = [
-    "Call",
-    "Rule",
-    "Writer",
-    "argument_of",
-    "bound",
-    "operator_of",
-    "outputs_of",
-    "placement_of",
-    "replicate",
-    "targets",
-    "with_code",
-]
-
 
 class Writer(Protocol):
     """What a rule needs to write a call; `codegen` provides it.

@@ -18,8 +18,6 @@ from nnx_nnscaler.placement import Placement
 from nnx_nnscaler.plan.program_plan import Strategy
 from nnx_nnscaler.rules.rule import operator_of
 
-__all__ = ["DRAWS", "Run", "Trial", "draw", "runner"]
-
 Run = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 """An operator as a function of its tensor operands; every other argument is fixed."""
 

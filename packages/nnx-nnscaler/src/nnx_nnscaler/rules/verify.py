@@ -22,8 +22,6 @@ from nnx_nnscaler.rules.rule import Rule
 from nnx_nnscaler.runtime.communicator import Communicator, GroupCommunicator, run_as_ranks
 from nnx_nnscaler.runtime.runtime import Runtime
 
-__all__ = ["DRAWS", "check_strategy"]
-
 DRAWS = ("normal", "unit")
 """The kinds of made-up values: standard normal, and between 0 and 1 for what is only defined there."""
 

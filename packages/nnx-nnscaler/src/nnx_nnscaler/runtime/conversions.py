@@ -15,8 +15,6 @@ from torch import Tensor
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.runtime.communicator import Communicator
 
-__all__ = ["Conversions"]
-
 _Change = Callable[[Tensor], Tensor]
 
 

@@ -17,13 +17,6 @@ from torch.autograd.function import once_differentiable
 from nnx_nnscaler.runtime.communicator import Communicator
 from nnx_nnscaler.runtime.conversions import Conversions
 
-__all__ = [
-    "Functions",
-    "Losses",
-    "Normalization",
-]
-
-
 # --- normalization --------------------------------------------------------------------------------
 # Batch norm whose statistics span the unit, and what keeps running statistics equal on its ranks.
 

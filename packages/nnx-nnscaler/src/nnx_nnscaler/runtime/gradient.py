@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from nnx_nnscaler.runtime.reducer import Reducer
     from nnx_nnscaler.runtime.zero import RowPart
 
-__all__ = ["OfParts", "OfRows", "OfSynchronized"]
-
 
 class OfParts:
     """Of a parameter that the ranks of a unit store in parts: so are its gradients."""

@@ -18,8 +18,6 @@ from nnx_checkpoint.box import Box
 from nnx_checkpoint.shard import Shard
 from nnx_nnscaler.placement import Placement, R
 
-__all__ = ["ParameterLayout", "rows_of"]
-
 
 def rows_of(count: int, *, rank: int, size: int) -> tuple[int, int]:
     """Which of `count` rows one of `size` ranks stores: equal numbers in order, the last ones fewer or none.

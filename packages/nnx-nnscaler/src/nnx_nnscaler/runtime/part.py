@@ -25,8 +25,6 @@ from nnx_core.whole import Guard, Seen, Source, guarded_mode, local_mode
 from nnx_nnscaler.runtime.conversions import Conversions
 from nnx_nnscaler.runtime.layout import ParameterLayout
 
-__all__ = ["GradientParts", "LocalPart", "Part", "Summand", "UnitPart"]
-
 
 class UnitPart(Protocol):
     """Where a rank finds its part, within the unit, of one parameter. Used in local mode only."""

@@ -11,8 +11,6 @@ from torch import nn
 from nnx_nnscaler.runtime.communicator import Communicator
 from nnx_nnscaler.runtime.functions import Functions, Losses, Normalization
 
-__all__ = ["Runtime"]
-
 
 class Runtime(Functions, Losses, Normalization):
     """Everything that an emitted program calls besides torch.

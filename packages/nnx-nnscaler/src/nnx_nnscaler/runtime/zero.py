@@ -28,8 +28,6 @@ from nnx_nnscaler.runtime.layout import ParameterLayout
 if TYPE_CHECKING:
     from nnx_nnscaler.runtime.reducer import Reducer
 
-__all__ = ["RowBucket", "RowPart", "make_row_buckets"]
-
 
 class RowPart:
     """One parameter of which this rank stores rows: its place in the bucket, and its part within the unit.

@@ -20,8 +20,6 @@ from torch.utils import _pytree as pytree
 
 from nnx_nnscaler.trace.inputs import is_constant
 
-__all__ = ["fingerprint"]
-
 _DEPTH = 6
 # Classes whose attributes say what they do, while their code does not change within a version.
 _LIBRARIES = ("torch.nn.modules.", "transformers.")

@@ -27,9 +27,6 @@ from nnx_nnscaler.trace.guard import CommunicationError, hooks_of_the_user, runn
 from nnx_nnscaler.trace.inputs import BatchDims, Inputs, TraceError, flatten_inputs
 from nnx_nnscaler.trace.structure import Blame, Refusal, blame
 
-__all__ = ["can_run", "plain_parameters", "trace_forward"]
-
-
 _REMEDY = (
     "Move that code into a submodule of its own, which then stays whole, or write it without the dependence "
     "(torch.where instead of a branch); until then the whole forward runs on every rank of the unit."

@@ -25,18 +25,6 @@ from nnx_core.random_state import forked
 from nnx_nnscaler.trace.inputs import is_constant
 from nnx_nnscaler.trace.structure import Refusal
 
-__all__ = [
-    "CommunicationError",
-    "attributes_restored",
-    "caller_modes",
-    "collectives_refused",
-    "hooks_of_the_user",
-    "hooks_removed",
-    "is_collective",
-    "noticing",
-    "running",
-]
-
 # Bookkeeping of nn.Module, and a flag of transformers that goes with hooks which are not put back either.
 _SKIPPED = {
     "training",

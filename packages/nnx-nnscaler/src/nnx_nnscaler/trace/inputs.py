@@ -20,9 +20,6 @@ from torch.utils import _pytree as pytree
 
 from nnx_core.errors import UnsupportedError
 
-__all__ = ["BatchDims", "GraphFormatError", "Inputs", "Names", "TraceError", "flatten_inputs", "is_constant"]
-
-
 BatchDims = Literal["auto"] | None
 """``"auto"``: dim 0 of every tensor whose dim 0 is the most frequent one; None: every size is fixed."""
 

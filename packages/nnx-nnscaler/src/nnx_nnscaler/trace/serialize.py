@@ -18,8 +18,6 @@ from torch import Tensor
 from nnx_nnscaler.ir import Argument, Code, Graph, Input, Make, Op, Ref, Size, TensorMeta
 from nnx_nnscaler.trace.inputs import GraphFormatError
 
-__all__ = ["graph_from_json", "graph_to_json"]
-
 _VERSION = 1
 _REMEDY = "Remove the file, or set reuse='override', to trace again."
 _CODE = re.compile(r'rt\.device|torch\.[a-z]\w*|torch\.device\("[a-z]+(:\d+)?"\)')

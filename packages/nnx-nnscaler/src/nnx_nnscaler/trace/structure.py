@@ -23,9 +23,6 @@ from torch import Tensor, nn
 from nnx_nnscaler.ir import Make
 from nnx_nnscaler.trace.inputs import is_constant
 
-__all__ = ["Blame", "Refusal", "Slot", "blame", "map_slots", "put_together", "source_of", "take_apart"]
-
-
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 

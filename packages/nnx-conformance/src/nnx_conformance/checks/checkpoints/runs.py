@@ -22,18 +22,6 @@ from nnx_conformance.training import make_trainer, outcome_of
 from nnx_core.backend import Backend
 from nnx_core.registry import StrategyRegistry
 
-__all__ = [
-    "SAVED_AFTER",
-    "TASK",
-    "TOLERANCE",
-    "Record",
-    "Resumable",
-    "SaveAt",
-    "error_of",
-    "run",
-    "trainer_for",
-]
-
 SAVED_AFTER = 2
 """Steps after which the runs save, unless they say otherwise."""
 

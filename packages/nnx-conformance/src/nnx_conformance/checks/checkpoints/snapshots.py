@@ -19,15 +19,6 @@ from nnx_checkpoint.collective import all_gather_object, control_group
 from nnx_checkpoint.shard import Shard, shard_of
 from nnx_conformance.check import CheckFailed, expect, expect_equal_weights
 
-__all__ = [
-    "Snapshot",
-    "expect_exactly",
-    "expect_same_groups",
-    "expect_same_optimizers",
-    "expect_same_weights",
-    "take_snapshot",
-]
-
 
 @dataclass(frozen=True)
 class Snapshot:

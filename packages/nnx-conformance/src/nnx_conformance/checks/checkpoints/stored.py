@@ -11,8 +11,6 @@ from nnx_conformance.checks.checkpoints.runs import SAVED_AFTER, TASK, Record, r
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Task
 
-__all__ = ["open_saved", "path_in", "save", "saved_checkpoint"]
-
 
 def path_in(bench: Bench) -> str:
     """Where a check lets its strategy save."""

@@ -7,8 +7,6 @@ from typing import Any
 from nnx_conformance.check import Bench, expect_parity
 from nnx_conformance.task import Plain, Task
 
-__all__ = ["trains"]
-
 
 def trains(bench: Bench, model: type[Plain], *, like: type[Plain] | None = None, **changes: Any) -> None:
     """Every rank trains the model as one process does, or as one process trains another model.

@@ -13,8 +13,6 @@ from typing import Any
 
 from nnx_core.lightning.namespaces import NAMESPACES
 
-__all__ = ["FABRIC_ROOT", "base_of", "fabric_module", "is_from_lightning", "root_of"]
-
 
 def _fabric_root() -> str:
     """The copy that is imported already, or else installed; ``lightning`` where both are."""

@@ -7,8 +7,6 @@ from nnx_nnscaler.plan.program_plan import Strategy
 from nnx_nnscaler.rules.labels import Labels, aligned, dim_labels, label_strategies
 from nnx_nnscaler.rules.rule import Call, Rule, Writer, argument_of
 
-__all__ = ["RULES"]
-
 
 class _Attention(Rule):
     """Heads are independent, and so are samples; a rank can also take some queries and all keys.

@@ -15,8 +15,6 @@ from nnx_nnscaler.rules.labels import (
 )
 from nnx_nnscaler.rules.rule import Call, Rule, targets
 
-__all__ = ["RULES", "Elementwise"]
-
 _UNARY = (
     "abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min clip "
     "cos cosh deg2rad digamma elu erf erfc erfinv exp exp2 expm1 fill floor frac gelu hardshrink "

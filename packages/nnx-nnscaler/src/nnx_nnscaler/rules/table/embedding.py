@@ -8,8 +8,6 @@ from nnx_nnscaler.plan.program_plan import Strategy
 from nnx_nnscaler.rules.labels import dim_labels, label_strategies
 from nnx_nnscaler.rules.rule import Call, Rule, Writer, argument_of
 
-__all__ = ["RULES"]
-
 _VOCABULARY = "vocabulary"
 
 

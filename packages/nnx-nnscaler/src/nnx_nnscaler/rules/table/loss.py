@@ -8,8 +8,6 @@ from nnx_nnscaler.plan.program_plan import Strategy
 from nnx_nnscaler.rules.labels import Labels, aligned, dim_labels, is_floating, label_strategies
 from nnx_nnscaler.rules.rule import Call, Rule, Writer, argument_of, targets
 
-__all__ = ["RULES"]
-
 _NONE, _MEAN = 0, 1
 """How torch numbers reductions; 2 is a sum."""
 

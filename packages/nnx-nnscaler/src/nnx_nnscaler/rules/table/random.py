@@ -7,8 +7,6 @@ from nnx_nnscaler.plan.program_plan import Strategy
 from nnx_nnscaler.rules.labels import dim_labels, label_strategies, partial_strategy
 from nnx_nnscaler.rules.rule import Call, Rule, Writer, argument_of, targets
 
-__all__ = ["RULES"]
-
 
 class _Dropout(Rule):
     """Cut along any dim; linear for a given mask, which all ranks draw alike."""

@@ -10,8 +10,6 @@ from nnx_nnscaler.plan.program_plan import Strategy
 from nnx_nnscaler.rules.labels import Labels, aligned, dim_labels, label_strategies, partial_strategy
 from nnx_nnscaler.rules.rule import Call, Rule, Writer, placement_of, targets
 
-__all__ = ["RULES"]
-
 
 class _Reduce(Rule):
     """Takes dims away, or leaves 1 of them; the others can be cut."""

@@ -13,8 +13,6 @@ from nnx_nnscaler.plan.program_plan import Strategy
 from nnx_nnscaler.rules.labels import MOST_GROUPS, dim_labels, groups_at, partial_strategy
 from nnx_nnscaler.rules.rule import Call, Rule, Writer, argument_of, targets
 
-__all__ = ["RULES", "Reshape", "other_symbols", "size_at"]
-
 
 class _Side(NamedTuple):
     """One side of a reshape: a shape, and those of its dims that hold the same elements as the other's."""

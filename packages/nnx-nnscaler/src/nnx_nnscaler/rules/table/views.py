@@ -17,8 +17,6 @@ from nnx_nnscaler.rules.labels import (
 )
 from nnx_nnscaler.rules.rule import Call, Rule, Writer, argument_of
 
-__all__ = ["RULES"]
-
 
 class _View(Rule):
     """An operator whose operand's dims all reappear in its result, or stay whole."""
