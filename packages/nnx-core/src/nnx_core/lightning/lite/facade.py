@@ -1,4 +1,4 @@
-"""`Lite`: the class that users subclass. Its flags are read in `flags`; the rest is Fabric's and nnx's."""
+"""`Lite`: the class that users subclass. The rest is Fabric's and nnx's."""
 
 from __future__ import annotations
 
@@ -38,13 +38,17 @@ from nnx_core.lightning.lite.plugins import (
     is_precision,
     take_accelerator,
 )
-from nnx_core.lightning.lite.tree import FABRIC_ROOT, root_of
+from nnx_core.lightning.lite.tree import FABRIC_ROOT, fabric_module, root_of
 from nnx_core.lightning.processes import leave_process_group_at_exit
 from nnx_core.lightning.registration import make_strategy
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
     from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
+else:
+    Fabric = fabric_module().Fabric
+    _FabricModule = fabric_module("wrappers")._FabricModule
+    _FabricOptimizer = fabric_module("wrappers")._FabricOptimizer
 
 __all__ = [
     "FLAGS",
