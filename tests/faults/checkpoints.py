@@ -23,7 +23,7 @@ import nnx_checkpoint
 from faults import EVERYTHING, Fault
 from nnx_checkpoint.naming import RANKS
 from nnx_checkpoint.shard import shard_of
-from nnx_core.state import ModelState, OptimizerState
+from nnx_checkpoint.state import ModelState, OptimizerState
 from nnx_fsdp.backend import FSDPBackend
 from nnx_tiny.backend import TinyBackend
 

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nnx_checkpoint.restore import fill_optimizer_tensors
 from nnx_checkpoint.shard import Box, Shard, shard_of, shard_of_range
+from nnx_checkpoint.state import ModelState, OptimizerState
 from nnx_core.backend import Backend, NoOptions, Sample
 from nnx_core.gradients import Gradient
-from nnx_core.restore import fill_optimizer_tensors
-from nnx_core.state import ModelState, OptimizerState
 
 # --- a compiler's way ---------------------------------------------------------------------------
 

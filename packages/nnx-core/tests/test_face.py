@@ -38,7 +38,7 @@ def test_a_module_of_old_is_the_module_of_today(old: str, new: str) -> None:
 def test_what_the_core_offers_is_there_without_another_import() -> None:
     assert set(nnx_core.__all__) <= set(dir(nnx))
     assert nnx.strategy is nnx_core.strategy
-    assert nnx.checkpoint.save.__module__ == "nnx_checkpoint.writer"
+    assert nnx.checkpoint.save.__module__ == "nnx_checkpoint.loop"
     assert nnx.testing.StrategyConformance is not None
 
 

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from nnx_checkpoint.garbage import collect_garbage
     from nnx_checkpoint.index import TensorEntry
     from nnx_checkpoint.inflight import PendingSave
+    from nnx_checkpoint.loop import load, save
     from nnx_checkpoint.manifest import Manifest
     from nnx_checkpoint.reader import Checkpoint, NativeCheckpoint, open_native
     from nnx_checkpoint.source import is_checkpoint
     from nnx_checkpoint.verification import Damage, verify
-    from nnx_checkpoint.writer import save, save_async
+    from nnx_checkpoint.writer import save_async
 
 __all__ = [
     "Checkpoint",
@@ -44,6 +45,7 @@ __all__ = [
     "convert",
     "find_format",
     "is_checkpoint",
+    "load",
     "merge",
     "open_checkpoint",
     "open_native",
@@ -74,7 +76,8 @@ _HOME = {
     "merge": "conversion",
     "open_checkpoint": "formats",
     "open_native": "reader",
-    "save": "writer",
+    "load": "loop",
+    "save": "loop",
     "save_async": "writer",
     "verify": "verification",
 }

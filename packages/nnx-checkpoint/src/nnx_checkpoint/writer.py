@@ -472,7 +472,7 @@ def save_async(
 ) -> PendingSave:
     """Copy what is to be saved, and write the checkpoint in the background.
 
-    Takes the arguments of `nnx_checkpoint.save`. All of them may be changed as soon as this returns.
+    Takes the arguments of `save`, in this module. All of them may be changed as soon as this returns.
     A save that is still in flight is waited for first. The copy takes host memory as large as this
     rank's tensors, which is kept for the next save.
 

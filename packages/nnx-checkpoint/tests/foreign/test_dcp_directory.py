@@ -30,9 +30,9 @@ from nnx_checkpoint.foreign.dcp_directory import DcpDirectory
 from nnx_checkpoint.formats import get_format
 from nnx_checkpoint.naming import collect, stored_optimizer_states
 from nnx_checkpoint.shard import shard_of
+from nnx_checkpoint.state import describe_model, describe_optimizer
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import CheckpointError
-from nnx_core.state import describe_model, describe_optimizer
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool]
 DTYPES += [torch.uint16, torch.complex64, torch.float8_e4m3fn]

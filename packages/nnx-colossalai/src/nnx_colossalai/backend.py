@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from nnx_checkpoint.shard import Shard
+from nnx_checkpoint.state import ModelState, OptimizerState
 from nnx_colossalai.device import HostDevice, make_device
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.loss_scale import DynamicLossScaler, LossScaleRule
@@ -27,7 +28,6 @@ from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import UnsupportedError
 from nnx_core.gradients import Gradient
 from nnx_core.hidden_state import HiddenStates
-from nnx_core.state import ModelState, OptimizerState
 from nnx_core.whole_matrix import OwnerRanks
 
 __all__ = ["ColossalAIBackend"]

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from nnx_checkpoint.state import repoint_optimizer
 from nnx_colossalai.chunks.chunk import ChunkEngine
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.errors import DeviceMemoryError
@@ -28,7 +29,6 @@ from nnx_colossalai.plan.model import widths
 from nnx_core.backend import ParallelContext, Sample
 from nnx_core.hidden_state import held_state
 from nnx_core.layer_classes import as_classes
-from nnx_core.state import repoint_optimizer
 
 __all__ = ["ChunkedModel", "Recomputing", "move_states"]
 

@@ -32,6 +32,14 @@ from torch.optim import Optimizer
 
 from nnx_checkpoint.collective import broadcast_tensor, is_distributed
 from nnx_checkpoint.shard import Shard, shard_of
+from nnx_checkpoint.state import (
+    ModelState,
+    OptimizerState,
+    State,
+    describe_model,
+    describe_optimizer,
+    new_state_tensor,
+)
 from nnx_core.gradients import (
     Gradient,
     ParallelGradScaler,
@@ -39,14 +47,6 @@ from nnx_core.gradients import (
     clip_gradients_by_value,
     gradients_of,
     refuse_complex_clamp,
-)
-from nnx_core.state import (
-    ModelState,
-    OptimizerState,
-    State,
-    describe_model,
-    describe_optimizer,
-    new_state_tensor,
 )
 
 __all__ = ["Backend", "Call", "NoOptions", "ParallelContext", "Sample", "first_call"]
@@ -362,7 +362,7 @@ class Backend(ABC, Generic[OptionsT]):
             optimizer: The optimizer to restore.
             saved: By parameter name; tensors are complete, or `nnx_checkpoint.naming.StoredName` handles.
         """
-        from nnx_core.restore import fill_optimizer
+        from nnx_checkpoint.restore import fill_optimizer
 
         fill_optimizer(self, module, optimizer, saved)
 

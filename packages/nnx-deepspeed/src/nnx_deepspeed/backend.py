@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nnx_checkpoint.restore import fill_optimizer_tensors, restore_groups
 from nnx_checkpoint.shard import Shard, shard_of
+from nnx_checkpoint.state import ModelState, OptimizerState, parameter_names
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import UnsupportedError
 from nnx_core.forwarding import forward_as
 from nnx_core.gradients import Gradient
 from nnx_core.materialize import broadcast_module, materialize, move_to
-from nnx_core.restore import fill_optimizer_tensors, restore_groups
-from nnx_core.state import ModelState, OptimizerState, parameter_names
 from nnx_deepspeed._deepspeed_compat import join_world, put_back_globals
 from nnx_deepspeed._deepspeed_operators import prepare_operators
 from nnx_deepspeed.config import make_config

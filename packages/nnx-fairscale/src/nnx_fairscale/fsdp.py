@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nnx_checkpoint.collective import engine_group
 from nnx_checkpoint.shard import Shard, shard_of
+from nnx_checkpoint.state import ModelState, OptimizerState
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.elementwise import try_optimizer
 from nnx_core.errors import OptionError, UnsupportedError
@@ -30,7 +31,6 @@ from nnx_core.gradients import Gradient
 from nnx_core.hidden_state import HiddenState
 from nnx_core.layer_classes import as_classes
 from nnx_core.materialize import broadcast_module, lay_in_order, materialize, move_to, with_strides
-from nnx_core.state import ModelState, OptimizerState
 from nnx_core.used import CollectiveOrder
 from nnx_core.whole import local_mode
 from nnx_fairscale._fairscale_compat import HostShim, NullStream

@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 from nnx_checkpoint.collective import all_gather_object, control_group, is_distributed
 from nnx_checkpoint.naming import StoredName
+from nnx_checkpoint.restore import fill_optimizer_tensors, restore_groups
 from nnx_checkpoint.shard import Shard
+from nnx_checkpoint.state import OptimizerState, describe_optimizer, parameter_names
 from nnx_core.backend import Backend, Sample
 from nnx_core.errors import UnsupportedError
 from nnx_core.materialize import broadcast_module, lay_in_order, materialize, move_to, with_strides
-from nnx_core.restore import fill_optimizer_tensors, restore_groups
-from nnx_core.state import OptimizerState, describe_optimizer, parameter_names
 from nnx_fairscale.options import OSSOptions
 from nnx_fairscale.ownership import Ownership
 from nnx_fairscale.reducer import GradientReducer

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from nnx_checkpoint.state import ModelState, OptimizerState
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.forwarding import forward_as
@@ -34,7 +35,6 @@ from nnx_core.gradients import Gradient, refuse_sparse_layers
 from nnx_core.hidden_state import HiddenStates, StateParts
 from nnx_core.layer_classes import as_classes
 from nnx_core.materialize import broadcast_module, lay_in_order, materialize, move_to, with_strides
-from nnx_core.state import ModelState, OptimizerState
 from nnx_core.used import CollectiveOrder
 from nnx_core.whole_matrix import OwnerRanks
 from nnx_fsdp._torch_compat import (

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx_checkpoint.shard import Shard, shard_of
+from nnx_checkpoint.state import ModelState, OptimizerState
 from nnx_core import random_state
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.gradients import Gradient
 from nnx_core.hidden_state import HiddenStates
-from nnx_core.state import ModelState, OptimizerState
 from nnx_core.used import CollectiveOrder
 from nnx_core.whole import local_mode
 from nnx_core.whole_matrix import OwnerRanks

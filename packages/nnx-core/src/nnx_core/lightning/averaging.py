@@ -30,14 +30,14 @@ from nnx_checkpoint.collective import (
     is_distributed,
     together,
 )
+from nnx_checkpoint.restore import fill_model
 from nnx_checkpoint.shard import Shard
+from nnx_checkpoint.state import ModelState, describe_model
 from nnx_core.backend import Backend
 from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.averaged_weights import AVERAGE, CURRENT, STATE
 from nnx_core.lightning.checkpoint import as_state_dict, restore_model
 from nnx_core.lightning.compat import average_of, averaging_callbacks, copies_only
-from nnx_core.restore import fill_model
-from nnx_core.state import ModelState, describe_model
 from nnx_core.whole import as_stored
 
 _UPDATING = ("on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end", "on_validation_epoch_end")

@@ -27,7 +27,9 @@ from nnx_checkpoint.naming import (
     positional_optimizer_state,
     stored_optimizer_states,
 )
+from nnx_checkpoint.restore import fill_model
 from nnx_checkpoint.shard import Shard
+from nnx_checkpoint.state import ModelState
 from nnx_checkpoint.storage.locations import place_of
 from nnx_core.backend import Backend
 from nnx_core.errors import CheckpointError
@@ -41,9 +43,7 @@ from nnx_core.lightning.checkpoint_io import (
     settle_together,
 )
 from nnx_core.lightning.routing import unwrap_optimizer
-from nnx_core.restore import fill_model
 from nnx_core.shares import of_process
-from nnx_core.state import ModelState
 
 
 def module_state_dict(backend: Backend[Any], module: nn.Module) -> dict[str, Any]:

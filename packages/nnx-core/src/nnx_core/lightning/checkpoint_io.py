@@ -30,12 +30,12 @@ from nnx_checkpoint.naming import (
     positional_optimizer_state,
     stored_optimizer_states,
 )
+from nnx_checkpoint.state import OptimizerState
 from nnx_checkpoint.storage.locations import place_of
 from nnx_checkpoint.views import FABRIC_KEYS
 from nnx_checkpoint.writer import release
 from nnx_core.errors import CheckpointError
 from nnx_core.options import StateDictType, check_choice
-from nnx_core.state import OptimizerState
 
 _instances: weakref.WeakSet[CheckpointIO] = weakref.WeakSet()
 

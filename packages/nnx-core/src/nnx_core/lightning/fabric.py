@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nnx_checkpoint.state import repoint_optimizer
 from nnx_checkpoint.writer import poll
 from nnx_core.backend import Backend
 from nnx_core.errors import UnsupportedError
@@ -25,7 +26,6 @@ from nnx_core.lightning.routing import (
     unwrap_optimizer,
 )
 from nnx_core.lightning.sample import example_inputs
-from nnx_core.state import repoint_optimizer
 
 
 class _SyncControl:

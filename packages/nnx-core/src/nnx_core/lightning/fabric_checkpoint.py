@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from nnx_checkpoint.collective import control_group, together
 from nnx_checkpoint.naming import RANKS, LazyStateDict, StoredRanks, stored_optimizer_states
+from nnx_checkpoint.state import parameter_names
 from nnx_checkpoint.views import FABRIC_KEYS
 from nnx_core.errors import CheckpointError
 from nnx_core.lightning.checkpoint import (
@@ -27,7 +28,6 @@ from nnx_core.lightning.engine_module import unwrap_engine
 from nnx_core.lightning.routing import unwrap_optimizer
 from nnx_core.random_state import RandomState
 from nnx_core.shares import of_process
-from nnx_core.state import parameter_names
 
 
 def save_fabric_checkpoint(

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nnx_checkpoint.collective import all_arrive
 from nnx_checkpoint.inflight import settle_quietly, take_error
+from nnx_checkpoint.state import OptimizerState, repoint_optimizer
 from nnx_checkpoint.writer import poll
 from nnx_core.backend import Backend
 from nnx_core.errors import CheckpointError
@@ -46,7 +47,6 @@ from nnx_core.lightning.routing import (
 )
 from nnx_core.lightning.sample import TrainerSample
 from nnx_core.shares import of_process
-from nnx_core.state import OptimizerState, repoint_optimizer
 from nnx_core.used import before_reduction, end_run
 from nnx_core.whole import as_stored
 

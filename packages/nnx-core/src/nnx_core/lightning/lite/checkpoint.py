@@ -112,7 +112,7 @@ class OptimizerStateDict(dict[str, Any]):
     """An optimizer's state by parameter name, and which module the names are of.
 
     Args:
-        values: As `nnx_core.state.OptimizerState`.
+        values: As `nnx_checkpoint.state.OptimizerState`.
         owner: The module.
     """
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.naming import OptimizerState
 from nnx_checkpoint.shard import Shard
-from nnx_core.errors import CheckpointError
 
 __all__ = [
     "ModelState",

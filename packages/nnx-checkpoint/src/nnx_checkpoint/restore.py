@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.naming import LazyStateDict, StoredName
 from nnx_checkpoint.reader import Checkpoint
 from nnx_checkpoint.shard import Shard
-from nnx_core.errors import CheckpointError
-from nnx_core.state import ModelState, OptimizerState, parameter_names
+from nnx_checkpoint.state import ModelState, OptimizerState, parameter_names
 
 __all__ = ["fill_model", "fill_optimizer", "fill_optimizer_tensors", "restore_groups"]
 
