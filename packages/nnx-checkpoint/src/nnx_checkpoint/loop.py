@@ -58,8 +58,7 @@ def save(
     The previous checkpoint at this path stays loadable until the new one is complete and on disk.
 
     Args:
-        path: Directory of the checkpoint: new, empty, or a checkpoint to replace. A path, or a URL such
-            as ``s3://bucket/last.ckpt``.
+        path: A new or empty directory or URL, or a checkpoint to replace.
         tensors: Tensors, DTensors or shards by name, of any shapes.
         model: A module whose parameters, buffers and extra state are saved.
         optimizer: An optimizer, or several, of parameters of the model.
@@ -68,12 +67,11 @@ def save(
         rank_objects: A tree of this rank alone, such as its random state; it may hold small tensors.
         aliases: Tied names that share storage with a tensor stored under another name.
         state_dict_type: ``"deduped"`` stores each box once across the world; ``"sharded"`` stores every
-            rank's whole local state, so that each rank resumes from its own file.
-        provenance: Plain JSON that says where the checkpoint comes from. Nothing depends on it.
+            rank's whole local state.
+        provenance: Plain JSON that says where the checkpoint comes from.
         opaque: ``"pickle"`` stores objects that have no safe encoding; ``"error"`` refuses them.
         keep_previous: The number of earlier saves at this path to keep on disk.
-        collective: False writes from this process alone, which must hold every tensor whole; for
-            strategies that save from one rank.
+        collective: False writes from this process alone, which must hold every tensor whole.
         **values: Further objects by name, such as ``step=3``.
 
     Raises:
