@@ -160,6 +160,8 @@ def isolation(session: nox.Session) -> None:
         install(session, python, *(built[name] for name in [*SHARED, *ours]))
         expect_ours(session, installed(session, python), [*SHARED, *ours])
         conform(session, python, ask(session, python)[plugin][0])
+        if plugin == "nnx-fsdp":
+            outlive_another_nnx(session, python, built)
         came = sorted(installed(session, python) - shared)
         pip(session, python, "uninstall", "--yes", *came)
 
@@ -193,6 +195,33 @@ def save_without_lightning(session: nox.Session, python: str, wheel: str) -> Non
     shutil.rmtree(saved, ignore_errors=True)
     session.run(python, "-I", "-c", BARE_LOOP, saved, external=True)
     session.run(os.fspath(Path(python).with_name("nnx")), "ckpt", "verify", saved, external=True)
+
+
+def outlive_another_nnx(session: nox.Session, python: str, built: dict[str, str]) -> None:
+    """Install a package that is called nnx after ours and before ours, and remove it again."""
+    folder = Path(session.create_tmp()).resolve() / "another nnx"
+    (folder / "nnx").mkdir(parents=True, exist_ok=True)
+    (folder / "nnx" / "__init__.py").write_text("class Linear: pass\n")
+    (folder / "pyproject.toml").write_text('[project]\nname = "nnx"\nversion = "9.0"\n')
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", os.fspath(folder / "dist")]
+    with session.chdir(folder):
+        session.run(*command, external=True, silent=True)
+    (other,) = map(os.fspath, (folder / "dist").glob("*.whl"))
+    nnx = os.fspath(Path(python).with_name("nnx"))
+
+    def expect_all_to_work(*, is_whole: bool) -> None:
+        session.run(python, "-I", "-c", CHOOSE, "fsdp_auto", "fsdp_manual", external=True)
+        session.run(nnx, "list", external=True, silent=True)
+        session.run(nnx, "doctor", external=True, silent=True, success_codes=[0 if is_whole else 1])
+
+    for order in ([other], [other, built["nnx-core"]]):
+        for wheel in order:
+            pip(session, python, "install", "--no-deps", "--force-reinstall", wheel)
+        expect_all_to_work(is_whole=order[-1] != other)
+        pip(session, python, "uninstall", "--yes", "nnx")
+        expect_all_to_work(is_whole=False)
+        pip(session, python, "install", "--no-deps", "--force-reinstall", built["nnx-core"])
+        expect_all_to_work(is_whole=True)
 
 
 def run(session: nox.Session, *arguments: str, **variables: str) -> None:
