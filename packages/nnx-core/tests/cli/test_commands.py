@@ -220,7 +220,14 @@ def test_doctor_is_content_with_healthy_plugins(acme, nnx_command, monkeypatch):
     code, output, _ = nnx_command("doctor", "--json")
     content = json.loads(output)
     assert (code, content["ok"], content["findings"]) == (0, True, [])
-    assert set(content["versions"]) == {"python", "nnx-core", "torch", "lightning", "pytorch-lightning"}
+    assert set(content["versions"]) == {
+        "python",
+        "nnx-core",
+        "nnx-checkpoint",
+        "torch",
+        "lightning",
+        "pytorch-lightning",
+    }
     assert {plugin["name"]: plugin["status"] for plugin in content["plugins"]}["acme"] == "ok"
 
 

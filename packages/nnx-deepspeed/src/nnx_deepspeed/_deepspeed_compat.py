@@ -382,9 +382,9 @@ def take_assigned(parameters: Mapping[nn.Parameter, Tensor]) -> list[nn.Paramete
     """
     misfits = []
     for parameter, home in parameters.items():
-        if parameter.data_ptr() == home.data_ptr():  # of stages 1 and 2, nearly always
-            continue
         is_cut = hasattr(parameter, "ds_tensor")
+        if not is_cut and parameter.data_ptr() == home.data_ptr():
+            continue
         if is_cut and parameter.shape == getattr(parameter, "ds_shape", None):
             continue  # `take_persistent` looks at these
         start, place = own_range(parameter) if is_cut else (0, home)

@@ -188,9 +188,10 @@ class Agreement:
                 hook.remove()
 
     def _begin(self, backward: _Backward) -> None:
-        if self._nodes is None or self._cuts_each_parameter:
-            self._nodes = ends_of_backward(self._parameters)
-        self._exchange(backward, will_be_used(self._nodes))
+        nodes = self._nodes or ends_of_backward(self._parameters)
+        if not self._cuts_each_parameter:
+            self._nodes = nodes  # under stage 3 they would keep whole weights alive
+        self._exchange(backward, will_be_used(nodes))
 
     def _exchange(self, backward: _Backward, used: Sequence[bool]) -> None:
         """Exchange what each rank uses, and what has a gradient already; hold back what differs."""

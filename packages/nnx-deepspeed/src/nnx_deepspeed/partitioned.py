@@ -23,13 +23,12 @@ _TENSOR: Any = Tensor
 _SET_GRAD = _TENSOR.grad.__set__
 _local = torch._C.DisableTorchFunctionSubclass
 _INNER = (
-    *("deepspeed", "nnx", "nnx_deepspeed"),
+    *("deepspeed", "nnx_checkpoint", "nnx_core", "nnx_deepspeed"),
     *("torch.autograd", "torch.distributed", "torch.optim", "torch.utils"),
     *("lightning.pytorch.callbacks.weight_averaging", "lightning.pytorch.callbacks.stochastic_weight_avg"),
     *("pytorch_lightning.callbacks.weight_averaging", "pytorch_lightning.callbacks.stochastic_weight_avg"),
 )
 """Modules whose code means this rank's part: averages are averages of parts."""
-_OF_USERS = ("nnx_conformance",)
 
 
 class PartitionedParameter(nn.Parameter):
@@ -83,10 +82,7 @@ def assign_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
 
 @cache
 def _is_inner(module: str) -> bool:
-    def is_in(names: Sequence[str]) -> bool:
-        return any(module == name or module.startswith(f"{name}.") for name in names)
-
-    return is_in(_INNER) and not is_in(_OF_USERS)
+    return any(module == name or module.startswith(f"{name}.") for name in _INNER)
 
 
 @cache
