@@ -23,7 +23,7 @@ from nnx_checkpoint.state import ModelState, OptimizerState, parameter_names
 
 __all__ = ["fill_model", "fill_optimizer", "fill_optimizer_tensors", "restore_groups"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("nnx.checkpoint")
 
 
 def fill_model(module: nn.Module, state: ModelState, source: Mapping[str, Any], *, strict: bool) -> None:

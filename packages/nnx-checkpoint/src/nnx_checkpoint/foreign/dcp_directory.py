@@ -329,7 +329,7 @@ def _place(metadata: Metadata, name: str, box: Box | None, file: str, start: int
 # --- the format ``dcp`` ---------------------------------------------------------------------------
 
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("nnx.checkpoint")
 
 _SUFFIX = ".distcp"
 _PAUSE = 10.0

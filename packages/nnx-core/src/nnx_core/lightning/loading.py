@@ -329,7 +329,7 @@ def _unbuildable(cls: Any, source: str, why: str) -> CheckpointError:
 # fills.
 
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("nnx.lightning")
 
 T = TypeVar("T")
 MapLocation = str | int | torch.device | Mapping[str, str] | Callable[..., Any] | None
