@@ -367,3 +367,21 @@ def test_verify_reports_its_progress(small: Path) -> None:
     nnx_checkpoint.verify(small, progress=lambda done, total: calls.append((done, total)))
     assert calls[-1][0] == calls[-1][1] > 0
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+
+
+@pytest.mark.parametrize("length", [3, 8])
+def test_checksums_that_are_not_as_many_as_the_blocks_are_damage(small: Path, length: int) -> None:
+    """Signed anew: whoever forges a checkpoint can do that."""
+    manifest = manifest_module.decode_manifest((small / "manifest.json").read_bytes(), source="x")
+    sums = small / manifest.save_id / "r00000.sums"
+    raw = sums.read_bytes() + bytes(length)
+    sums.write_bytes(raw)
+    entry = manifest_module.FileEntry(len(raw), manifest_module.digest(raw), len(raw))
+    forged = manifest_module.encode_manifest(
+        replace(manifest, files={**manifest.files, "r00000.sums": entry})
+    )
+    for place in (small, small / manifest.save_id):
+        (place / "manifest.json").write_bytes(forged)
+    assert any("checksums are not as many as its" in found.problem for found in nnx_checkpoint.verify(small))
+    with pytest.raises(CheckpointError, match="bytes, expected"):
+        load_everything(small)

@@ -164,10 +164,10 @@ class _Verification:
         self, name: str, count: int, pieces: Sequence[tuple[Piece, TensorEntry]], raw: bytes
     ) -> None:
         size = self.source.manifest.block
-        sums = struct.unpack(f"<{len(raw) // 8}Q", raw)
         if len(raw) != 8 * count:
-            self._report(name, 0, 0, f"its {len(raw) // 8} checksums are not as many as its blocks.")
+            self._report(name, 0, 0, f"its {len(raw) / 8:g} checksums are not as many as its {count} blocks.")
             return
+        sums = struct.unpack(f"<{count}Q", raw)
         entry = self.source.manifest.files[name]
         blocks = (
             (tensor.name, min(size, piece.nbytes - start))
