@@ -22,6 +22,7 @@ import nnx_checkpoint
 from nnx_checkpoint.box import Box, find_fault
 from nnx_checkpoint.cli.output import printable
 from nnx_checkpoint.comparison import compare
+from nnx_checkpoint.foreign.contents import Contents, unpack
 from nnx_checkpoint.manifest import MANIFEST, _sign, digest
 from nnx_checkpoint.shard import shard_of
 from nnx_core.errors import CheckpointError
@@ -137,7 +138,7 @@ def test_what_nnx_left_beside_a_safetensors_file_is_checked(tmp_path: Path, part
     nnx_checkpoint.convert(save(tmp_path / "a.ckpt"), tmp_path / "st", to="safetensors")
     (left,) = (tmp_path / "st").glob("*state.json")
     left.write_text(json.dumps({**json.loads(left.read_text()), part: value}))
-    with pytest.raises(CheckpointError, match="malformed data of nnx"):
+    with pytest.raises(CheckpointError, match="no name of a tensor"):
         nnx_checkpoint.open_checkpoint(tmp_path / "st")
 
 
@@ -398,3 +399,16 @@ def test_nothing_that_steers_a_terminal_is_printed(text: str) -> None:
     assert shown.replace("\n", "").isprintable()
     assert shown.startswith("before ")
     assert shown.endswith("\nafter")
+
+
+def test_a_tensor_whose_name_is_a_list_is_refused() -> None:
+    body = {
+        "version": 1,
+        "objects": {"a": {"$": "tensor", "name": []}},
+        "ranks": {},
+        "aliases": {},
+        "world_size": 1,
+    }
+    contents = Contents(Path("x"), "dcp")
+    with pytest.raises(CheckpointError, match="no name of a tensor"):
+        unpack(json.dumps({**body, "provenance": {}}), contents, lambda name: name, source="x")
