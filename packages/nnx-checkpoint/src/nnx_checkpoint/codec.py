@@ -245,7 +245,7 @@ def decode(
         if tag is None:
             return {key: visit(part) for key, part in item.items()}
         if tag == "tensor":
-            return tensor(item["name"])
+            return tensor(_name(item["name"]))
         if tag == "opaque":
             return opaque(item["place"])
         if tag in _CONTAINERS:
@@ -260,6 +260,12 @@ def decode(
             remedy="It was written by another program or a newer nnx; upgrade, or resume from another "
             "checkpoint.",
         ) from error
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:50]!r} is no name of a tensor")
+    return value
 
 
 def _attribute_dict(items: list[Any], _: Any) -> dict[Any, Any]:

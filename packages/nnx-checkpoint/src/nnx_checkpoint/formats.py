@@ -138,14 +138,25 @@ _BUILT_IN = (
 )
 
 
-def _from_outside() -> dict[str, CheckpointFormatSpec]:
-    """What the entry points give; one that fails must not keep others from being found."""
-    found: dict[str, CheckpointFormatSpec] = {}
+@cache
+def _providers() -> list[Callable[[], Mapping[str, CheckpointFormatSpec]]]:
+    """The functions behind the entry points; one that fails must not keep others from being found."""
+    found = []
     for entry in entry_points(group=GROUP):
         try:
-            found = {**entry.load()(), **found}
+            found.append(entry.load())
         except Exception as error:
             log.warning("The checkpoint formats of %r are left out: %s", entry.name, error)
+    return found
+
+
+def _from_outside() -> dict[str, CheckpointFormatSpec]:
+    found: dict[str, CheckpointFormatSpec] = {}
+    for provide in _providers():
+        try:
+            found = {**provide(), **found}
+        except Exception as error:
+            log.warning("The checkpoint formats of %r are left out: %s", provide.__module__, error)
     return found
 
 

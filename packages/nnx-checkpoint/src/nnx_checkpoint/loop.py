@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -23,18 +24,10 @@ from nnx_checkpoint.formats import open_checkpoint
 from nnx_checkpoint.naming import LazyStateDict, OptimizerState, Saved, collect, stored_optimizer_states
 from nnx_checkpoint.restore import fill_model, fill_optimizer
 from nnx_checkpoint.shard import Shard, shard_of
-from nnx_checkpoint.state import describe_model, describe_optimizer, new_state_tensor
+from nnx_checkpoint.state import as_state_dict, describe_model, describe_optimizer, new_state_tensor
 from nnx_checkpoint.storage import Location
 
-_OPTIONS = (
-    "state_dict_type",
-    "provenance",
-    "opaque",
-    "keep_previous",
-    "collective",
-    "rank_objects",
-    "aliases",
-)
+_OPTIONS = signature(writer.save).parameters.keys() - {"path", "tensors", "objects"}
 
 
 def save(
@@ -158,11 +151,9 @@ def _gathered(model: nn.Module | None, optimizers: Sequence[Optimizer], objects:
     if model is None and not optimizers:
         return Saved(objects=objects)  # type: ignore[arg-type] # of the user's own class
     owner = _owner(model)
-    described = describe_model(owner, _shard_of)
+    described = as_state_dict(describe_model(owner, _shard_of))
     states = [describe_optimizer(owner, each, _shard_of) for each in optimizers]
-    saved = collect({**described.tensors, **described.extra}, states if optimizers else None, objects)
-    saved.aliases |= {f"model.{name}": f"model.{other}" for name, other in described.aliases.items()}
-    return saved
+    return collect(described, states if optimizers else None, objects)
 
 
 def _owner(model: nn.Module | None) -> nn.Module:

@@ -84,6 +84,12 @@ def describe_model(module: nn.Module, shard_of: ShardOf) -> ModelState:
     return state
 
 
+def as_state_dict(state: ModelState) -> dict[str, Any]:
+    """A described module in the form of a ``state_dict``, handles in place of tensors."""
+    tied = {alias: state.tensors[name] for alias, name in state.aliases.items()}
+    return {**state.tensors, **tied, **state.extra}
+
+
 def _state_dict(module: nn.Module) -> dict[str, Any]:
     """The module's own parameters and buffers; a `state_dict` that copies them finds no gradients to copy."""
     if type(module).state_dict is nn.Module.state_dict:

@@ -1,4 +1,4 @@
-"""The command ``nnx conformance``, as the command line sees it; `cli` runs it."""
+"""The command ``nnx conformance``: its arguments, the run, and what is printed of it."""
 
 from __future__ import annotations
 

@@ -45,6 +45,10 @@ __all__ = [
 ]
 
 
+START_TIMEOUT = 120.0
+"""Seconds that a worker may take to start and import torch, on a machine busy with other things."""
+
+
 # --- processes to fork from -----------------------------------------------------------------------
 # A process that has imported what workers need, and forks them.
 #
@@ -53,8 +57,6 @@ __all__ = [
 # only a parent can tell. What workers do is not its business, and it never runs a job.
 
 
-START_TIMEOUT = 120.0
-"""Seconds that a template may take to import, on a machine busy with other things."""
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
 LOST = -signal.SIGKILL
 """The exit code of a worker whose template died: nobody can tell, and it kills itself."""
@@ -260,8 +262,6 @@ def _exit_code(pid: int, wait: bool) -> int | None:
 # --- the pool -------------------------------------------------------------------------------------
 
 
-START_TIMEOUT = 120.0
-"""Seconds that a worker may take to start and import torch, on a machine busy with other things."""
 PRELOAD = ("torch.distributed", "lightning.pytorch")
 """What jobs on strategies have in common."""
 TEMPLATES = 2

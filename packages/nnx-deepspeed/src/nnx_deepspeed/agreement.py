@@ -190,7 +190,7 @@ class Agreement:
     def _begin(self, backward: _Backward) -> None:
         nodes = self._nodes or ends_of_backward(self._parameters)
         if not self._cuts_each_parameter:
-            self._nodes = nodes  # under stage 3 they would keep whole weights alive
+            self._nodes = nodes  # stage 3 changes shapes, and a node keeps the one that it was made for
         self._exchange(backward, will_be_used(nodes))
 
     def _exchange(self, backward: _Backward, used: Sequence[bool]) -> None:

@@ -2,7 +2,7 @@
 
 Checked against torch 2.11 and 2.13. FSDP2 has no public inverse of ``fully_shard``; without one a
 module could not be deep-copied, trained a second time or handed back under its own class. Nor has it a
-public way to begin and end what hangs on the root's forward where that is not called (see `steps`).
+public way to begin and end what hangs on the root's forward where that is not called (see `backend`).
 """
 
 from __future__ import annotations

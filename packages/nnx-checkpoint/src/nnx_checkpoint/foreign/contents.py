@@ -424,13 +424,7 @@ def unpack(text: str, contents: Contents, tensor: Callable[[str], Any], *, sourc
     Raises:
         CheckpointError: It is malformed or newer.
     """
-
-    def of_name(name: Any) -> Any:
-        if not isinstance(name, str):
-            raise TypeError(f"{str(name)[:50]!r} is no name of a tensor")
-        return tensor(name)
-
-    decoded = partial(decode, tensor=of_name, opaque=_no_opaque, source=source)
+    decoded = partial(decode, tensor=tensor, opaque=_no_opaque, source=source)
     try:
         body = load_json(text.encode())
         version = body["version"]

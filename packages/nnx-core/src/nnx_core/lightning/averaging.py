@@ -32,11 +32,11 @@ from nnx_checkpoint.collective import (
 )
 from nnx_checkpoint.restore import fill_model
 from nnx_checkpoint.shard import Shard
-from nnx_checkpoint.state import ModelState, describe_model
+from nnx_checkpoint.state import ModelState, as_state_dict, describe_model
 from nnx_core.backend import Backend
 from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.averaged_weights import AVERAGE, CURRENT, STATE
-from nnx_core.lightning.checkpoint import as_state_dict, restore_model
+from nnx_core.lightning.checkpoint import restore_model
 from nnx_core.lightning.compat import average_of, averaging_callbacks, copies_only
 from nnx_core.whole import as_stored
 

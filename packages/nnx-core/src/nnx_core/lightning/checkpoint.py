@@ -29,7 +29,7 @@ from nnx_checkpoint.naming import (
 )
 from nnx_checkpoint.restore import fill_model
 from nnx_checkpoint.shard import Shard
-from nnx_checkpoint.state import ModelState
+from nnx_checkpoint.state import as_state_dict
 from nnx_checkpoint.storage.locations import place_of
 from nnx_core.backend import Backend
 from nnx_core.errors import CheckpointError
@@ -50,12 +50,6 @@ def module_state_dict(backend: Backend[Any], module: nn.Module) -> dict[str, Any
     """A module's state dict as handles on this rank's shards; tied names share one handle. Collective."""
     backend.sync_buffers(module)
     return as_state_dict(backend.model_state(module))
-
-
-def as_state_dict(state: ModelState) -> dict[str, Any]:
-    """A described module in the form of a ``state_dict``, handles in place of tensors."""
-    tied = {alias: state.tensors[name] for alias, name in state.aliases.items()}
-    return {**state.tensors, **tied, **state.extra}
 
 
 def save_lightning_checkpoint(

@@ -83,7 +83,6 @@ def fit_in_other_copy(subject: Subject, task: Task) -> list[float]:
 # --- repetition -----------------------------------------------------------------------------------
 
 
-TASK = Task()
 TOLERATED = TOLERANCE[TASK.dtype]
 
 

@@ -75,9 +75,6 @@ def _averaged_by(subject: Subject, which: str) -> Outcome:
 # --- finetuning -----------------------------------------------------------------------------------
 
 
-_TOLERANCE = TOLERANCE["float32"]
-
-
 @check("freezing_while_training")
 def freezing_by_name(bench: Bench) -> None:
     """Parameters that a callback freezes by name after an epoch keep their values from then on."""

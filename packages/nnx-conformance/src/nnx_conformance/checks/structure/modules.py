@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from nnx_conformance import structure_jobs as building
 from nnx_conformance import structure_jobs as jobs
 from nnx_conformance import structure_models as models
-from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_equal_losses, expect_same_run
-from nnx_conformance.checks.structure.training import trains
+from nnx_conformance.check import (
+    TOLERANCE,
+    Bench,
+    check,
+    expect,
+    expect_equal_losses,
+    expect_parity,
+    expect_same_run,
+)
 from nnx_conformance.task import Outcome, Plain, Task
 
 __all__ = []
+
+
+def trains(bench: Bench, model: type[Plain], *, like: type[Plain] | None = None, **changes: Any) -> None:
+    """Every rank trains the model as one process does, or as one process trains another model.
+
+    Args:
+        bench: The bench of the check.
+        model: The model to train.
+        like: The model that gives the same numbers in one process; by default it is the same one.
+        **changes: To the task.
+    """
+    expect_parity(bench, Task(model=model, **changes), like=Task(model=like or model, **changes))
 
 
 # --- parameters -----------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 
 from nnx_checkpoint.collective import control_group, together
 from nnx_checkpoint.naming import LazyStateDict, StoredName, numbered_optimizer_state, numbers_parameters
+from nnx_checkpoint.state import as_state_dict
 from nnx_core.catalog import historical
 from nnx_core.errors import OptionError, UnsupportedError
-from nnx_core.lightning.checkpoint import as_state_dict, restore_model, restore_optimizers
+from nnx_core.lightning.checkpoint import restore_model, restore_optimizers
 from nnx_core.lightning.fabric import FabricAdapter
 from nnx_core.lightning.fabric_checkpoint import load_fabric_checkpoint
 from nnx_core.lightning.lite.checkpoint import (
