@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
-STEPS = 6
+STEPS = 4
 
 
 def train_gpt(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -201,8 +201,13 @@ def _stored(name: str, raw: bytes) -> Iterator[bytes]:
         records = {entry.partition("/")[2]: archive.read(entry) for entry in archive.namelist()}
     order = records.get("byteorder", b"little")
     for node in _nodes(load_pickle(records["data.pkl"]), set()):
-        if isinstance(node, Made) and node.symbol[1] in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            yield from _tensor(node, records, order)
+        if not isinstance(node, Made):
+            continue
+        kind, arguments = node.symbol[1], node.args
+        if kind == "_rebuild_from_type_v2" and len(arguments) == 4:  # a function and its arguments
+            kind, arguments = getattr(arguments[0], "symbol", ("", ""))[1], arguments[2]
+        if kind in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+            yield from _tensor(kind, arguments, records, order)
 
 
 def _nodes(tree: Any, seen: set[int]) -> Iterator[Any]:
@@ -221,14 +226,14 @@ def _nodes(tree: Any, seen: set[int]) -> Iterator[Any]:
             pending += node
 
 
-def _tensor(node: Made, records: Mapping[str, bytes], order: bytes) -> Iterator[bytes]:
+def _tensor(kind: str, arguments: Any, records: Mapping[str, bytes], order: bytes) -> Iterator[bytes]:
     try:
-        storage, offset, shape, stride = node.args[:4]
+        storage, offset, shape, stride = arguments[:4]
         assert isinstance(storage, Stored)
-        _, kind, key, *_ = storage.pid
-        width = _STORAGES[kind.symbol[1]]
-        if node.symbol[1] == "_rebuild_tensor_v3":
-            width = getattr(torch, node.args[6].symbol[1]).itemsize
+        _, of, key, *_ = storage.pid
+        width = _STORAGES[of.symbol[1]]
+        if kind == "_rebuild_tensor_v3":
+            width = getattr(torch, arguments[6].symbol[1]).itemsize
         data = np.frombuffer(records[f"data/{key}"], np.dtype(f"V{width}"))[offset:]
         last = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
         if 0 in shape or last >= len(data) or math.prod(shape) > 1 << 20:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from lightning.pytorch import LightningModule
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import nnx_checkpoint
@@ -24,7 +25,9 @@ from nnx_checkpoint.cli.output import printable
 from nnx_checkpoint.comparison import compare
 from nnx_checkpoint.foreign.contents import Contents, unpack
 from nnx_checkpoint.manifest import MANIFEST, _sign, digest
+from nnx_checkpoint.naming import FABRIC_KEYS
 from nnx_checkpoint.shard import shard_of
+from nnx_core import load_from_checkpoint
 from nnx_core.errors import CheckpointError
 
 _SIGNED = len(b'{\n "digest": "') + 32
@@ -412,3 +415,25 @@ def test_a_tensor_whose_name_is_a_list_is_refused() -> None:
     contents = Contents(Path("x"), "dcp")
     with pytest.raises(CheckpointError, match="no name of a tensor"):
         unpack(json.dumps({**body, "provenance": {}}), contents, lambda name: name, source="x")
+
+
+_OTHER_THAN_SAVED: list[Any] = [5, [1], "x", None, torch.ones(2)]
+_OTHER_THAN_SAVED += [{FABRIC_KEYS: 5}, {FABRIC_KEYS: {"modules": 1}}]
+
+
+@pytest.mark.parametrize("name", ["trainer", "extra", "optim"])
+@pytest.mark.parametrize("value", _OTHER_THAN_SAVED, ids=range(len(_OTHER_THAN_SAVED)))
+def test_what_others_saved_under_the_names_of_nnx_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+    objects = {"trainer": {}, "extra": {}, "optim": [], name: value}
+    path = tmp_path / "a.ckpt"
+    nnx_checkpoint.save(path, {"model.w": torch.ones(3)}, objects=objects)
+    model, optimizer = torch.nn.Linear(1, 1), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    uses = (
+        lambda: nnx_checkpoint.merge(path, tmp_path / "merged.ckpt"),
+        lambda: nnx_checkpoint.convert(path, tmp_path / "converted", to="dcp"),
+        lambda: nnx_checkpoint.load(path, model=model, optimizer=optimizer),
+        lambda: load_from_checkpoint(LightningModule, path),
+    )
+    for use in uses if (name, value) != ("optim", None) else uses[2:]:
+        with pytest.raises(CheckpointError):
+            use()

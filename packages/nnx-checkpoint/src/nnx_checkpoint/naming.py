@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from nnx_checkpoint.shard import Shard, shard_of
 
 RANKS = "nnx_ranks"
 """Key of Lightning's dict for what each rank has for itself: a sequence with one tree for each rank."""
+FABRIC_KEYS = "nnx-fabric-keys"
+"""Where a checkpoint that Fabric saved says under which keys the user has modules and optimizers."""
 
 
 class OptimizerState(TypedDict):
@@ -174,7 +176,7 @@ class LazyStateDict(MutableMapping[str, Any]):
             for name in (*stored.tensors, *stored.aliases)
             if name.startswith(logical)
         }
-        extra = stored.objects.get("extra", {})
+        extra = stored_objects(stored, "extra")
         self._values: dict[str, Any] = {
             name.removeprefix(prefix): value for name, value in extra.items() if name.startswith(prefix)
         }
@@ -291,12 +293,42 @@ class StoredRanks(Sequence[Any]):
         return self.stored.rank_objects(rank)
 
 
+def stored_objects(stored: Checkpoint, name: Literal["trainer", "extra"]) -> dict[str, Any]:
+    """What the common objects hold under one of the names above; an empty dict if there is no such name.
+
+    Args:
+        stored: The open checkpoint.
+        name: The name.
+
+    Raises:
+        CheckpointError: It is no dict, so that something else was saved under this name.
+    """
+    objects = stored.objects
+    found = objects.get(name, {}) if isinstance(objects, dict) else objects
+    if isinstance(found, dict) and _are_keys(found.get(FABRIC_KEYS)):
+        return found
+    raise CheckpointError(
+        f"{name!r} in the objects of '{stored.path}' is not what nnx saves of a model or a Trainer.",
+        remedy="Look at it with `nnx_checkpoint.open_checkpoint`, or use another checkpoint.",
+    )
+
+
+def _are_keys(keys: Any) -> bool:
+    """Whether this is what a Fabric's checkpoint says about its user's keys, or nothing."""
+    if keys is None:
+        return True
+    if not isinstance(keys, dict) or not isinstance(keys.get("prefixes", {}), dict):
+        return False
+    lists = (keys.get("modules"), keys.get("optimizers"), [*keys.get("prefixes", {}).values()])
+    return all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in lists)
+
+
 def stored_optimizer_states(stored: Checkpoint) -> list[OptimizerState] | None:
     """The optimizers of a checkpoint, their tensors as `StoredName`; None if none were saved.
 
     Where the program that wrote it numbers parameters, the state does so too, as torch's own.
     """
-    described = stored.objects.get("optim")
+    described = stored.objects.get("optim") if isinstance(stored.objects, dict) else None
     if described is None:
         return None
     try:

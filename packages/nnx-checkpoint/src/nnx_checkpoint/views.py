@@ -10,11 +10,9 @@ from typing_extensions import override
 
 from nnx_checkpoint.foreign.torch_file import map_tree
 from nnx_checkpoint.index import TensorEntry
-from nnx_checkpoint.naming import StoredName
+from nnx_checkpoint.naming import FABRIC_KEYS, StoredName, stored_objects
 from nnx_checkpoint.reader import Checkpoint, Wanted
 
-FABRIC_KEYS = "nnx-fabric-keys"
-"""Where a checkpoint that Fabric saved says under which keys the user has modules and optimizers."""
 _TRAINING = ("callbacks", "lr_schedulers", "current_model_state", "averaging_state")
 """What Lightning leaves out of a checkpoint with ``save_weights_only=True``, besides the optimizers; the last
 two are of its averaging callbacks."""
@@ -93,9 +91,10 @@ class WeightsOnly(View):
     def tree(self, rank: int | None, tensor: Callable[[str], Any]) -> Any:
         if rank is not None:
             return None
-        objects = Described(self.inner).objects
-        trainer = {key: value for key, value in objects.get("trainer", {}).items() if key not in _TRAINING}
+        described = Described(self.inner)
+        trainer = stored_objects(described, "trainer")
+        trainer = {key: value for key, value in trainer.items() if key not in _TRAINING}
         if FABRIC_KEYS in trainer:
             trainer[FABRIC_KEYS] = {**trainer[FABRIC_KEYS], "optimizers": []}
-        kept = {"trainer": trainer, "extra": objects.get("extra", {})}
+        kept = {"trainer": trainer, "extra": stored_objects(described, "extra")}
         return map_tree(kept, lambda value: tensor(value.key) if isinstance(value, StoredName) else value)

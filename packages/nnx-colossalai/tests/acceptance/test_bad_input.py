@@ -21,7 +21,7 @@ MOVED = re.compile(r"^\S.* (sharded|offloaded|streamed) +[\d,]+ ", re.MULTILINE)
 def failures(pool: WorkerPool, options: Mapping[str, Any], devices: int, **more: Any) -> dict[int, str]:
     """How each rank failed, which none may do by waiting for the others."""
     with pytest.raises(JobError) as caught:
-        pool.run(fit_with, options, devices, more, world_size=devices, timeout=60)
+        pool.run(fit_with, options, devices, more, world_size=devices, timeout=60, end_after=3)
     return caught.value.failures
 
 

@@ -16,7 +16,7 @@ from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.foreign.contents import Contents, Lifted, unpack
 from nnx_checkpoint.foreign.dcp_files import LocatedTensor
 from nnx_checkpoint.foreign.torch_file import map_paths
-from nnx_checkpoint.views import FABRIC_KEYS
+from nnx_checkpoint.naming import FABRIC_KEYS
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _EXTRA_STATE = "_extra_state"

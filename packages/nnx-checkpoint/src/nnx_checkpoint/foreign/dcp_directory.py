@@ -54,12 +54,18 @@ from nnx_checkpoint.foreign.lightning_file import lightning_dict
 from nnx_checkpoint.foreign.torch_file import load_torch_file, map_tree
 from nnx_checkpoint.foreign.torch_writer import write_torch_file
 from nnx_checkpoint.formats import CheckpointFormat, Progress
-from nnx_checkpoint.naming import OptimizerState, StoredName, numbers_parameters, stored_optimizer_states
+from nnx_checkpoint.naming import (
+    FABRIC_KEYS,
+    OptimizerState,
+    StoredName,
+    numbers_parameters,
+    stored_optimizer_states,
+)
 from nnx_checkpoint.reader import Checkpoint
 from nnx_checkpoint.shard import Box
 from nnx_checkpoint.slabs import SLAB, new_directory, read_in_order, row_boxes
 from nnx_checkpoint.storage.files import explained, write_file
-from nnx_checkpoint.views import FABRIC_KEYS, Described
+from nnx_checkpoint.views import Described
 
 __all__ = ["DcpDirectory", "LightningSharded"]
 

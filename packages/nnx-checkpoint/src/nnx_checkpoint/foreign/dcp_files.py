@@ -313,7 +313,7 @@ def _add_tensor(
         if box.numel or not box.size:
             chunks.append(StoredChunk(box, _place(places, box.offset, name)))
     known = found.tensors.get(name)
-    shape = tuple(entry["size"])
+    shape = Box.whole(entry["size"]).size
     if known is not None and known.shape != shape:
         raise CheckpointError(
             f"the ranks disagree about the shape of tensor '{name}': {known.shape} and {shape}.",

@@ -23,10 +23,16 @@ from nnx_checkpoint.foreign.contents import Contents, ForeignCheckpoint, Lifted,
 from nnx_checkpoint.foreign.torch_file import FileTensor, load_torch_file, map_tree
 from nnx_checkpoint.foreign.torch_writer import write_torch_file
 from nnx_checkpoint.formats import CheckpointFormat, Progress
-from nnx_checkpoint.naming import StoredName, numbered_optimizer_state, stored_optimizer_states
+from nnx_checkpoint.naming import (
+    FABRIC_KEYS,
+    StoredName,
+    numbered_optimizer_state,
+    stored_objects,
+    stored_optimizer_states,
+)
 from nnx_checkpoint.reader import Checkpoint
 from nnx_checkpoint.slabs import new_file
-from nnx_checkpoint.views import FABRIC_KEYS, Described
+from nnx_checkpoint.views import Described
 
 _ZIP = b"PK\x03\x04"
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -204,11 +210,11 @@ def _is_optimizer_state(value: Any) -> bool:
 
 def lightning_dict(checkpoint: Described) -> dict[str, Any]:
     """A checkpoint as the dict that Lightning saves, with a `StoredName` in place of every tensor."""
-    objects = dict(checkpoint.objects)
-    trainer = dict(objects.pop("trainer", {}))
-    model = _state_dict(checkpoint, objects.pop("extra", None))
+    trainer, extra = dict(stored_objects(checkpoint, "trainer")), stored_objects(checkpoint, "extra")
     states = stored_optimizer_states(checkpoint)
-    others = [described.get("other", {}) for described in objects.pop("optim", [])]
+    objects = {key: value for key, value in checkpoint.objects.items() if key not in ("trainer", "extra")}
+    model = _state_dict(checkpoint, extra if "extra" in checkpoint.objects else None)
+    others = [described.get("other", {}) for described in objects.pop("optim", None) or ()]
     optimizers = None
     if states is not None:
         numbered = [numbered_optimizer_state(state) for state in states]

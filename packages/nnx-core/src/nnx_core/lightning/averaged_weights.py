@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from nnx_checkpoint.foreign.torch_file import map_tree
-from nnx_checkpoint.naming import LazyStateDict, StoredName
+from nnx_checkpoint.naming import LazyStateDict, StoredName, stored_objects
 from nnx_checkpoint.views import Described, View
 
 CURRENT = "current_model_state"
@@ -28,10 +28,10 @@ class WeightsOnDisk(View):
     @cached_property
     def objects(self) -> Any:
         """The common objects, all other tensors in them read."""
-        objects = Described(self.inner).objects
-        for owner, key in _weights_in(objects.get("trainer", {})):
+        described = Described(self.inner)
+        for owner, key in _weights_in(stored_objects(described, "trainer")):
             owner[key] = LazyStateDict.of(self, owner[key])
-        return map_tree(objects, self._read)
+        return map_tree(described.objects, self._read)
 
     def _read(self, value: Any) -> Any:
         return self.read(value.key) if isinstance(value, StoredName) else value

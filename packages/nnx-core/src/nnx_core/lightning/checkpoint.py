@@ -25,6 +25,7 @@ from nnx_checkpoint.naming import (
     numbered_optimizer_state,
     numbers_parameters,
     positional_optimizer_state,
+    stored_objects,
     stored_optimizer_states,
 )
 from nnx_checkpoint.restore import fill_model
@@ -174,7 +175,7 @@ def load_lightning_checkpoint(strategy: Any, path: Any, weights_only: bool | Non
     stored = WeightsOnDisk(opened)
     # What Trainer insists on, and what others wrote does not have.
     required = {"pytorch-lightning_version": _lightning_version(strategy), "lr_schedulers": []}
-    checkpoint = {**required, **stored.objects["trainer"]}
+    checkpoint = {**required, **stored_objects(stored, "trainer")}
     checkpoint["state_dict"] = LazyStateDict(stored)
     states = stored_optimizer_states(stored)
     if states is not None:

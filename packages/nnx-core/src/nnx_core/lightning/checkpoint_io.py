@@ -20,6 +20,7 @@ import nnx_checkpoint as storage
 from nnx_checkpoint.collective import control_group, together
 from nnx_checkpoint.inflight import after_save, settle
 from nnx_checkpoint.naming import (
+    FABRIC_KEYS,
     RANKS,
     LazyStateDict,
     Saved,
@@ -28,11 +29,11 @@ from nnx_checkpoint.naming import (
     collect,
     numbered_optimizer_state,
     positional_optimizer_state,
+    stored_objects,
     stored_optimizer_states,
 )
 from nnx_checkpoint.state import OptimizerState
 from nnx_checkpoint.storage.locations import place_of
-from nnx_checkpoint.views import FABRIC_KEYS
 from nnx_checkpoint.writer import release
 from nnx_core.errors import CheckpointError
 from nnx_core.options import StateDictType, check_choice
@@ -132,7 +133,7 @@ class CheckpointIO:
         stored = storage.open_checkpoint(path, weights_only=weights_only is not False)
         if not has_logical_names(stored):
             return load_single_file(path, map_location, weights_only)
-        checkpoint = dict(stored.objects["trainer"])
+        checkpoint = dict(stored_objects(stored, "trainer"))
         if stored.format != "nnx" or FABRIC_KEYS in checkpoint:
             # What Trainer insists on, and neither Fabric's checkpoints nor Lite's have.
             required = {"pytorch-lightning_version": version("lightning"), "lr_schedulers": []}

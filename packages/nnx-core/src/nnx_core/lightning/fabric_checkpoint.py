@@ -14,9 +14,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nnx_checkpoint.collective import control_group, together
-from nnx_checkpoint.naming import RANKS, LazyStateDict, StoredRanks, stored_optimizer_states
+from nnx_checkpoint.naming import (
+    FABRIC_KEYS,
+    RANKS,
+    LazyStateDict,
+    StoredRanks,
+    stored_objects,
+    stored_optimizer_states,
+)
 from nnx_checkpoint.state import parameter_names
-from nnx_checkpoint.views import FABRIC_KEYS
 from nnx_core.errors import CheckpointError
 from nnx_core.lightning.checkpoint import (
     open_together,
@@ -124,7 +130,7 @@ class StoredContent:
             self.rest = opened
             self.optimizers = opened.pop("optimizer_states", None)
         else:
-            self.rest = dict(opened.objects["trainer"])
+            self.rest = dict(stored_objects(opened, "trainer"))
             self.optimizers = stored_optimizer_states(opened)
         self.keys = self.rest.pop(FABRIC_KEYS, {"modules": [], "optimizers": []})
         for key in self.keys.get("added", ()):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import nnx_checkpoint as storage
 from nnx_checkpoint._torch_compat import loads_itself
-from nnx_checkpoint.naming import LazyStateDict
+from nnx_checkpoint.naming import LazyStateDict, stored_objects
 from nnx_checkpoint.reader import Checkpoint
 from nnx_checkpoint.restore import fill_model
 from nnx_checkpoint.shard import Shard, shard_of
@@ -390,7 +390,7 @@ def load_from_checkpoint(
 
 def _lightning_dict(stored: Checkpoint, kind: Kind) -> dict[str, Any]:
     """What Lightning's hooks expect, its ``state_dict`` still on disk."""
-    content = {**stored.objects.get("trainer", {}), "state_dict": LazyStateDict(stored)}
+    content = {**stored_objects(stored, "trainer"), "state_dict": LazyStateDict(stored)}
     return migrate_checkpoint(kind.root, content) if kind.root else content
 
 

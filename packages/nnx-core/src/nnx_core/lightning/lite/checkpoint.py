@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nnx_checkpoint.collective import control_group, together
+from nnx_checkpoint.naming import FABRIC_KEYS
 from nnx_checkpoint.shard import Shard, shard_of
-from nnx_checkpoint.views import FABRIC_KEYS
 from nnx_core.backend import Backend, NoOptions, Sample
 from nnx_core.errors import CheckpointError
 from nnx_core.lightning.checkpoint import module_state_dict, save_lightning_checkpoint
