@@ -61,7 +61,10 @@ def explains(format: str, files: Mapping[str, bytes], found: Mapping[str, Tensor
     if format == "safetensors":
         return _differing(_safetensors(files), found)
     pool = [data for name, raw in files.items() for data in _stored(name, raw)]
-    return [name for name, tensor in found.items() if not _made_of(tensor, pool)]
+    numbers = {number for raw in files.values() for number in _numbers(raw)}
+    return [
+        name for name, value in found.items() if not (_made_of(value, pool) or _is_number(value, numbers))
+    ]
 
 
 def _differing(expected: Mapping[str, Expected], found: Mapping[str, Tensor]) -> list[str]:
@@ -193,12 +196,9 @@ def _stored(name: str, raw: bytes) -> Iterator[bytes]:
     if name.endswith((".distcp", ".safetensors")):
         yield raw
         return
-    if not zipfile.is_zipfile(io.BytesIO(raw)):
+    records = _records(raw)
+    if not records:
         return
-    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
-        for entry in archive.infolist():
-            del entry.CRC  # torch need not write it, and checks none
-        records = {entry.partition("/")[2]: archive.read(entry) for entry in archive.namelist()}
     order = records.get("byteorder", b"little")
     for node in _nodes(load_pickle(records["data.pkl"]), set()):
         if not isinstance(node, Made):
@@ -208,6 +208,30 @@ def _stored(name: str, raw: bytes) -> Iterator[bytes]:
             kind, arguments = getattr(arguments[0], "symbol", ("", ""))[1], arguments[2]
         if kind in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
             yield from _tensor(kind, arguments, records, order)
+
+
+def _records(raw: bytes) -> dict[str, bytes]:
+    """What a zip file holds, without the names' first part; nothing if it is none."""
+    if not zipfile.is_zipfile(io.BytesIO(raw)):
+        return {}
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        for entry in archive.infolist():
+            del entry.CRC  # torch need not write it, and checks none
+        return {entry.partition("/")[2]: archive.read(entry) for entry in archive.namelist()}
+
+
+def _numbers(raw: bytes) -> Iterator[float]:
+    """The numbers in a file of torch.save, of which readers make tensors of no dimension."""
+    described = _records(raw).get("data.pkl")
+    for node in _nodes(load_pickle(described), set()) if described else ():
+        if isinstance(node, (int, float)) and abs(node) < 1e300:
+            yield float(node)
+
+
+def _is_number(tensor: Tensor, numbers: set[float]) -> bool:
+    if tensor.dim() or tensor.is_complex():
+        return False
+    return any(torch.equal(torch.tensor(number, dtype=tensor.dtype), tensor) for number in numbers)
 
 
 def _nodes(tree: Any, seen: set[int]) -> Iterator[Any]:

@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 
 import torch
@@ -97,7 +98,8 @@ def read_in_order(
 
 
 def _read_ahead(checkpoint: Checkpoint, entries: Sequence[TensorEntry]) -> Iterator[list[Part]]:
-    slabs = itertools.cycle([torch.empty(SLAB, dtype=torch.uint8) for _ in range(2)])
+    # Maps of their own: in malloc's heap, small objects between them keep it from giving them back.
+    slabs = itertools.cycle([torch.frombuffer(mmap(-1, SLAB), dtype=torch.uint8) for _ in range(2)])
     pending: Future[list[Part]] | None = None
     with ThreadPoolExecutor(1, thread_name_prefix="nnx-read") as reader:
         try:

@@ -306,3 +306,22 @@ def test_every_writer_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for to in ("lightning", "safetensors", "nnx"):
         get_format(to).write(nnx_checkpoint.open_checkpoint(source), tmp_path / to)
     assert 0 < max(largest) <= SLAB
+
+
+def test_merging_many_times_takes_no_more_address_space(tmp_path: Path) -> None:
+    file = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {"w": torch.ones(3)}, "pytorch-lightning_version": "2.6"}, file)
+    code = f"""
+        import os, nnx_checkpoint
+        def size():
+            return int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        for number in range(25):
+            nnx_checkpoint.merge({str(file)!r}, {str(tmp_path / "merged.ckpt")!r})
+            os.remove({str(tmp_path / "merged.ckpt")!r})
+            before = size() if number == 4 else before if number else 0
+        print(size() - before)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 32 << 20

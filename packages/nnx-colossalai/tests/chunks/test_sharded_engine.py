@@ -35,7 +35,9 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], wh
 
 
 @pytest.mark.parametrize(
-    ("dtype", "world_size"), [*((dtype, 2) for dtype in DTYPES), (torch.bfloat16, 4)], ids=str
+    ("dtype", "world_size"),
+    [*((dtype, 2) for dtype in DTYPES), pytest.param(torch.bfloat16, 4, marks=pytest.mark.full)],
+    ids=str,
 )
 def test_every_mix_trains_to_the_same_bits(
     pool: WorkerPool, dtype: torch.dtype | None, world_size: int

@@ -215,6 +215,7 @@ def test_strict_mode_reaches_whoever_imports_lightning(site, run_python):
     assert "nnx_checkpoint.errors.PluginError: plugin 'bb_broken' of bb-broken 1.0" in done.stderr
 
 
+@pytest.mark.full  # `test_launching.py` trains under torchrun without an import
 def test_names_are_known_under_torchrun(probes, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

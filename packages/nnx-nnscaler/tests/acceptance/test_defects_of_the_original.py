@@ -226,6 +226,7 @@ def test_a_last_batch_that_no_unit_can_split_works(
         assert seen["losses"] == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.full  # scripts of other strategies do so in every run
 def test_a_plain_script_starts_its_own_processes(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
