@@ -39,15 +39,16 @@ def test_small_models_are_one_unit_and_the_reason_is_told() -> None:
     choice = choose_units(model)
     assert choice.units == ()
     assert choice.describe(model) == (
-        "fsdp_auto: one unit of 40 parameters; no layers of at least 100,000 parameters repeat in a container"
+        "one unit of 40 parameters (no layers of at least 100,000 parameters, or min_num_params, repeat in a "
+        "container)"
     )
 
 
 def test_the_choice_is_told_with_classes_sizes_and_reason() -> None:
     model = nn.Sequential(*(nn.Linear(400, 400) for _ in range(3)))
     assert choose_units(model).describe(model) == (
-        "fsdp_auto: 3 units (3 x Linear; the largest has 160,400 parameters) and the root, 481,200 "
-        "parameters in all; they repeat in a container and have at least 100,000 parameters each"
+        "3 units (3 x Linear; the largest has 160,400 parameters) and the root, 481,200 "
+        "parameters in all (they repeat in a container and have at least 100,000 parameters each)"
     )
 
 

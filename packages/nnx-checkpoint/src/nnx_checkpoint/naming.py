@@ -149,7 +149,8 @@ def numbered_optimizer_state(state: OptimizerState, *, keep_names: bool = False)
         kept = {"param_names": list(group["params"])} if keep_names else {}
         groups.append({**group, "params": [numbers[name] for name in group["params"]], **kept})
     return {
-        "state": {numbers[name]: values for name, values in state["state"].items()},
+        # State that belongs to no parameter keeps its key, as in torch's own.
+        "state": {numbers.get(name, name): values for name, values in state["state"].items()},
         "param_groups": groups,
     }
 

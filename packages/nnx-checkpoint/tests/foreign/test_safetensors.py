@@ -170,6 +170,7 @@ F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"a": F32, "b": {**F32, "data_offsets": [12, 20]}}, bytes(20), "tensor 'b' leaves a gap before it"),
         ({"a": F32}, bytes(4), r"is truncated: it has \d+ bytes, expected \d+"),
         ({"a": F32}, bytes(9), "its tensors end at"),
+        ({"__metadata__": {"x": {"y": "z"}}, "a": F32}, bytes(8), "its metadata are not all text"),
         ({"a": {**F32, "dtype": "F7"}}, bytes(8), "element type F7, which is not supported"),
         (
             {"__metadata__": {"nnx.complex": '{"a": "complex128"}'}, "a": F32},

@@ -94,6 +94,11 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
         )
         return model.replaced
 
+    def summary(self, module: nn.Module) -> str:
+        """The number of chunks; the plan is a table of its own."""
+        count = len(self._models[module].placing.found)
+        return f"{count} {'chunk' if count == 1 else 'chunks'}, placed by the plan above"
+
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take over optimizers, whose state may change the plan.
 

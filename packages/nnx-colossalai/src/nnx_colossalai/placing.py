@@ -245,7 +245,8 @@ class Placing:
         """Show the plan and write the files that were asked for. Collective."""
         with together(control_group(), doing="writing the plan"):
             if self._context.rank == 0:
-                log.info("%s chunks %s:\n%s", len(self.found), what, self.table())
+                count = len(self.found)
+                log.info("%s %s %s:\n%s", count, "chunk" if count == 1 else "chunks", what, self.table())
                 self._note("" if self._probe is None else self._probe.note)
                 self._write()
 

@@ -126,11 +126,13 @@ class Backend(ABC, Generic[OptionsT]):
             made in inference mode would end up in the engine's parameters.
         reduces_in_backward: Whether gradients are reduced only where they come by `backward`. Trainer then
             refuses ``loss.backward()`` in manual optimization, where nothing would reduce them.
+        own_batch: The option that lets each rank read batches of its own, where ranks may share one.
     """
 
     Options: ClassVar[type[Any]] = NoOptions
     evaluation_without_inference_mode: ClassVar[bool] = True
     reduces_in_backward: ClassVar[bool] = False
+    own_batch: ClassVar[str] = ""
     context: ParallelContext
 
     def __init__(self, options: OptionsT) -> None:
@@ -300,6 +302,13 @@ class Backend(ABC, Generic[OptionsT]):
         """What the engine decided about a laid-out module and all ranks must have decided alike, as text.
 
         `nnx_core.watch` compares it over the ranks: a plan, or the names of the units.
+        """
+        return ""
+
+    def summary(self, module: nn.Module) -> str:
+        """What the engine made of a laid-out module, in a clause such as ``4 units and the root``.
+
+        It is part of the one line that a run begins with, on rank 0.
         """
         return ""
 

@@ -116,6 +116,8 @@ def test_numbers_and_names_of_an_optimizer_state_are_each_others_inverse() -> No
     names = ["first.weight", "first.bias", "second.bias"]
     assert positional_optimizer_state(numbered, names) == state
     assert "param_names" not in numbered_optimizer_state(state)["param_groups"][0]
+    state["state"]["of all"] = {"count": 3}
+    assert numbered_optimizer_state(state)["state"]["of all"] == {"count": 3}
 
 
 @pytest.mark.parametrize(

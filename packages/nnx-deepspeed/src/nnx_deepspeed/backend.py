@@ -93,6 +93,10 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
             device=self.context.device,
         )
 
+    def summary(self, module: nn.Module) -> str:
+        """DeepSpeed's stage."""
+        return f"ZeRO stage {self.options.stage}"
+
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """Gather the masters into the user's parameters and take DeepSpeed off the module."""
         engine, self._engine = self._engine, None

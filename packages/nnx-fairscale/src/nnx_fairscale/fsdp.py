@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -122,7 +121,6 @@ def _can_be_unit(module: nn.Module, root: nn.Module) -> bool:
 
 
 T = TypeVar("T")
-log = logging.getLogger("nnx.fairscale")
 
 _REMEDY = (
     "Call every layer that is a unit on every rank in the same order, and read weights and gradients on "
@@ -227,9 +225,13 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         self._layouts[module] = layout
         self._unfinished = _Layout()
         self._show_whole(module, layout)
-        if self.context.rank == 0:
-            log.info("fairscale_fsdp: %d units, the root among them", len(layout.units))
         return {}
+
+    def summary(self, module: nn.Module) -> str:
+        """The number of units."""
+        layout = self._layouts.get(module)
+        count = 0 if layout is None else len(layout.units)
+        return f"{count} {'unit' if count == 1 else 'units'}, the root among them"
 
     def _show_whole(self, module: nn.Module, layout: _Layout) -> None:
         """Let user code see whole parameters between steps, and units tell of their collectives."""

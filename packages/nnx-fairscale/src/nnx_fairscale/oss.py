@@ -130,6 +130,10 @@ class OwnedParameters(Backend[Any]):
         """How often gradients were reduced."""
         raise NotImplementedError
 
+    def summary(self, module: nn.Module) -> str:
+        """What ranks own."""
+        return "every parameter is updated by the rank that owns it"
+
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
         """Give every rank rank 0's weights, on its device."""
         if module not in self._strides:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -148,7 +147,6 @@ def _parts(module: nn.Module, opaque: Collection[nn.Module]) -> Iterator[nn.Modu
 
 
 T = TypeVar("T")
-log = logging.getLogger("nnx.fsdp")
 
 
 @dataclass(slots=True)
@@ -165,6 +163,7 @@ class _Layout:
         optimizers: The optimizers of its parameters.
         parts: Lets a step of manual optimization call submodules itself, once there was one.
         weights: The sharded parameters as user code sees them, once all are sharded.
+        summary: The units and why, as one clause.
     """
 
     plain: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
@@ -176,6 +175,7 @@ class _Layout:
     optimizers: list[Optimizer] = field(default_factory=list)
     parts: PartsOfRoot | None = None
     weights: Weights | None = None
+    summary: str = ""
 
 
 class FSDPBackend(Backend[FSDPOptions]):
@@ -237,7 +237,13 @@ class FSDPBackend(Backend[FSDPOptions]):
         if module in self._layouts or isinstance(module, FSDPModule):
             return {}
         refuse_sparse_layers(module, engine="FSDP2")
-        for name, unit in self._choose_units(module).units:
+        choice = self._choose_units(module)
+        if self.options.auto_wrap:
+            self._unfinished.summary = choice.describe(module)
+        else:
+            count = sum(isinstance(part, FSDPModule) for part in module.modules())
+            self._unfinished.summary = f"the root and {count} {'unit' if count == 1 else 'units'} of wrap()"
+        for name, unit in choice.units:
             self._shard_unit(unit, name=name)
         self._refuse_split_ties(module)
         self._shard_root(module)
@@ -282,10 +288,7 @@ class FSDPBackend(Backend[FSDPOptions]):
         if not self.options.auto_wrap:
             return UnitChoice((), "wrap() in configure_model chose them")
         policy = self.options.auto_wrap_policy
-        choice = choose_units(root, policy=policy, min_num_params=self.options.min_num_params)
-        if self.context.rank == 0:
-            log.info(choice.describe(root))
-        return choice
+        return choose_units(root, policy=policy, min_num_params=self.options.min_num_params)
 
     def _shard_unit(self, unit: nn.Module, *, name: str) -> None:
         self._prepare(unit, name=name)
@@ -544,6 +547,11 @@ class FSDPBackend(Backend[FSDPOptions]):
     def decisions(self, module: nn.Module) -> str:
         """The units."""
         return " ".join(name or "." for name, part in module.named_modules() if isinstance(part, FSDPModule))
+
+    def summary(self, module: nn.Module) -> str:
+        """The units, and why they were chosen."""
+        layout = self._layouts.get(module)
+        return "" if layout is None else layout.summary
 
     def model_state(self, module: nn.Module) -> ModelState:
         """Handles on the shards; whatever is gathered at the moment is freed first."""

@@ -33,16 +33,16 @@ class UnitChoice:
     reason: str
 
     def describe(self, root: nn.Module) -> str:
-        """One line for the log."""
+        """What the units are and why, as one clause."""
         total = _count(root)
         if not self.units:
-            return f"fsdp_auto: one unit of {total:,} parameters; {self.reason}"
+            return f"one unit of {total:,} parameters ({self.reason})"
         classes = Counter(type(module).__name__ for _, module in self.units)
         names = ", ".join(f"{count} x {name}" for name, count in classes.items())
         largest = max(_count(module) for _, module in self.units)
         return (
-            f"fsdp_auto: {len(self.units)} units ({names}; the largest has {largest:,} parameters) and the "
-            f"root, {total:,} parameters in all; {self.reason}"
+            f"{len(self.units)} units ({names}; the largest has {largest:,} parameters) and the "
+            f"root, {total:,} parameters in all ({self.reason})"
         )
 
 
@@ -129,7 +129,9 @@ def _repeated_layers(root: nn.Module, minimum: int) -> UnitChoice:
         return UnitChoice((), f"every repeated layer shares parameters with modules outside of it{beside}")
     if left:
         return UnitChoice((), f"its repeated layers, such as {left[0][0]}, are called by choice")
-    return UnitChoice((), f"no layers of at least {minimum:,} parameters repeat in a container")
+    return UnitChoice(
+        (), f"no layers of at least {minimum:,} parameters, or min_num_params, repeat in a container"
+    )
 
 
 def _is_unit(module: nn.Module, minimum: int) -> bool:

@@ -51,6 +51,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
     """
 
     Options = NnScalerOptions
+    own_batch = "plan_ngpus=1"
 
     def __init__(self, options: NnScalerOptions) -> None:
         super().__init__(options)
@@ -232,6 +233,15 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         programs = None if laid_out is None else laid_out.programs
         stored = {} if programs is None else programs.layout.stored
         return " ".join(f"{name} {placement}" for name, placement in sorted(stored.items()))
+
+    def summary(self, module: nn.Module) -> str:
+        """The plan of what is traced; else how states are stored."""
+        laid_out = self._laid_out.get(module)
+        if laid_out is not None and laid_out.programs is not None:
+            return laid_out.programs.summary
+        if self.axes.part_size == 1:
+            return "every rank holds the whole model"
+        return f"parameters, gradients and optimizer state in {self.axes.part_size} parts"
 
     def shard(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
         """Where a tensor of this rank lies: its own part of a parameter, or of a state that is like one."""

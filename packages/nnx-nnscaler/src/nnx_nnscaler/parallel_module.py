@@ -6,7 +6,6 @@ business, which program a call gets that of `programs`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -169,8 +168,6 @@ def _prefix(module: nn.Module, called: nn.Module) -> str:
 # From the strategy's options to a module's programs: what is traced, how it is planned, where it is kept.
 
 
-log = logging.getLogger("nnx.nnscaler")
-
 _MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 _SHARE_OF_DEVICE = 0.8
 """Of a CUDA device's memory, what a plan may take unless told; the rest is for what is not planned."""
@@ -222,8 +219,7 @@ def make_programs(
     with _autocast(context):
         compiled = programs.prepare(ModelCall(call.args, call.kwargs))
     if compiled is not None and context.rank == 0:
-        text = _summary(compiled, axes)
-        log.log(logging.INFO if compiled.graph.training else logging.DEBUG, text)
+        programs.summary = _summary(compiled, axes)
         if options.save_plan is not None:
             zero = axes.part_size > 1
             document = Plan.of(compiled.graph, compiled.plan, costs=costs, units=axes.outer_size, zero=zero)
@@ -238,13 +234,13 @@ def _autocast(context: ParallelContext) -> AbstractContextManager[Any]:
 
 
 def _summary(compiled: Compiled, axes: Axes) -> str:
-    """One line for the log."""
+    """The plan, and where its code is, as one clause."""
     plan = compiled.plan
     parts = sum(placement.is_shard for placement in plan.stored.values())
     why = f" ({plan.reason})" if plan.reason else ""
     where = f"; the code is {compiled.path}" if compiled.path is not None else ""
     return (
-        f"nnscaler: policy {plan.policy!r}{why}, {axes.outer_size} "
+        f"policy {plan.policy!r}{why}, {axes.outer_size} "
         f"{'unit' if axes.outer_size == 1 else 'units'} of {plan.size} ranks that read one batch, "
         f"{parts} of {len(plan.stored)} parameters stored in parts{where}"
     )

@@ -93,6 +93,7 @@ class Programs:
         self.root = root
         self.layout = FixedLayout({}, frozenset())
         self.causes: list[str] = []
+        self.summary = "the forward runs whole on each rank"
         self._said: set[str] = set()
         self._compiler = compiler
         self._runtime = runtime

@@ -97,12 +97,14 @@ def read_header(file: Path) -> Header:
     try:
         body = load_json(read_exactly(file, length, start=8))
         metadata = body.pop("__metadata__", {})
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("its metadata are not all text")
         widened = load_json(metadata.pop(_COMPLEX_KEY, "{}").encode())
         tensors = tuple(_tensor(name, value, 8 + length, widened.get(name)) for name, value in body.items())
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _malformed(file, f"its header is not valid ({error})") from error
     _check_positions(file, tensors, 8 + length, size)
-    return Header(tensors, {str(key): str(value) for key, value in metadata.items()})
+    return Header(tensors, metadata)
 
 
 def _tensor(name: str, value: dict[str, Any], base: int, widened: str | None) -> StoredTensor:

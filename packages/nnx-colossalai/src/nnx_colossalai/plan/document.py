@@ -301,8 +301,9 @@ def summary(spec: ModelSpec, hardware: Hardware, planned: Planned) -> str:
     limit = f", most of it {max(busy, key=lambda lane: busy[lane])}" if busy else ""
     return "\n".join(
         [
-            f"{elements:,} elements in {len(spec.groups)} chunks on {spec.world_size} "
-            f"rank{'s' * (spec.world_size > 1)}; predicted {_seconds(planned.seconds)} a step{limit}",
+            f"{elements:,} elements in {len(spec.groups)} chunk{'s' * (len(spec.groups) > 1)} on "
+            f"{spec.world_size} rank{'s' * (spec.world_size > 1)}; "
+            f"predicted {_seconds(planned.seconds)} a step{limit}",
             f"device: {size_text(planned.memory.device)} of {size_text(hardware.device_bytes)} in {moment} "
             f"({kinds or 'nothing'})",
             f"host: {size_text(planned.memory.host)} of {size_text(hardware.host_bytes)}",

@@ -139,6 +139,7 @@ class FabricAdapter(ParallelProcesses):
         replaced = self.backend.parallelize(module, lambda: example_inputs(module))
         route_precision(self.precision, self.backend)
         self._modules.append(module)
+        self._tell(module)
         return replaced
 
     def _owner(self, optimizer: Optimizer) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import time
 from abc import ABC, abstractmethod
@@ -14,14 +15,14 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nnx_core.backend import Backend, ParallelContext
 from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.checkpoint_io import CheckpointIO
 from nnx_core.lightning.compat import make_launcher, reset_seed, seed_data_workers
-from nnx_core.lightning.messages import show_messages
+from nnx_core.lightning.messages import first_line, global_batch, show_messages
 from nnx_core.options import CommonOptions
 from nnx_core.shares import SharedBatches, SharedNumber, Shares, make_shares, of_process
 from nnx_core.used import before_reduction, end_run
@@ -29,6 +30,7 @@ from nnx_core.watch import Watch
 
 __all__ = ["ParallelProcesses", "leave_process_group_at_exit"]
 
+log = logging.getLogger("nnx.lightning")
 T = TypeVar("T")
 
 _REDUCTIONS = {
@@ -177,6 +179,18 @@ class ParallelProcesses(ABC):
             self._backend_is_set_up = True
             self._shares = make_shares(*self.backend.data_parallel_rank_and_size)
             self._batches = SharedBatches(self._shares, every=self.common.check_every)
+
+    def _tell(self, module: nn.Module, batch: int | None = None, *, accumulate: int = 1) -> None:
+        """Begin the run with one line on rank 0, once a module is laid out."""
+        context = self.backend.context
+        if context.rank == 0:
+            _, shares = self.backend.data_parallel_rank_and_size
+            own, layout = self.backend.own_batch, self.backend.summary(module)
+            taken = global_batch(
+                batch, ranks=context.world_size, shares=shares, accumulate=accumulate, own_batch=own
+            )
+            over = self.process_group_backend
+            log.info(first_line(self.name, context, over=over, layout=layout, batch=taken))
 
     def _join_process_group(self) -> None:
         if dist.is_initialized():

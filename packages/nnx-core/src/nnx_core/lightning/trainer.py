@@ -35,6 +35,7 @@ from nnx_core.lightning.checkpoint import (
 from nnx_core.lightning.checkpoint_io import CheckpointIO
 from nnx_core.lightning.compat import attached_trainer, is_wrapping_checkpoint_io, make_optimizers
 from nnx_core.lightning.exact_resume import ExactResume
+from nnx_core.lightning.messages import size_of_batch
 from nnx_core.lightning.processes import ParallelProcesses
 from nnx_core.lightning.routing import (
     publishes_gradients,
@@ -222,7 +223,7 @@ class TrainerAdapter(ParallelProcesses):
         self._hooks: list[RemovableHandle] = []
         self._phase = _Phase.APART
         self._weights_to_load: tuple[Mapping[str, Any], bool] | None = None
-        self._has_failed = self._accumulates = False
+        self._has_failed = self._accumulates = self._has_told = False
         self._even_prediction = EvenPrediction()
         self._optimizers_of_backend: list[Optimizer] = []
         self._final_states: dict[Optimizer, OptimizerState] = {}
@@ -273,6 +274,7 @@ class TrainerAdapter(ParallelProcesses):
             self.checkpoint_io.start_run()
         module = self.precision_plugin.convert_module(self.lightning_module)
         fitting = trainer.state.fn == "fit"
+        self._has_told = False
         if fitting and self._layer_sync is not None:
             self._replaced_layers = synchronize_layers(self._layer_sync, module)
         self.model = module
@@ -385,6 +387,10 @@ class TrainerAdapter(ParallelProcesses):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` through the engine."""
+        if not self._has_told:
+            self._has_told, trainer = True, self.lightning_module.trainer
+            batch = size_of_batch(next(iter([*args, *kwargs.values()]), None))
+            self._tell(self.lightning_module, batch, accumulate=trainer.accumulate_grad_batches)
         with self.precision_plugin.train_step_context():
             return self._step("training_step", args, kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import replace
 from importlib.util import find_spec
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_equal_weights, expect_same_run
 from nnx_conformance.launching import BY_TORCHRUN, Launch, Launched, launch
-from nnx_conformance.task import Plain, Task
+from nnx_conformance.subject import Subject
+from nnx_conformance.task import GLOBAL_BATCH, Plain, Task
+from nnx_conformance.training import fit
 
 TASK = Task()
 DEADLINE = 150.0
@@ -86,6 +89,33 @@ def one_device(bench: Bench) -> None:
     """On one device it trains as one process does."""
     alone = bench.train_alone(TASK)
     expect_same_run(bench.train(TASK, world_size=1), alone, tolerance=TOLERANCE[TASK.dtype])
+
+
+@check(kinds=("backend",))
+def told_how_it_trains(bench: Bench) -> None:
+    """A run begins with one line on rank 0: ranks, device, and the samples of a step of the optimizer."""
+    task = replace(TASK, accumulate=2, steps=2)
+    first, *others = bench.run(lines_about_the_batch, task)
+    wanted = f"{bench.subject.name}: 2 ranks on 1 node, .*; global batch {2 * GLOBAL_BATCH} "
+    expect(len(first) == 1 and bool(re.match(wanted, first[0])), f"rank 0 said {first}, expected {wanted!r}.")
+    expect(not any(others), f"ranks beside the first said {others}.")
+
+
+def lines_about_the_batch(subject: Subject, task: Task) -> list[str]:
+    """What nnx logs about the global batch while a task is trained."""
+    said: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("nnx")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        fit(subject, task)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    return [line for line in said if "global batch" in line]
 
 
 @check(full=True, deadline=DEADLINE)
