@@ -17,7 +17,7 @@ def nnx_strategies() -> list[StrategySpec]:
         StrategySpec(
             "tiny",
             "nnx_tiny.backend:TinyBackend",
-            description="Data parallel: every rank holds the whole model, gradients are averaged",
+            description="Data parallelism in one small class",
             use_when="you want to see how small a backend can be",
             capabilities=Capabilities(precisions=_PRECISIONS, refuses=_REFUSES),
             options="nnx_tiny.options:TinyOptions",
@@ -25,7 +25,7 @@ def nnx_strategies() -> list[StrategySpec]:
         StrategySpec(
             "tiny_lightning",
             "nnx_tiny.strategy:TinyStrategy",
-            description="The same as tiny, written as a strategy of lightning.pytorch",
+            description="The same as tiny, as a strategy of lightning.pytorch",
             use_when="you want to see what nnx-core does for a backend",
             capabilities=Capabilities(precisions=_PRECISIONS, fabric=False),
         ),

@@ -39,24 +39,24 @@ def nnx_strategies() -> list[StrategySpec]:
     return [
         _spec(
             "colossalai",
-            "Chunked memory: a plan within your budgets puts each layer on the device or in host memory",
+            "Weights on the device or in host memory, by a plan",
             "the model is larger than the devices, and host memory is plenty",
         ),
         _spec(
             "colossalai_auto",
-            "The same as colossalai, by the name of its placement policy",
+            "The same as colossalai, by its placement policy's name",
             "as colossalai",
             placement_policy="auto",
         ),
         _spec(
             "colossalai_cuda",
-            "Chunked memory that stays on the devices, sharded over them",
+            "Sharded over the devices, all in device memory",
             "everything fits the devices once it is sharded",
             placement_policy="cuda",
         ),
         _spec(
             "colossalai_cpu",
-            "Chunked memory in host memory: weights are on the device only while they are used",
+            "Weights in host memory, on the device while in use",
             "device memory is so short that even the weights do not fit",
             placement_policy="cpu",
         ),

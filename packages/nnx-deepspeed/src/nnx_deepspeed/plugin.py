@@ -72,7 +72,7 @@ def nnx_strategies() -> list[StrategySpec]:
         ),
         _spec(
             "nnx_deepspeed_3",
-            "ZeRO 3: partitioned optimizer state, gradients and parameters",
+            "ZeRO 3: partitioned optimizer, gradients, parameters",
             "you depend on DeepSpeed and the model does not fit one device",
             capabilities=_STAGE_3,
             stage=3,

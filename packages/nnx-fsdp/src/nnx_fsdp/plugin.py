@@ -48,26 +48,26 @@ def nnx_strategies() -> list[StrategySpec]:
     return [
         _spec(
             "fsdp_auto",
-            "FSDP2 that finds the layers to shard by itself and says which and why",
+            "FSDP2 that chooses what to shard and says why",
             "the model or its optimizer state does not fit one device, or you want less memory than ddp",
         ),
         _spec(
             "fsdp_manual",
-            "FSDP2 where you choose the units with wrap() in configure_model",
+            "FSDP2 of the units that you wrap() in configure_model",
             "the model must be built and sharded layer by layer, or the automatic choice does not suit",
             capabilities=replace(_CAPABILITIES, manual_wrap=True),
             auto_wrap=False,
         ),
         _spec(
             "fsdp_offload",
-            "FSDP2 with shards, gradients and optimizer state in host memory",
+            "FSDP2 with parameters and optimizer in host memory",
             "the model does not fit the devices even when sharded, and host memory is large",
             capabilities=replace(_CAPABILITIES, offload=True),
             cpu_offload=True,
         ),
         _spec(
             "fsdp_hybrid",
-            "FSDP2 sharded within a node and replicated over nodes (HSDP)",
+            "FSDP2 within a node, replicas across nodes (HSDP)",
             "several nodes with slow links between them, and a model that fits one node when sharded",
             hybrid=True,
         ),

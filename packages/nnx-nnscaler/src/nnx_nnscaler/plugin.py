@@ -77,33 +77,33 @@ def nnx_strategies() -> list[StrategySpec]:
     return [
         _spec(
             "nnscaler",
-            "Planned parallelism: a cost model chooses how every operator is split; sharded checkpoints",
+            "A planner splits every operator; sharded checkpoints",
             "you want the split of every operator chosen for you, and the fastest resume",
             capabilities=_CHOSEN,
             state_dict_type="sharded",
         ),
         _spec(
             "nnscaler_deduped",
-            "Planned parallelism: a cost model chooses how every operator is split; smallest checkpoints",
+            "A planner splits every operator; small checkpoints",
             "as nnscaler, with each element stored once in a checkpoint",
             capabilities=_CHOSEN,
         ),
         _spec(
             "nnscaler_dp",
-            "Plain data parallelism with bucketed gradient reduction, bit-equal to ddp",
+            "Data parallelism, bit-equal to ddp",
             "the model and its optimizer state fit every device",
             capabilities=_REPLICATED,
             policy="dp",
         ),
         _spec(
             "nnscaler_tp",
-            "Tensor parallelism that is planned: the layers of a model are split over the ranks of a node",
+            "Tensor parallelism by a planner, within a node",
             "single layers are too large for one device, or the batch is too small to be split",
             policy="tp",
         ),
         _spec(
             "nnscaler_zero",
-            "Data parallelism with parameters, gradients and optimizer state stored in parts (ZeRO)",
+            "Data parallelism with all states in parts (ZeRO)",
             "the batch can be split over the ranks, but the states do not fit every device",
             capabilities=_IN_PARTS,
             policy="zero",

@@ -6,7 +6,9 @@ rich is imported only when a terminal is there to show its tables.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +26,26 @@ def print_json(content: Any) -> None:
 def print_text(text: str) -> None:
     """Print a line of the answer."""
     sys.stdout.write(f"{printable(text)}\n")
+
+
+def print_line(text: str, *, wrapped: int | None = None) -> None:
+    """Print a line no wider than the terminal: cut, or wrapped and indented. Elsewhere it stays whole.
+
+    Args:
+        text: One line.
+        wrapped: The indentation of the lines that follow where it is wrapped; None cuts it.
+    """
+    if not _on_terminal():
+        print_text(text)
+        return
+    width, own = shutil.get_terminal_size().columns, len(text) - len(text.lstrip())
+    if wrapped is not None:
+        wrapper = textwrap.TextWrapper(width, " " * own, " " * wrapped, break_long_words=False)
+        wrapper.break_on_hyphens = False
+        text = wrapper.fill(text.strip())
+    elif len(text) > width:
+        text = f"{text[: width - 1].rstrip()}\u2026"
+    print_text(text)
 
 
 def print_note(text: str) -> None:
@@ -68,7 +90,10 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
     """Print names with their values, leaving out the empty ones."""
-    _print_plain([[f"{name}:", value] for name, value in pairs if value])
+    shown = [(f"{name}:", value) for name, value in pairs if value]
+    width = max((len(name) for name, _ in shown), default=0)
+    for name, value in shown:
+        print_line(f"{name:{width}}  {value}", wrapped=width + 2)
 
 
 def human_bytes(count: int) -> str:

@@ -36,6 +36,14 @@ def ask_for_conformance() -> None:
     )
 
 
+def complete_strategy(incomplete: str) -> list[str]:
+    """The names of strategies that begin so, for the shell."""
+    from nnx_core.catalog import known
+    from nnx_core.registry import StrategyRegistry
+
+    return sorted(name for name in {*StrategyRegistry, *known()} if name.startswith(incomplete))
+
+
 def list_strategies(
     everything: Annotated[
         bool, typer.Option("--all", help="Also what could be installed, and names of the past.")
@@ -51,7 +59,7 @@ def list_strategies(
 
 
 def show_strategy(
-    name: Annotated[str, typer.Argument(help="Name of a strategy.")],
+    name: Annotated[str, typer.Argument(help="Name of a strategy.", autocompletion=complete_strategy)],
     as_json: _Json = False,
 ) -> None:
     """Describe one strategy: when to use it, what it can do, its options."""
@@ -63,11 +71,11 @@ def show_strategy(
 
 
 def search_strategies(
-    words: Annotated[list[str], typer.Argument(help="What you look for; every word has to match.")],
+    words: Annotated[list[str], typer.Argument(help="What you look for, in your own words.")],
     as_json: _Json = False,
 ) -> None:
-    """Find a strategy among the installed, the known and those of the past."""
-    from nnx_core.cli.strategies import run_search
+    """Find the strategy, or the page of the documentation, that fits a few words."""
+    from nnx_core.cli.search import run_search
     from nnx_core.plugins.outside import looking_from_outside
 
     with looking_from_outside():

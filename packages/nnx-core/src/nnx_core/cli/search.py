@@ -1,0 +1,269 @@
+"""``nnx search WORD...``: which strategy fits, among the installed, the known and those of the past.
+
+What is known of a strategy is its name, its package, what it can do, what it is and when to use it. An
+answer needs not have every word: each counts as much as it is rare, in names more than in texts, and by
+other words for the same thing (`SYNONYMS`). Pages of the documentation are found by what they are about.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from nnx_checkpoint.cli.output import print_json, print_line, print_note
+from nnx_core.catalog import known
+from nnx_core.cli.strategies import entries, note_problems
+from nnx_core.spec import LIGHTNING_NAMES, Capabilities
+
+__all__ = ["rank", "run_search"]
+
+# What a word is worth by the place where it occurs.
+_ASKED_FOR, _WHOLE_NAME, _NAME, _PACKAGE, _CAPABILITY, _TEXT = 1000, 50, 40, 25, 12, 8
+# A part of a word, and another word for it, are worth this part of the whole.
+_PART, _SYNONYM = 0.6, 0.9
+_OTHER_PLACES, _INSTALLED = 0.1, 0.15
+_SHORTEST_PART = 3
+_MOST, _LEAST, _PAST = 8, 0.15, 1.5
+"""Answers that are printed; the least of them, as a part of the best one's score; and how many times as good
+as that a name of the past has to be to go before it."""
+_IGNORED = frozenset(
+    """
+    a an and any are as at be but by can do does for from get has have how i if in into is it its me more my
+    no not of on only or our own run than that the then there this to too train training use used using very
+    want what when which with without you your model models parallelism parallel
+    """.split()  # noqa: SIM905 - a list of words is for reading
+)
+SYNONYMS: Mapping[str, Sequence[str]] = {
+    "oom": ("fit", "memory"),
+    "out": ("fit",),
+    "larger": ("fit",),
+    "bigger": ("fit",),
+    "small": ("short",),
+    "vram": ("memory", "fit"),
+    "ram": ("memory",),
+    "gpu": ("device", "devices"),
+    "single": ("one",),
+    "gpus": ("devices", "device"),
+    "cpu": ("host",),
+    "network": ("links", "nodes"),
+    "interconnect": ("links",),
+    "ethernet": ("links",),
+    "bandwidth": ("links",),
+    "cluster": ("nodes", "slurm"),
+    "machines": ("nodes",),
+    "multinode": ("nodes",),
+    "llm": ("fit", "large"),
+    "language": ("fit", "large"),
+    "huge": ("large", "fit"),
+    "big": ("large", "fit"),
+    "megatron": ("tensor_parallel",),
+    "tp": ("tensor_parallel",),
+    "auto": ("chosen",),
+    "automatic": ("chosen",),
+    "automatically": ("chosen",),
+    "gradient": ("activation_checkpointing",),
+    "recompute": ("activation_checkpointing",),
+    "gemini": ("colossalai",),
+    "budget": ("budgets",),
+    "zero1": ("nnx_deepspeed_1",),
+    "zero2": ("nnx_deepspeed_2",),
+    "zero3": ("nnx_deepspeed_3",),
+    "stage": ("zero", "stages"),
+    "hf": ("huggingface",),
+    "finetune": ("lora",),
+    "finetuning": ("lora",),
+    "wandb": ("logging",),
+    "continue": ("resume",),
+    "restart": ("resume",),
+    "export": ("convert",),
+}
+PAGES = {
+    "docs/backends/nnscaler.md": "sequence and tensor parallelism by a planner, plans, units of ranks",
+    "docs/checkpoints.md": "checkpoints: save and resume, in the background, to S3 or a cloud, weights only",
+    "docs/choosing.md": "choosing a strategy: memory estimate, speed, global batch size, steps of an epoch",
+    "docs/conformance.md": "test whether a strategy is correct: conformance",
+    "docs/formats.md": "convert and merge checkpoints: single file, safetensors, DCP, DeepSpeed, nnScaler",
+    "docs/limits.md": "limits: no pipeline stages yet, CUDA untested, Windows, macOS and MPS",
+    "docs/lite.md": "a loop of your own in plain PyTorch: Lite",
+    "docs/migration/index.md": "migrate from DeepSpeed, FSDP, ColossalAI, fairscale, nnScaler, LightningLite",
+    "docs/optimizers.md": "optimizers: Muon, LAMB, Shampoo, SOAP, SAM, Adam, gradient clipping",
+    "docs/options.md": "every option of every strategy: mixed precision, timeout, compile",
+    "docs/recipes.md": "recipes: Huggingface and LoRA, vision, GAN, notebook, logging to TensorBoard, SLURM",
+    "docs/security.md": "security: untrusted checkpoints, pickle, trust",
+    "docs/watch.md": "debug ranks that differ or diverge, checksums: the watch",
+    "docs/writing-a-backend.md": "write a plugin: a strategy or an engine of your own",
+}
+"""Pages of the documentation, and what they are about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A strategy or a page that was found.
+
+    Attributes:
+        score: Says how well it fits.
+        entry: The entry that describes it.
+    """
+
+    score: float
+    entry: dict[str, Any]
+
+    @property
+    def action(self) -> str:
+        """How to get it, or what to use in its place."""
+        status = self.entry["status"]
+        if status == "historical":
+            return f"use {self.entry['successor']}"
+        if status == "not installed":
+            return str(self.entry["install"])
+        return "" if status in ("installed", "page") else "nnx doctor"
+
+    @property
+    def description(self) -> str:
+        """What it is; of a name of the past, what it was."""
+        was = self.entry.get("was", "")
+        return f"it was {was}" if was else str(self.entry["description"])
+
+    def as_dict(self) -> dict[str, Any]:
+        """This hit as plain data for JSON."""
+        keys = ("name", "status", "provided_by", "description", "use_when", "install", "successor", "how")
+        return {"score": self.score, "action": self.action, **{key: self.entry.get(key, "") for key in keys}}
+
+
+def run_search(words: Sequence[str], *, as_json: bool) -> int:
+    """Print what was found; 1 if nothing was."""
+    asked = _words(" ".join(words), parts=False)
+    lightnings = [
+        _outside(name, "Lightning itself", "a strategy of Lightning's own") for name in LIGHTNING_NAMES
+    ]
+    pages = [_outside(name, "the documentation", text, status="page") for name, text in PAGES.items()]
+    everything = [
+        *entries(everything=True),
+        *(entry for entry in lightnings if entry["name"] in asked),
+        *pages,
+    ]
+    hits = rank(everything, asked)
+    suggestions = [] if hits else _suggestions(everything, asked)
+    if as_json:
+        results = [hit.as_dict() for hit in hits]
+        print_json({"words": asked, "results": results, "suggestions": suggestions})
+        return 0 if hits else 1
+    width = max((len(hit.entry["name"]) for hit in hits), default=0)
+    for hit in hits:
+        how = f"({hit.action}) " if hit.action else ""
+        print_line(f"{hit.entry['name']:{width}}  {how}{hit.description}")
+    if not hits:
+        _print_nothing(asked, suggestions)
+    note_problems()
+    return 0 if hits else 1
+
+
+def rank(found: Sequence[dict[str, Any]], words: Sequence[str]) -> list[Hit]:
+    """The entries that fit, the best first.
+
+    Args:
+        found: Entries as those of `nnx list`.
+        words: What was asked for, in lower case.
+
+    Example:
+        >>> tiny = {"name": "tiny", "status": "installed", "provided_by": "x", "description": "a small one"}
+        >>> [hit.entry["name"] for hit in rank([tiny], ["small", "fast"])]
+        ['tiny']
+        >>> rank([tiny], ["fast"])
+        []
+    """
+    places = [list(_places(entry)) for entry in found]
+    scores = [[_score(word, of_entry) for of_entry in places] for word in words]
+    rarity = [math.log(1 + len(found) / max(1, sum(map(bool, of_word)))) for of_word in scores]
+    hits = []
+    for number, entry in enumerate(found):
+        worth = sum(rare * of_word[number] for rare, of_word in zip(rarity, scores, strict=True))
+        if worth and "_".join(words) == entry["name"]:
+            worth += _ASKED_FOR
+        if worth:
+            hits.append(Hit(round(worth * (1 + _INSTALLED * (entry["status"] == "installed")), 1), entry))
+    usual = [hit for hit in hits if hit.score < _ASKED_FOR]
+    today = [hit for hit in usual if hit.entry["status"] != "historical"]
+    best = max((hit.score for hit in today or usual), default=0.0)
+
+    def order(hit: Hit) -> tuple[bool, float, str]:
+        """Names of the past go last, unless they fit far better."""
+        return hit.entry["status"] == "historical" and hit.score < _PAST * best, -hit.score, hit.entry["name"]
+
+    return sorted((hit for hit in hits if hit.score >= _LEAST * best), key=order)[:_MOST]
+
+
+def _places(entry: dict[str, Any]) -> Iterator[tuple[int, set[str]]]:
+    """Where words may occur, each place with its worth."""
+    if entry["status"] == "page":
+        yield _CAPABILITY, set(_words(entry["description"]))
+        return
+    old = known()[entry["name"]].replaces if entry["name"] in known() else ()
+    texts = ("was",) if entry["status"] == "historical" else ("description", "use_when")
+    yield _WHOLE_NAME, {entry["name"]}
+    yield _NAME, set(_words(entry["name"]))
+    yield _PACKAGE, set(_words(" ".join([entry["provided_by"], entry.get("package", ""), *old])))
+    yield _CAPABILITY, set(_words(" ".join(_abilities(entry))))
+    yield _TEXT, set(_words(" ".join(entry.get(key, "") for key in texts)))
+
+
+def _abilities(entry: dict[str, Any]) -> list[str]:
+    """What sets it apart from strategies in general, and the devices it runs on."""
+    declared = entry.get("capabilities", [])
+    if not isinstance(declared, dict):
+        return [*declared, *entry.get("accelerators", [])]
+    special = [item.name for item in fields(Capabilities) if item.default is False and declared[item.name]]
+    return special + list(declared["accelerators"])
+
+
+def _score(word: str, places: Sequence[tuple[int, set[str]]]) -> float:
+    """The worth of the best place and a little of the others; 0 where neither it nor a synonym occurs."""
+    meant = [(word, 1.0), *((other, _SYNONYM) for other in SYNONYMS.get(word, ()))]
+    scores = [
+        worth * max((part * _likeness(one, text) for one, part in meant for text in texts), default=0.0)
+        for worth, texts in places
+    ]
+    return max(scores) + _OTHER_PLACES * (sum(scores) - max(scores))
+
+
+def _likeness(word: str, text: str) -> float:
+    if word == text:
+        return 1.0
+    shorter, longer = sorted((word, text), key=len)
+    if len(shorter) < _SHORTEST_PART:
+        return 0.0
+    if longer.startswith(shorter):
+        # `shard` finds `shards` and `sharded`; `optimizers` finds `optimizer`, but not `opt`.
+        return _PART if shorter == word or len(longer) - len(shorter) <= 2 else 0.0
+    return _PART / 2 if shorter == word and word in longer else 0.0
+
+
+def _outside(name: str, owner: str, text: str, *, status: str = "installed") -> dict[str, Any]:
+    return {"name": name, "status": status, "provided_by": owner, "description": text}
+
+
+def _suggestions(found: Sequence[dict[str, Any]], words: Sequence[str]) -> list[str]:
+    """Words that exist, in place of those that occur nowhere."""
+    from difflib import get_close_matches
+
+    vocabulary = {text for entry in found for _, texts in _places(entry) for text in texts} | LIGHTNING_NAMES
+    return [match for word in words for match in get_close_matches(word, sorted(vocabulary), n=2, cutoff=0.7)]
+
+
+def _print_nothing(words: Sequence[str], suggestions: Sequence[str]) -> None:
+    print_note(f"Nothing is known of {' '.join(map(repr, words)) or 'that'}.")
+    if suggestions:
+        print_note(f"Did you mean {' or '.join(map(repr, suggestions))}?")
+    else:
+        print_note("`nnx list --all` shows every name.")
+
+
+def _words(text: str, *, parts: bool = True) -> list[str]:
+    """Lower case words in order, without those that say nothing; with `parts` also the parts of names."""
+    found = re.findall(r"[a-z0-9_]+", text.lower())
+    if parts:
+        found += [part for word in found for part in word.split("_")]
+    return list(dict.fromkeys(word for word in found if word and word not in _IGNORED))
