@@ -128,7 +128,7 @@ def test_a_config_that_turns_the_runs_precision_off_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "cannot be read"), ("{", "cannot be read"), ("[1]", "holds a list")],
+    [(None, "there is no such file"), ("{", "cannot be read"), ("[1]", "holds a list")],
 )
 def test_a_config_file_that_is_none_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
     path = tmp_path / "config.json"

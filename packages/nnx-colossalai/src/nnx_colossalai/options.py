@@ -126,7 +126,9 @@ class ColossalAIOptions:
         "only, and the numbers are the same; 'none' steps before going on.",
         choices=("exact", "none"),
     )
-    plan: str | None = option(None, help="Use the plan in this JSON file; nothing is planned.", types=(str,))
+    plan: str | None = option(
+        None, help="Use the plan in this JSON file; nothing is planned.", types=(str,), is_read=True
+    )
     plan_file: str | None = option(None, help="Write the plan to this JSON file.", types=(str,))
     timeline_file: str | None = option(
         None, help="Draw the memory over one step, as planned, to this PNG file.", types=(str,)

@@ -7,8 +7,10 @@ what changes when you turn it.
 
 from __future__ import annotations
 
+import os
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal
 
 from nnx_core.errors import OptionError
@@ -20,7 +22,12 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 def option(
-    default: Any = MISSING, *, help: str, choices: tuple[Any, ...] = (), types: tuple[type, ...] = ()
+    default: Any = MISSING,
+    *,
+    help: str,
+    choices: tuple[Any, ...] = (),
+    types: tuple[type, ...] = (),
+    is_read: bool = False,
 ) -> Any:
     """A dataclass field with the help text that `nnx show` and the docs print.
 
@@ -29,8 +36,9 @@ def option(
         help: Says what changes when you turn it.
         choices: The allowed values, where they are few.
         types: The allowed types, beside None where that is the default.
+        is_read: A path is that of a file to read, which has to be there.
     """
-    metadata = {"help": help, "choices": choices, "types": types}
+    metadata = {"help": help, "choices": choices, "types": types, "is_read": is_read}
     if isinstance(default, (list, dict, set)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -107,7 +115,7 @@ def check_options(options: Any) -> None:
     """Refuse values that an options dataclass does not allow; call it in ``__post_init__``.
 
     Raises:
-        OptionError: A value is outside of its option's choices, or of another type.
+        OptionError: A value is outside of its option's choices, of another type, or the path of no file.
     """
     for item in fields(options):
         value, types = getattr(options, item.name), item.metadata.get("types", ())
@@ -117,6 +125,9 @@ def check_options(options: Any) -> None:
             raise OptionError(
                 f"{item.name}={value!r} is of type {type(value).__name__}.", remedy=f"Pass {allowed}."
             )
+        is_path = item.metadata.get("is_read", False) and isinstance(value, (str, os.PathLike))
+        if is_path and not Path(value).is_file():
+            raise OptionError(f"{item.name}={value!r}: there is no such file.", remedy="Check the path.")
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
@@ -157,13 +168,16 @@ def split_options(
                 target[key] = value
                 break
         else:
-            raise _unknown_option(key, owner, sorted(set().union(*names)))
+            raise _unknown_option(key, owner, all_names=set().union(*names), own=sorted(names[-1]))
     return dealt
 
 
-def _unknown_option(key: str, owner: str, known: list[str]) -> OptionError:
-    near = get_close_matches(key, known, n=1)
+def _unknown_option(key: str, owner: str, *, all_names: set[str], own: list[str]) -> OptionError:
+    near = get_close_matches(key, sorted(all_names), n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
+    common = ", ".join(item.name for item in fields(CommonOptions))
+    its = f"Its options are {', '.join(own)}; and those of every strategy: {common}." if own else ""
     return OptionError(
-        f"strategy {owner!r} has no option {key!r}.", remedy=f"{hint}Its options are: {', '.join(known)}."
+        f"strategy {owner!r} has no option {key!r}.",
+        remedy=f"{hint}{its or f'Its options are those of every strategy: {common}.'}",
     )

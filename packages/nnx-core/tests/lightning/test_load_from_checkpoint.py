@@ -461,3 +461,11 @@ def test_no_other_instantiator_than_lightnings_is_called(tmp_path: Path) -> None
 def test_it_is_a_name_of_the_package() -> None:
     assert "load_from_checkpoint" in nnx.__all__
     assert nnx.load_from_checkpoint.__module__ == "nnx_core.lightning.loading"
+
+
+@pytest.mark.parametrize("tree", ["lightning.pytorch", "pytorch_lightning"])
+def test_lightnings_own_call_says_what_reads_a_directory(tree: str, tmp_path: Path) -> None:
+    module = importlib.import_module(tree)
+    storage.save(tmp_path / "a.ckpt", {"model.w": torch.ones(1)})
+    with pytest.raises(CheckpointError, match=r"a\.ckpt' is a directory.*Use `nnx\.load_from_checkpoint"):
+        module.LightningModule.load_from_checkpoint(tmp_path / "a.ckpt")

@@ -26,6 +26,7 @@ class DeepSpeedOptions:
         help="A DeepSpeed config: a dict, or the path of a JSON file. What it says wins over the defaults "
         "here; where it contradicts an option that you set, or Trainer's arguments, that is an error.",
         types=(Mapping, str, os.PathLike),
+        is_read=True,
     )
     offload_optimizer: bool = option(
         False, help="Keep masters, optimizer state and the step itself on the host.", types=(bool,)

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Iterable
-from functools import partial
+from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 from torch import nn
+
+from nnx_core.errors import CheckpointError
 
 
 def make_launcher(root: str, strategy: Any, *, start_method: str, num_processes: int, num_nodes: int) -> Any:
@@ -134,6 +138,28 @@ def migrate_checkpoint(root: str, checkpoint: dict[str, Any]) -> dict[str, Any]:
         f"{root}.utilities.migration.utils"
     )._pl_migrate_checkpoint(checkpoint)
     return migrated
+
+
+def explain_directories(root: str) -> None:
+    """Let ``MyModel.load_from_checkpoint(directory)``, which reads single files only, say what does read it.
+
+    Upstream: ``core.saving.pl_load``, of Trainer's trees only.
+    """
+    saving = sys.modules.get(f"{root}.core.saving")
+    if saving is None or hasattr(saving.pl_load, "__wrapped__"):
+        return
+    read = saving.pl_load
+
+    @wraps(read)
+    def pl_load(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(path_or_url, (str, os.PathLike)) and Path(path_or_url).is_dir():
+            raise CheckpointError(
+                f"{os.fspath(path_or_url)!r} is a directory; Lightning's `load_from_checkpoint` reads files.",
+                remedy="Use `nnx.load_from_checkpoint(MyModel, path)`, which reads every format.",
+            )
+        return read(path_or_url, *args, **kwargs)
+
+    vars(saving)["pl_load"] = pl_load
 
 
 def instantiate_from_config(root: str, cls: type, config: dict[str, Any]) -> Any:

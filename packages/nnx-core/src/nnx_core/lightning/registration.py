@@ -155,6 +155,10 @@ def fill(module_name: str) -> None:
     registry = _registry_of(space)
     if registry is not None:
         _update(space, registry)
+    if not space.is_fabric:
+        from nnx_core.lightning.compat import explain_directories  # torch is there already
+
+        explain_directories(space.name)
 
 
 def synchronize() -> None:
