@@ -258,6 +258,8 @@ def _tensor(kind: str, arguments: Any, records: Mapping[str, bytes], order: byte
         width = _STORAGES[of.symbol[1]]
         if kind == "_rebuild_tensor_v3":
             width = getattr(torch, arguments[6].symbol[1]).itemsize
+        if not stride:  # for torch they are those of a contiguous tensor
+            stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         data = np.frombuffer(records[f"data/{key}"], np.dtype(f"V{width}"))[offset:]
         last = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
         if 0 in shape or last >= len(data) or math.prod(shape) > 1 << 20:
