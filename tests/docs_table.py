@@ -30,6 +30,7 @@ NOT_RUN: list[Entry] = [
         "run in order, both halves of a difference, by packages/nnx-core/tests/lite/test_lite_examples.py",
     ),
     ("docs/checkpoints.md", "nnx ckpt", _CKPT),
+    ("docs/recipes.md", "srun python train.py", "needs a cluster; tests set SLURM's variables"),
     (
         "docs/command-line.md",
         "nnx ",
