@@ -139,6 +139,35 @@ def wheels(session: nox.Session) -> None:
             conform(session, python, name)
 
 
+@nox.session(venv_backend="venv")
+def release(session: nox.Session) -> None:
+    """Build and check what a release uploads, and install it in the order in which it is uploaded.
+
+    With `-- --rehearse` the changelog may still call the version unreleased.
+    """
+    (number,) = {version_of(folder) for folder in PROJECTS.values()}
+    title = re.search(
+        rf"^## {re.escape(number)}(.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M
+    )
+    if title is None or ("unreleased" in title[1] and "--rehearse" not in session.posargs):
+        session.error(f"CHANGELOG.md has no section '## {number} (YYYY-MM-DD)'")
+    session.install(*TOOLS_FOR_WHEELS)
+    built = build(session, "sdist", "wheel")
+    session.run("twine", "check", "--strict", *built)
+    wheels = {wheel_of(path): path for path in built if path.endswith(".whl")}
+    python = new_environment(session, "release")
+    limits, found_in = os.fspath(ROOT / "constraints.txt"), os.fspath(Path(built[0]).parent)
+    uploaded = [*SHARED, *(name for name in PLUGINS if PROJECTS[name].parent.name == "packages")]
+    for name in uploaded:
+        pip(session, python, "install", "--constraint", limits, "--find-links", found_in, wheels[name])
+    expect_ours(session, installed(session, python), uploaded)
+    for names in ask(session, python).values():
+        conform(session, python, names[0])
+    session.log(
+        f"Now tag v{number}, and `twine upload` from {found_in}, in this order: {', '.join(uploaded)}."
+    )
+
+
 @nox.session
 def isolation(session: nox.Session) -> None:
     """Checkpoints alone, the core, and each plugin with what it declares: `nox -s isolation -- nnx-fsdp`.
@@ -307,6 +336,11 @@ def wheel_of(path: str) -> str:
 
 
 # --- what the projects say of themselves ---
+
+
+def version_of(folder: Path) -> str:
+    """The version of a distribution."""
+    return str(tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
 
 
 def requirements(project: str) -> list[str]:

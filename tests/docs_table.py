@@ -13,6 +13,7 @@ _CKPT = "compared by packages/nnx-checkpoint/tests/cli/test_ckpt_docs.py"
 
 NOT_RUN: list[Entry] = [
     ("*", "pip install nnx-", "installs; `nox -s wheels isolation` do that with what was built here"),
+    ("*", "pip install packages/", "installs; `nox -s isolation` does that with wheels"),
     (
         "README.md",
         "python3 -m venv .venv",

@@ -118,3 +118,18 @@ def test_it_says_which_run_failed(tmp_path):
     assert finished.returncode == 1
     assert "uninterrupted failed with exit code 1; its error stands above." in finished.stdout
     assert "no_such_strategy" in finished.stderr
+
+
+def test_the_script_of_the_readme_trains_saves_and_resumes(tmp_path):
+    text = (ROOT / "README.md").read_text()
+    script = next(
+        block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Trainer(" in block
+    )
+    (tmp_path / "train.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "fsdp_auto: 2 ranks on 1 node, cpu over gloo; global batch 16 (2 ranks x 8)" in done.stderr
+    assert "nnscaler_zero: 2 ranks on 1 node" in done.stderr
+    assert (tmp_path / "last.ckpt" / "manifest.json").is_file()

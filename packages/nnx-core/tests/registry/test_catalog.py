@@ -179,3 +179,12 @@ def test_no_catalogued_name_is_one_of_lightnings():
     assert not set(known()) & LIGHTNING_NAMES
     # Trainer has lost the name that Fabric still has.
     assert set(historical()) & LIGHTNING_NAMES == {"dp"}
+
+
+def test_editors_complete_the_names_of_our_own_packages():
+    from typing import get_args
+
+    from nnx_core.lightning.factory import KnownName
+
+    ours = [name for name, entry in known().items() if entry.tier == "official"]
+    assert list(get_args(KnownName)) == sorted(ours)

@@ -7,11 +7,19 @@ postponed here.
 
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nnx_core.lightning.namespaces import NAMESPACES, get_namespace
 from nnx_core.lightning.registration import make_strategy
 from nnx_core.registry import StrategyRegistry
+
+KnownName = Literal[
+    "colossalai", "colossalai_auto", "colossalai_cpu", "colossalai_cuda", "fairscale_fsdp", "fairscale_oss",
+    "fairscale_sharded", "fsdp_auto", "fsdp_hybrid", "fsdp_manual", "fsdp_offload", "nnscaler",
+    "nnscaler_deduped", "nnscaler_dp", "nnscaler_tp", "nnscaler_zero", "nnx_deepspeed_1", "nnx_deepspeed_2",
+    "nnx_deepspeed_3", "nnx_deepspeed_3_cpu",
+]  # fmt: skip
+"""The names of our own packages, which editors complete; any other name of a plugin's works as well."""
 
 
 def default_namespace() -> str:
@@ -25,7 +33,7 @@ else:
     Strategy = importlib.import_module(f"{default_namespace()}.strategies").Strategy
 
 
-def strategy(name: str, *, namespace: str | None = None, **overrides: Any) -> Strategy:
+def strategy(name: KnownName | str, *, namespace: str | None = None, **overrides: Any) -> Strategy:
     """Build a strategy by its name, with options.
 
     Args:
