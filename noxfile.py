@@ -157,7 +157,8 @@ def release(session: nox.Session) -> None:
     wheels = {wheel_of(path): path for path in built if path.endswith(".whl")}
     python = new_environment(session, "release")
     limits, found_in = os.fspath(ROOT / "constraints.txt"), os.fspath(Path(built[0]).parent)
-    uploaded = [*SHARED, *(name for name in PLUGINS if PROJECTS[name].parent.name == "packages")]
+    engines = [name for name in PLUGINS if PROJECTS[name].parent.name == "packages"]
+    uploaded = [*SHARED, *sorted(engines, key=lambda name: len(needed(name)))]  # those that others need first
     for name in uploaded:
         pip(session, python, "install", "--constraint", limits, "--find-links", found_in, wheels[name])
     expect_ours(session, installed(session, python), uploaded)

@@ -89,10 +89,8 @@ def main() -> int:
         print(json.dumps({"seconds": medians, "ratios": ratios}))
     else:
         for name, (imported, built, stepped) in medians.items():
-            ratio = f"  {ratios[name]:.3f} of ddp" if name in ratios else ""
-            print(
-                f"{name:12} imported {imported:.2f} s, Trainer {built:.2f} s, first step {stepped:.2f} s{ratio}"
-            )
+            ratio = f", {ratios[name]:.3f} of ddp" if name in ratios else ""
+            print(f"{name}: imported {imported:.2f} s, Trainer {built:.2f} s, step {stepped:.2f} s{ratio}")
     return int(max(ratios.values()) > BAR)
 
 

@@ -158,6 +158,18 @@ def test_lines_fit_a_terminal_and_names_stay_whole(nnx_command, monkeypatch, wid
     assert whole in output
 
 
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize(
+    "verb", ["", "list", "show", "search", "doctor", "new", "schema", "ckpt", "ckpt merge"]
+)
+def test_help_fits_a_terminal(nnx_command, monkeypatch, width, verb):
+    monkeypatch.setenv("COLUMNS", str(width))
+    code, output, _ = nnx_command(*verb.split(), "--help")
+    assert code == 0
+    assert "--help" in output
+    assert max(map(len, output.splitlines())) <= width
+
+
 def test_a_list_is_one_line_for_each_strategy_under_its_package(nnx_command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("nnx_checkpoint.cli.output._on_terminal", lambda: True)
