@@ -8,6 +8,7 @@ what changes when you turn it.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -145,7 +146,11 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 
 
 def split_options(
-    given: dict[str, Any], *, owner: str, schemas: tuple[type[Any], ...]
+    given: dict[str, Any],
+    *,
+    owner: str,
+    schemas: tuple[type[Any], ...],
+    elsewhere: Callable[[str], Sequence[str]] = lambda name: (),
 ) -> tuple[dict[str, Any], ...]:
     """Deal keyword arguments out to the dataclasses that declare them.
 
@@ -153,6 +158,7 @@ def split_options(
         given: Keyword arguments as the user wrote them.
         owner: Name of the strategy, for the message.
         schemas: Dataclasses; where two declare a name, the first gets it.
+        elsewhere: Gives the names of the strategies that do have an option, for the message.
 
     Returns:
         One dict of keyword arguments for each schema.
@@ -168,13 +174,20 @@ def split_options(
                 target[key] = value
                 break
         else:
-            raise _unknown_option(key, owner, all_names=set().union(*names), own=sorted(names[-1]))
+            others = elsewhere(key)
+            raise _unknown_option(
+                key, owner, all_names=set().union(*names), own=sorted(names[-1]), others=others
+            )
     return dealt
 
 
-def _unknown_option(key: str, owner: str, *, all_names: set[str], own: list[str]) -> OptionError:
+def _unknown_option(
+    key: str, owner: str, *, all_names: set[str], own: list[str], others: Sequence[str]
+) -> OptionError:
     near = get_close_matches(key, sorted(all_names), n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
+    if others:
+        hint = f"It is an option of {', '.join(others)}. "
     common = ", ".join(item.name for item in fields(CommonOptions))
     its = f"Its options are {', '.join(own)}; and those of every strategy: {common}." if own else ""
     return OptionError(

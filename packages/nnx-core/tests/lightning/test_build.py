@@ -47,6 +47,13 @@ def test_wrong_options_are_refused_with_the_remedy(
         assert "parallel_devices" not in str(caught.value)
 
 
+def test_an_option_of_other_strategies_is_said_to_be_theirs() -> None:
+    with pytest.raises(
+        nnx.OptionError, match=r"'plan_ngpus'\. It is an option of nnscaler, nnscaler_"
+    ):
+        nnx.strategy("fsdp_auto", plan_ngpus=2)
+
+
 def test_options_of_the_caller_win_over_those_of_the_spec() -> None:
     spec = StrategySpec(
         "mine", FSDP.target, init_params={"min_num_params": 5, "timeout": 60.0, "state_dict_type": "sharded"}

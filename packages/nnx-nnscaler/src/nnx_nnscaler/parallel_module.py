@@ -241,7 +241,7 @@ def _summary(compiled: Compiled, axes: Axes) -> str:
     where = f"; the code is {compiled.path}" if compiled.path is not None else ""
     return (
         f"policy {plan.policy!r}{why}, {axes.outer_size} "
-        f"{'unit' if axes.outer_size == 1 else 'units'} of {plan.size} ranks that read one batch, "
+        f"plan {'unit' if axes.outer_size == 1 else 'units'} of {plan.size} ranks that read one batch, "
         f"{parts} of {len(plan.stored)} parameters stored in parts{where}"
     )
 

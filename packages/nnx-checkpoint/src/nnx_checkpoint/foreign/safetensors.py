@@ -255,7 +255,7 @@ class SafetensorsFiles(CheckpointFormat):
         job = _Writing(Described(checkpoint), f"{_MODEL}{prefix}", progress)
         if not job.weights:
             raise CheckpointError(
-                f"'{checkpoint.path}' has no weights that begin with {prefix!r}.",
+                f"'{checkpoint.path}' has no weights{f' that begin with {prefix!r}' if prefix else ''}.",
                 remedy="`nnx ckpt inspect` lists the names.",
             )
         if Path(path).suffix == _SUFFIX:

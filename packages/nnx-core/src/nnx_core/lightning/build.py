@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, cast
 
 from nnx_core.backend import Backend
-from nnx_core.errors import OptionError
+from nnx_core.errors import OptionError, PluginError
 from nnx_core.lightning.namespaces import Namespace, get_namespace
 from nnx_core.options import CommonOptions, split_options
+from nnx_core.registry import StrategyRegistry
 from nnx_core.spec import StrategySpec, import_reference
 
 __all__ = ["build"]
@@ -64,13 +66,28 @@ def _build_backend(
     spec: StrategySpec, target: type[Backend[Any]], space: Namespace, arguments: dict[str, Any]
 ) -> Any:
     lightning, common, options = split_options(
-        arguments, owner=spec.name, schemas=(LightningArguments, CommonOptions, target.Options)
+        arguments,
+        owner=spec.name,
+        schemas=(LightningArguments, CommonOptions, target.Options),
+        elsewhere=_strategies_with,
     )
     if space.is_fabric and "precision_plugin" in lightning:
         lightning["precision"] = lightning.pop("precision_plugin")
     return space.strategy_class()(
         target(target.Options(**options)), name=spec.name, common=CommonOptions(**common), **lightning
     )
+
+
+def _strategies_with(option: str) -> list[str]:
+    """Names of the strategies whose plugins declare an option."""
+    found = []
+    for name in StrategyRegistry.names():
+        declared = StrategyRegistry.get(name).options
+        with suppress(PluginError):  # `nnx doctor` names it
+            schema = import_reference(declared, what=name) if declared else None
+            if is_dataclass(schema) and option in {item.name for item in fields(schema)}:
+                found.append(name)
+    return found
 
 
 def _build_raw(

@@ -66,7 +66,7 @@ def global_batch(
         'global batch 8 (2 ranks share each batch of 8; ddp would have 16; plan_ngpus=1 gives each its own)'
     """
     of_one = "the size of a loader's batch" if size is None else str(size)
-    factors = [f"{shares} {'ranks' if shares == ranks else 'units'}"] if shares > 1 else []
+    factors = [f"{shares} {'ranks' if shares == ranks else 'plan units'}"] if shares > 1 else []
     factors += [of_one, *([f"{accumulate} accumulated"] if accumulate > 1 else [])]
     said = " x ".join(factors)
     if shares < ranks:
