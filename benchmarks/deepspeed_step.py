@@ -107,6 +107,7 @@ def _rank(
     if rank == 0:
         results.put((list(zip(ours, theirs, strict=True)), apart))
     dist.destroy_process_group()
+    time.sleep(0.5)  # for threads of the group, which would abort an interpreter that goes before them
 
 
 def _timed(step: Step, x: Tensor) -> tuple[float, Lap]:

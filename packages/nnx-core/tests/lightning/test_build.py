@@ -48,9 +48,7 @@ def test_wrong_options_are_refused_with_the_remedy(
 
 
 def test_an_option_of_other_strategies_is_said_to_be_theirs() -> None:
-    with pytest.raises(
-        nnx.OptionError, match=r"'plan_ngpus'\. It is an option of nnscaler, nnscaler_"
-    ):
+    with pytest.raises(nnx.OptionError, match=r"'plan_ngpus'\. It is an option of nnscaler, nnscaler_"):
         nnx.strategy("fsdp_auto", plan_ngpus=2)
 
 

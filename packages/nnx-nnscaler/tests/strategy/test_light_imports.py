@@ -1,0 +1,18 @@
+"""Data parallelism imports neither tracer, planner nor code generator, which cost a quarter of a second."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+CODE = """
+import sys
+import nnx_nnscaler.backend
+heavy = ("trace", "rules", "plan", "codegen", "programs", "compilation")
+print(*(name for name in sys.modules if name.startswith(tuple(f"nnx_nnscaler.{part}" for part in heavy))))
+"""
+
+
+def test_the_backend_imports_nothing_that_plans() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
