@@ -342,6 +342,17 @@ class LeavesADescriptor(TinyBackend):
         os.open(os.devnull, os.O_RDONLY)
 
 
+class FormsCircles(TinyBackend):
+    """Each gradient is held by an object that it holds itself."""
+
+    def backward(self, module: nn.Module, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(module, loss, *args, **kwargs)
+        for parameter in module.parameters():
+            gradient: Any = parameter.grad
+            if gradient is not None:
+                gradient.seen = [gradient]
+
+
 _modules: list[nn.Module] = []
 _buckets: list[Tensor] = []
 
@@ -430,4 +441,5 @@ FAULTS = [
     _fault("descriptor leaked", LeavesADescriptor, "no_descriptors"),
     _fault("module kept alive", KeepsModules, "no_survivors", "no_tensors"),
     _fault("buffers kept", KeepsBuckets, "no_tensors"),
+    _fault("gradients in circles", FormsCircles, "no_tensors_of_steps"),
 ]

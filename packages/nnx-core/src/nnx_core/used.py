@@ -17,8 +17,9 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -44,11 +45,29 @@ def used_anywhere(flags: Sequence[bool]) -> list[bool]:
         >>> used_anywhere([True, False])
         [True, False]
     """
+    return asked_anywhere(flags)()
+
+
+def asked_anywhere(flags: Sequence[bool]) -> Callable[[], list[bool]]:
+    """Ask as `used_anywhere` does, without waiting for the other ranks.
+
+    Args:
+        flags: As of `used_anywhere`.
+
+    Returns:
+        A function that waits for the answer, and gives it as often as it is called.
+    """
     if not is_distributed() or not flags:
-        return list(flags)
+        return lambda: list(flags)
     shared = torch.tensor(flags, dtype=torch.uint8)
-    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=engine_group())
-    return [bool(flag) for flag in shared.tolist()]
+    work = dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=engine_group(), async_op=True)
+
+    @cache
+    def answer() -> list[bool]:
+        work.wait()
+        return [bool(flag) for flag in shared.tolist()]
+
+    return answer
 
 
 _PATIENCE, _GRACE = 600.0, 6.0

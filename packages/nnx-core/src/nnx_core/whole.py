@@ -22,6 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import TensorWeakRef
 
 from nnx_core._torch_compat import exchange_in_transforms
 from nnx_core.errors import UnsupportedError
@@ -29,6 +30,7 @@ from nnx_core.tensor_functions import Sees, is_random, what_it_sees
 
 __all__ = [
     "Guard",
+    "HeldByTensor",
     "KeptWholes",
     "Part",
     "Seen",
@@ -69,6 +71,11 @@ class Part(ABC):
 
     tensor: Tensor
     """What this rank stores of it."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody has the tensor any more, so that there is nothing to write to."""
+        return False
 
     @property
     @abstractmethod
@@ -123,6 +130,33 @@ class Part(ABC):
             kwargs: Its keyword arguments.
         """
         return False
+
+
+class HeldByTensor:
+    """Comes before the `Part` of a tensor that lasts for a step, such as a gradient.
+
+    The tensor holds its part; if the part held the tensor as well, both would form a circle, whose memory
+    lasts until Python's collector looks for it.
+    """
+
+    _tensor: TensorWeakRef
+
+    @property
+    def tensor(self) -> Tensor:
+        """What this rank stores of it."""
+        tensor = self._tensor()
+        if tensor is None:
+            raise ReferenceError("the tensor that this part belongs to is gone.")
+        return cast(Tensor, tensor)
+
+    @tensor.setter
+    def tensor(self, tensor: Tensor) -> None:
+        self._tensor = TensorWeakRef(tensor)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody has the tensor any more."""
+        return self._tensor() is None
 
 
 class Kept(Protocol):

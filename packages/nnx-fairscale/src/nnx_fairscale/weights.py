@@ -25,6 +25,7 @@ from nnx_core.errors import UnsupportedError
 from nnx_core.hidden_state import HiddenState
 from nnx_core.used import CollectiveOrder, used_anywhere
 from nnx_core.whole import (
+    HeldByTensor,
     KeptWholes,
     Part,
     Seen,
@@ -100,7 +101,7 @@ class _PiecePart(Part):
 
     def flush(self) -> None:
         value = self._value
-        if value is None or self._seen is None:
+        if value is None or self._seen is None or self.is_gone:
             return
         with local_mode(), torch.no_grad():
             if self._seen.is_changed(value):
@@ -152,7 +153,7 @@ class _PiecePart(Part):
             return register(self.tensor, hook)
 
 
-class _GradientPart(_PiecePart):
+class _GradientPart(HeldByTensor, _PiecePart):
     """What is known of a gradient; while it accumulates unreduced, this rank has all of its own."""
 
     def value(self) -> Tensor:

@@ -12,7 +12,7 @@ with that of another. `StepAgreement` watches the units' groups of parameters:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from nnx_checkpoint.collective import is_distributed
-from nnx_core.used import CollectiveOrder, used_anywhere
+from nnx_core.used import CollectiveOrder, asked_anywhere
 from nnx_fsdp._torch_compat import (
     GatheredParameter,
     ParameterGroup,
@@ -60,7 +60,7 @@ class StepAgreement:
         self._parameters: list[GatheredParameter] = []
         self._used: set[GatheredParameter] = set()
         self._filled: set[GatheredParameter] = set()
-        self._anywhere: set[GatheredParameter] | None = None
+        self._answer: Callable[[], list[bool]] | None = None
         self._ends = 0
         if not is_distributed():
             return
@@ -93,7 +93,7 @@ class StepAgreement:
     def _forget(self) -> None:
         self._used.clear()
         self._filled.clear()
-        self._anywhere = None
+        self._answer = None
         self._ends = 0
 
     # --- what happens in a backward, in this order ----------------------------------------------
@@ -113,15 +113,21 @@ class StepAgreement:
         """Let the group reduce the same parameters as on every other rank, during backward or at its end."""
         if not self.synchronize:
             return
-        for parameter in group.parameters:
-            if parameter.has_gradient:
-                self._used.add(parameter)
-            elif parameter.is_trained and (self._anywhere is None or parameter in self._anywhere):
+        with_gradient = {parameter for parameter in group.parameters if parameter.has_gradient}
+        self._used |= with_gradient
+        if len(with_gradient) < len(group.parameters):
+            self._fill(p for p in group.parameters if p.is_trained and p not in with_gradient)
+        if group.unify_gradients():
+            self._order.arrive(name)
+
+    def _fill(self, parameters: Iterable[GatheredParameter]) -> None:
+        """Give zeros to those of the parameters that another rank may have a gradient of."""
+        anywhere = None if self._answer is None else self._anywhere()
+        for parameter in parameters:
+            if anywhere is None or parameter in anywhere:
                 if not parameter.has_reduced_gradient:
                     self._filled.add(parameter)
                 parameter.fill()
-        if group.unify_gradients():
-            self._order.arrive(name)
 
     def _agree(self) -> None:
         """Backward has ended, and what is left is about to be reduced."""
@@ -129,18 +135,24 @@ class StepAgreement:
             return
         self._order.arrive("the end of backward")
         flags = [parameter in self._used or parameter.has_gradient for parameter in self._parameters]
-        used = used_anywhere([*flags, *self._replicated.flags])
-        self._anywhere = {p for p, is_used in zip(self._parameters, used, strict=False) if is_used}
-        self._replicated.used = used[len(flags) :]
+        self._answer = asked_anywhere([*flags, *self._replicated.flags])
+
+    def _anywhere(self) -> set[GatheredParameter]:
+        """The parameters that some rank used, once backward has ended. Waits for the ranks' answers."""
+        assert self._answer is not None  # asked in `_agree`
+        return {p for p, is_used in zip(self._parameters, self._answer(), strict=False) if is_used}
 
     def _finish(self) -> None:
         """Everything sharded is reduced: take back what no rank used, and average the rest."""
         self._ends -= 1
         if self._ends:
             return
-        if self._anywhere is not None:
-            for parameter in self._filled - self._anywhere:
-                parameter.drop_reduced_gradient()
+        if self._answer is not None:
+            used = self._answer()
+            if self._filled:
+                for parameter in self._filled - self._anywhere():
+                    parameter.drop_reduced_gradient()
+            self._replicated.used = used[len(self._parameters) :]
             self._replicated.average()
         self._forget()
         self._order.end()

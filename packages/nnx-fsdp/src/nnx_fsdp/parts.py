@@ -21,7 +21,7 @@ from nnx_core._torch_compat import storage_users
 from nnx_core.errors import UnsupportedError
 from nnx_core.tensor_functions import is_elementwise_in_place
 from nnx_core.watch import refuse_unequal_gradient
-from nnx_core.whole import Guard, Part, Seen, Source, guard, local_mode, unguard
+from nnx_core.whole import Guard, HeldByTensor, Part, Seen, Source, guard, local_mode, unguard
 from nnx_fsdp._units_compat import HeldParameter
 
 __all__ = ["ParameterPart", "ShardedPart", "gather"]
@@ -132,7 +132,7 @@ class ShardedPart(Part):
 
     def flush(self) -> None:  # noqa: D102
         value = self._value
-        if value is None or self._seen is None:
+        if value is None or self._seen is None or self.is_gone:
             return
         with local_mode(), torch.no_grad():
             if self._seen.is_changed(value):
@@ -238,7 +238,7 @@ class ShardedPart(Part):
             return register(self.tensor, hook)
 
 
-class AliasPart(ShardedPart):
+class AliasPart(HeldByTensor, ShardedPart):
     """What is known of a tensor that shares the memory of another: its ``data``, or what ``detach`` gave.
 
     Args:
@@ -249,6 +249,7 @@ class AliasPart(ShardedPart):
     def __init__(self, tensor: Tensor, of: ShardedPart) -> None:
         super().__init__(tensor, of._keeper, of.name)
         self._of: ShardedPart | None = of
+        self._shared: Tensor | None = of.tensor  # which a part does not keep alive
 
     def value(self) -> Tensor:
         return super().value() if self._of is None else self._of.value()
@@ -270,7 +271,11 @@ class AliasPart(ShardedPart):
         self.flush()
         with local_mode(), torch.no_grad():
             self.dtensor._local_tensor = self.local.clone()
-        self._of = None
+        self._of = self._shared = None
+
+
+class GradientPart(HeldByTensor, ShardedPart):
+    """What is known of the gradient of a sharded parameter."""
 
 
 class ParameterPart(ShardedPart):
@@ -331,7 +336,7 @@ class ParameterPart(ShardedPart):
             self._keeper.settle()
             gradient = self.tensor.grad
             if isinstance(gradient, DTensor) and not isinstance(gradient, Guard):
-                guard(gradient, ShardedPart(gradient, self._keeper, f"the gradient of {self.name}"))
+                guard(gradient, GradientPart(gradient, self._keeper, f"the gradient of {self.name}"))
             return gradient
 
     def gradient_given(self, gradient: Any) -> None:  # noqa: D102

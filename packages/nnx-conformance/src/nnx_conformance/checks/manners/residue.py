@@ -11,13 +11,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from nnx_conformance.check import Bench, check, expect
@@ -116,6 +117,33 @@ def survivors(subject: Subject) -> list[str]:
     del module, trainer
     gc.collect()
     return [name for name, reference in watched.items() if reference() is not None]
+
+
+class _WithoutCollector(Callback):
+    """Counts tensors after an early and the last step; Python's collector does not run in between."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self._counted_at = (first, last)
+        self.counts: list[Counter[str]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self._counted_at[0]:
+            gc.collect()
+            gc.disable()
+        if trainer.global_step in self._counted_at:
+            self.counts.append(_tensors())
+
+
+def left_by_steps(subject: Subject) -> dict[str, int]:
+    """The tensors that steps leave behind until Python's collector comes, and how many."""
+    task = replace(TASK, steps=7)
+    counting = _WithoutCollector(3, task.steps)
+    try:
+        fit(subject, task, callbacks=[counting])
+    finally:
+        gc.enable()
+    first, last = counting.counts
+    return {name: grown for name, grown in (last - first).items() if grown >= task.steps - 3}
 
 
 # --- probes -------------------------------------------------------------------------------------------
@@ -263,3 +291,10 @@ def no_survivors(bench: Bench) -> None:
 def no_tensors(bench: Bench) -> None:
     """Further runs in a process leave no further tensors."""
     _expect_no_growth(bench, "tensors")
+
+
+@check()
+def no_tensors_of_steps(bench: Bench) -> None:
+    """What a step made, such as gradients, is freed at once, without Python's collector."""
+    for rank, grown in enumerate(bench.run(left_by_steps)):
+        expect(not grown, f"rank {rank}: four steps left {grown} behind, expected none.")
