@@ -212,17 +212,14 @@ class ParameterGroup:
         skipped = not inner.unshard_in_backward and inner._training_state.name == "PRE_BACKWARD"
         return not skipped and inner._all_gather_process_group.size() > 1
 
-    def unify_gradients(self) -> bool:
-        """Give all gradients one dtype, as some may be accumulated and others new; whether there are any."""
-        inner = self._inner.fsdp_params
+    def unify_gradients(self) -> None:
+        """Give all gradients one dtype, as some may be accumulated and others new."""
+        inner = [parameter for parameter in self._inner.fsdp_params if hasattr(parameter, "_unsharded_param")]
         for parameter in inner:
-            if hasattr(parameter, "_unsharded_param"):
-                parameter.accumulate_unsharded_grad_if_needed()
+            parameter.accumulate_unsharded_grad_if_needed()
         if any(parameter.unsharded_accumulated_grad is not None for parameter in inner):
             for parameter in inner:
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter.to_accumulated_grad_if_needed()
-        return any(parameter.has_gradient for parameter in self.parameters)
+                parameter.to_accumulated_grad_if_needed()
 
 
 def groups_of(module: FSDPModule) -> list[ParameterGroup]:

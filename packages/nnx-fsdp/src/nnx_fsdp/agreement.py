@@ -116,18 +116,20 @@ class StepAgreement:
         with_gradient = {parameter for parameter in group.parameters if parameter.has_gradient}
         self._used |= with_gradient
         if len(with_gradient) < len(group.parameters):
-            self._fill(p for p in group.parameters if p.is_trained and p not in with_gradient)
-        if group.unify_gradients():
+            with_gradient |= self._filled_of(p for p in group.parameters if p not in with_gradient)
+        group.unify_gradients()
+        if with_gradient:
             self._order.arrive(name)
 
-    def _fill(self, parameters: Iterable[GatheredParameter]) -> None:
+    def _filled_of(self, parameters: Iterable[GatheredParameter]) -> set[GatheredParameter]:
         """Give zeros to those of the parameters that another rank may have a gradient of."""
         anywhere = None if self._answer is None else self._anywhere()
-        for parameter in parameters:
-            if anywhere is None or parameter in anywhere:
-                if not parameter.has_reduced_gradient:
-                    self._filled.add(parameter)
-                parameter.fill()
+        filled = {p for p in parameters if p.is_trained and (anywhere is None or p in anywhere)}
+        for parameter in filled:
+            if not parameter.has_reduced_gradient:
+                self._filled.add(parameter)
+            parameter.fill()
+        return filled
 
     def _agree(self) -> None:
         """Backward has ended, and what is left is about to be reduced."""

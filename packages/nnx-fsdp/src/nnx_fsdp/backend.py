@@ -538,8 +538,8 @@ class FSDPBackend(Backend[FSDPOptions]):
         kwargs = {name: self._for_user(optimizer, argument) for name, argument in kwargs.items()}
         with self.stepping(), self._states.shown(optimizer):
             result = self._owner_ranks.step(optimizer, step, *args, **kwargs)
-        for module in self._layouts:  # a forward that no backward followed left its units gathered
-            self._reshard(module)
+        for weights in self._all_weights():
+            weights.free()  # a forward that no backward followed left its units gathered
         return result
 
     # --- state --------------------------------------------------------------------------------

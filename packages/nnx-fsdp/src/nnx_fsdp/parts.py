@@ -374,21 +374,23 @@ class ParameterPart(ShardedPart):
 
     # --- the gathered parameter ---------------------------------------------------------------
 
-    @torch.no_grad()
     def take_written(self) -> None:
         """Write into the shard what a step has written into the gathered parameter."""
         gathered = self.held.gathered
         if gathered is None:
             return
-        if gathered._version == self.held.gathered_version and not self.may_be_written:
-            return
+        if gathered._version != self.held.gathered_version or self.may_be_written:
+            self._write_changes(gathered)
+            self.held.gathered_version, self.may_be_written = gathered._version, False
+
+    @torch.no_grad()
+    def _write_changes(self, gathered: Tensor) -> None:
         with local_mode():
             own, local = self.own(gathered.detach()), self.local
             before = local.to(own.device, own.dtype)
             changed = (own != before) & ~(own.isnan() & before.isnan())
             if bool(changed.any()):
                 local.copy_(torch.where(changed.to(local.device), own.to(local.device, local.dtype), local))
-        self.held.gathered_version, self.may_be_written = gathered._version, False
 
 
 # --- arguments of functions -----------------------------------------------------------------------

@@ -248,6 +248,12 @@ class Weights:
         for unit in kept:
             unit.free()
 
+    def free(self) -> None:
+        """Keep only this rank's part of what is gathered for computing."""
+        for unit in self._units:
+            if unit.is_gathered:
+                unit.free()
+
     def _reduce_rest(self) -> None:
         """Reduce what has come after its unit was done, as of a weight that others use before it."""
         for unit in self._units:
