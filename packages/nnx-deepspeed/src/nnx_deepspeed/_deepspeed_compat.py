@@ -383,7 +383,7 @@ def take_assigned(parameters: Mapping[nn.Parameter, Tensor]) -> list[nn.Paramete
     misfits = []
     for parameter, home in parameters.items():
         is_cut = hasattr(parameter, "ds_tensor")
-        if not is_cut and parameter.data_ptr() == home.data_ptr():
+        if parameter.data_ptr() == (local_partition(parameter) if is_cut else home).data_ptr():
             continue
         if is_cut and parameter.shape == getattr(parameter, "ds_shape", None):
             continue  # `take_persistent` looks at these

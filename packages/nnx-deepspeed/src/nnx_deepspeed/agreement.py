@@ -4,7 +4,8 @@ DeepSpeed fills its buckets in the order in which gradients come on a rank, and 
 where a rank comes to it. Ranks that go different ways through the model would mix up gradients and weights:
 
 - As backward begins, the ranks exchange which parameters each of them uses, and in which order it has called
-  its layers. Where these are the same, which is the rule, DeepSpeed goes on as it likes. Where they differ,
+  its layers; the first gradient waits for the answer. Where these are the same, which is the rule, DeepSpeed
+  goes on as it likes. Where they differ,
   gradients stay where they are until backward is over, missing ones become zeros, and all are reduced in one
   order.
 - When backward is over, the ranks compare the order in which gradients came: weights that are used outside of
@@ -28,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nnx_checkpoint.collective import is_distributed
 from nnx_core.errors import UnsupportedError
-from nnx_core.used import CollectiveOrder, used_anywhere
+from nnx_core.used import CollectiveOrder, asked_anywhere, used_anywhere
 from nnx_deepspeed._deepspeed_compat import (
     before_each_gather,
     drop_stale_gradients,
@@ -90,9 +91,10 @@ class Agreement:
         self._order: CollectiveOrder | None = None
         self._cuts_each_parameter = hasattr(self._zero, "fp16_groups")  # stage 3
         self._nodes: list[Any] | None = None
+        self._settle: Callable[[], None] = _nothing
         if not self._is_needed:
             return
-        watch_gradients(self._zero, parameters, self._came, self._refuse_other_backward)
+        watch_gradients(self._zero, parameters, self._came, self._before_gradient)
         for number, layer in enumerate(module.modules()):
             if next(layer.parameters(recurse=False), None) is not None:
                 self._handles.append(layer.register_forward_pre_hook(partial(self._note_call, number)))
@@ -136,7 +138,9 @@ class Agreement:
 
     # --- backward -----------------------------------------------------------------------------
 
-    def _refuse_other_backward(self) -> None:
+    def _before_gradient(self) -> None:
+        """A gradient is about to be put into a bucket."""
+        self._settle()
         if not self.runs_backward:
             raise UnsupportedError(
                 "a gradient came from a backward that DeepSpeed does not know of, such as `loss.backward()`.",
@@ -178,11 +182,13 @@ class Agreement:
                 run()
                 if hook is None:
                     self._exchange(backward, [False] * len(self._parameters))
+                self._settle()
                 backward.finish()
                 self._refuse_other_order()
                 if self._cuts_each_parameter:
                     release_touched(self._names)
         finally:
+            self._settle = _nothing
             backward.release()
             if hook is not None:
                 hook.remove()
@@ -194,13 +200,22 @@ class Agreement:
         self._exchange(backward, will_be_used(nodes))
 
     def _exchange(self, backward: _Backward, used: Sequence[bool]) -> None:
-        """Exchange what each rank uses, and what has a gradient already; hold back what differs."""
+        """Let the ranks exchange what each uses, and what has a gradient already."""
         has = [u or has_gradient(p) for u, p in zip(used, self._parameters, strict=True)]
         calls, self._calls = self._calls, 0
         order, self._last_order = self._last_order, 0
         ours = [*has, *(not one for one in used), *_flags_of(calls), *_flags_of(order)]
-        flags = used_anywhere(ours)
-        number = len(used)
+        answer = asked_anywhere(ours)
+
+        def settle() -> None:
+            self._settle = _nothing
+            self._take_answer(backward, answer())
+
+        self._settle = settle
+
+    def _take_answer(self, backward: _Backward, flags: Sequence[bool]) -> None:
+        """Hold gradients back if ranks use other parameters, or have called layers in another order."""
+        number = len(self._parameters)
         backward.anywhere, missing = flags[:number], flags[number : 2 * number]
         is_mixed = any(a and m for a, m in zip(backward.anywhere, missing, strict=True))
         of_calls, of_order = flags[2 * number : -2 * _BITS], flags[-2 * _BITS :]
@@ -249,6 +264,10 @@ class Agreement:
             remedy="Use weights in the same order on every rank, or call the layers that hold them; resume "
             "from the last checkpoint.",
         )
+
+
+def _nothing() -> None:
+    """There is no answer to wait for."""
 
 
 def _flags_of(number: int) -> list[bool]:

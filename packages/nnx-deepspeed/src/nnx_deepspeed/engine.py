@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.hidden_state import HiddenState
 from nnx_core.materialize import lay_in_order, with_strides
+from nnx_core.whole import local_mode
 from nnx_deepspeed._deepspeed_compat import (
     count_backwards_anew,
     forget_gradients,
@@ -131,20 +132,22 @@ class ZeroEngine:
             self.agreement.used.clear()
 
     def _forget_reduced(self) -> None:
-        self.zero.zero_grad()
-        forget_gradients(self.zero)
+        with local_mode():
+            self.zero.zero_grad()
+            forget_gradients(self.zero)
         self._has_reduced = False
 
     # --- step ---------------------------------------------------------------------------------
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module through DeepSpeed's hooks."""
-        self._refuse_changes()
-        self._release_touched()
-        self._take_assigned()
-        take_persistent(self.zero)
-        gather_persistent(self.zero)
-        see_empty_parameters(self._empty)
+        with local_mode():
+            self._refuse_changes()
+            self._release_touched()
+            self._take_assigned()
+            take_persistent(self.zero)
+            gather_persistent(self.zero)
+            see_empty_parameters(self._empty)
         with self.agreement.step("training" if torch.is_grad_enabled() else "evaluation"):
             return self._engine(*args, **kwargs)
 
@@ -254,7 +257,7 @@ class ZeroEngine:
             return {}
         if were_shown:  # what user code set to None counts as unused
             self.agreement.used = set(visible)
-        with self._unused.left_alone(self.agreement.unused):
+        with local_mode(), self._unused.left_alone(self.agreement.unused):
             self._engine.step()
         self._versions = self._see_versions()
         self._has_reduced = False
@@ -279,8 +282,9 @@ class ZeroEngine:
             looking_everywhere: Also where masters lie on another device. Elsewhere only a change of version
                 counters, which writes through ``.data`` do not leave, makes it worth moving the weights.
         """
-        self._release_touched()
-        self._take_assigned()
+        with local_mode():
+            self._release_touched()
+            self._take_assigned()
         versions = self._see_versions()
         looking_everywhere = looking_everywhere or versions != self._versions
         for weights, masters in weights_and_masters(self.zero):
