@@ -482,7 +482,14 @@ def reduce_at_once(engine: Any) -> None:
 def watch_gradients(
     zero: Any, parameters: Sequence[nn.Parameter], came: list[int], check: Callable[[], None]
 ) -> None:
-    """Note the number of each parameter whose gradient DeepSpeed puts into a bucket, after a check."""
+    """Note the number of each parameter whose gradient DeepSpeed puts into a bucket.
+
+    Args:
+        zero: DeepSpeed's optimizer.
+        parameters: The trained ones.
+        came: The numbers, which this appends to.
+        check: Called for each gradient before DeepSpeed looks whether it is held back.
+    """
     name = "reduce_ready_partitions_and_remove_grads"
     own = getattr(zero, name)
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -495,6 +502,14 @@ def watch_gradients(
         return own(parameter, *args)
 
     setattr(zero, name, note)
+    if hasattr(zero, "process_gradients"):  # stages 1 and 2 look here
+        process = zero.process_gradients
+
+        def check_and_process(*args: Any) -> None:
+            check()
+            process(*args)
+
+        zero.process_gradients = check_and_process
 
 
 def drop_stale_gradients(zero: Any, parameters: Sequence[nn.Parameter]) -> None:
