@@ -62,21 +62,21 @@ TURNS = {
     "TestColossalAI": Turn(2, 3),
     "TestColossalAIHabits": Turn(1, 3),  # none but in `full`
     # The same engines with other options.
-    "TestFsdpManual": Turn(0, 4),
+    "TestFsdpManual": Turn(0, 8),
     "TestFsdpOffload": Turn(1, 12),
     "TestFsdpHybrid": Turn(2, 12),
     "TestNnScalerDeduped": Turn(3, 12),
     "TestNnScalerZero": Turn(5, 12),
-    "TestNnScalerDp": Turn(0, 4),
+    "TestNnScalerDp": Turn(4, 8),
     "TestColossalAICpu": Turn(7, 12),
     "TestColossalAICuda": Turn(9, 12),
-    "TestColossalAIAlone": Turn(0, 5),
+    "TestColossalAIAlone": Turn(0, 10),
     # Engines whose classes name what reaches their code.
     "TestStage1": Turn(1, 5),
     "TestStage2": Turn(2, 5),
-    "TestStage3": Turn(0, 5),
+    "TestStage3": Turn(0, 7),
     "TestStage3OnTheHost": Turn(3, 5),
-    "TestFairscaleFsdp": Turn(0, 5),
+    "TestFairscaleFsdp": Turn(0, 8),
     "TestFairscaleFsdpHabits": Turn(1, 3),  # none but in `full`
     "TestFairscaleOss": Turn(1, 5),
     "TestFairscaleSharded": Turn(3, 5),
