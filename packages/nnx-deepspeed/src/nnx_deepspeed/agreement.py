@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -97,7 +96,7 @@ class Agreement:
         watch_gradients(self._zero, parameters, self._came, self._before_gradient)
         for number, layer in enumerate(module.modules()):
             if next(layer.parameters(recurse=False), None) is not None:
-                self._handles.append(layer.register_forward_pre_hook(partial(self._note_call, number)))
+                self._handles.append(layer.register_forward_pre_hook(self._noting(number)))
         if self._cuts_each_parameter and is_distributed():
             self._order = CollectiveOrder(remedy=_REMEDY)
             self._order.begin("the set-up")  # it knows of no collective before its first step
@@ -233,9 +232,14 @@ class Agreement:
 
     # --- the order of layers and gradients ----------------------------------------------------
 
-    def _note_call(self, number: int, *_: Any) -> None:
-        if torch.is_grad_enabled():
-            self._calls = crc32(number.to_bytes(4, "little"), self._calls)
+    def _noting(self, number: int) -> Callable[..., None]:
+        """A hook that notes the call of a layer: a function, which a copy of the layer shares."""
+
+        def note(*_: Any) -> None:
+            if torch.is_grad_enabled():
+                self._calls = crc32(number.to_bytes(4, "little"), self._calls)
+
+        return note
 
     def _refuse_other_order(self) -> None:
         self._last_order = crc32(",".join(map(str, self._came)).encode())
