@@ -33,6 +33,8 @@ __all__ = [
 
 T = TypeVar("T")
 
+_NOT_SENT = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+
 _control_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 _background_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 _engine_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
@@ -118,7 +120,8 @@ def broadcast_tensor(tensor: Tensor) -> None:
     if data.numel() == 0:
         return
     dense = data.contiguous()
-    dist.broadcast(dense, src=0)
+    # NCCL and gloo lack some integers; what travels is the same either way.
+    dist.broadcast(dense.view(-1).view(torch.uint8) if dense.dtype in _NOT_SENT else dense, src=0)
     if dense is not data:
         data.copy_(dense)
 
