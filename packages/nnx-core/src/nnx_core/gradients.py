@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -246,6 +247,26 @@ class ParallelGradScaler(torch.amp.GradScaler):
             backoff_factor=replaces.get_backoff_factor(),
             growth_interval=replaces.get_growth_interval(),
         )
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step if no gradient on any rank is infinite, as torch's does.
+
+        A fused optimizer is given ``found_inf`` and decides by itself. If its parameters are in host memory
+        and ``found_inf`` on a card, torch copies it without waiting, and the optimizer would decide by what
+        was there before; so this looks itself, which waits.
+        """
+        if not (getattr(optimizer, "_step_supports_amp_scaling", False) and self._is_elsewhere(optimizer)):
+            return super().step(optimizer, *args, **kwargs)
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+    def _is_elsewhere(self, optimizer: Optimizer) -> bool:
+        """Whether a parameter lies in host memory and the gradients' device is another."""
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return self._nnx_device.type != "cpu" and any(p.device.type == "cpu" for p in parameters)
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
