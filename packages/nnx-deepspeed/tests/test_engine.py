@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from jobs.deepspeed_jobs import (
     SHORT,
@@ -25,6 +27,7 @@ from jobs.engine_resume_jobs import run_and_save, tensors_of
 from jobs.training import Run
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import UnsupportedError
+from nnx_deepspeed import engine
 from nnx_deepspeed._deepspeed_operators import prepare_operators
 from nnx_deepspeed.config import with_fitting_buckets
 from nnx_deepspeed.refusals import refuse_unfit
@@ -255,3 +258,20 @@ def test_torchs_adamw_and_deepspeeds_resume_each_other(pool: WorkerPool, tmp_pat
         assert found.keys() == expected.keys()
         assert [name for name in found if not torch.equal(found[name], expected[name])] == []
         assert after[0].losses == pytest.approx(whole[0].losses[2:], abs=1e-5)
+
+
+def test_deepspeed_takes_the_trainers_device_and_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def initialize(**given: Any) -> tuple[str]:
+        seen.update(given, local_rank=os.environ["LOCAL_RANK"])
+        return ("the engine",)
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr("deepspeed.initialize", initialize)
+    module = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(module.parameters())
+    device = torch.device("cuda", 3)
+    assert engine._initialize(module, optimizer, {}, device=device, local_rank=1) == "the engine"
+    assert (seen["args"].device_rank, seen["local_rank"]) == (3, "1")
+    assert "LOCAL_RANK" not in os.environ  # or Lightning would start no processes for the next Trainer

@@ -90,6 +90,7 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
             optimizers[0],
             config=self._config,
             rank=self.context.rank,
+            local_rank=self.context.local_rank,
             device=self.context.device,
         )
 

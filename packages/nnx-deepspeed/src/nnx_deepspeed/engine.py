@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
@@ -62,6 +65,7 @@ class ZeroEngine:
         optimizer: The user's; it keeps the module's parameters and steps through the engine from now on.
         config: What ``deepspeed.initialize`` gets.
         rank: This rank.
+        local_rank: This rank's number on its node.
         device: The device of the module.
 
     Raises:
@@ -76,6 +80,7 @@ class ZeroEngine:
         *,
         config: Mapping[str, Any],
         rank: int,
+        local_rank: int,
         device: torch.device,
     ) -> None:
         refuse_unfit(optimizer, config=config, device=device)
@@ -92,7 +97,8 @@ class ZeroEngine:
         self.shadow = shadow_of(optimizer)
         number_alike()
         skip_what_is_no_parameter()
-        self._engine = _initialize(module, self.shadow, with_fitting_buckets(config, module))
+        fitting = with_fitting_buckets(config, module)
+        self._engine = _initialize(module, self.shadow, fitting, device=device, local_rank=local_rank)
         self._left = {p: set(vars(p)) - self._attributes[p] for p in module.parameters()}
         self._is_boundary = self._has_reduced = False
         self.set_boundary(True)
@@ -345,12 +351,24 @@ class ZeroEngine:
         return full
 
 
-def _initialize(module: nn.Module, optimizer: Optimizer, config: Mapping[str, Any]) -> Any:
-    """DeepSpeed's own engine."""
+def _initialize(
+    module: nn.Module,
+    optimizer: Optimizer,
+    config: Mapping[str, Any],
+    *,
+    device: torch.device,
+    local_rank: int,
+) -> Any:
+    """DeepSpeed's own engine, on the trainer's device: by itself it would take that of ``LOCAL_RANK``."""
+    arguments = None if device.index is None else Namespace(device_rank=device.index)
     try:
-        with weights_agree_already():
+        with weights_agree_already(), _local_rank_known(local_rank):
             return deepspeed.initialize(
-                model=module, optimizer=optimizer, config=dict(config), dist_init_required=False
+                args=arguments,
+                model=module,
+                optimizer=optimizer,
+                config=dict(config),
+                dist_init_required=False,
             )[0]
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, at['loc']))}: {at['msg']}" for at in error.errors())
@@ -358,6 +376,22 @@ def _initialize(module: nn.Module, optimizer: Optimizer, config: Mapping[str, An
             f"DeepSpeed refuses its config: {wrong}.",
             remedy="Correct what you pass as `config`, or the option of that name.",
         ) from error
+
+
+@contextmanager
+def _local_rank_known(local_rank: int) -> Iterator[None]:
+    """``LOCAL_RANK`` is set, which DeepSpeed asks for and SLURM's launcher does not set.
+
+    It is taken back: Lightning would think that the next Trainer's processes are there already.
+    """
+    if "LOCAL_RANK" in os.environ:
+        yield
+        return
+    os.environ["LOCAL_RANK"] = str(local_rank)
+    try:
+        yield
+    finally:
+        del os.environ["LOCAL_RANK"]
 
 
 def _exact_weights(module: nn.Module, config: Mapping[str, Any]) -> dict[nn.Parameter, Tensor]:
