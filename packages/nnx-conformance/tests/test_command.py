@@ -214,6 +214,13 @@ def test_a_terminal_sees_which_check_runs(
     assert [line.split()[2] for line in captured.out.splitlines()] == [first, second]
 
 
+def test_one_rank_is_enough_and_four_are_too_many(nnx_conformance: Command) -> None:
+    code, output, _ = nnx_conformance("ddp", "--only", "losses_float64", "--ranks", "1")
+    assert code == 0 and "1 passed" in output
+    code, _, errors = nnx_conformance("ddp", "--only", "losses_float64", "--ranks", "4")
+    assert code == 2 and "--ranks" in errors
+
+
 def test_the_accelerator_reaches_the_trainer(nnx_conformance: Command) -> None:
     code, output, _ = nnx_conformance("ddp", "--only", "losses_float64", "--accelerator", "abacus")
     assert code == 1

@@ -267,8 +267,8 @@ def test_numbers_are_compared_at_three_ranks_only_where_everything_is_tried(pool
     assert sizes == [(2,), (2, 3)]
 
 
-@pytest.mark.parametrize(("one_rank", "ranks"), [(False, 2), (True, 1)])
-def test_checks_run_on_two_ranks_or_on_one(pool: WorkerPool, one_rank: bool, ranks: int) -> None:
+@pytest.mark.parametrize(("most", "ranks"), [(3, 2), (2, 2), (1, 1)])
+def test_checks_run_on_two_ranks_or_on_one(pool: WorkerPool, most: int, ranks: int) -> None:
     seen: list[int] = []
 
     def look(bench: Bench) -> None:
@@ -277,7 +277,7 @@ def test_checks_run_on_two_ranks_or_on_one(pool: WorkerPool, one_rank: bool, ran
         runs += [bench.run(jobs.name_of, world_size=size) for size in bench.world_sizes]
         seen.extend(map(len, runs))
 
-    session = Session(Subject("ddp"), pool=pool, one_rank=one_rank)
+    session = Session(Subject("ddp"), pool=pool, ranks=most)
     result = session.try_check(Check(name="look", group="numbers", promise="", run=look), Path())
     assert (result.verdict, seen) == ("passed", [ranks] * 3), result.detail
 
@@ -292,10 +292,10 @@ def test_a_check_that_takes_several_ranks_is_skipped_where_one_is_tried(
 
     asked = Check(name="take", group="numbers", promise="", run=take)
     ends = {}
-    for one_rank in (True, False):
-        result = Session(Subject("ddp"), pool=pool, one_rank=one_rank).try_check(asked, Path())
-        ends[one_rank] = (result.verdict, result.detail)
-    assert ends == {True: ("skipped", "it takes 2 ranks, and one_rank=True"), False: ("passed", "")}
+    for most in (1, 2):
+        result = Session(Subject("ddp"), pool=pool, ranks=most).try_check(asked, Path())
+        ends[most] = (result.verdict, result.detail)
+    assert ends == {1: ("skipped", "it takes 2 ranks, and there are 1"), 2: ("passed", "")}
 
 
 # --- strategies that cannot be checked ---

@@ -216,7 +216,7 @@ class Bench:
         identity: The class that stands behind it, and what it declares.
         directory: An empty directory of this check's own.
         full: True if everything is to be tried, at every world size.
-        one_rank: True if the strategy under test always runs on one rank.
+        ranks: The most ranks that the strategy under test can run on.
     """
 
     def __init__(
@@ -228,14 +228,14 @@ class Bench:
         reference: Reference,
         directory: Path,
         full: bool = False,
-        one_rank: bool = False,
+        ranks: int = 3,
         deadline: float = 60.0,
     ) -> None:
         self.subject = subject
         self.identity = identity
         self.directory = directory
         self.full = full
-        self.one_rank = one_rank
+        self.ranks = ranks
         self._pool = pool
         self._reference = reference
         self._end = time.monotonic() + deadline
@@ -243,9 +243,9 @@ class Bench:
     @property
     def world_sizes(self) -> tuple[int, ...]:
         """Where numbers are compared: two ranks, and three if everything is tried; or one."""
-        if self.one_rank:
+        if self.ranks == 1:
             return (1,)
-        return (2, 3) if self.full else (2,)
+        return (2, 3) if self.full and self.ranks > 2 else (2,)
 
     @property
     def remaining(self) -> float:
@@ -288,11 +288,9 @@ class Bench:
             raise CheckFailed(summary_of(chosen, error)) from error
 
     def _ranks(self, asked: int | None) -> int:
-        if not self.one_rank:
-            return asked or 2
-        if asked is not None and asked > 1:
-            raise NotApplicable(f"it takes {asked} ranks, and one_rank=True")
-        return 1
+        if asked is not None and asked > self.ranks:
+            raise NotApplicable(f"it takes {asked} ranks, and there are {self.ranks}")
+        return asked or min(2, self.ranks)
 
     def run_once(
         self,

@@ -45,6 +45,7 @@ def run(
     options: Sequence[str],
     imports: Sequence[str],
     accelerator: str,
+    ranks: int | None,
     badge: Path | None,
     verbose: bool,
     as_json: bool,
@@ -63,6 +64,7 @@ def run(
             subject,
             full=full,
             only=only,
+            ranks=_ranks(ranks, accelerator),
             report_start=_announcing(count),
             report_result=_show_on_standard_error if as_json else _show,
         )
@@ -76,6 +78,17 @@ def run(
     else:
         _conclude(report, verbose=verbose)
     return int(not report.ok)
+
+
+def _ranks(asked: int | None, accelerator: str) -> int:
+    """How many ranks to use: three, or fewer where there are fewer cards."""
+    from nnx_conformance.runner import WORKERS
+
+    if asked is not None or accelerator not in ("cuda", "gpu"):
+        return asked or WORKERS
+    import torch
+
+    return max(1, min(WORKERS, torch.cuda.device_count()))
 
 
 def list_checks(*, as_json: bool) -> int:
@@ -212,6 +225,15 @@ def check_strategy(
     accelerator: Annotated[
         str, typer.Option("--accelerator", help="Devices to run on; the largest jobs need three of them.")
     ] = "cpu",
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks",
+            min=1,
+            max=3,
+            help="The most ranks to use; what takes more is left out. By default 3, or one for each GPU.",
+        ),
+    ] = None,
     imports: Annotated[
         list[str] | None, typer.Option("--import", help="Module to import first; may be repeated.")
     ] = None,
@@ -235,6 +257,7 @@ def check_strategy(
             options=option or [],
             imports=imports or [],
             accelerator=accelerator,
+            ranks=ranks,
             badge=badge,
             verbose=verbose,
             as_json=as_json,

@@ -158,10 +158,10 @@ class Session:
 
     Args:
         subject: The strategy.
-        pool: At least three workers.
+        pool: At least as many workers as `ranks`.
         reference: Results of one plain process, shared by the sessions on the same workers.
         full: True if everything is tried.
-        one_rank: True if checks run on one rank; those that take several are skipped.
+        ranks: The most ranks that checks run on; those that take more are skipped.
 
     Raises:
         NnxError: The strategy cannot be found or imported.
@@ -174,11 +174,11 @@ class Session:
         pool: WorkerPool,
         reference: Reference | None = None,
         full: bool = False,
-        one_rank: bool = False,
+        ranks: int = WORKERS,
     ) -> None:
         self.subject = subject
         self.full = full
-        self.one_rank = one_rank
+        self.ranks = ranks
         self._pool = pool
         self._reference = reference or Reference(pool)
         self.identity = self._identify()
@@ -231,7 +231,7 @@ class Session:
             reference=self._reference,
             directory=directory,
             full=self.full,
-            one_rank=self.one_rank,
+            ranks=self.ranks,
             deadline=check.deadline,
         )
         try:
@@ -248,7 +248,7 @@ class Session:
         if not (self.subject.is_lightning or self.subject.imports or ":" in self.subject.strategy):
             StrategyRegistry.get(self.subject.strategy)  # explains a wrong name without starting anything
         try:
-            found: Identity = self._pool.run(_identify, self.subject, world_size=WORKERS)[0]
+            found: Identity = self._pool.run(_identify, self.subject, world_size=self.ranks)[0]
         except JobError as error:
             reason = exception_in(next(iter(error.failures.values())))
             raise NnxError(
@@ -270,6 +270,7 @@ def run_conformance(
     *,
     full: bool = False,
     only: Iterable[str] = (),
+    ranks: int = WORKERS,
     report_start: Callable[[Check], None] = lambda check: None,
     report_result: Callable[[Result], None] = lambda result: None,
 ) -> Report:
@@ -279,6 +280,7 @@ def run_conformance(
         subject: The strategy.
         full: Try everything, at every world size.
         only: Names of checks or groups; all by default.
+        ranks: The most ranks to use, 1 to 3; checks that take more are skipped.
         report_start: Called before each check.
         report_result: Called after each check.
 
@@ -294,10 +296,10 @@ def run_conformance(
     checks = select_checks(only, full=full)
     results = []
     with (
-        WorkerPool(size=WORKERS, preload=PRELOAD) as pool,
+        WorkerPool(size=ranks, preload=PRELOAD) as pool,
         tempfile.TemporaryDirectory(prefix="nnx-conformance-") as top,
     ):
-        session = Session(subject, pool=pool, full=full)
+        session = Session(subject, pool=pool, full=full, ranks=ranks)
         for check in checks:
             directory = Path(top) / check.name
             directory.mkdir()

@@ -12,7 +12,7 @@ import pytest
 
 from nnx_conformance.check import Check, Reference
 from nnx_conformance.pool import shared_pool
-from nnx_conformance.runner import Session, select_checks
+from nnx_conformance.runner import WORKERS, Session, select_checks
 from nnx_conformance.subject import Subject
 
 
@@ -62,7 +62,9 @@ class StrategyConformance:
             imports=tuple(self.imports),
             accelerator=self.accelerator,
         )
-        result = _session(subject, full=self.full, one_rank=self.one_rank).try_check(check, tmp_path)
+        result = _session(subject, full=self.full, ranks=1 if self.one_rank else WORKERS).try_check(
+            check, tmp_path
+        )
         if result.verdict == "failed":
             pytest.fail(f"{check.promise}\n{result.detail}\n{result.log}".rstrip(), pytrace=False)
         if result.verdict == "skipped":
@@ -74,9 +76,9 @@ class StrategyConformance:
 
 
 @cache
-def _session(subject: Subject, *, full: bool, one_rank: bool) -> Session:
+def _session(subject: Subject, *, full: bool, ranks: int) -> Session:
     """The strategy on the workers and the reference results that all suites share."""
-    return Session(subject, pool=shared_pool(), reference=_reference(), full=full, one_rank=one_rank)
+    return Session(subject, pool=shared_pool(), reference=_reference(), full=full, ranks=ranks)
 
 
 @cache

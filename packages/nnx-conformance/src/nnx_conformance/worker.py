@@ -107,6 +107,9 @@ def _execute(job: Job) -> Any:
     os.environ.update(job.env)
     random.seed(0)
     torch.manual_seed(0)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = (
+        False  # references are of the CPU
+    )
     function = _find(job)
     args = pickle.loads(job.args)
     if job.init:
