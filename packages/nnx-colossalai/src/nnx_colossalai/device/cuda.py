@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import RLock
 from typing import TypeVar
@@ -105,9 +106,12 @@ class CudaDevice(Device[torch.cuda.Event]):
     @override
     def restore(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
+        key = storage_key(tensor)
         with self._lock:
-            nbytes = self._sizes.pop(storage_key(tensor))
+            nbytes = self._sizes[key]
         self._with_room(nbytes, lambda: storage.resize_(nbytes))
+        with self._lock:  # not before: if there was no room, somebody asks again
+            self._sizes.pop(key, None)
 
     @override
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -121,6 +125,8 @@ class CudaDevice(Device[torch.cuda.Event]):
     def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
         check_shapes(target, source)
         nbytes = target.numel() * target.element_size()
+        if not source.is_cuda and source.dtype != target.dtype:
+            source = self._converted_on_host(source, target.dtype)  # which takes long, so without the lock
         with self._lock, torch.cuda.device(self.torch_device), torch.no_grad():
             self._forget_finished()
             if target.is_cuda:
@@ -131,8 +137,6 @@ class CudaDevice(Device[torch.cuda.Event]):
                 self.traffic.to_host += nbytes
             lane.wait_stream(self._stream())
             with torch.cuda.stream(lane):
-                # Where the source lies; on the host that is pinned memory, which torch keeps until the
-                # copy is over.
                 converted = source if source.dtype == target.dtype else self._converted(source, target.dtype)
                 # ``data`` has a version counter of its own.
                 target.data.copy_(converted, non_blocking=True)
@@ -148,6 +152,8 @@ class CudaDevice(Device[torch.cuda.Event]):
     @override
     def host_waits(self, event: torch.cuda.Event) -> None:
         event.synchronize()
+        with self._lock:
+            self._forget_finished()  # the next copy, which would do it too, may be far
 
     @override
     def close(self) -> None:
@@ -162,11 +168,13 @@ class CudaDevice(Device[torch.cuda.Event]):
         return torch.cuda.current_stream(self.torch_device)
 
     def _converted(self, source: Tensor, dtype: torch.dtype) -> Tensor:
-        if source.is_cuda:
-            # Memory of the lane's own, which the lane alone uses again.
-            nbytes = source.numel() * dtype.itemsize
-            return self._with_room(nbytes, lambda: source.to(dtype))
-        return _pinned(source.shape, dtype).copy_(source)
+        """In memory of the lane's own, which the lane alone uses again."""
+        return self._with_room(source.numel() * dtype.itemsize, lambda: source.to(dtype))
+
+    def _converted_on_host(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """In pinned memory, which torch keeps until the copy is over."""
+        with torch.no_grad():
+            return _pinned(source.shape, dtype).copy_(source)
 
     def _forget_finished(self) -> None:
         self._running = deque(running for running in self._running if not _is_over(running.event))
@@ -194,7 +202,19 @@ def _pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _register(address: int, nbytes: int) -> bool:
-    return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0  # type: ignore[no-untyped-call]
+    if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0:  # type: ignore[no-untyped-call]
+        return True
+    _clear_last_error()
+    return False
+
+
+def _clear_last_error() -> None:
+    """Let a launch of our own raise what a refused call has left, or somebody else's next one would.
+
+    torch gives no other access to ``cudaGetLastError``.
+    """
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _unregister(address: int) -> None:

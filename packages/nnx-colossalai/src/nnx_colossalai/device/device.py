@@ -8,6 +8,7 @@ never calls ``torch.cuda`` itself.
 
 from __future__ import annotations
 
+import mmap
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -445,11 +446,13 @@ def registered_empty(
     Returns:
         The tensor; None if the driver refused.
     """
-    memory = np.empty(numel * dtype.itemsize, dtype=np.uint8)
+    # Whole pages of its own: a driver may refuse a page that another registered array has a part of.
+    memory = np.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=np.uint8)
     address = memory.ctypes.data
     if not register(address, memory.nbytes):
         return None
     # Storages cannot be watched, but numpy tells of an array's end while its memory is still there, and the
     # storage refers to the array.
-    weakref.finalize(memory, unregister, address)
+    finalizer = weakref.finalize(memory, unregister, address)
+    finalizer.atexit = False  # the driver may be gone by then
     return torch.from_numpy(memory).view(dtype)
