@@ -35,7 +35,9 @@ def test_kills_at_random_moments_lose_nothing(tmp_path: Path, mode: list[str]) -
     assert result["saves"] > kills
 
 
-@pytest.mark.parametrize("mode", [[], ["--async"]], ids=["waiting", "in the background"])
+@pytest.mark.parametrize(
+    "mode", [[], pytest.param(["--async"], marks=pytest.mark.full)], ids=["waiting", "in the background"]
+)
 def test_a_kill_before_any_file_operation_loses_nothing(tmp_path: Path, mode: list[str]) -> None:
     result = run("--every-step", *mode, path=tmp_path)
     assert result["steps"] > 20

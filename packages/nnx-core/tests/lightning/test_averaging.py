@@ -303,6 +303,7 @@ def test_an_error_on_all_ranks_leaves_a_complete_average(pool: WorkerPool) -> No
         assert_close(report["average"], expected["average"])
 
 
+@pytest.mark.full  # it waits for a limit of twenty seconds
 def test_after_an_error_on_one_rank_nothing_waits_for_the_average(pool: WorkerPool) -> None:
     with pytest.raises(JobError) as failure:
         pool.run(fail_while_averaging, RUN, [1], world_size=2, timeout=60, end_after=3)

@@ -25,6 +25,7 @@ def run(pool: WorkerPool, lite: type[LightningLite], strategy: str, *arguments: 
     return pool.run(jobs.run, lite.__name__, strategy, *arguments, world_size=2, timeout=60)
 
 
+@pytest.mark.full  # it waits for the timeout
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_collective_that_one_rank_does_not_enter_is_an_error_after_the_timeout(
     pool: WorkerPool, tmp_path: Path, strategy: str

@@ -52,6 +52,7 @@ def test_a_unit_may_read_what_the_other_does_not(pool: WorkerPool) -> None:
         assert seen.norms == pytest.approx(alone.norms if rank < 2 else [], abs=1e-5)
 
 
+@pytest.mark.full  # it waits for a limit of twenty seconds
 def test_a_rank_that_reads_what_its_unit_does_not_ends_the_run_of_all_units(pool: WorkerPool) -> None:
     reading = Reading([2], "weight", "before the forward")
     for seen in pool.run(read, "nnscaler_tp", TWO_UNITS, reading, world_size=4, end_after=3):
