@@ -7,7 +7,7 @@ which ``torch.nn.utils.clip_grad_norm_`` refuses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,8 +108,9 @@ def clip_gradients_by_value(gradients: Sequence[Gradient], clip_value: float) ->
         UnsupportedError: A gradient is sparse, which torch does not clamp.
     """
     _refuse_sparse(gradients)
-    for gradient in gradients:
-        gradient.local.clamp_(-clip_value, clip_value)
+    for group in _alike(gradient.local for gradient in gradients):
+        torch._foreach_clamp_min_(group, -clip_value)
+        torch._foreach_clamp_max_(group, clip_value)
 
 
 def refuse_complex_clamp(optimizer: Optimizer) -> None:
@@ -158,31 +159,44 @@ def _refuse_sparse(gradients: Sequence[Gradient]) -> None:
             )
 
 
+def _alike(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Groups that one kernel can work on: of one device and one dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    yield from groups.values()
+
+
 def _scale(gradients: Sequence[Gradient], factor: Tensor) -> None:
     """Multiply in place; the factor travels once to each device, not once for each gradient."""
     factors = {device: factor.to(device) for device in {gradient.local.device for gradient in gradients}}
+    for group in _alike(gradient.local for gradient in gradients if gradient.local.layout is torch.strided):
+        torch._foreach_mul_(group, factors[group[0].device].to(group[0].dtype))
     for gradient in gradients:
-        gradient.local.mul_(factors[gradient.local.device].to(gradient.local.dtype))
+        if gradient.local.layout is not torch.strided:
+            gradient.local.mul_(factors[gradient.local.device].to(gradient.local.dtype))
 
 
 def _global_norm(gradients: Sequence[Gradient], norm_type: float, device: torch.device) -> Tensor:
     wide = any(gradient.local.dtype in _WIDE for gradient in gradients)
     dtype = torch.float64 if wide else torch.float32
-    parts = [gradient for gradient in gradients if gradient.local.numel()]
-    norms = [_norm(part.local, norm_type, dtype).to(device) for part in parts]
+    parts: dict[int, list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.local.numel():
+            parts.setdefault(gradient.replicas, []).append(gradient.local)
+    norms = {replicas: _norms(tensors, norm_type, dtype, device) for replicas, tensors in parts.items()}
+    zero = torch.zeros((), dtype=dtype, device=device)
     if math.isinf(norm_type):
-        total = torch.stack(norms).max() if norms else torch.zeros((), dtype=dtype, device=device)
-        return _all_reduce(total, dist.ReduceOp.MAX)
-    powers = [norm.pow(norm_type) / part.replicas for norm, part in zip(norms, parts, strict=True)]
-    total = torch.stack(powers).sum() if powers else torch.zeros((), dtype=dtype, device=device)
-    return _all_reduce(total, dist.ReduceOp.SUM).pow(1.0 / norm_type)
+        largest = torch.stack([norm.max() for norm in norms.values()]).max() if norms else zero
+        return _all_reduce(largest, dist.ReduceOp.MAX)
+    powers = (norm.pow(norm_type).sum() / replicas for replicas, norm in norms.items())
+    return _all_reduce(sum(powers, zero), dist.ReduceOp.SUM).pow(1.0 / norm_type)
 
 
-def _norm(local: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
-    if local.is_complex():
-        local = local.abs()
-    norm: Tensor = torch.linalg.vector_norm(local, norm_type, dtype=dtype)
-    return norm
+def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The norm of each tensor, as one vector on `device`; in the order of their groups."""
+    groups = _alike(tensor.abs() if tensor.is_complex() else tensor for tensor in tensors)
+    return torch.cat([torch.stack(torch._foreach_norm(group, order, dtype)).to(device) for group in groups])
 
 
 def _all_reduce(value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
@@ -203,15 +217,20 @@ def unscale_gradients(gradients: Sequence[Gradient], inverse_scale: Tensor, devi
     """
     _scale(gradients, inverse_scale)
     found = torch.zeros(1, dtype=torch.float32, device=device)
-    for gradient in gradients:
-        local = gradient.local
-        if local.layout is not torch.strided:
-            local = local.coalesce().values()
-        if local.numel():
-            found = torch.maximum(found, (~torch.isfinite(local)).any().to(device, torch.float32).view(1))
+    values = (_values(gradient.local) for gradient in gradients)
+    for group in _alike(tensor for tensor in values if tensor.numel()):
+        # The largest absolute value is infinite or NaN exactly if one of the values is.
+        largest = torch.stack(torch._foreach_norm(group, math.inf)).max()
+        found = torch.maximum(found, (~torch.isfinite(largest)).to(device, torch.float32))
     if is_distributed():
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return found
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """The real numbers that a gradient consists of."""
+    values = gradient if gradient.layout is torch.strided else gradient.coalesce().values()
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 # --- the loss scaler --------------------------------------------------------------------------------
