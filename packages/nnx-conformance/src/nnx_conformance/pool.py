@@ -323,7 +323,7 @@ class WorkerPool:
         world_size: int = 2,
         timeout: float = 120.0,
         env: Mapping[str, str] | None = None,
-        init: Literal["gloo"] | None = None,
+        init: Literal["gloo", "cuda:gloo"] | None = None,
         end_after: float = math.inf,
     ) -> list[Any]:
         """Call a function once per rank and collect what the ranks return.
@@ -338,7 +338,8 @@ class WorkerPool:
             world_size: Number of ranks.
             timeout: Seconds after which the job counts as hung.
             env: Further environment variables for the job.
-            init: ``"gloo"`` creates the default process group before the call.
+            init: ``"gloo"`` creates the default process group before the call; ``"cuda:gloo"`` one that
+                refuses tensors in host memory, as NCCL does.
             end_after: Seconds after an answer until the workers that have answered are ended if others have
                 not, as the processes of a script end; what the others wait for then fails.
 
@@ -556,7 +557,7 @@ def _job(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     env: dict[str, str],
-    init: Literal["gloo"] | None,
+    init: Literal["gloo", "cuda:gloo"] | None,
     timeout: float,
 ) -> Job:
     file = ""

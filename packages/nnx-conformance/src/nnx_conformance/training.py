@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from nnx_checkpoint.collective import is_distributed
+from nnx_checkpoint.collective import control_group, is_distributed
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task
 
@@ -111,9 +111,9 @@ def complete(value: Tensor) -> Tensor:
 
 
 def mean_over_ranks(value: float) -> float:
-    """The mean of a number over all ranks. Collective."""
+    """The mean of a number over all ranks. Collective, over host memory."""
     total = torch.tensor(value, dtype=torch.float64)
     if is_distributed():
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=control_group())
         total /= dist.get_world_size()
     return total.item()

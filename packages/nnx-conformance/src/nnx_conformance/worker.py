@@ -48,7 +48,7 @@ class Job:
     args: bytes
     env: dict[str, str]
     path: list[str]
-    init: Literal["gloo"] | None
+    init: Literal["gloo", "cuda:gloo"] | None
     timeout: float
 
 
