@@ -60,14 +60,17 @@ class DynamicLossScaler(ParallelGradScaler):
             super().update(new_scale)
             return
         scale, clean_steps = self._check_scale_growth_tracker("update")
-        now = LossScaleState(float(scale), int(clean_steps), self._overflows)
-        after = self.rule.update(now, overflow=self._found_overflow())
+        device = scale.device
+        known = [scale, clean_steps, *self._found_overflows()]
+        read = torch.cat([each.reshape(1).to(device, torch.float64) for each in known])
+        now, steps, *overflows = read.tolist()  # at once: the host waits for the card where it reads
+        after = self.rule.update(LossScaleState(now, int(steps), self._overflows), overflow=any(overflows))
         scale.fill_(after.scale)
         clean_steps.fill_(after.clean_steps)
         self._overflows = after.overflows
         self._per_optimizer_states.clear()
 
-    def _found_overflow(self) -> bool:
+    def _found_overflows(self) -> list[Tensor]:
         found = [
             tensor
             for state in self._per_optimizer_states.values()
@@ -75,7 +78,7 @@ class DynamicLossScaler(ParallelGradScaler):
         ]
         if not found:
             raise RuntimeError("update() comes after unscale_() or step() of an optimizer; there was none.")
-        return any(bool(tensor) for tensor in found)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Scale, both counters and the rule: torch's own scaler can load it, too."""

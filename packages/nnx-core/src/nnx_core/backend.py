@@ -18,6 +18,7 @@ very different engines sit on it.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -48,6 +49,7 @@ from nnx_core.gradients import (
     gradients_of,
     refuse_complex_clamp,
 )
+from nnx_core.options import GatherAtEnd
 
 __all__ = ["Backend", "Call", "NoOptions", "ParallelContext", "Sample", "first_call"]
 
@@ -127,6 +129,7 @@ class Backend(ABC, Generic[OptionsT]):
         reduces_in_backward: Whether gradients are reduced only where they come by `backward`. Trainer then
             refuses ``loss.backward()`` in manual optimization, where nothing would reduce them.
         own_batch: The option that lets each rank read batches of its own, where ranks may share one.
+        gather_at_end: Which ranks hold whole weights after the run; set by the adapter.
     """
 
     Options: ClassVar[type[Any]] = NoOptions
@@ -134,6 +137,7 @@ class Backend(ABC, Generic[OptionsT]):
     reduces_in_backward: ClassVar[bool] = False
     own_batch: ClassVar[str] = ""
     context: ParallelContext
+    gather_at_end: GatherAtEnd = "all"
 
     def __init__(self, options: OptionsT) -> None:
         self.options = options
@@ -199,11 +203,33 @@ class Backend(ABC, Generic[OptionsT]):
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """Give the module its plain parameters, class and methods back, complete on every rank.
 
-        Collective. It must also succeed on a module that was never laid out.
+        Collective. It must also succeed on a module that was never laid out. An engine that gathers
+        parameters does so one by one, each through `at_end`, so that no device holds the whole model.
 
         Returns:
             For every parameter object that was replaced, the object that took its place.
         """
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether this rank's module has whole weights after the run."""
+        return self.gather_at_end == "all" or (self.gather_at_end == "rank0" and self.context.rank == 0)
+
+    def at_end(self, gather: Callable[[], Tensor], *, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """What this rank keeps of a tensor when the run is over. Collective.
+
+        Args:
+            gather: Yields the complete tensor, on any device. Collective; called where some rank keeps it.
+            shape: Of the complete tensor.
+            dtype: Of it.
+
+        Returns:
+            The complete tensor in host memory, or a placeholder of its shape that takes no memory.
+        """
+        whole = None if self.gather_at_end == "none" else gather()
+        if whole is not None and self.keeps_weights:
+            return whole.cpu()
+        return torch.full((1,) * len(shape), math.nan).to(dtype).expand(tuple(shape))
 
     def teardown(self) -> None:
         """Release threads and files; `setup` may follow again. The world group is not the backend's."""

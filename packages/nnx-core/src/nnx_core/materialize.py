@@ -1,14 +1,19 @@
-"""From the meta device to real weights, one unit at a time, the same on every rank."""
+"""Where weights and states are: from the meta device to real weights, to a device, back to the host."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from nnx_checkpoint.collective import broadcast_tensor, is_distributed
+from nnx_checkpoint.shard import Shard
+from nnx_checkpoint.state import OptimizerState
 from nnx_core.errors import UnsupportedError
 
 
@@ -49,6 +54,48 @@ def move_to(module: nn.Module, device: torch.device) -> None:
         for name, buffer in submodule.named_buffers(recurse=False):
             if buffer.device != device:
                 submodule._buffers[name] = buffer.to(device)
+
+
+def move_to_host(module: nn.Module) -> None:
+    """Move parameters and buffers to host memory; what is on the meta device stays there."""
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # type: ignore[no-untyped-call]
+
+
+def move_states(
+    optimizers: Iterable[Optimizer], described: dict[Optimizer, OptimizerState], device: torch.device
+) -> None:
+    """Move the state of optimizers to a device, and what describes it; what both share is moved once.
+
+    Args:
+        optimizers: Those whose state is moved.
+        described: Descriptions of states, whose shards are replaced by ones on the device.
+        device: The device to move to.
+    """
+    moved: dict[tuple[Any, ...], Tensor] = {}
+
+    def move(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor):
+            there = cast(DTensor, tensor.to(device))
+            moved[_place(tensor.to_local())] = there.to_local()
+            return there
+        return moved.setdefault(_place(tensor), tensor.to(device))
+
+    def move_shard(shard: Shard) -> Shard:
+        return replace(shard, data=tuple(move(view) for view in shard.data))
+
+    for optimizer in optimizers:
+        for values in optimizer.state.values():
+            values.update({name: move(v) for name, v in values.items() if isinstance(v, Tensor)})
+    for optimizer, state in described.items():
+        entries = {
+            parameter: {name: move_shard(v) if isinstance(v, Shard) else v for name, v in values.items()}
+            for parameter, values in state["state"].items()
+        }
+        described[optimizer] = OptimizerState(state=entries, param_groups=state["param_groups"])
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def lay_in_order(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
@@ -92,3 +139,49 @@ def _plain_tensors(module: nn.Module) -> Iterable[Tensor]:
         if not isinstance(tensor, DTensor) and id(tensor) not in seen and tensor.numel():
             seen.add(id(tensor))
             yield tensor
+
+
+# --- weights that a run has left on rank 0, or nowhere ----------------------------------------------
+
+
+def leave_on_meta(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    """Put parameters without values in the place of a module's own.
+
+    Returns:
+        For every parameter, the one on the meta device that took its place.
+    """
+    replaced = {old: _like(old, "meta") for old in module.parameters()}
+    for new in replaced.values():
+        new._nnx_left = True  # type: ignore[attr-defined]
+    return _put(module, replaced)
+
+
+def is_left(module: nn.Module) -> bool:
+    """Whether `leave_on_meta` has taken the values of a parameter of this module."""
+    return any(hasattr(parameter, "_nnx_left") for parameter in module.parameters())
+
+
+def allocate_again(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    """Undo `leave_on_meta`, with any values: those of rank 0, or of a checkpoint, are to follow.
+
+    Returns:
+        For every parameter that had been left, the one in host memory that took its place.
+    """
+    replaced = {old: _like(old, "cpu") for old in module.parameters() if hasattr(old, "_nnx_left")}
+    for new in replaced.values():
+        del new._nnx_left  # type: ignore[attr-defined]
+    return _put(module, replaced)
+
+
+def _like(old: nn.Parameter, device: str) -> nn.Parameter:
+    new = nn.Parameter(torch.empty(old.shape, dtype=old.dtype, device=device), old.requires_grad)
+    vars(new).update(vars(old))
+    return new
+
+
+def _put(module: nn.Module, replaced: dict[nn.Parameter, nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
+            if parameter in replaced:
+                submodule._parameters[name] = replaced[parameter]
+    return replaced

@@ -19,6 +19,7 @@ from nnx_core.errors import OptionError
 __all__ = ["CommonOptions", "check_choice", "check_options", "option", "split_options"]
 
 StateDictType = Literal["sharded", "deduped"]
+GatherAtEnd = Literal["all", "rank0", "none"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
@@ -74,6 +75,13 @@ class CommonOptions:
         help="How processes are started on one node: 'popen' runs the script again for each device, the "
         "others are those of multiprocessing, for notebooks and interactive use.",
         choices=("popen", "spawn", "fork", "forkserver"),
+    )
+    gather_at_end: GatherAtEnd = option(
+        "all",
+        help="Which ranks hold the whole weights, in host memory, when a Trainer's run is over: 'all', "
+        "'rank0', which spares the other ranks of a node the room for them, or 'none', where a checkpoint is "
+        "all that is wanted. On the other ranks the parameters are on the meta device then.",
+        choices=("all", "rank0", "none"),
     )
     resume_data: Literal["skip", "restart"] = option(
         "skip",

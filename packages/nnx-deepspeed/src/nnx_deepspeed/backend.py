@@ -102,7 +102,7 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
         """Gather the masters into the user's parameters and take DeepSpeed off the module."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            engine.remove()
+            engine.remove(self.at_end, with_state=self.gather_at_end == "all")
         return {}
 
     def teardown(self) -> None:

@@ -320,13 +320,26 @@ class ZeroEngine:
         reload_weights(self.zero)
         self._versions = self._see_versions()
 
-    def remove(self) -> None:
-        """Give the module plain parameters back, complete and as exact as the masters. Collective."""
+    def remove(self, at_end: Callable[..., Tensor], *, with_state: bool) -> None:
+        """Give the module plain parameters back, complete and as exact as the masters. Collective.
+
+        Args:
+            at_end: `Backend.at_end`: what this rank keeps of a parameter.
+            with_state: Whether every rank's optimizer is given its state, complete.
+        """
         self.agreement.refuse_other_order()
         self.take_written_weights(looking_everywhere=True)
-        full = {parameter: self._gather(parameter) for parameter in self._attributes}
+        full = {
+            parameter: at_end(
+                partial(self._gather, parameter),
+                shape=self.partitions.shape(parameter),
+                dtype=self.partitions.master(parameter).dtype,
+            )
+            for parameter in self._attributes
+        }
         self.state.remove()
-        self.partitions.leave_state(self.optimizer, self.shadow)
+        if with_state:
+            self.partitions.leave_state(self.optimizer, self.shadow)
         self.agreement.remove()
         self._engine.destroy()
         remove_from_module(self._engine, self.module, self._attributes_of_modules)

@@ -237,25 +237,27 @@ class Partitions:
 
     @torch.no_grad()
     def leave_state(self, optimizer: Optimizer, shadow: Optimizer) -> None:
-        """Give the user's optimizer its state, whole and where the parameters are. Collective."""
+        """Give the user's optimizer its state, whole and in host memory. Collective."""
         for parameter in self._flat_of:
             if self._has_no_state(parameter):
                 continue
-            flat, part = self._flats[self._flat_of[parameter]], self._parts[parameter]
+            flat = self._flats[self._flat_of[parameter]]
             for name, value in shadow.state.get(flat, {}).items():
                 if not _is_laid_out(value, flat):
                     own = self._own_count(parameter, value) if name == "step" else value
                     optimizer.state[parameter][name] = own.clone() if isinstance(own, Tensor) else own
                     continue
-                whole = torch.zeros(
-                    self._shapes[parameter].numel(), dtype=value.dtype, device=parameter.device
-                )
-                if part is not None:
-                    mine = value.narrow(0, part.offset, part.length)
-                    whole.narrow(0, part.start, part.length).copy_(mine)
-                if dist.get_world_size() > 1:
-                    dist.all_reduce(whole)  # every element lies on one rank; adding zeros changes none
-                optimizer.state[parameter][name] = whole.view(self._shapes[parameter])
+                optimizer.state[parameter][name] = self._whole_state(parameter, value).cpu()
+
+    def _whole_state(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
+        shape, part = self._shapes[parameter], self._parts[parameter]
+        whole = torch.zeros(shape.numel(), dtype=value.dtype, device=parameter.device)
+        if part is not None:
+            mine = value.narrow(0, part.offset, part.length)
+            whole.narrow(0, part.start, part.length).copy_(mine)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(whole)  # every element lies on one rank; adding zeros changes none
+        return whole.view(shape)
 
     # --- gradients ----------------------------------------------------------------------------
 

@@ -176,14 +176,21 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
             owner._parameters.clear()
             owner._parameters.update(held)
 
-    def gather(self) -> dict[nn.Parameter, Tensor]:
-        """Every parameter of the unit, complete, in memory of its own. Collective."""
+    def gather(self, at_end: Callable[..., Tensor]) -> dict[nn.Parameter, Tensor]:
+        """What this rank keeps of every parameter of the unit, in memory of its own. Collective.
+
+        Args:
+            at_end: `Backend.at_end`, of the unit's flat parameter.
+        """
         found = {}
         for flat in self.params:
-            whole = self._gather(flat)
+            local = flat._fp32_shard
+            shape = (self.world_size * local.numel(),)
+            whole = at_end(partial(self._gather, flat), shape=shape, dtype=local.dtype)
             for piece in self.pieces:
                 elements = whole[piece.begin : piece.begin + piece.shape.numel()]
-                found[piece.parameter] = elements.view(piece.shape).clone()
+                own = elements.view(piece.shape)
+                found[piece.parameter] = own.clone() if whole.is_contiguous() else own  # takes no memory
         return found
 
     def _gather(self, flat: Tensor) -> Tensor:

@@ -383,7 +383,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
             )
         full: dict[nn.Parameter, Tensor] = {}
         for unit in layout.units.values():
-            full |= unit.gather()
+            full |= unit.gather(self.at_end)
         for unit in layout.units.values():
             unit.remove()
         for parameter, value in full.items():

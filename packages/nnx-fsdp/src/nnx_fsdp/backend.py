@@ -390,7 +390,10 @@ class FSDPBackend(Backend[FSDPOptions]):
         if layout.weights is not None:
             layout.weights.release()
         replaced = layout.plain
-        full = {sharded: _gather(sharded) for sharded in replaced}
+        full = {
+            sharded: self.at_end(partial(_gather, sharded), shape=sharded.shape, dtype=sharded.dtype)
+            for sharded in replaced
+        }
         for submodule in module.modules():
             remove_fully_shard(submodule)
             for name, parameter in submodule._parameters.items():

@@ -38,6 +38,7 @@ from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.averaged_weights import AVERAGE, CURRENT, STATE
 from nnx_core.lightning.checkpoint import restore_model
 from nnx_core.lightning.compat import average_of, averaging_callbacks, copies_only
+from nnx_core.materialize import leave_on_meta, move_to_host
 from nnx_core.whole import as_stored
 
 _UPDATING = ("on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end", "on_validation_epoch_end")
@@ -273,11 +274,14 @@ class _Average:
         everywhere = [all(ranks) for ranks in zip(*all_gather_object(whole, control_group()), strict=True)]
         full: dict[Tensor, Tensor] = {}
         for tensor, shard, is_whole in zip(tensors, shards, everywhere, strict=True):
-            data = tensor.detach().cpu() if is_whole else _complete(tensor, shard)
-            full[tensor] = _holding(tensor, data)
+            gather = partial(_complete, tensor, shard)
+            kept = None if is_whole else self._backend.at_end(gather, shape=shard.shape, dtype=shard.dtype)
+            full[tensor] = _holding(tensor, tensor.detach().cpu() if kept is None else kept)
         for _, held, name in _tensors(self._copy):
             held[name] = full[held[name]]
-        self._average.cpu()
+        if not self._backend.keeps_weights:
+            leave_on_meta(self._copy)
+        move_to_host(self._average)
 
     # --- hooks --------------------------------------------------------------------------------
 

@@ -73,6 +73,7 @@ class ParallelProcesses(ABC):
         self.backend = backend
         self.name = name
         self.common = common or CommonOptions()
+        backend.gather_at_end = self.common.gather_at_end
         show_messages()
         self._num_nodes = 1
         self._backend_is_set_up = False

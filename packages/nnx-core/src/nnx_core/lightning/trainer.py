@@ -18,12 +18,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from nnx_checkpoint.collective import all_arrive
+from nnx_checkpoint.collective import all_arrive, control_group, together
 from nnx_checkpoint.inflight import settle_quietly, take_error
 from nnx_checkpoint.state import OptimizerState, repoint_optimizer
 from nnx_checkpoint.writer import poll
 from nnx_core.backend import Backend
-from nnx_core.errors import CheckpointError
+from nnx_core.errors import CheckpointError, UnsupportedError
 from nnx_core.lightning.averaging import Averages
 from nnx_core.lightning.checkpoint import (
     load_lightning_checkpoint,
@@ -47,6 +47,7 @@ from nnx_core.lightning.routing import (
     unwrap_optimizer,
 )
 from nnx_core.lightning.sample import TrainerSample
+from nnx_core.materialize import allocate_again, is_left, leave_on_meta, move_states, move_to_host
 from nnx_core.shares import of_process
 from nnx_core.used import before_reduction, end_run
 from nnx_core.whole import as_stored
@@ -278,12 +279,14 @@ class TrainerAdapter(ParallelProcesses):
         if fitting and self._layer_sync is not None:
             self._replaced_layers = synchronize_layers(self._layer_sync, module)
         self.model = module
+        if self._weights_to_load is None:
+            self._refuse_lost_weights("a run begins with the weights that the module has")
+        self._repoint(allocate_again(module))
         replaced = self.backend.parallelize(module, TrainerSample(trainer, module))
         if fitting:
             self._final_states.clear()
             self.setup_optimizers(trainer)
-        for optimizer in self.optimizers:  # they may have been built before, in the module's `__init__`
-            repoint_optimizer(optimizer, replaced)
+        self._repoint(replaced)  # they may have been built before, in the module's `__init__`
         optimizers = [unwrap_optimizer(optimizer) for optimizer in self.optimizers] if fitting else []
         self.backend.setup_optimizers(module, optimizers)
         self._phase = _Phase.LAID_OUT
@@ -295,6 +298,20 @@ class TrainerAdapter(ParallelProcesses):
         self._hooks = refuse_plain_backward(self.backend, module) if fitting else []
         self._optimizers_of_backend = optimizers
         self.setup_precision_plugin()
+
+    def _refuse_lost_weights(self, what: str) -> None:
+        """Refuse what needs the weights that the last run has left on no rank that counts. Collective."""
+        with together(control_group(), doing="looking for the weights"):
+            if of_process(self.global_rank) == 0 and is_left(self.lightning_module):
+                raise UnsupportedError(
+                    f"{what}, and when the last run of this model ended its weights were not gathered here "
+                    "(gather_at_end).",
+                    remedy="Pass `ckpt_path`, save while the run goes on, or gather: gather_at_end='rank0'.",
+                )
+
+    def _repoint(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        for optimizer in self.optimizers:
+            repoint_optimizer(optimizer, replaced)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Call ``configure_optimizers`` now that the parameters have their final objects."""
@@ -321,12 +338,14 @@ class TrainerAdapter(ParallelProcesses):
         if module is not None and self._backend_is_set_up and self._can_gather():
             self._keep_final_states(module)
             self._averages.give_back(gather=True)
-            replaced = self.backend.unparallelize(module)
-            for optimizer in self.optimizers:
-                repoint_optimizer(optimizer, replaced)
+            self._repoint(self.backend.unparallelize(module))
             put_back(module, self._replaced_layers)
             self._replaced_layers = {}
-            _move_to_host(module)
+            if not self.backend.keeps_weights:
+                self._repoint(leave_on_meta(module))
+            move_to_host(module)
+            optimizers = [unwrap_optimizer(optimizer) for optimizer in self.optimizers]
+            move_states(optimizers, self._final_states, torch.device("cpu"))
         self._averages.give_back(gather=False)
         self.backend.teardown()
         self._backend_is_set_up = False
@@ -512,6 +531,8 @@ class TrainerAdapter(ParallelProcesses):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, all ranks together."""
+        if self._phase is _Phase.APART:
+            self._refuse_lost_weights("a checkpoint is made of weights")
         trainer = attached_trainer(self.lightning_module)  # None where other processes ran it
         resumable = "optimizer_states" in checkpoint  # which one of weights only is not
         own = self._exact_resume.state(trainer) if resumable and trainer is not None else None
@@ -548,9 +569,3 @@ class TrainerAdapter(ParallelProcesses):
         """Delete a checkpoint, from rank 0."""
         if self.global_rank == 0:
             self.checkpoint_io.remove_checkpoint(filepath)
-
-
-def _move_to_host(module: nn.Module) -> None:
-    """As after every run; what an error has left on the meta device must not raise another one."""
-    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        module.cpu()
