@@ -27,7 +27,7 @@ from jobs.engine_resume_jobs import run_and_save, tensors_of
 from jobs.training import Run
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import UnsupportedError
-from nnx_deepspeed import engine
+from nnx_deepspeed import engine, frozen
 from nnx_deepspeed._deepspeed_operators import prepare_operators
 from nnx_deepspeed.config import with_fitting_buckets
 from nnx_deepspeed.refusals import refuse_unfit
@@ -260,6 +260,38 @@ def test_torchs_adamw_and_deepspeeds_resume_each_other(pool: WorkerPool, tmp_pat
         assert after[0].losses == pytest.approx(whole[0].losses[2:], abs=1e-5)
 
 
+def test_stage_3_moves_no_whole_module_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = []
+
+    def initialize(model: nn.Module, config: dict[str, Any], **_: Any) -> tuple[str]:
+        moved.append(model.to(torch.device("meta")).weight.is_meta)  # as DeepSpeed's engine does
+        return ("the engine",)
+
+    monkeypatch.setattr("deepspeed.initialize", initialize)
+    for stage in (3, 2):
+        module = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(module.parameters())
+        config = {"zero_optimization": {"stage": stage}}
+        engine._initialize(module, optimizer, config, device=torch.device("cpu"), local_rank=0)
+        assert "to" not in vars(module)
+    assert moved == [False, True]
+
+
+def test_written_weights_are_found_and_taken_over_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frozen, "_AT_ONCE", 4)
+    masters = torch.randn(11)
+    weights = masters.to(torch.bfloat16)
+    before = masters.clone()
+    same = torch.ones(3)
+    assert not frozen.were_written([(weights, masters), (same, same)])
+    weights[9] = 7.5
+    assert frozen.were_written([(weights, masters), (same, same)])
+    frozen.follow(masters, weights)
+    assert masters[9] == 7.5
+    before[9] = 7.5
+    assert torch.equal(masters, before)  # others are as exact as they were
+
+
 def test_deepspeed_takes_the_trainers_device_and_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
@@ -272,6 +304,8 @@ def test_deepspeed_takes_the_trainers_device_and_needs_no_launcher(monkeypatch: 
     module = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(module.parameters())
     device = torch.device("cuda", 3)
-    assert engine._initialize(module, optimizer, {}, device=device, local_rank=1) == "the engine"
+    config = {"zero_optimization": {"stage": 3}}
+    monkeypatch.setattr(engine, "move_buffers_to", lambda *_: None)  # there is no such device here
+    assert engine._initialize(module, optimizer, config, device=device, local_rank=1) == "the engine"
     assert (seen["args"].device_rank, seen["local_rank"]) == (3, "1")
     assert "LOCAL_RANK" not in os.environ  # or Lightning would start no processes for the next Trainer

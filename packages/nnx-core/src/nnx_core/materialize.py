@@ -51,6 +51,12 @@ def move_to(module: nn.Module, device: torch.device) -> None:
         for parameter in submodule.parameters(recurse=False):
             if not isinstance(parameter, DTensor) and parameter.device != device:
                 parameter.data = parameter.data.to(device)
+    move_buffers_to(module, device)
+
+
+def move_buffers_to(module: nn.Module, device: torch.device) -> None:
+    """Move the buffers to the device, in place."""
+    for submodule in module.modules():
         for name, buffer in submodule.named_buffers(recurse=False):
             if buffer.device != device:
                 submodule._buffers[name] = buffer.to(device)
@@ -125,12 +131,20 @@ def with_strides(value: Tensor, strided: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def broadcast_module(module: nn.Module) -> None:
-    """Give every rank rank 0's values of the tensors that are not sharded yet. Collective."""
+def broadcast_module(module: nn.Module, *, through: torch.device | None = None) -> None:
+    """Give every rank rank 0's values of the tensors that are not sharded yet. Collective.
+
+    Args:
+        module: The module.
+        through: The device over which they travel, one at a time, where the module itself is elsewhere.
+    """
     if not is_distributed():
         return
     for tensor in _plain_tensors(module):
-        broadcast_tensor(tensor)
+        there = tensor if through is None else tensor.detach().to(through)
+        broadcast_tensor(there)
+        if there.device != tensor.device:
+            tensor.detach().copy_(there)
 
 
 def _plain_tensors(module: nn.Module) -> Iterable[Tensor]:

@@ -266,6 +266,19 @@ def weights_agree_already() -> Iterator[None]:
         DeepSpeedEngine._broadcast_model, Init._zero_init_param = own
 
 
+@contextmanager
+def parameters_stay(module: nn.Module) -> Iterator[None]:
+    """Keep DeepSpeed's engine from moving a whole module to the device.
+
+    Stage 3 moves each parameter by itself when it cuts it.
+    """
+    module.to = lambda *_: module  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.to
+
+
 def number_alike() -> None:
     """Let stage 3 number parameters and modules from one value on all ranks; it compares these numbers.
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -68,16 +69,17 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
         prepare_operators()
 
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Give every rank rank 0's weights, on its device; `setup_optimizers` lays them out."""
+        """Give every rank rank 0's weights, in host memory; `setup_optimizers` moves and lays them out."""
         if self._engine is None or self._engine.module is not module:
-            materialize(module, self.context.device, name="")
-            move_to(module, self.context.device)
-            broadcast_module(module)
+            materialize(module, torch.device("cpu"), name="")
+            broadcast_module(module, through=self.context.device)
         return {}
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Make the engine out of the module and its optimizer."""
+        """Make the engine out of the module and its optimizer; without one the module is just moved."""
         if not optimizers:
+            if self._engine is None or self._engine.module is not module:
+                move_to(module, self.context.device)
             return
         if len(optimizers) > 1 or self._engine is not None:
             count = max(2, len(optimizers))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.hidden_state import HiddenState
-from nnx_core.materialize import lay_in_order, with_strides
+from nnx_core.materialize import lay_in_order, move_buffers_to, with_strides
 from nnx_core.whole import local_mode
 from nnx_deepspeed._deepspeed_compat import (
     count_backwards_anew,
@@ -28,6 +28,7 @@ from nnx_deepspeed._deepspeed_compat import (
     leave_loss_alone,
     number_alike,
     overwritten_gradients,
+    parameters_stay,
     release_touched,
     reload_weights,
     remove_from_module,
@@ -44,7 +45,7 @@ from nnx_deepspeed._deepspeed_compat import (
 )
 from nnx_deepspeed.agreement import Agreement
 from nnx_deepspeed.config import with_fitting_buckets
-from nnx_deepspeed.frozen import FrozenValues, follow
+from nnx_deepspeed.frozen import FrozenValues, follow, were_written
 from nnx_deepspeed.partitioned import PartitionedParameter
 from nnx_deepspeed.partitions import Partitions
 from nnx_deepspeed.refusals import FixedModel, refuse_other_dtypes, refuse_sparse, refuse_unfit
@@ -61,12 +62,12 @@ class ZeroEngine:
     """A module that is trained by DeepSpeed.
 
     Args:
-        module: Laid out over the ranks here, in place. Its parameters stay the same objects.
+        module: Moved and laid out over the ranks here, in place. Its parameters stay the same objects.
         optimizer: The user's; it keeps the module's parameters and steps through the engine from now on.
         config: What ``deepspeed.initialize`` gets.
         rank: This rank.
         local_rank: This rank's number on its node.
-        device: The device of the module.
+        device: The device that the module is moved to: by stage 3 parameter by parameter, as it is cut.
 
     Raises:
         UnsupportedError: DeepSpeed cannot train this module with this optimizer.
@@ -293,8 +294,13 @@ class ZeroEngine:
             self._take_assigned()
         versions = self._see_versions()
         looking_everywhere = looking_everywhere or versions != self._versions
-        for weights, masters in weights_and_masters(self.zero):
-            if weights.device == masters.device or looking_everywhere:
+        pairs = [
+            (weights, masters)
+            for weights, masters in weights_and_masters(self.zero)
+            if weights.device == masters.device or looking_everywhere
+        ]
+        if were_written(pairs):
+            for weights, masters in pairs:
                 follow(masters, weights)
         if looking_everywhere:
             self.partitions.frozen.follow()
@@ -374,8 +380,10 @@ def _initialize(
 ) -> Any:
     """DeepSpeed's own engine, on the trainer's device: by itself it would take that of ``LOCAL_RANK``."""
     arguments = None if device.index is None else Namespace(device_rank=device.index)
+    move_buffers_to(module, device)
+    stay = parameters_stay(module) if config["zero_optimization"]["stage"] == 3 else nullcontext()
     try:
-        with weights_agree_already(), _local_rank_known(local_rank):
+        with weights_agree_already(), _local_rank_known(local_rank), stay:
             return deepspeed.initialize(
                 args=arguments,
                 model=module,
@@ -408,7 +416,10 @@ def _local_rank_known(local_rank: int) -> Iterator[None]:
 
 
 def _exact_weights(module: nn.Module, config: Mapping[str, Any]) -> dict[nn.Parameter, Tensor]:
-    """Rank 0's weights before DeepSpeed rounds them to 16 bits, from which it would make its masters."""
+    """Rank 0's weights before DeepSpeed rounds them to 16 bits, from which it would make its masters.
+
+    They are in host memory, as the module is then.
+    """
     if not config.get("bf16", {}).get("enabled"):
         return {}
     return {parameter: parameter.detach().clone() for parameter in module.parameters()}

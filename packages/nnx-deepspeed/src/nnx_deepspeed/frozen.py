@@ -6,7 +6,7 @@ checkpoints are made of it, and the module gets it back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -58,15 +58,34 @@ class FrozenValues:
                 weights.copy_(part)
 
 
+_AT_ONCE = 1 << 24
+"""Elements whose rounded copies are made at a time."""
+
+
+def were_written(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
+    """Whether any weights are something else than their masters, rounded. The host waits for this once.
+
+    Args:
+        pairs: Flat weights and their masters.
+    """
+    differ: dict[torch.device, Tensor] = {}
+    for weights, masters in pairs:
+        if masters.data_ptr() == weights.data_ptr():
+            continue
+        for part, of_masters in zip(*(torch.split(t, _AT_ONCE) for t in (weights, masters)), strict=True):
+            there = of_masters.device
+            found = (of_masters.to(part.dtype) != part.to(there)).any()
+            differ[there] = differ[there] | found if there in differ else found
+    return any(bool(found) for found in differ.values())
+
+
 def follow(masters: Tensor, weights: Tensor) -> None:
-    """Take over the weights that are not the masters, rounded."""
+    """Take over the weights that are not the masters, rounded. Both are flat, and may be one."""
     if masters.data_ptr() == weights.data_ptr():
         return
     if masters.dtype == weights.dtype:
         masters.copy_(weights)
         return
-    weights = weights.to(masters.device)
-    rounded = masters.to(weights.dtype)
-    if masters.device.type == "cpu" and torch.equal(rounded, weights):
-        return  # the most common case by far; to ask an accelerator would mean to wait for it
-    torch.where(rounded == weights, masters, weights.to(masters.dtype), out=masters)
+    for part, of_weights in zip(*(torch.split(t, _AT_ONCE) for t in (masters, weights)), strict=True):
+        there = of_weights.to(part.device)
+        torch.where(part.to(there.dtype) == there, part, there.to(part.dtype), out=part)
