@@ -14,9 +14,12 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 import nox
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -137,6 +140,40 @@ def wheels(session: nox.Session) -> None:
     for names in ask(session, python).values():
         for name in names:
             conform(session, python, name)
+
+
+@nox.session(name="gpu-wheels")
+def gpu_wheels(session: nox.Session) -> None:
+    """Gather in dist/gpu what benchmarks/gpu need on a machine with GPUs, this Python, torch and no network.
+
+    They are our packages and what they need, in the versions that are installed here. There:
+    ``pip install --no-index --no-deps dist/gpu/*.whl``.
+    """
+    place = ROOT / "dist" / "gpu"
+    shutil.rmtree(place, ignore_errors=True)
+    wheel = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", os.fspath(place))
+    ours = [os.fspath(folder) for name, folder in PROJECTS.items() if folder.parent.name == "packages"]
+    run(session, *wheel, *ours)
+    run(session, *wheel, "--no-build-isolation", *sorted(needed_beside_torch()))
+    size = sum(path.stat().st_size for path in place.iterdir()) / 2**20
+    session.log(f"{len(list(place.iterdir()))} wheels in {place}, {size:.0f} MiB")
+
+
+def needed_beside_torch() -> set[str]:
+    """What our packages, and the tests of devices, need of others: ``name==version``, as installed here."""
+    found: dict[str, str] = {}
+    left = [*(name for name, folder in PROJECTS.items() if folder.parent.name == "packages"), "pytest"]
+    left += ["pytest-timeout", "pytest-xdist", "hypothesis"]
+    while left:
+        name = canonicalize_name(left.pop())
+        if name in found or name in {"torch", "triton"} or name.startswith(("nvidia-", "cuda-")):
+            continue
+        found[name] = metadata.version(name)
+        for line in metadata.requires(name) or ():
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                left.append(requirement.name)
+    return {f"{name}=={version}" for name, version in found.items() if name not in PROJECTS}
 
 
 @nox.session(venv_backend="venv")

@@ -13,27 +13,21 @@ Nothing here has run on a card yet: the machines that it was written on have non
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from steps import ROOT, Figures, Machine, expect, furthest, main, step, train
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
 STRATEGIES = (
     "fsdp_auto",
     "fsdp_offload",
@@ -45,128 +39,8 @@ STRATEGIES = (
     "fairscale_fsdp",
 )
 TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 2e-2}
-Figures = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the steps run on.
-
-    Attributes:
-        accelerator: Lightning's name of it, ``"cuda"`` or ``"cpu"``.
-        layers: Blocks of the GPT that is trained.
-        width: Size of its token vectors.
-        batch: Sequences in a step.
-        context: Tokens in a sequence.
-    """
-
-    accelerator: str
-    layers: int
-    width: int
-    batch: int
-    context: int
-
-    @property
-    def is_card(self) -> bool:
-        """Whether this is no dry run."""
-        return self.accelerator == "cuda"
-
-    @property
-    def name(self) -> str:
-        """The card's name."""
-        return torch.cuda.get_device_name() if self.is_card else "CPU, a dry run"
-
-    def synchronize(self) -> None:
-        """Wait until the card has done all its work."""
-        if self.is_card:
-            torch.cuda.synchronize()
-
-
 CARD = Machine("cuda", layers=8, width=512, batch=16, context=512)
 SMALL = Machine("cpu", layers=2, width=64, batch=4, context=32)
-
-
-class FailedError(Exception):
-    """A step has found something that is not as promised."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of the run.
-
-    Attributes:
-        run: Does it, and returns its figures.
-        limit: Seconds after which it is stopped.
-    """
-
-    run: Callable[[Machine], Figures]
-    limit: float
-
-
-STEPS: dict[str, Step] = {}
-
-
-def step(*, limit: float = 120) -> Callable[[Callable[[Machine], Figures]], Callable[[Machine], Figures]]:
-    """Let a function be one of the steps, under its own name."""
-
-    def add(run: Callable[[Machine], Figures]) -> Callable[[Machine], Figures]:
-        STEPS[run.__name__] = Step(run, limit)
-        return run
-
-    return add
-
-
-def expect(condition: bool, message: str) -> None:
-    """Fail the step with a message."""
-    if not condition:
-        raise FailedError(message)
-
-
-# --- training -------------------------------------------------------------------------------------
-
-
-def train(
-    machine: Machine, strategy: Any, *, steps: int, resume: str | None = None, **settings: Any
-) -> tuple[list[float], list[float], Any]:
-    """Train the GPT: the loss and the seconds of each step, and the Trainer."""
-    from gpt.model import GPTConfig
-    from gpt.module import LitGPT
-    from lightning.pytorch import Callback, Trainer
-    from torch.utils.data import DataLoader, TensorDataset
-
-    losses: list[float] = []
-    ends: list[float] = []
-
-    class Watch(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-            losses.append(float(outputs["loss"]))
-            machine.synchronize()
-            ends.append(time.perf_counter())
-
-    torch.manual_seed(0)
-    config = GPTConfig(layers=machine.layers, width=machine.width, context=machine.context, heads=4)
-    tokens = torch.randint(256, (16 * machine.batch, machine.context + 1))
-    data = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=machine.batch)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    chosen = {
-        "use_distributed_sampler": False,
-        "enable_checkpointing": False,
-        "max_steps": steps,
-        **quiet,
-        **settings,
-    }
-    callbacks = [Watch(), *chosen.pop("callbacks", ())]
-    trainer = Trainer(
-        accelerator=machine.accelerator, devices=1, strategy=strategy, callbacks=callbacks, **chosen
-    )
-    trainer.fit(LitGPT(config, steps=16), data, ckpt_path=resume)
-    return losses, [after - before for before, after in pairwise(ends)], trainer
-
-
-def furthest(found: list[float], wanted: list[float]) -> float:
-    """The largest distance between two courses of a loss."""
-    expect(len(found) == len(wanted), f"{len(found)} steps were trained, expected {len(wanted)}.")
-    return max(abs(one - other) for one, other in zip(found, wanted, strict=True))
 
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -385,64 +259,5 @@ def conformance(machine: Machine) -> Figures:
     return figures
 
 
-# --- the run --------------------------------------------------------------------------------------
-
-
-def main() -> int:
-    """Run the steps, each in a process; or be one of them."""
-    arguments = parse_arguments()
-    machine = SMALL if arguments.dry_run else CARD
-    if arguments.step:
-        return be_step(arguments.step, machine)
-    if machine.is_card and not torch.cuda.is_available():
-        print("There is no GPU here; --dry-run tries the same code on the CPU.", file=sys.stderr)
-        return 2
-    wrong = []
-    print(json.dumps({"machine": machine.name, "torch": torch.__version__}), flush=True)
-    for name in arguments.only or STEPS:
-        found = run_step(name, arguments.dry_run)
-        print(json.dumps(found), flush=True)
-        if not found["ok"]:
-            wrong.append(name)
-    verdict = f"failed: {', '.join(wrong)}" if wrong else "all steps are as promised"
-    print(f"{machine.name}: {verdict}")
-    return int(bool(wrong))
-
-
-def run_step(name: str, dry_run: bool) -> Figures:
-    """Run one step in a process of its own; its figures, or why it failed."""
-    begun = time.perf_counter()
-    command = [sys.executable, __file__, "--step", name, *(["--dry-run"] if dry_run else [])]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=STEPS[name].limit, check=False)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("FIGURES ")]
-        found = json.loads(lines[-1][len("FIGURES ") :]) if lines else {"error": done.stderr[-2000:]}
-        ok = done.returncode == 0 and bool(lines)
-    except subprocess.TimeoutExpired:
-        found, ok = {"error": f"it was stopped after {STEPS[name].limit:.0f} s"}, False
-    return {"step": name, "ok": ok, "seconds": round(time.perf_counter() - begun, 1), **found}
-
-
-def be_step(name: str, machine: Machine) -> int:
-    """Do one step in this process."""
-    try:
-        found = STEPS[name].run(machine)
-    except Exception as error:
-        traceback.print_exc()
-        print("FIGURES " + json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}))
-        return 1
-    print("FIGURES " + json.dumps(found))
-    return 0
-
-
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--dry-run", action="store_true", help="the same code, small, on the CPU")
-    parser.add_argument("--only", nargs="+", choices=list(STEPS), help="these steps alone")
-    parser.add_argument("--step", choices=list(STEPS), help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(CARD, SMALL, cards=1))

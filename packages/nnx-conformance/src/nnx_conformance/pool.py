@@ -57,7 +57,7 @@ START_TIMEOUT = 120.0
 # only a parent can tell. What workers do is not its business, and it never runs a job.
 
 
-GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 LOST = -signal.SIGKILL
 """The exit code of a worker whose template died: nobody can tell, and it kills itself."""
 
