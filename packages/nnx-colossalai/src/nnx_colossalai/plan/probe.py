@@ -99,8 +99,9 @@ def probe(
 
 def _backward(output: Any) -> None:
     ends = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if ends:
-        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+    if ends:  # in this thread, where the modes are: backward on a card would run in another one
+        with torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
 
 
 class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
