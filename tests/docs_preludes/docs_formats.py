@@ -3,6 +3,6 @@
 from jobs.docs_blocks import ROOT, lay_out
 
 lay_out(
-    ROOT / "packages/nnx-checkpoint/tests/foreign/fixtures/deepspeed/zero3_world2_lightning",
+    ROOT / "packages/nnx-deepspeed/tests/fixtures/deepspeed/zero3_world2_lightning",
     "epoch=3.ckpt",
 )

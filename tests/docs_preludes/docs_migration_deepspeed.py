@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from jobs.docs_blocks import ROOT, lay_out
 
-FIXTURES = ROOT / "packages/nnx-checkpoint/tests/foreign/fixtures"
+FIXTURES = ROOT / "packages/nnx-deepspeed/tests/fixtures"
 spec = importlib.util.spec_from_file_location("make_deepspeed", FIXTURES / "make_deepspeed.py")
 made = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(made)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from jobs.docs_blocks import ROOT
 
-FIXTURES = ROOT / "packages/nnx-checkpoint/tests/foreign/fixtures"
+FIXTURES = ROOT / "packages/nnx-nnscaler/tests/fixtures"
 spec = importlib.util.spec_from_file_location("like_nnscaler", FIXTURES / "like_nnscaler.py")
 like = importlib.util.module_from_spec(spec)
 sys.modules["like_nnscaler"] = like

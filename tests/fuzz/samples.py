@@ -20,7 +20,7 @@ from nnx_checkpoint.shard import shard_of
 
 __all__ = ["FORMATS", "make_samples"]
 
-TESTS = Path(__file__).resolve().parents[2] / "packages" / "nnx-checkpoint" / "tests"
+PACKAGES = Path(__file__).resolve().parents[2] / "packages"
 
 
 def make_samples(format: str, place: Path) -> list[Path]:
@@ -73,7 +73,8 @@ def _own(place: Path) -> Path:
 
 def _native(place: Path) -> list[Path]:
     golden = [
-        Path(shutil.copytree(TESTS / "golden" / name, place / name)) for name in ("v1.0.ckpt", "v1.1.ckpt")
+        Path(shutil.copytree(PACKAGES / "nnx-checkpoint/tests/golden" / name, place / name))
+        for name in ("v1.0.ckpt", "v1.1.ckpt")
     ]
     return [*golden, _own(place / "own.ckpt")]
 
@@ -143,7 +144,8 @@ def _deepspeed(place: Path) -> list[Path]:
         "zero3_world2_lightning",
     )
     return [
-        Path(shutil.copytree(TESTS / "foreign/fixtures/deepspeed" / name, place / name)) for name in names
+        Path(shutil.copytree(PACKAGES / "nnx-deepspeed/tests/fixtures/deepspeed" / name, place / name))
+        for name in names
     ]
 
 
@@ -182,7 +184,7 @@ def _script(path: Path) -> ModuleType:
 
 
 def _nnscaler(place: Path) -> list[Path]:
-    like = _script(TESTS / "foreign" / "fixtures" / "like_nnscaler.py")
+    like = _script(PACKAGES / "nnx-nnscaler/tests/fixtures/like_nnscaler.py")
     like.write_directory(place / "tp", "tp", units=2, zero=True)
     like.write_directory(place / "mixed", "mixed", units=2, zero=True)
     (place / "merged").mkdir()

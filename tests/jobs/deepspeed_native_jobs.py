@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from jobs.training import Run, make_trainer
 
-FIXTURES = Path(__file__).parents[2] / "packages" / "nnx-checkpoint" / "tests" / "foreign" / "fixtures"
+FIXTURES = Path(__file__).parents[2] / "packages" / "nnx-deepspeed" / "tests" / "fixtures"
 
 
 def script() -> Any:

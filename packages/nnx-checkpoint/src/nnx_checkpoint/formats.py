@@ -107,11 +107,6 @@ _HOME = "nnx_checkpoint.foreign"
 _BUILT_IN = (
     CheckpointFormatSpec("nnx", "nnx_checkpoint.conversion:Native", description="the shared checkpoint"),
     CheckpointFormatSpec(
-        "nnscaler",
-        f"{_HOME}.nnscaler:NnScaler",
-        description="nnScaler directory of <rank>.pt files, or its merged file; read only",
-    ),
-    CheckpointFormatSpec(
         "lightning", f"{_HOME}.lightning_file:LightningFile", description="Lightning's single file, .ckpt"
     ),
     CheckpointFormatSpec(
@@ -121,14 +116,6 @@ _BUILT_IN = (
     ),
     CheckpointFormatSpec(
         "dcp", f"{_HOME}.dcp_directory:DcpDirectory", description="directory of torch.distributed.checkpoint"
-    ),
-    CheckpointFormatSpec(
-        "deepspeed", f"{_HOME}.deepspeed:DeepSpeed", description="DeepSpeed ZeRO 1, 2, 3 directory; read only"
-    ),
-    CheckpointFormatSpec(
-        "colossalai",
-        f"{_HOME}.colossalai:ColossalAI",
-        description="ColossalAI sharded checkpoint with index files; read only",
     ),
     CheckpointFormatSpec(
         "safetensors",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nnx_core import Capabilities, StrategySpec, hookimpl
+from nnx_core import Capabilities, CheckpointFormatSpec, StrategySpec, hookimpl
 
 _CAPABILITIES = Capabilities(
     accelerators=("cpu", "cuda"),
@@ -60,4 +60,16 @@ def nnx_strategies() -> list[StrategySpec]:
             "device memory is so short that even the weights do not fit",
             placement_policy="cpu",
         ),
+    ]
+
+
+@hookimpl
+def nnx_checkpoint_formats() -> list[CheckpointFormatSpec]:
+    """What ColossalAI's `Booster` saves."""
+    return [
+        CheckpointFormatSpec(
+            "colossalai",
+            "nnx_colossalai.checkpoints:ColossalAI",
+            description="ColossalAI sharded checkpoint with index files; read only",
+        )
     ]

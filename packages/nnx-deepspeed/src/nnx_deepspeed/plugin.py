@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nnx_core import Capabilities, StrategySpec, hookimpl
+from nnx_core import Capabilities, CheckpointFormatSpec, StrategySpec, hookimpl
 
 _STAGE_1 = Capabilities(
     accelerators=("cpu", "cuda"),
@@ -86,4 +86,16 @@ def nnx_strategies() -> list[StrategySpec]:
             offload_optimizer=True,
             offload_parameters=True,
         ),
+    ]
+
+
+@hookimpl
+def nnx_checkpoint_formats() -> list[CheckpointFormatSpec]:
+    """The directories that DeepSpeed itself saves."""
+    return [
+        CheckpointFormatSpec(
+            "deepspeed",
+            "nnx_deepspeed.checkpoints:DeepSpeed",
+            description="DeepSpeed ZeRO 1, 2, 3 directory; read only",
+        )
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nnx_core import Capabilities, StrategySpec, hookimpl
+from nnx_core import Capabilities, CheckpointFormatSpec, StrategySpec, hookimpl
 
 _OF_PLANS = (
     *("iterable_split_by_rank", "shuffled_by_rank"),  # ranks of a unit have to read one batch
@@ -108,4 +108,16 @@ def nnx_strategies() -> list[StrategySpec]:
             capabilities=_IN_PARTS,
             policy="zero",
         ),
+    ]
+
+
+@hookimpl
+def nnx_checkpoint_formats() -> list[CheckpointFormatSpec]:
+    """What Microsoft's nnScaler saves."""
+    return [
+        CheckpointFormatSpec(
+            "nnscaler",
+            "nnx_nnscaler.checkpoints:NnScaler",
+            description="nnScaler directory of <rank>.pt files, or its merged file; read only",
+        )
     ]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import nnx
 import nnx_checkpoint as storage
-from nnx_checkpoint.foreign.colossalai import ColossalAI
 from nnx_checkpoint.naming import stored_optimizer_states
+from nnx_colossalai.checkpoints import ColossalAI
 from nnx_core.errors import CheckpointError
 
 

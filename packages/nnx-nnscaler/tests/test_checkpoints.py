@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import nnx_checkpoint as storage
-from nnx_checkpoint.foreign.nnscaler import NnScaler
 from nnx_checkpoint.naming import stored_optimizer_states
 from nnx_core.errors import CheckpointError
+from nnx_nnscaler.checkpoints import NnScaler
 
 
 def script() -> ModuleType:

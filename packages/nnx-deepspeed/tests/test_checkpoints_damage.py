@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import nnx_checkpoint as storage
-from nnx_checkpoint.foreign.deepspeed import DeepSpeed
 from nnx_core.errors import CheckpointError
+from nnx_deepspeed.checkpoints import DeepSpeed
 
 HOME = Path(__file__).parent / "fixtures" / "deepspeed"
 Edit = Callable[[Path, Callable[[Any], None]], None]

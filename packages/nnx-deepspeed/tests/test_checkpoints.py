@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import nnx_checkpoint as storage
 from jobs.deepspeed_native_jobs import FIXTURES, script
 from nnx_checkpoint.box import Box
-from nnx_checkpoint.foreign.deepspeed import DeepSpeed
 from nnx_checkpoint.naming import stored_optimizer_states
 from nnx_checkpoint.storage.files import FileReader
 from nnx_core.errors import CheckpointError
+from nnx_deepspeed.checkpoints import DeepSpeed
 
 HOME = FIXTURES / "deepspeed"
 Edit = Callable[[Path, Callable[[Any], None]], None]
