@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -240,3 +242,27 @@ def test_the_names_of_lightnings_old_wrapper_are_removed(copy: Callable[[str], P
     stored, plain = storage.open_checkpoint(path), storage.open_checkpoint(HOME / "zero2_world2_sgd")
     assert set(stored.tensors) == set(plain.tensors) and stored.aliases == plain.aliases
     assert stored.objects["optim"] == plain.objects["optim"]
+
+
+WITHOUT_ENGINE = """
+import sys
+
+sys.modules["deepspeed"] = None
+from nnx_checkpoint.cli.command import main
+
+sys.argv = ["nnx", "ckpt", "convert", *sys.argv[1:]]
+try:
+    main()
+finally:
+    loaded = [name for name in ("deepspeed", "lightning", "pytorch_lightning") if sys.modules.get(name)]
+    assert not loaded, loaded
+"""
+
+
+def test_the_command_converts_without_deepspeed_and_without_lightning(
+    tmp_path: Path,
+) -> None:
+    arguments = [str(HOME / "zero2_world2_bf16"), str(tmp_path / "converted")]
+    subprocess.run([sys.executable, "-c", WITHOUT_ENGINE, *arguments], check=True, timeout=120)
+    converted = storage.open_checkpoint(tmp_path / "converted")
+    assert storage.compare(storage.open_checkpoint(HOME / "zero2_world2_bf16"), converted).same

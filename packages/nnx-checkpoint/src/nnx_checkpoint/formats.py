@@ -2,7 +2,8 @@
 
 Our own and the ones in `nnx_checkpoint.foreign` are built in. Entry points of the group
 ``nnx_checkpoint.formats`` give others: each is a function that returns them by name. nnx-core has one, for
-its plugins. A format is imported only when it is asked about, because that imports torch.
+its plugins, among them the readers of engines' own checkpoints. A format is imported only when it is asked
+about, because that imports torch.
 """
 
 from __future__ import annotations
@@ -123,6 +124,18 @@ _BUILT_IN = (
         description="safetensors file, or Hugging Face directory with an index",
     ),
 )
+_OF_ENGINES = (
+    CheckpointFormatSpec(
+        "nnscaler", f"{_HOME}.engines:NnScaler", description="nnScaler; nnx-nnscaler has the reader"
+    ),
+    CheckpointFormatSpec(
+        "deepspeed", f"{_HOME}.engines:DeepSpeed", description="DeepSpeed; nnx-deepspeed has the reader"
+    ),
+    CheckpointFormatSpec(
+        "colossalai", f"{_HOME}.engines:ColossalAI", description="ColossalAI; nnx-colossalai has the reader"
+    ),
+)
+"""These only name the package to install, until it brings a format of the same name."""
 
 
 @cache
@@ -149,7 +162,9 @@ def _from_outside() -> dict[str, CheckpointFormatSpec]:
 
 def specs() -> Mapping[str, CheckpointFormatSpec]:
     """Every known format by name; a plugin cannot replace a built-in one."""
-    return {**_from_outside(), **{spec.name: spec for spec in _BUILT_IN}}
+    found = _from_outside()
+    without_reader = {spec.name: spec for spec in _OF_ENGINES if spec.name not in found}
+    return {**found, **without_reader, **{spec.name: spec for spec in _BUILT_IN}}
 
 
 def get_format(name: str) -> CheckpointFormat:
@@ -319,7 +334,7 @@ def _leads_away(place: Place) -> bool:
 def _foreign_format(place: Place, names: list[str]) -> str:
     own = names or [place.name]
     typical = any(name in _FOREIGN_NAMES or name.endswith(_FOREIGN_ENDINGS) for name in own)
-    if not typical and not _from_outside():
+    if not typical and _from_outside().keys() <= {spec.name for spec in _OF_ENGINES}:
         return ""
 
     for name in specs():
