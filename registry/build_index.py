@@ -1,22 +1,29 @@
-"""Build what is made from ``registry/plugins``: the index that nnx-core ships, and a page of the docs.
+"""Build the catalog: the index that nnx-core ships, and a page of the docs.
 
-    python registry/build_index.py            writes nnx/catalog/index.json and docs/catalog.md
+    python registry/build_index.py            writes nnx_core/catalog/index.json and docs/catalog.md
     python registry/build_index.py --check    exit code 1 where one of them is stale
 
-Each file is checked against ``schema.json``. Needs Python 3.11 for its TOML reader, and jsonschema; nothing
-that is installed runs this.
+The plugins of this repository are described by their own specs and by their pyproject.toml; those of others,
+and names of the past, by the files in ``registry/plugins``. Each entry is checked against ``schema.json``.
+Needs Python 3.11 for its TOML reader, jsonschema, and the plugins of this repository installed; nothing that
+is installed runs this.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from nnx_core.spec import Capabilities, StrategySpec
+
 HERE = Path(__file__).resolve().parent
-INDEX = HERE.parent / "packages" / "nnx-core" / "src" / "nnx_core" / "catalog" / "index.json"
-PAGE = HERE.parent / "docs" / "catalog.md"
+ROOT = HERE.parent
+INDEX = ROOT / "packages" / "nnx-core" / "src" / "nnx_core" / "catalog" / "index.json"
+PAGE = ROOT / "docs" / "catalog.md"
 # Successors may be Lightning's own names.
 LIGHTNING_SUCCESSORS = {"auto", "ddp", "xla", "xla_debug"}
 TIERS = {
@@ -29,10 +36,13 @@ TIERS = {
 def build(folder: Path = HERE / "plugins") -> str:
     """The text of the index: one list of distributions, and one of historical names.
 
+    Args:
+        folder: The directory with the files of others' plugins and of historical names.
+
     Raises:
-        ValueError: A file does not follow the schema, or two files claim one name.
+        ValueError: An entry does not follow the schema, or two claim one name.
     """
-    plugins: list[dict[str, Any]] = []
+    plugins = _ours()
     historical: list[dict[str, Any]] = []
     for path in sorted(folder.glob("*.toml")):
         content = _read(path)
@@ -44,7 +54,7 @@ def build(folder: Path = HERE / "plugins") -> str:
     _check_names(plugins, historical)
     index = {
         "format": 2,
-        "plugins": plugins,
+        "plugins": sorted(plugins, key=lambda plugin: str(plugin["distribution"])),
         "historical": sorted(historical, key=lambda old: str(old["name"])),
     }
     return json.dumps(index, indent=1) + "\n"
@@ -56,7 +66,7 @@ def page(index: str) -> str:
     lines = [
         "# Catalog",
         "",
-        "<!-- Written by registry/build_index.py from registry/plugins: edit those files instead. -->",
+        "<!-- Written by registry/build_index.py from the plugins' specs and from registry/plugins. -->",
         "",
         "Every strategy that nnx knows of, installed or not. `nnx search WORD` searches it, `nnx show NAME`",
         "shows one: see [Command line](command-line.md). To add a plugin, add a file to",
@@ -113,20 +123,88 @@ def _history_section(historical: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+# --- the plugins of this repository ---------------------------------------------------------------
+
+
+def _ours() -> list[dict[str, Any]]:
+    """What the plugins of this repository say of themselves."""
+    projects = [*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("examples/*/pyproject.toml")]
+    return [
+        _of_project(path.parent, project)
+        for path in projects
+        if "nnx" in (project := _toml(path))["project"].get("entry-points", {})
+    ]
+
+
+def _of_project(folder: Path, project: dict[str, Any]) -> dict[str, Any]:
+    about, is_example = project["project"], folder.parent.name == "examples"
+    specs: list[StrategySpec] = [
+        spec
+        for module in about["entry-points"]["nnx"].values()
+        for spec in import_module(module).nnx_strategies()
+    ]
+    (api,) = {".".join(map(str, spec.api_version)) for spec in specs}
+    (docs,) = {spec.docs_url for spec in specs}
+    content = {
+        "distribution": about["name"],
+        "tier": "example" if is_example else "official",
+        "summary": about["description"],
+        "api": api,
+        "docs": docs,
+        "install": f"pip install -e {folder.relative_to(ROOT)}" if is_example else "",
+        "replaces": project["tool"].get("nnx", {}).get("replaces", []),
+        "strategies": [_strategy(spec) for spec in specs],
+    }
+    content = {key: value for key, value in content.items() if value}
+    _check(content, source=folder)
+    return content
+
+
+def _strategy(spec: StrategySpec) -> dict[str, Any]:
+    """What the catalog repeats of a spec: of its flags those that strategies usually have otherwise."""
+    values = spec.capabilities.as_dict()
+    unusual = {
+        item.name: value
+        for item in fields(Capabilities)
+        if isinstance(value := values[item.name], bool) and value != item.default
+    }
+    entry = {
+        "name": spec.name,
+        "summary": spec.description,
+        "use_when": spec.use_when,
+        "accelerators": values["accelerators"],
+        "capabilities": [name for name, can in unusual.items() if can],
+        "lacks": [name for name, can in unusual.items() if not can],
+    }
+    return {key: value for key, value in entry.items() if value}
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
 def _read(path: Path) -> dict[str, Any]:
+    content = _toml(path)
+    _check(content, source=path)
+    if content.get("distribution", path.stem) != path.stem:
+        raise ValueError(f"{path}: the file is not named after its distribution")
+    return content
+
+
+def _toml(path: Path) -> dict[str, Any]:
     import tomllib
+
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def _check(content: dict[str, Any], *, source: Path) -> None:
     from jsonschema import Draft202012Validator
 
-    content = tomllib.loads(path.read_text(encoding="utf-8"))
     schema = json.loads((HERE / "schema.json").read_text(encoding="utf-8"))
     found = [
         f"{error.json_path}: {error.message}" for error in Draft202012Validator(schema).iter_errors(content)
     ]
-    if content.get("distribution", path.stem) != path.stem:
-        found.append("the file is not named after its distribution")
     if found:
-        raise ValueError(f"{path}: {'; '.join(found)}")
-    return content
+        raise ValueError(f"{source}: {'; '.join(found)}")
 
 
 def _check_names(plugins: list[dict[str, Any]], historical: list[dict[str, Any]]) -> None:
