@@ -17,7 +17,7 @@ from nnx_conformance import command as conformance
 from nnx_conformance import runner
 from nnx_conformance.check import all_checks
 from nnx_conformance.pool import WorkerPool
-from nnx_conformance.runner import Result
+from nnx_conformance.report import Result
 
 Command = Callable[..., tuple[int, str, str]]
 NAMES = ("--import", "jobs.conformance_names")

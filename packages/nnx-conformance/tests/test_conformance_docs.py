@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from nnx_conformance.check import GROUPS, Check, all_checks
-from nnx_conformance.runner import Report, Result
+from nnx_conformance.report import Report, Result
 
 PAGE = Path(__file__).parents[3] / "docs" / "conformance.md"
 TABLES = re.compile(r"(<!-- checks: [^\n]* -->\n).*?(<!-- end of checks -->)", re.DOTALL)

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from nnx_conformance.runner import Report, Result, Verdict
+from nnx_conformance.report import Report, Result, Verdict
 
 
 def report(*verdicts: Verdict) -> Report:

@@ -26,7 +26,8 @@ from nnx_conformance.checks.habits.attached import Parametrized
 from nnx_conformance.checks.habits.weights import WeightsReadOnRankZero
 from nnx_conformance.habits import try_habit
 from nnx_conformance.pool import WorkerPool
-from nnx_conformance.runner import Result, Session, select_checks
+from nnx_conformance.report import Result
+from nnx_conformance.runner import Session, select_checks
 from nnx_conformance.task import Plain, Task
 from nnx_core.errors import NnxError, OptionError, StrategyNotFoundError
 from nnx_core.spec import Capabilities

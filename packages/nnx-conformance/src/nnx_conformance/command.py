@@ -18,7 +18,7 @@ from nnx_core.errors import OptionError, StrategyNotFoundError, StrategyNotInsta
 
 if TYPE_CHECKING:
     from nnx_conformance.check import Check
-    from nnx_conformance.runner import Report, Result
+    from nnx_conformance.report import Report, Result
 
 __all__ = [
     "add_commands",

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from nnx_checkpoint import convert
 from nnx_checkpoint.cli.command import _application, main
-from nnx_conformance.runner import Report, Result, Verdict
+from nnx_conformance.report import Report, Result, Verdict
 from nnx_core.cli.schema import documented
 
 Command = Callable[..., tuple[int, Any]]
