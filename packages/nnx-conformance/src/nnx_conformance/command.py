@@ -18,7 +18,7 @@ from nnx_core.errors import OptionError, StrategyNotFoundError, StrategyNotInsta
 
 if TYPE_CHECKING:
     from nnx_conformance.check import Check
-    from nnx_conformance.report import Report, Result
+    from nnx_conformance.report import ListedCheck, Report, Result
 
 __all__ = [
     "add_commands",
@@ -95,7 +95,7 @@ def list_checks(*, as_json: bool) -> int:
     """Print every check and what it tries."""
     from nnx_conformance.check import all_checks
 
-    rows = [
+    rows: list[ListedCheck] = [
         {
             "check": check.name,
             "group": check.group,
@@ -109,7 +109,7 @@ def list_checks(*, as_json: bool) -> int:
         print_json(rows)
     else:
         columns = ("group", "check", "profile", "promise")
-        print_table(columns, [[str(row[column]) for column in columns] for row in rows])
+        print_table(columns, [(row["group"], row["check"], row["profile"], row["promise"]) for row in rows])
     return 0
 
 

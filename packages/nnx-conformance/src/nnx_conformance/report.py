@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 from xml.sax.saxutils import escape
 
+from typing_extensions import TypedDict
+
 SCHEMA = 1
 """Of the plain data; it grows when a field changes its meaning or goes, not when one is added."""
 
@@ -90,6 +92,42 @@ class Report:
         count = len(self.failures) or sum(r.verdict in ("passed", "undeclared") for r in self.results)
         text = f"{count} check{'s' * (count != 1)} {'passed' if self.ok else 'failed'}"
         return _svg("nnx conformance", text, "#2e7d32" if self.ok else "#c62828")
+
+
+# --- what `nnx conformance --json` prints ---------------------------------------------------------
+
+
+class PrintedReport(TypedDict):
+    """What became of the checks."""
+
+    schema: Literal[1]
+    ok: bool
+    summary: str
+    strategy: str
+    kind: Literal["backend", "strategy", "lightning"]
+    owner: str
+    target: str
+    profile: str
+    versions: dict[str, str]
+    results: list[Result]
+    seconds: float
+
+
+class ListedCheck(TypedDict):
+    """A check, as ``--list`` shows it.
+
+    Attributes:
+        requires: The capabilities without which it is skipped.
+    """
+
+    check: str
+    group: str
+    promise: str
+    requires: list[str]
+    profile: Literal["fast", "full"]
+
+
+Printed = PrintedReport | list[ListedCheck]
 
 
 def _svg(label: str, text: str, colour: str) -> str:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from nnx_checkpoint import convert
 from nnx_checkpoint.cli.command import _application, main
 from nnx_conformance.report import Report, Result, Verdict
-from nnx_core.cli.schema import documented
+from nnx_core.cli.schema import documented, schema_of
 
 Command = Callable[..., tuple[int, Any]]
 
@@ -41,7 +41,7 @@ def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 
 def validate(schema: str, content: Any) -> None:
-    validator = Draft202012Validator(json.loads(documented()[schema].read_text(encoding="utf-8")))
+    validator = Draft202012Validator(schema_of(schema))
     assert [f"{error.json_path}: {error.message}" for error in validator.iter_errors(content)] == []
 
 
@@ -79,7 +79,7 @@ def test_every_command_that_prints_json_has_a_schema_and_the_others_have_none() 
 
 @pytest.mark.parametrize("name", documented())
 def test_a_schema_is_valid_names_its_command_and_allows_no_other_keys(name: str) -> None:
-    schema = json.loads(documented()[name].read_text(encoding="utf-8"))
+    schema = schema_of(name)
     Draft202012Validator.check_schema(schema)
     assert schema["title"].startswith(f"nnx {name} ")
     shapes = [schema, *schema.get("oneOf", []), *schema.get("$defs", {}).values()]
@@ -160,7 +160,7 @@ def test_the_command_prints_which_schemas_there_are_and_each_of_them() -> None:
     ]
     for words in (["ckpt", "inspect"], ["nnx", "ckpt", "inspect"]):
         done = CliRunner().invoke(app, ["schema", *words])
-        assert (done.exit_code, done.stdout) == (0, documented()["ckpt inspect"].read_text(encoding="utf-8"))
+        assert (done.exit_code, json.loads(done.stdout)) == (0, schema_of("ckpt inspect"))
 
 
 def test_a_schema_that_does_not_exist_is_wrong_usage() -> None:

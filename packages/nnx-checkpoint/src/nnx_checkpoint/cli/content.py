@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import TypedDict
+
 from nnx_checkpoint.cli.output import human_bytes
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.formats import files_below
@@ -361,9 +363,16 @@ def progress_of(trainer: Mapping[str, Any]) -> tuple[int | None, int | None]:
     return (epoch if type(epoch) is int else None, step if type(step) is int else None)
 
 
-def optimizers_of(tensors: Mapping[str, TensorEntry]) -> dict[str, dict[str, Any]]:
+class OptimizerState(TypedDict):
+    """How many parameters have state in an optimizer, and how many bytes of each kind it is."""
+
+    parameters: int
+    bytes: dict[str, int]
+
+
+def optimizers_of(tensors: Mapping[str, TensorEntry]) -> dict[str, OptimizerState]:
     """For each optimizer, how many parameters have state and how many bytes of each kind."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, OptimizerState] = {}
     parameters: dict[str, set[str]] = {}
     for name, entry in tensors.items():
         owner = owner_of(name)
@@ -376,7 +385,14 @@ def optimizers_of(tensors: Mapping[str, TensorEntry]) -> dict[str, dict[str, Any
     return found
 
 
-def groups_of(objects: Any) -> list[list[dict[str, Any]]]:
+class ParameterGroup(TypedDict):
+    """A parameter group: the number of its parameters, and its options."""
+
+    parameters: int
+    options: dict[str, Any]
+
+
+def groups_of(objects: Any) -> list[list[ParameterGroup]]:
     """The parameter groups of each optimizer, where the objects have them under their usual names."""
     optimizers = objects.get("optim") if isinstance(objects, dict) else None
     if not isinstance(optimizers, list):

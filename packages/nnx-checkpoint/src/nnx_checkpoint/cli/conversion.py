@@ -9,11 +9,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
+from typing_extensions import TypedDict
 
 from nnx_checkpoint.cli.output import INTERRUPTED, human_bytes, print_json, print_note, print_text
 from nnx_checkpoint.cli.progress import byte_progress
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.formats import files_below
+
+
+class Written(TypedDict):
+    """What ``nnx ckpt merge --json`` and ``nnx ckpt convert --json`` print.
+
+    Attributes:
+        bytes: The size of the files that were written.
+    """
+
+    source: str | list[str]
+    target: str
+    format: str
+    bytes: int
+    seconds: float
 
 
 def run_merge(
@@ -69,15 +84,14 @@ def _write(
     seconds = time.monotonic() - began
     nbytes, name = sum(files_below(place_of(target)).values()), find_format(target).name
     if as_json:
-        print_json(
-            {
-                "source": source,
-                "target": target,
-                "format": name,
-                "bytes": nbytes,
-                "seconds": round(seconds, 3),
-            }
-        )
+        content: Written = {
+            "source": source,
+            "target": target,
+            "format": name,
+            "bytes": nbytes,
+            "seconds": round(seconds, 3),
+        }
+        print_json(content)
     else:
         print_text(f"{target}: {name}, {human_bytes(nbytes)} in {seconds:.1f} s.")
     return 0

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
 
 from nnx_checkpoint.cli.content import progress_of, read_content, read_objects
 from nnx_checkpoint.cli.output import human_bytes, print_json, print_note, print_table, print_text
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.formats import Found, files_below, survey
-from nnx_checkpoint.garbage import collect_garbage
+from nnx_checkpoint.garbage import Spared, collect_garbage
 from nnx_checkpoint.manifest import MANIFEST, Manifest, decode_manifest, is_save_id
 from nnx_checkpoint.source import Source, read_manifest
 from nnx_checkpoint.storage import Place
@@ -38,14 +40,14 @@ class Row:
         epoch: The epoch, if the checkpoint says it.
         step: Optimizer steps so far.
         bytes: The size of all files.
-        created: ISO 8601.
+        created: ISO 8601, or empty.
         detail: Says what is wrong, or where a link leads.
         previous: Earlier saves that are still there, newest first.
     """
 
     path: str
     format: str
-    state: str
+    state: Literal["whole", "incomplete", "damaged", "interrupted", "unfinished", "unchecked"]
     epoch: int | None = None
     step: int | None = None
     bytes: int = 0
@@ -54,11 +56,19 @@ class Row:
     previous: list[Row] = field(default_factory=list)
 
 
+class Listing(TypedDict):
+    """What ``nnx ckpt ls --json`` prints."""
+
+    path: str
+    checkpoints: list[Row]
+
+
 def run_ls(path: str, *, as_json: bool) -> int:
     """Print the list."""
     rows = [_row(found) for found in survey(path)]
     if as_json:
-        print_json({"path": path, "checkpoints": [asdict(row) for row in rows]})
+        content: Listing = {"path": path, "checkpoints": rows}
+        print_json(content)
     elif rows:
         print_table(
             ("checkpoint", "format", "epoch", "step", "size", "created", "state"), list(_cells(rows, path))
@@ -178,21 +188,43 @@ def _changed(place: Place) -> str:
 # ``nnx ckpt gc``: removing what no checkpoint needs.
 
 
+class Removed(TypedDict):
+    """Something that no checkpoint needs."""
+
+    path: str
+    kind: str
+    bytes: int
+
+
+class Collection(TypedDict):
+    """What ``nnx ckpt gc --json`` prints.
+
+    Attributes:
+        bytes: The bytes that were removed, or with --dry-run would be.
+        spared: The paths that looked like garbage and were left alone.
+    """
+
+    path: str
+    dry_run: bool
+    bytes: int
+    removed: list[Removed]
+    spared: list[Spared]
+
+
 def run_gc(path: str, *, keep_previous: int | None, min_age: float, dry_run: bool, as_json: bool) -> int:
     """Remove it, or with `dry_run` say what would be removed."""
     collected = collect_garbage(path, keep_previous=keep_previous, min_age=min_age, dry_run=dry_run)
     if as_json:
-        print_json(
-            {
-                "path": path,
-                "dry_run": dry_run,
-                "bytes": collected.nbytes,
-                "removed": [
-                    {"path": item.path, "kind": item.kind, "bytes": item.nbytes} for item in collected.removed
-                ],
-                "spared": [asdict(item) for item in collected.spared],
-            }
-        )
+        content: Collection = {
+            "path": path,
+            "dry_run": dry_run,
+            "bytes": collected.nbytes,
+            "removed": [
+                {"path": item.path, "kind": item.kind, "bytes": item.nbytes} for item in collected.removed
+            ],
+            "spared": collected.spared,
+        }
+        print_json(content)
         return 0
     if collected.removed:
         print_table(

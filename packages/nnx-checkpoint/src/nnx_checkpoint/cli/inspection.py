@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import TypedDict
+
 from nnx_checkpoint.cli.content import (
     Content,
+    OptimizerState,
+    ParameterGroup,
     groups_of,
     kind_of,
     natural_order,
@@ -222,6 +226,81 @@ def _finish(axes: Any, title: str, bars: Any, totals: Sequence[int]) -> None:
 # --- nnx ckpt inspect -----------------------------------------------------------------------------
 
 
+class Totals(TypedDict):
+    """Sums over all tensors and files."""
+
+    tensors: int
+    elements: int
+    bytes: int
+    bytes_on_disk: int
+
+
+class ModuleBytes(TypedDict):
+    """The bytes of the tensors of a module."""
+
+    module: str
+    weights: int
+    optimizer: int
+
+
+class RankState(TypedDict):
+    """What each rank stored for itself.
+
+    Attributes:
+        ranks: The number of ranks that stored something.
+        first: The state of the first rank, whatever it stored.
+    """
+
+    ranks: int
+    first: Any
+
+
+class Tensor(TypedDict):
+    """One tensor."""
+
+    shape: list[int]
+    dtype: str
+    bytes: int
+    pieces: int
+
+
+class Inspection(TypedDict):
+    """What ``nnx ckpt inspect --json`` prints.
+
+    Attributes:
+        block: The number of bytes that one checksum covers.
+        world_size: The number of ranks that wrote it.
+        writer: The versions of what wrote it.
+        provenance: Strategy and plan; nothing depends on it.
+        groups: The parameter groups of each optimizer.
+        trainer: What Lightning put into the checkpoint besides tensors.
+        aliases: Tied names, and for each the name that is stored.
+        files: The size of each file in bytes.
+    """
+
+    path: str
+    format: str
+    version: list[int]
+    block: int | None
+    save_id: str
+    created: str
+    epoch: int | None
+    step: int | None
+    world_size: int | None
+    writer: dict[str, Any]
+    provenance: dict[str, Any]
+    totals: Totals
+    bytes_by_kind: dict[str, int]
+    bytes_by_module: list[ModuleBytes]
+    optimizers: dict[str, OptimizerState]
+    groups: list[list[ParameterGroup]]
+    trainer: dict[str, Any]
+    rank_state: RankState
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+    files: dict[str, int]
+
+
 def run(path: str, *, depth: int, plot: Path | None, weights_only: bool, as_json: bool) -> int:
     """Print the contents, and draw a picture of the sizes if asked to."""
     content = read_content(path, weights_only=weights_only)
@@ -293,7 +372,7 @@ def _rank_line(content: Content) -> str:
     return f"{ranks}: {', '.join(parts)}"
 
 
-def _as_json(content: Content) -> dict[str, Any]:
+def _as_json(content: Content) -> Inspection:
     epoch, step = progress_of(content.trainer)
     return {
         "path": content.path,

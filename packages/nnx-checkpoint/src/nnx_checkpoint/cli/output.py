@@ -10,6 +10,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from nnx_checkpoint.errors import NnxError
@@ -19,8 +20,8 @@ INTERRUPTED = 130
 
 
 def print_json(content: Any) -> None:
-    """Print plain data as JSON, and nothing else."""
-    print_text(json.dumps(content, indent=2))
+    """Print plain data as JSON, and nothing else; dataclasses in it are printed as objects."""
+    print_text(json.dumps(content, indent=2, default=asdict))
 
 
 def print_text(text: str) -> None:

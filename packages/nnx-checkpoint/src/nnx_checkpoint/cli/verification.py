@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from typing_extensions import NotRequired, TypedDict
 
 from nnx_checkpoint.cli.content import kind_of, natural_order
 from nnx_checkpoint.cli.output import human_bytes, print_json, print_note, print_table, print_text
@@ -20,12 +22,36 @@ if TYPE_CHECKING:
 # ``nnx ckpt verify``: every byte of our own format, and what can be checked of others.
 
 
+class Verification(TypedDict):
+    """What ``nnx ckpt verify --json`` prints.
+
+    Attributes:
+        checksums: Whether the format has checksums of its own.
+        archives: The number of files that are zip archives, whose sums were checked.
+    """
+
+    path: str
+    whole: bool
+    format: str
+    checksums: bool
+    files: NotRequired[int]
+    tensors: NotRequired[int]
+    archives: NotRequired[int]
+    damage: list[Damage]
+
+
 def run_verify(path: str, *, weights_only: bool, as_json: bool) -> int:
     """Print all damage; 1 if there is any."""
     if is_checkpoint(path):
         with byte_progress("verifying") as progress:
             damage = verify(path, progress=progress)
-        checked: dict[str, Any] = {"format": "nnx", "checksums": True}
+        checked: Verification = {
+            "path": path,
+            "whole": not damage,
+            "format": "nnx",
+            "checksums": True,
+            "damage": damage,
+        }
         praise = "every byte is as it was written."
     else:
         from nnx_checkpoint.verification import check_structure
@@ -34,31 +60,29 @@ def run_verify(path: str, *, weights_only: bool, as_json: bool) -> int:
             found = check_structure(path, weights_only=weights_only, progress=progress)
         damage = found.damage
         checked = {
+            "path": path,
+            "whole": not damage,
             "format": found.format,
             "checksums": False,
             "files": found.files,
             "tensors": found.tensors,
             "archives": found.archives,
+            "damage": damage,
         }
         praise = (
             f"no damage found. Format {found.format!r} has no checksums of its own. Checked: it opens, "
             f"{found.tensors} tensors lie inside their files, and {found.archives} of {found.files} files "
             "are zip archives whose CRC-32 sums match."
         )
-    _report(path, damage, checked, praise, as_json=as_json)
+    if as_json:
+        print_json(checked)
+    else:
+        _report(path, damage, praise)
     return 1 if damage else 0
 
 
-def _report(
-    path: str, damage: Sequence[Damage], checked: dict[str, Any], praise: str, *, as_json: bool
-) -> None:
-    if as_json:
-        rows = [
-            {"file": found.file, "start": found.start, "stop": found.stop, "problem": found.problem}
-            for found in damage
-        ]
-        print_json({"path": path, "whole": not damage, **checked, "damage": rows})
-    elif damage:
+def _report(path: str, damage: Sequence[Damage], praise: str) -> None:
+    if damage:
         print_table(
             ("file", "bytes", "problem"),
             [(found.file, f"{found.start}-{found.stop}", found.problem) for found in damage],
@@ -76,6 +100,67 @@ _ROWS = 20
 """Lines shown of each kind of difference."""
 
 
+class Pair(TypedDict):
+    """Something that is not the same on both sides."""
+
+    name: str
+    left: str
+    right: str
+
+
+class Shapes(TypedDict):
+    """The shapes of a tensor on both sides."""
+
+    name: str
+    left: list[int]
+    right: list[int]
+
+
+class ObjectPair(TypedDict):
+    """Something that is no tensor, and differs."""
+
+    place: str
+    left: str
+    right: str
+
+
+class Values(TypedDict):
+    """A tensor with other values.
+
+    Attributes:
+        elements: The number of elements that differ.
+        numel: The number of all elements.
+        largest: The largest difference; nan and inf as text.
+    """
+
+    name: str
+    elements: int
+    numel: int
+    largest: float | str
+
+
+class Differences(TypedDict):
+    """What ``nnx ckpt diff --json`` prints.
+
+    Attributes:
+        ties: The names that are tied on one side only.
+    """
+
+    left: str
+    right: str
+    same: bool
+    only_left: list[str]
+    only_right: list[str]
+    shapes: list[Shapes]
+    dtypes: list[Pair]
+    ties: list[str]
+    objects: list[ObjectPair]
+    values: list[Values]
+    values_compared: bool
+    tensors_compared: int
+    bytes_compared: int
+
+
 def run_diff(
     left: str, right: str, *, values: bool, only_weights: bool, weights_only: bool, as_json: bool
 ) -> int:
@@ -87,14 +172,17 @@ def run_diff(
     with byte_progress("comparing") as progress:
         found = compare(*opened, values=values, only_weights=only_weights, progress=progress)
     if as_json:
-        print_json({"left": left, "right": right, "same": found.same, **_as_json(found, values=values)})
+        print_json(_as_json(found, left, right, values=values))
     else:
         _print(found, left, right, values=values)
     return 0 if found.same else 1
 
 
-def _as_json(found: Comparison, *, values: bool) -> dict[str, Any]:
+def _as_json(found: Comparison, left: str, right: str, *, values: bool) -> Differences:
     return {
+        "left": left,
+        "right": right,
+        "same": found.same,
         "only_left": found.only_left,
         "only_right": found.only_right,
         "shapes": [{"name": name, "left": list(a), "right": list(b)} for name, a, b in found.shapes],

@@ -10,9 +10,12 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 __all__ = ["CatalogEntry", "HistoricalName", "historical", "known"]
+
+
+Tier = Literal["official", "community", "example"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +39,7 @@ class CatalogEntry:
 
     name: str
     distribution: str
-    tier: str
+    tier: Tier
     summary: str
     use_when: str
     install: str

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
 
 from nnx_checkpoint.cli.output import print_json, print_table, print_text
 from nnx_core.cli.strategies import options_of
 from nnx_core.errors import NnxError
-from nnx_core.plugins import inventory
+from nnx_core.plugins import Plugin, inventory
 from nnx_core.registry import StrategyRegistry
 
 __all__ = ["run"]
@@ -37,10 +39,23 @@ class Finding:
         remedy: Says what to do about it.
     """
 
-    level: str
+    level: Literal["problem", "remark"]
     subject: str
     detail: str
     remedy: str
+
+
+class Diagnosis(TypedDict):
+    """What ``nnx doctor --json`` prints.
+
+    Attributes:
+        versions: The versions by package; empty where it is not installed.
+    """
+
+    ok: bool
+    versions: dict[str, str]
+    plugins: list[Plugin]
+    findings: list[Finding]
 
 
 def run(*, strict: bool, as_json: bool) -> int:
@@ -51,10 +66,13 @@ def run(*, strict: bool, as_json: bool) -> int:
         findings += _import_everything()
     bad = any(strict or finding.level == "problem" for finding in findings)
     if as_json:
-        plugins = [asdict(plugin) for plugin in inventory().plugins]
-        print_json(
-            {"ok": not bad, "versions": versions, "plugins": plugins, "findings": list(map(asdict, findings))}
-        )
+        content: Diagnosis = {
+            "ok": not bad,
+            "versions": versions,
+            "plugins": inventory().plugins,
+            "findings": findings,
+        }
+        print_json(content)
     else:
         _print_report(versions, findings)
     return int(bad)

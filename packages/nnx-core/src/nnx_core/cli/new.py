@@ -17,7 +17,9 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
 
 from nnx_checkpoint.cli.output import print_error, print_json, print_note, print_text
 from nnx_core.catalog import historical, known
@@ -177,6 +179,39 @@ class Answers:
     author: str
 
 
+class NewProject(TypedDict):
+    """A project that was written.
+
+    Attributes:
+        next: The commands to run next.
+    """
+
+    path: str
+    distribution: str
+    strategy: str
+    kind: Literal["backend", "lightning"]
+    description: str
+    author: str
+    files: list[str]
+    remarks: list[str]
+    next: list[str]
+
+
+class Update(TypedDict):
+    """What ``nnx new --update --json`` prints.
+
+    Attributes:
+        changed: The files that the update changed.
+    """
+
+    path: str
+    changed: list[str]
+
+
+Printed = NewProject | Update
+"""What ``nnx new --json`` prints."""
+
+
 def run(path: Path, given: Given, *, defaults: bool, as_json: bool) -> int:
     """Render a project into a new or empty directory; 2 where an answer is not possible."""
     copier = _import_copier()
@@ -219,7 +254,8 @@ def update(path: Path, *, as_json: bool) -> int:
     )
     changed = [line[3:] for line in (_git(path, "status", "--porcelain") or "").splitlines()]
     if as_json:
-        print_json({"path": str(path), "changed": changed})
+        update: Update = {"path": str(path), "changed": changed}
+        print_json(update)
     elif changed:
         print_text(f"Changed: {', '.join(changed)}. `git diff` shows how.")
     else:

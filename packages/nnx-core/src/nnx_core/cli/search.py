@@ -11,7 +11,9 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
 
 from nnx_checkpoint.cli.output import print_json, print_line, print_note
 from nnx_core.catalog import known
@@ -131,6 +133,40 @@ class Hit:
         """This hit as plain data for JSON."""
         keys = ("name", "status", "provided_by", "description", "use_when", "install", "successor", "how")
         return {"score": self.score, "action": self.action, **{key: self.entry.get(key, "") for key in keys}}
+
+
+class SearchResult(TypedDict):
+    """A strategy or a page of the documentation.
+
+    Attributes:
+        score: A number that is larger the better it fits.
+        action: How to get it, or what to use in its place; empty where it can be used.
+    """
+
+    score: float
+    action: str
+    name: str
+    status: Literal["installed", "not installed", "disabled", "broken", "missing", "historical", "page"]
+    provided_by: str
+    description: str
+    use_when: str
+    install: str
+    successor: str
+    how: str
+
+
+class Found(TypedDict):
+    """What ``nnx search --json`` prints.
+
+    Attributes:
+        words: The words that were searched for, without those that say nothing.
+        results: The best first, names of the past last.
+        suggestions: The words to try where nothing was found.
+    """
+
+    words: list[str]
+    results: list[SearchResult]
+    suggestions: list[str]
 
 
 def run_search(words: Sequence[str], *, as_json: bool) -> int:

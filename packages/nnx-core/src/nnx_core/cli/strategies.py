@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from inspect import formatannotation
-from typing import Any
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
 
 from nnx_checkpoint.cli.output import (
     print_error,
@@ -19,10 +21,10 @@ from nnx_checkpoint.cli.output import (
     print_pairs,
     print_text,
 )
-from nnx_core.catalog import CatalogEntry, historical, known
+from nnx_core.catalog import CatalogEntry, Tier, historical, known
 from nnx_core.errors import PluginError
 from nnx_core.options import CommonOptions
-from nnx_core.plugins import inventory
+from nnx_core.plugins import Problem, inventory
 from nnx_core.registry import StrategyRegistry
 from nnx_core.spec import LIGHTNING_NAMES, Capabilities, StrategySpec, import_reference, name_remarks
 
@@ -40,6 +42,88 @@ __all__ = [
 #
 # Its ``status`` is ``installed``, ``not installed``, ``disabled``, ``broken``, ``missing`` (the installed
 # version of its package lacks it) or ``historical``. Reads specs and the catalog; imports no engine.
+
+
+NotUsable = Literal["not installed", "disabled", "broken", "missing"]
+
+
+class Registered(TypedDict):
+    """What is declared of a strategy that can be used now.
+
+    Attributes:
+        provided_by: The distribution with its version, or this process.
+        target: The class as ``pkg.module:Class``.
+        init_params: Keyword arguments that the target always gets.
+    """
+
+    name: str
+    status: Literal["installed"]
+    provided_by: str
+    target: str
+    init_params: dict[str, Any]
+    description: str
+    use_when: str
+    docs_url: str
+    capabilities: Capabilities
+    api_version: tuple[int, int]
+
+
+class Usable(Registered):
+    """A strategy that can be used now.
+
+    Attributes:
+        options: The dataclass of its options as ``pkg.module:Dataclass``, or empty.
+    """
+
+    options: str
+
+
+class Catalogued(TypedDict):
+    """A strategy of the catalog that cannot be used here.
+
+    Attributes:
+        status: The reason; ``missing`` means that the installed version of its package lacks it.
+        provided_by: The distribution.
+        capabilities: The capabilities that strategies do not have by default, and it has.
+        lacks: The capabilities that strategies have by default, and it lacks.
+        replaces: Distributions of the past whose names it took over.
+        install: The command that installs it.
+    """
+
+    name: str
+    status: NotUsable
+    provided_by: str
+    tier: Tier
+    description: str
+    use_when: str
+    accelerators: list[str]
+    capabilities: list[str]
+    lacks: list[str]
+    replaces: list[str]
+    install: str
+    docs_url: str
+
+
+class Past(TypedDict):
+    """A name that nothing provides any more.
+
+    Attributes:
+        until: The last minor version of Lightning that had it, or empty.
+        successor: The name to use today.
+        how: What to change besides the name, or empty.
+        package: The package that provided it outside Lightning, or empty.
+    """
+
+    name: str
+    status: Literal["historical"]
+    provided_by: Literal[""]
+    description: str
+    was: str
+    until: str
+    successor: str
+    how: str
+    package: str
+    docs_url: str
 
 
 def entries(*, everything: bool) -> list[dict[str, Any]]:
@@ -60,7 +144,7 @@ def usable(name: str) -> dict[str, Any]:
 def catalogued(name: str) -> dict[str, Any]:
     """A strategy that a package of the catalog provides, but not here."""
     entry = known()[name]
-    return {
+    found: Catalogued = {
         "name": name,
         "status": _status(entry),
         "provided_by": entry.distribution,
@@ -74,12 +158,13 @@ def catalogued(name: str) -> dict[str, Any]:
         "install": entry.install,
         "docs_url": entry.docs,
     }
+    return dict(found)
 
 
 def past(name: str) -> dict[str, Any]:
     """A name that nothing provides any more."""
     old = historical()[name]
-    return {
+    found: Past = {
         "name": name,
         "status": "historical",
         "provided_by": "",
@@ -91,18 +176,27 @@ def past(name: str) -> dict[str, Any]:
         "package": old.distribution,
         "docs_url": old.url,
     }
+    return dict(found)
 
 
-def _status(entry: CatalogEntry) -> str:
+def _status(entry: CatalogEntry) -> NotUsable:
     """Why a name of the catalog cannot be used."""
     plugins = [plugin for plugin in inventory().plugins if plugin.distribution == entry.distribution]
     if not plugins:
         return "not installed"
-    return plugins[0].status if plugins[0].status != "ok" else "missing"
+    status = plugins[0].status
+    return "missing" if status == "ok" else status
 
 
 # --- nnx list -------------------------------------------------------------------------------------
 # ``nnx list``: the names that can be used, and with ``--all`` those that could be or once could.
+
+
+class Listing(TypedDict):
+    """What ``nnx list --json`` prints."""
+
+    strategies: list[Usable | Catalogued | Past]
+    problems: list[Problem]
 
 
 def run_list(*, everything: bool, as_json: bool) -> int:
@@ -152,6 +246,55 @@ def note_problems() -> None:
 
 # --- nnx show -------------------------------------------------------------------------------------
 # ``nnx show NAME``: everything that is declared about one strategy, without importing its engine.
+
+
+class Option(TypedDict):
+    """An option of a strategy, all as text."""
+
+    name: str
+    type: str
+    default: str
+    help: str
+
+
+class ShownUsable(Registered):
+    """A strategy that can be used now.
+
+    Attributes:
+        options: The options that ``nnx.strategy(NAME, ...)`` takes.
+        remarks: What Lightning's rules on parts of a name do to this one.
+    """
+
+    options: list[Option]
+    remarks: list[str]
+
+
+class ShownCatalogued(Catalogued):
+    """A strategy of the catalog that cannot be used here."""
+
+    explanation: str
+    remedy: str
+
+
+class ShownPast(Past):
+    """A name that nothing provides any more."""
+
+    explanation: str
+    remedy: str
+
+
+class OfLightning(TypedDict):
+    """A strategy of Lightning's own."""
+
+    name: str
+    status: Literal["installed"]
+    provided_by: Literal["Lightning itself"]
+    description: str
+    docs_url: str
+
+
+Shown = ShownUsable | ShownCatalogued | ShownPast | OfLightning
+"""What ``nnx show --json`` prints."""
 
 
 def run_show(name: str, *, as_json: bool) -> int:

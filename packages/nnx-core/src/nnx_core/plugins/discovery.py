@@ -19,7 +19,7 @@ import pluggy
 
 from nnx_core.errors import PluginError
 from nnx_core.plugins.guard import RefusedError, call, load, new_manager
-from nnx_core.plugins.records import Plugin, Problem
+from nnx_core.plugins.records import Plugin, Problem, Status
 from nnx_core.spec import LIGHTNING_NAMES, CheckpointFormatSpec, StrategySpec
 
 __all__ = ["Inventory", "checkpoint_formats", "inventory", "refresh"]
@@ -119,7 +119,7 @@ def _visit_all(result: Inventory, found: Iterable[EntryPoint]) -> None:
         names = {_normal(entry.name), _normal(distribution)}
         switched_off = names & denied or (allowed and not names & allowed)
         twice = any((entry.name, distribution) == (seen.name, seen.distribution) for _, seen in visited)
-        status = "disabled" if switched_off else "broken" if twice else "ok"
+        status: Status = "disabled" if switched_off else "broken" if twice else "ok"
         visited.append((entry, Plugin(entry.name, distribution, version, status)))
     answers = _answers(result._manager, [pair for pair in visited if pair[1].status == "ok"])
     for _, plugin in visited:

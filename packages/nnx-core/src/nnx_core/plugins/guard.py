@@ -17,7 +17,7 @@ import pluggy
 
 from nnx_core.errors import NnxError
 from nnx_core.plugins import hookspecs
-from nnx_core.plugins.records import Plugin
+from nnx_core.plugins.records import Plugin, ProblemKind
 from nnx_core.spec import API_VERSION, CheckpointFormatSpec, StrategySpec
 
 __all__ = ["RefusedError", "call", "load", "new_manager"]
@@ -29,7 +29,7 @@ _LONGEST_TEXT = 1000
 class RefusedError(Exception):
     """Ends one plugin's turn; carries what its `Problem` says."""
 
-    def __init__(self, kind: str, detail: str, remedy: str) -> None:
+    def __init__(self, kind: ProblemKind, detail: str, remedy: str) -> None:
         super().__init__(detail)
         self.kind, self.detail, self.remedy = kind, detail, remedy
 
@@ -189,7 +189,7 @@ def _check_spec(spec: StrategySpec | CheckpointFormatSpec) -> None:
         )
 
 
-def _guarded(kind: str, plugin: Plugin, action: Callable[[], Any]) -> Any:
+def _guarded(kind: ProblemKind, plugin: Plugin, action: Callable[[], Any]) -> Any:
     """Run the plugin's code; whatever it raises, an exit of the process included, is its problem."""
     try:
         return action()

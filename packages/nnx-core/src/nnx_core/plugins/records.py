@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Literal
+
+Status = Literal["ok", "broken", "disabled"]
+ProblemKind = Literal["import", "hook", "result", "api", "collision", "selection"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +24,7 @@ class Plugin:
     name: str
     distribution: str
     version: str
-    status: str
+    status: Status
     strategies: tuple[str, ...] = ()
 
     @property
@@ -44,7 +48,7 @@ class Problem:
         remedy: Says what the user can do.
     """
 
-    kind: str
+    kind: ProblemKind
     plugin: str
     distribution: str
     detail: str
