@@ -59,6 +59,10 @@ class CheckpointError(NnxError):
     """A checkpoint could not be written, read or verified; nothing committed before is lost."""
 
 
+class ReaderNotInstalledError(CheckpointError):
+    """The package that reads an engine's own checkpoints is not installed; the checkpoint may be sound."""
+
+
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no checkpoint where one was to be read; Lightning's own strategies raise the other base."""
 

@@ -334,7 +334,7 @@ def _leads_away(place: Place) -> bool:
 def _foreign_format(place: Place, names: list[str]) -> str:
     own = names or [place.name]
     typical = any(name in _FOREIGN_NAMES or name.endswith(_FOREIGN_ENDINGS) for name in own)
-    if not typical and _from_outside().keys() <= {spec.name for spec in _OF_ENGINES}:
+    if not typical and not _from_outside():
         return ""
 
     for name in specs():

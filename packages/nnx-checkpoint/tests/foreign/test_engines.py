@@ -67,8 +67,11 @@ def test_the_error_names_the_package_to_install(
     path = write(tmp_path / "saved")
     with pytest.raises(CheckpointError, match=f"reader comes with {package}; .* Run `pip install {package}`"):
         nnx_checkpoint.open_checkpoint(path)
-    rows = json.loads(CliRunner().invoke(app, ["ls", str(tmp_path), "--json"]).stdout)["checkpoints"]
-    assert package.removeprefix("nnx-") in [row["format"] for row in rows]
+    row = json.loads(CliRunner().invoke(app, ["ls", str(path), "--json"]).stdout)["checkpoints"][0]
+    assert (row["format"], row["state"]) == (package.removeprefix("nnx-"), "unchecked")
+    assert row["detail"] == f"its reader is not installed. Run `pip install {package}`."
+    with pytest.raises(CheckpointError, match=f"Run `pip install {package}`"):
+        CliRunner().invoke(app, ["verify", str(path)], catch_exceptions=False)
 
 
 def test_options_of_the_reader_make_no_other_error(alone: None, tmp_path: Path) -> None:

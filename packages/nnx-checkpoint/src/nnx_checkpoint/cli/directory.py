@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from nnx_checkpoint.cli.content import progress_of, read_content, read_objects
 from nnx_checkpoint.cli.output import human_bytes, print_json, print_note, print_table, print_text
-from nnx_checkpoint.errors import CheckpointError
+from nnx_checkpoint.errors import CheckpointError, ReaderNotInstalledError
 from nnx_checkpoint.formats import Found, files_below, survey
 from nnx_checkpoint.garbage import Spared, collect_garbage
 from nnx_checkpoint.manifest import MANIFEST, Manifest, decode_manifest, is_save_id
@@ -108,6 +108,9 @@ def _row(found: Found) -> Row:
         return Row(path, "nnx", "interrupted", bytes=size, detail=detail, previous=_earlier(found.place, ""))
     try:
         return _own(found.place) if found.format == "nnx" else _foreign(found, size)
+    except ReaderNotInstalledError as error:
+        detail = f"its reader is not installed. {error.remedy}"
+        return Row(path, found.format, "unchecked", bytes=size, created=_changed(found.place), detail=detail)
     except CheckpointError as error:
         return Row(path, found.format, "damaged", bytes=size, detail=error.message)
 

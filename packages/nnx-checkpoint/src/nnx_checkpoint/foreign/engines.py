@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NoReturn
 
 from typing_extensions import override
 
-from nnx_checkpoint.errors import CheckpointError
+from nnx_checkpoint.errors import ReaderNotInstalledError
 from nnx_checkpoint.foreign.torch_file import mentions
 from nnx_checkpoint.formats import CheckpointFormat
 
@@ -36,7 +36,7 @@ class _ReadElsewhere(CheckpointFormat):
 
     @override
     def open(self, path: str | os.PathLike[str], *, weights_only: bool = True, **options: Any) -> NoReturn:
-        raise CheckpointError(
+        raise ReaderNotInstalledError(
             f"'{path}' is a checkpoint of {self.program}, whose reader comes with {self.package}; "
             "that is not installed, or switched off.",
             remedy=f"Run `pip install {self.package}`.",
