@@ -273,7 +273,7 @@ class Inspection(TypedDict):
         writer: The versions of what wrote it.
         provenance: Strategy and plan; nothing depends on it.
         groups: The parameter groups of each optimizer.
-        trainer: What Lightning put into the checkpoint besides tensors.
+        trainer: The part that Lightning put into the checkpoint besides tensors.
         aliases: Tied names, and for each the name that is stored.
         files: The size of each file in bytes.
     """

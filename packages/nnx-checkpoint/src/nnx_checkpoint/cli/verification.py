@@ -26,7 +26,7 @@ class Verification(TypedDict):
     """What ``nnx ckpt verify --json`` prints.
 
     Attributes:
-        checksums: Whether the format has checksums of its own.
+        checksums: True if the format has checksums of its own.
         archives: The number of files that are zip archives, whose sums were checked.
     """
 

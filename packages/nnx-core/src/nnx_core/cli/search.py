@@ -140,7 +140,7 @@ class SearchResult(TypedDict):
 
     Attributes:
         score: A number that is larger the better it fits.
-        action: How to get it, or what to use in its place; empty where it can be used.
+        action: The way to get it, or the name to use in its place; empty where it can be used.
     """
 
     score: float

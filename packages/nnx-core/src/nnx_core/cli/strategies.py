@@ -110,7 +110,7 @@ class Past(TypedDict):
     Attributes:
         until: The last minor version of Lightning that had it, or empty.
         successor: The name to use today.
-        how: What to change besides the name, or empty.
+        how: A sentence on what to change besides the name, or empty.
         package: The package that provided it outside Lightning, or empty.
     """
 
@@ -262,7 +262,7 @@ class ShownUsable(Registered):
 
     Attributes:
         options: The options that ``nnx.strategy(NAME, ...)`` takes.
-        remarks: What Lightning's rules on parts of a name do to this one.
+        remarks: Sentences on what Lightning's rules on parts of a name do to this one.
     """
 
     options: list[Option]
