@@ -219,6 +219,7 @@ def isolation(session: nox.Session) -> None:
     install(session, python, built["nnx-checkpoint"], built["nnx-core"])
     expect_ours(session, installed(session, python), SHARED[:2])
     ask(session, python)
+    read_without_the_engine(session, python, built["nnx-deepspeed"])
     install(session, python, built["nnx-conformance"], built["nnx-core"], built["nnx-checkpoint"])
     shared = installed(session, python)
     for plugin in session.posargs or PLUGINS:
@@ -262,6 +263,21 @@ def save_without_lightning(session: nox.Session, python: str, wheel: str) -> Non
     shutil.rmtree(saved, ignore_errors=True)
     session.run(python, "-I", "-c", BARE_LOOP, saved, external=True)
     session.run(os.fspath(Path(python).with_name("nnx")), "ckpt", "verify", saved, external=True)
+
+
+def read_without_the_engine(session: nox.Session, python: str, wheel: str) -> None:
+    """Convert what DeepSpeed wrote, before and after its reader is installed, but never DeepSpeed itself."""
+    nnx = os.fspath(Path(python).with_name("nnx"))
+    source = os.fspath(PROJECTS["nnx-deepspeed"] / "tests/fixtures/deepspeed/zero2_world2_bf16")
+    target = Path(session.create_tmp()).resolve() / "converted"
+    shutil.rmtree(target, ignore_errors=True)
+    convert = (nnx, "ckpt", "convert", source, os.fspath(target))
+    session.run(*convert, external=True, success_codes=[1])
+    pip(session, python, "install", "--no-deps", wheel)
+    if "deepspeed" in installed(session, python):
+        session.error("DeepSpeed is installed, where only its reader should be")
+    session.run(*convert, external=True)
+    pip(session, python, "uninstall", "--yes", "nnx-deepspeed")
 
 
 def outlive_another_nnx(session: nox.Session, python: str, built: dict[str, str]) -> None:
