@@ -11,8 +11,14 @@ from typing import Any
 import typer
 from typing_extensions import TypedDict
 
-from nnx_checkpoint.cli.output import INTERRUPTED, human_bytes, print_json, print_note, print_text
-from nnx_checkpoint.cli.progress import byte_progress
+from nnx_checkpoint.cli.output import (
+    INTERRUPTED,
+    byte_progress,
+    human_bytes,
+    print_json,
+    print_note,
+    print_text,
+)
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.formats import files_below
 

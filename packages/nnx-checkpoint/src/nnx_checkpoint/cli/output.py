@@ -1,6 +1,6 @@
-"""How the command line prints: tables on a terminal, plain aligned text elsewhere, JSON on request.
+"""How the command line prints: tables and bars on a terminal, plain aligned text elsewhere, JSON on request.
 
-rich is imported only when a terminal is there to show its tables.
+rich is imported only when a terminal is there to show its tables or bars.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -95,6 +96,41 @@ def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
     width = max((len(name) for name, _ in shown), default=0)
     for name, value in shown:
         print_line(f"{name:{width}}  {value}", wrapped=width + 2)
+
+
+@contextmanager
+def byte_progress(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """Draw a bar while something goes through many bytes; nothing where nobody looks at a terminal.
+
+    Args:
+        doing: A participle that says what is being done, such as ``"verifying"``.
+
+    Yields:
+        To be called with the bytes done so far and their total.
+    """
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn(doing),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(doing, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def human_bytes(count: int) -> str:

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING
 from typing_extensions import NotRequired, TypedDict
 
 from nnx_checkpoint.cli.content import kind_of, natural_order
-from nnx_checkpoint.cli.output import human_bytes, print_json, print_note, print_table, print_text
-from nnx_checkpoint.cli.progress import byte_progress
+from nnx_checkpoint.cli.output import (
+    byte_progress,
+    human_bytes,
+    print_json,
+    print_note,
+    print_table,
+    print_text,
+)
 from nnx_checkpoint.source import is_checkpoint
 from nnx_checkpoint.verification import Damage, verify
 
