@@ -1,4 +1,7 @@
-"""From a spec to a strategy object: import the target, deal out the options, pick the adapter."""
+"""From a spec to a strategy object: import the target, deal out the options, pick the adapter.
+
+Apart from `nnx_core.lightning.registration`, which calls it: that module imports no torch, and this one does.
+"""
 
 from __future__ import annotations
 
