@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nnx_nnscaler.runtime.buckets import assign_buckets, views_like
+from nnx_nnscaler.runtime.reducer import BUCKET_BYTES
+
 
 class Masters:
     """Float32 copies of half precision parameters, which an optimizer steps in their place.
@@ -22,11 +25,12 @@ class Masters:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.copies: dict[nn.Parameter, Tensor] = {
-            parameter: parameter.data.float()
-            for parameter in parameters
-            if parameter.dtype in (torch.float16, torch.bfloat16)
-        }
+        halves = [p for p in parameters if p.dtype in (torch.float16, torch.bfloat16)]
+        buckets = assign_buckets(halves, [BUCKET_BYTES])
+        self._groups = [_Group([halves[place] for place in places]) for places in buckets]
+        self.copies: dict[nn.Parameter, Tensor] = {}
+        for group in self._groups:
+            self.copies |= group.copies
         self._lent: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
 
     @contextmanager
@@ -51,26 +55,78 @@ class Masters:
 
     @torch.no_grad()
     def _lend(self, parameters: Sequence[nn.Parameter]) -> None:
-        for parameter in parameters:
-            half, copy, gradient = parameter.data, self.copies[parameter], parameter.grad
-            unchanged = copy.to(half.dtype) == half
-            copy.copy_(torch.where(unchanged, copy, half.float()))
-            self._lent[parameter] = half, gradient
-            parameter.grad = None
-            parameter.data = copy
-            parameter.grad = None if gradient is None else gradient.float()
+        wanted = set(parameters)
+        for group in self._groups:
+            lent = [parameter for parameter in group.copies if parameter in wanted]
+            if lent:
+                group.take_over()
+            gradients = _in_float32([parameter.grad for parameter in lent])
+            for parameter, gradient in zip(lent, gradients, strict=True):
+                self._lent[parameter] = parameter.data, parameter.grad
+                parameter.grad = None
+                parameter.data = self.copies[parameter]
+                parameter.grad = gradient
 
     @torch.no_grad()
     def _take_back(self, parameters: Sequence[nn.Parameter]) -> None:
-        for parameter in parameters:
-            half, gradient = self._lent.pop(parameter)
-            parameter.grad = None
-            half.copy_(self.copies[parameter])
-            parameter.data = half
-            parameter.grad = gradient
+        wanted = set(parameters)
+        for group in self._groups:
+            lent = [parameter for parameter in group.copies if parameter in wanted]
+            for parameter in lent:
+                half, gradient = self._lent.pop(parameter)
+                parameter.grad = None
+                parameter.data = half
+                parameter.grad = gradient
+            group.publish(lent)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Give the parameters the values of their copies, after these were loaded."""
-        for parameter, copy in self.copies.items():
-            parameter.data.copy_(copy)
+        for group in self._groups:
+            group.publish(list(group.copies))
+
+
+class _Group:
+    """Parameters of one dtype and device, whose copies lie in one buffer: a few kernels serve all of them.
+
+    Args:
+        parameters: The parameters, about as many bytes as one bucket has: temporary tensors are as large.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._copies = _flat(parameters).float()
+        views = views_like(self._copies, dict(enumerate(parameters)))
+        self.copies = dict(zip(parameters, views.values(), strict=True))
+
+    def take_over(self) -> None:
+        """Let copies become what was written into their parameters by anything but a step."""
+        halves = _flat(list(self.copies))
+        unchanged = self._copies.to(halves.dtype) == halves
+        torch.where(unchanged, self._copies, halves.float(), out=self._copies)
+
+    def publish(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Give some of the parameters the values of their copies."""
+        halves = [parameter.data for parameter in parameters]
+        if halves:
+            torch._foreach_copy_(halves, [self.copies[parameter] for parameter in parameters])
+
+
+def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The elements of parameters of one dtype and device, one after the other."""
+    data = [parameter.data for parameter in parameters]
+    buffer = data[0].new_empty(sum(tensor.numel() for tensor in data))
+    torch._foreach_copy_(list(views_like(buffer, dict(enumerate(data))).values()), data)
+    return buffer
+
+
+def _in_float32(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Float32 copies of gradients; those that are dense are copied together."""
+    dense = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
+    made = [torch.empty_like(gradient, dtype=torch.float32) for gradient in dense]
+    if dense:
+        torch._foreach_copy_(made, dense)
+    rest = iter(made)
+    return [
+        gradient if gradient is None else gradient.float() if gradient.is_sparse else next(rest)
+        for gradient in gradients
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nnx_nnscaler.optimizers import Masters
 
@@ -66,3 +67,81 @@ def test_masters_leave_float32_alone_and_publish_what_was_loaded():
     masters.copies[half].fill_(2.0)
     masters.publish()
     assert half.tolist() == [2.0, 2.0]
+
+
+class Operators(TorchDispatchMode):
+    """Notes which operators compute: views and allocations do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and "empty" not in func.__name__:
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_number_of_kernels_for_masters_does_not_grow_with_the_number_of_parameters():
+    counted = []
+    for count in (2, 40):
+        parameters = [
+            nn.Parameter(torch.randn(3, 4).to(dtype))
+            for _ in range(count)
+            for dtype in (torch.float16, torch.bfloat16)
+        ]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        masters, optimizer = Masters(parameters), torch.optim.SGD(parameters)
+        with Operators() as operators, masters.lent(optimizer):
+            pass
+        counted.append(operators.names)
+    assert counted[0] == counted[1]
+    assert len(counted[0]) <= 2 * 8  # groups: two dtypes
+
+
+def one_by_one(half, copy):
+    """What a copy is when its parameter is lent."""
+    return torch.where(copy.to(half.dtype) == half, copy, half.float())
+
+
+def test_masters_have_the_bits_of_copies_that_are_made_one_by_one():
+    torch.manual_seed(0)
+    shapes = [(), (0,), (0, 3), (5,), (4, 3), (2, 3, 4, 5)]
+    dtypes = (torch.float16, torch.bfloat16)
+    parameters = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes for dtype in dtypes]
+    parameters[-1].data = parameters[-1].data.to(memory_format=torch.channels_last)
+    parameters[-3].data = torch.randn(3, 4).bfloat16().t()
+    embedding = nn.Embedding(6, 2, sparse=True, dtype=torch.bfloat16)
+    parameters.append(embedding.weight)
+    parameters.append(nn.Parameter(torch.randn(2, dtype=torch.complex64)))
+    masters, optimizer = Masters(parameters), torch.optim.SGD(parameters, lr=0.1)
+    for value, special in zip(parameters[6].data, (0.0, -0.0, torch.inf, torch.nan, 1e-7), strict=True):
+        value.fill_(special)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    embedding.weight.grad = None
+    embedding(torch.tensor([1, 4, 1])).sum().backward()
+    copies = {p: copy.clone().add_(1e-6) for p, copy in masters.copies.items()}
+    for parameter, copy in copies.items():
+        masters.copies[parameter].copy_(copy)
+    expected = {p: one_by_one(p.data, copy) for p, copy in copies.items()}
+    halves, gradients = {p: p.data for p in parameters}, {p: p.grad for p in parameters}
+    with masters.lent(optimizer):
+        for p, copy in expected.items():
+            torch.testing.assert_close(p.data, copy, rtol=0, atol=0, equal_nan=True)
+            assert p.stride() == halves[p].stride()
+            assert p.grad.dtype == torch.float32 and p.grad.is_sparse == gradients[p].is_sparse
+            assert torch.equal(p.grad.to_dense(), gradients[p].float().to_dense())
+        optimizer.step()
+        stepped = {p: p.data.clone() for p in parameters}
+    for p in parameters:
+        assert p.data.data_ptr() == halves[p].data_ptr() and p.grad is gradients[p]
+        torch.testing.assert_close(p.data, stepped[p].to(p.dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_only_the_masters_of_the_optimizer_that_steps_are_lent():
+    first, second = (nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2))
+    masters = Masters([first, second])
+    with masters.lent(torch.optim.SGD([second])):
+        assert (first.dtype, second.dtype) == (torch.bfloat16, torch.float32)

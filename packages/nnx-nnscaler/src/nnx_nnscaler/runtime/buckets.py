@@ -7,7 +7,7 @@ ranks' numbers in the same order and the sums are equal bit for bit.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nnx_checkpoint.collective import wait_for_collective
 from nnx_core.errors import UnsupportedError
 
-__all__ = ["Bucket", "GradientBucket", "UNUSED", "assign_buckets"]
+__all__ = ["Bucket", "GradientBucket", "UNUSED", "assign_buckets", "views_like"]
 
 UNUSED, DENSE, SPARSE = 0, 1, 2
 """What is known of a gradient in a pass; over the ranks the greatest counts."""
@@ -149,7 +149,7 @@ class GradientBucket(Bucket):
         if self._buffer is None or not self._is_own(self._buffer):
             first = next(iter(self._parameters.values()))
             self._buffer = torch.empty(self._numel, dtype=first.dtype, device=first.device)
-        self._slots = _slots(self._buffer, self._parameters)
+        self._slots = views_like(self._buffer, self._parameters)
 
     def _is_own(self, buffer: Tensor) -> bool:
         """Whether nothing but the parameters' own gradients looks at the buffer."""
@@ -234,20 +234,20 @@ class GradientBucket(Bucket):
         self._filled.clear()
 
 
-def _slots(buffer: Tensor, parameters: dict[int, nn.Parameter]) -> dict[int, Tensor]:
-    """A view of the buffer for every parameter, with its strides where they leave no gaps."""
-    if all(parameter.is_contiguous() for parameter in parameters.values()):
-        views = torch._C._nn.unflatten_dense_tensors(buffer, list(parameters.values()))
-        return dict(zip(parameters, views, strict=True))
+def views_like(buffer: Tensor, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """A view of the buffer for every tensor, with its strides where they leave no gaps."""
+    if all(tensor.is_contiguous() for tensor in tensors.values()):
+        views = torch._C._nn.unflatten_dense_tensors(buffer, list(tensors.values()))
+        return dict(zip(tensors, views, strict=True))
     slots, offset = {}, 0
-    pieces = torch.split(buffer, [parameter.numel() for parameter in parameters.values()])
-    for (index, parameter), piece in zip(parameters.items(), pieces, strict=True):
-        if parameter.is_contiguous():
-            slots[index] = piece.view(parameter.shape)
-        elif _fills_its_storage(parameter):
-            slots[index] = buffer.as_strided(parameter.shape, parameter.stride(), offset)
+    pieces = torch.split(buffer, [tensor.numel() for tensor in tensors.values()])
+    for (index, tensor), piece in zip(tensors.items(), pieces, strict=True):
+        if tensor.is_contiguous():
+            slots[index] = piece.view(tensor.shape)
+        elif _fills_its_storage(tensor):
+            slots[index] = buffer.as_strided(tensor.shape, tensor.stride(), offset)
         else:
-            slots[index] = piece.view(parameter.shape)
+            slots[index] = piece.view(tensor.shape)
         offset += piece.numel()
     return slots
 
