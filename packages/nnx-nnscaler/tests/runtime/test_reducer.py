@@ -2,15 +2,18 @@
 
 import copy
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from nnx_checkpoint.collective import engine_group
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.axes import make_axes
 from nnx_nnscaler.runtime.storage import Parameters
@@ -347,6 +350,63 @@ def fail_in_backward():
 
 def test_an_error_in_backward_leaves_nothing_for_the_next_step(run):
     run(fail_in_backward)
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host reads a number or a tensor, for which it would wait for a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = self.tensors = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.numbers += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+    def cpu(self, tensor):
+        self.tensors += 1
+        return tensor.to("cpu")
+
+
+def reads_of_backward(loss):
+    with Reads() as reads, mock.patch.object(Tensor, "cpu", lambda tensor: reads.cpu(tensor)):
+        loss.backward()
+    return reads.numbers, reads.tensors
+
+
+def read_in_a_backward(dtype):
+    torch.manual_seed(0)
+    module = nn.ModuleList(nn.Linear(3, 3, dtype=dtype) for _ in range(12))
+    module.append(nn.Linear(0, 3, dtype=dtype))  # without elements there is nothing to read
+    parameters = Parameters(module, axes_of_world())
+    for step in range(3):
+        module.zero_grad()
+        loss = module[step + dist.get_rank()](torch.ones(2, 3, dtype=dtype)).abs().sum()
+        assert reads_of_backward(loss) == (0, 1)
+        used = [index for index, layer in enumerate(module) if layer.weight.grad is not None]
+        assert used == [step, step + 1]
+    outputs = [layer(torch.ones(2, layer.in_features, dtype=dtype)) for layer in module]
+    assert reads_of_backward(torch.cat(outputs).abs().sum()) == (0, 0)  # every parameter is used
+    parameters.give_back()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
+def test_unused_parameters_cost_one_read_for_each_bucket(run, dtype):
+    run(read_in_a_backward, dtype)
+
+
+def agree_while_backward_runs():
+    embedding = nn.Embedding(10, 4, sparse=True)
+    parameters = Parameters(embedding, axes_of_world())
+    with mock.patch.object(dist, "all_reduce", autospec=True, side_effect=dist.all_reduce) as calls:
+        embedding(torch.tensor([1, 2])).sum().backward()
+    flags = [call.kwargs for call in calls.call_args_list if call.args[0].dtype == torch.uint8]
+    assert [(of["group"], of.get("async_op")) for of in flags] == [(engine_group(), True)]
+    parameters.give_back()
+
+
+def test_ranks_agree_on_use_in_host_memory_and_do_not_wait_for_it(run):
+    run(agree_while_backward_runs)
 
 
 def reduce_sparse_gradients():

@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from nnx_checkpoint.collective import wait_for_collective
 from nnx_core.errors import UnsupportedError
 
-__all__ = ["Bucket", "GradientBucket", "UNUSED", "assign_buckets", "views_like"]
+__all__ = [
+    "Bucket",
+    "DENSE",
+    "GradientBucket",
+    "SPARSE",
+    "UNUSED",
+    "assign_buckets",
+    "views_like",
+]
 
 UNUSED, DENSE, SPARSE = 0, 1, 2
 """What is known of a gradient in a pass; over the ranks the greatest counts."""
@@ -86,9 +94,13 @@ class Bucket(ABC):
             used: The dict in which to note, by number, what kind of gradient a member has.
         """
 
-    def kind_elsewhere(self, index: int) -> int:
-        """What other ranks had for a member that this one had no gradient for; after `wait`."""
-        return UNUSED
+    def used_elsewhere(self, unused: Sequence[int]) -> set[int]:
+        """The members that other ranks had gradients for; after `wait`.
+
+        Args:
+            unused: The members that this rank had none for, at least one.
+        """
+        return set()
 
     @abstractmethod
     def launch(self) -> None:
@@ -206,12 +218,14 @@ class GradientBucket(Bucket):
         for slot in unused:
             slot.fill_(-0.0)
 
-    def kind_elsewhere(self, index: int) -> int:  # noqa: D102
-        slot = self._slots[index]
-        if slot.numel() == 0:
-            return UNUSED
-        first = (torch.view_as_real(slot) if slot.is_complex() else slot).flatten()[0]
-        return UNUSED if first == 0 and torch.signbit(first) else DENSE
+    def used_elsewhere(self, unused: Sequence[int]) -> set[int]:  # noqa: D102
+        assert self._buffer is not None, "`start` comes first"
+        firsts = self._buffer.index_select(0, self._firsts).cpu()  # at once: the host has to wait for it
+        firsts = firsts.real if firsts.is_complex() else firsts
+        is_unused = ((firsts == 0) & firsts.signbit()).tolist()
+        filled = [index for index, parameter in self._parameters.items() if parameter.numel()]
+        used = {index for index, nowhere in zip(filled, is_unused, strict=True) if not nowhere}
+        return used.intersection(unused)
 
     def launch(self) -> None:  # noqa: D102
         self._work = dist.all_reduce(self._buffer, group=self._group, async_op=True)

@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from nnx_core.used import asked_anywhere
 from nnx_core.whole import local_mode
 from nnx_nnscaler.axes import Axes
-from nnx_nnscaler.runtime.buckets import UNUSED, Bucket, GradientBucket, assign_buckets
+from nnx_nnscaler.runtime.buckets import DENSE, SPARSE, UNUSED, Bucket, GradientBucket, assign_buckets
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -242,12 +243,15 @@ class Reducer:
         """Fill what is missing, wait for everything and hand the gradients out."""
         buckets = self._open or []
         self._launch(all_of_them=True)
-        used = self._agree_on_use()
+        answer = self._agree_on_use()
         for bucket in buckets:
             bucket.wait()
+        used = answer()
         for bucket in buckets:
+            unused = [index for index in bucket.members if used[index] == UNUSED]
+            elsewhere = bucket.used_elsewhere(unused) if unused else set()
             for index in bucket.members:
-                kind = used[index] or bucket.kind_elsewhere(index)
+                kind = DENSE if index in elsewhere else used[index]
                 if kind != UNUSED:
                     bucket.hand_out(index, kind)
                     self._note_complete(index)
@@ -276,13 +280,24 @@ class Reducer:
             bucket.launched = False
         self._open = None
 
-    def _agree_on_use(self) -> list[int]:
-        """For each parameter, what the ranks together know of its gradient. Collective if it has to be."""
+    def _agree_on_use(self) -> Callable[[], list[int]]:
+        """Ask what the ranks together know of each gradient. Collective if it has to be, over host memory.
+
+        Returns:
+            A function that gives the answer, and waits for it only if this rank lacks a gradient.
+        """
+        used = self._used
         if self._axes.world is None or not (self._sparse or self._rows):
-            return self._used
-        shared = torch.tensor(self._used, dtype=torch.uint8, device=self._device)
-        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._axes.world)
-        return shared.tolist() if UNUSED in self._used else self._used
+            return lambda: used
+        answer = asked_anywhere([kind >= least for least in (DENSE, SPARSE) for kind in used])
+
+        def kinds() -> list[int]:
+            if UNUSED not in used:
+                return used
+            flags = answer()
+            return [a + b for a, b in zip(flags[: len(used)], flags[len(used) :], strict=True)]
+
+        return kinds
 
     @property
     def _device(self) -> torch.device:
