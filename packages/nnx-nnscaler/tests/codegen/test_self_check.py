@@ -85,6 +85,27 @@ def test_submodules_that_run_whole_are_not_judged():
     self_check(module, graph, plan, call)
 
 
+def on_meta():
+    return GPT(layers=1).to("meta")  # as on a device other than the CPU
+
+
+@pytest.mark.parametrize(
+    ("build", "call", "reason"),
+    [
+        (on_meta, CALL, "it is on meta, and the comparison runs on CPU only"),
+        (lambda: GPT(layers=1).bfloat16(), CALL, "it computes in half precision"),
+        (Mixture, ((torch.randn(4, 8),), {}), "runs whole on every rank"),
+    ],
+)
+def test_a_check_that_was_asked_for_and_cannot_be_made_says_so(build, call, reason, caplog):
+    module = build()
+    graph, plan = planned(module, call, "data")
+    checked_if_small(module, graph, plan, call)
+    assert not caplog.messages
+    checked_up_to(None)(module, graph, plan, call)
+    assert len(caplog.messages) == 1 and "verify=True" in caplog.text and reason in caplog.text
+
+
 def test_a_program_for_calls_without_gradients_is_compared_without_them():
     module = GPT(layers=1)
     with torch.no_grad():

@@ -7,6 +7,7 @@ is for small models on CPU. It never changes the module.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,6 +47,8 @@ __all__ = [
 ]
 
 
+log = logging.getLogger("nnx.nnscaler")
+
 SMALL = 1_000_000
 """Elements of parameters and results, over all ranks of a unit, up to which a model is checked unless told.
 
@@ -57,12 +60,12 @@ _TOLERANCE = 1e-3
 def self_check(root: nn.Module, graph: Graph, plan: ProgramPlan, call: tuple[Any, Any]) -> None:
     """Compare a program with the module on one call, outputs and gradients.
 
-    What it cannot judge passes: submodules that run whole, other devices than the CPU, half precision.
+    What it cannot judge passes, as `_hindrance` says.
 
     Raises:
         PlanError: They differ; the message names the first operator whose result does.
     """
-    if plan.size == 1 or graph.kept or not _can_be_checked(root):
+    if plan.size == 1 or _hindrance(root, graph):
         return
     borrowed = cast(nn.Module, _Borrowed(root))
     found = compare(borrowed, graph, plan, call)
@@ -81,12 +84,20 @@ def self_check(root: nn.Module, graph: Graph, plan: ProgramPlan, call: tuple[Any
 def checked_up_to(elements: int | None) -> Callable[[nn.Module, Graph, ProgramPlan, Any], None]:
     """The check for models of at most that many elements over all ranks; None is any number.
 
+    A check of any number was asked for, so it logs why it does nothing.
+
     Args:
         elements: The number of elements of parameters, and of the results of all operators for the traced
             sample.
     """
 
     def check(root: nn.Module, graph: Graph, plan: ProgramPlan, call: Any) -> None:
+        hindrance = _hindrance(root, graph)
+        if elements is None and hindrance:
+            name = type(root).__name__
+            log.warning(
+                "verify=True: the program of %s is not compared with its forward: %s.", name, hindrance
+            )
         if elements is None or _elements(root, graph) * plan.size <= elements:
             self_check(root, graph, plan, call)
 
@@ -110,12 +121,18 @@ def _elements(root: nn.Module, graph: Graph) -> int:
     return sum(p.numel() for p in root.parameters()) + sum(math.prod(meta.hints) for meta in metas)
 
 
-def _can_be_checked(root: nn.Module) -> bool:
+def _hindrance(root: nn.Module, graph: Graph) -> str:
+    """Why a program cannot be compared; empty where it can."""
     tensors: list[Tensor] = [*root.parameters(), *root.buffers()]
+    device = next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "")
+    if device:
+        return f"it is on {device}, and the comparison runs on CPU only"
     kinds = (torch.float16, torch.bfloat16)
-    if torch.is_autocast_enabled("cpu"):
-        return False
-    return all(tensor.device.type == "cpu" and tensor.dtype not in kinds for tensor in tensors)
+    if torch.is_autocast_enabled("cpu") or any(tensor.dtype in kinds for tensor in tensors):
+        return "it computes in half precision, in which right results differ, too"
+    if graph.kept:
+        return f"{next(iter(graph.kept))} runs whole on every rank"
+    return ""
 
 
 class _Borrowed:
