@@ -112,16 +112,19 @@ def _compiler(
 ) -> Compiler:
     cls = type(root)
     policy = options.policy
+    memory_limit = _memory_limit(options, device)
     identity = {
         "policy": policy if isinstance(policy, str) else code_digest(policy),
         "units": axes.outer_size,
         "use_zero": axes.part_size > 1,
-        "memory_limit": options.memory_limit,
+        "device": device.type,
+        "machine": f"{costs.hardware.name}, figures {costs.hardware.digest}",
+        "memory_limit": memory_limit,
         "constraints": dict(options.constraints or {}),
         "compute_config": {key: repr(value) for key, value in options.config.as_dict().items()},
     }
     return Compiler(
-        planner=_planner(options, axes, costs, _memory_limit(options, device)),
+        planner=_planner(options, axes, costs, memory_limit),
         size=axes.unit_size,
         identity=identity,
         store=Store(

@@ -54,7 +54,7 @@ class NnScalerOptions:
     )
     reuse: str = option(
         "match",
-        help="'match' takes what gen_savedir holds for the same model, shapes, policy and versions; "
+        help="'match' takes what gen_savedir holds for the same model, shapes, policy, versions and machine; "
         "'override' compiles anew; 'moo' takes what matches and replaces what is broken; 'graph' keeps the "
         "graph and plans anew.",
         choices=("match", "override", "moo", "graph"),

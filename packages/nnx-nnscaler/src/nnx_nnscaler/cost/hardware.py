@@ -189,6 +189,12 @@ class Hardware:
             "across": self.across.to_json(),
         }
 
+    @property
+    def digest(self) -> str:
+        """A short text that is another one for other figures."""
+        text = json.dumps(self.to_json(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
     @classmethod
     def of_json(cls, data: Mapping[str, Any]) -> Hardware:
         """The hardware that `to_json` wrote."""
