@@ -100,6 +100,7 @@ def on_meta():
 def test_a_check_that_was_asked_for_and_cannot_be_made_says_so(build, call, reason, caplog):
     module = build()
     graph, plan = planned(module, call, "data")
+    caplog.clear()
     checked_if_small(module, graph, plan, call)
     assert not caplog.messages
     checked_up_to(None)(module, graph, plan, call)

@@ -252,6 +252,34 @@ def test_links_interpolate_what_was_measured_and_scale_it_with_ranks() -> None:
     assert Link(1e-6, 1e9).seconds("all_reduce", 1e6, 8) > Link(1e-6, 1e9).seconds("all_reduce", 1e6, 2)
 
 
+@pytest.mark.parametrize(
+    "points", [((1e3, 1.0), (2e3, 3.0), (4e3, 3.0)), ((1e3, 3.0), (2e3, 3.0), (4e3, 3.0))]
+)
+def test_no_link_is_infinitely_fast_where_larger_messages_seemed_to_take_no_longer(
+    points: tuple[tuple[float, float], ...],
+) -> None:
+    link = MeasuredLink(2, {"all_reduce": points})
+    assert link.throughput("all_reduce", 2) >= 2 / 3e3 / 4
+    assert link.seconds("all_reduce", 1e6, 2) == pytest.approx(
+        3.0 + (1e6 - 4e3) * link.throughput("all_reduce", 2)
+    )
+    assert link.seconds("all_reduce", 3e3, 2) == 3.0
+
+
+@pytest.mark.parametrize(("device", "largest"), [("cpu", 4), ("cuda", 256)])
+def test_links_of_devices_are_measured_beyond_their_latency(
+    device: str, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds(unit: object, device: object, clock: object, kind: str, whole: int) -> float:
+        return float(whole)
+
+    monkeypatch.setattr(hardware, "_collective_seconds", seconds)
+    unit = run_as_ranks(2, lambda unit: unit)[0]
+    link = hardware.measure_link(unit, torch.device(device), hardware._cpu_clock)
+    for found in link.points.values():
+        assert found[0][0] == 4096 and found[-1][0] == largest * 1024**2
+
+
 @pytest.mark.parametrize("name", PROFILES)
 def test_profiles_are_marked_as_published_and_survive_json(name: str) -> None:
     hardware = profile(name)

@@ -95,8 +95,8 @@ class MeasuredLink:
     Attributes:
         ranks: Ranks that took part in the measurement.
         points: For each kind, whole bytes and seconds, in ascending order. Between them it is a straight
-            line, beyond the last one the last slope goes on. Other numbers of ranks are scaled by what a
-            rank sends.
+            line, beyond the last one it goes on as `throughput` says. Other numbers of ranks are scaled by
+            what a rank sends.
     """
 
     ranks: int
@@ -112,8 +112,7 @@ class MeasuredLink:
         """Seconds for one more byte of a long stream, in which latencies do not count."""
         if ranks == 1:
             return 0.0
-        (less, earlier), (more, later) = self.points[kind][-2:]
-        return max(later - earlier, 0.0) / (more - less) * _volume(kind, ranks) / _volume(kind, self.ranks)
+        return _slope(self.points[kind]) * _volume(kind, ranks) / _volume(kind, self.ranks)
 
     def to_json(self) -> dict[str, Any]:
         """Itself as JSON."""
@@ -123,9 +122,20 @@ class MeasuredLink:
 def _interpolated(points: tuple[tuple[float, float], ...], at: float) -> float:
     if at <= points[0][0]:
         return points[0][1]
-    right = min(bisect_left(points, (at, -math.inf)), len(points) - 1)
+    if at > points[-1][0]:
+        return points[-1][1] + _slope(points) * (at - points[-1][0])
+    right = bisect_left(points, (at, -math.inf))
     (less, earlier), (more, later) = points[right - 1], points[right]
-    return max(earlier + (later - earlier) * (at - less) / (more - less), 0.0)
+    return earlier + (later - earlier) * (at - less) / (more - less)
+
+
+def _slope(points: tuple[tuple[float, float], ...]) -> float:
+    """Seconds for one more byte beyond the last point: the steepest line that leads there from another.
+
+    A measurement that was disturbed can make neighbours equal, which would be a link of infinite bandwidth.
+    """
+    *others, (more, later) = points
+    return max((later - earlier) / (more - less) for less, earlier in others) or later / more
 
 
 def link_of_json(data: Mapping[str, Any]) -> Link | MeasuredLink:
@@ -223,10 +233,12 @@ _PLAIN = (
 # times what it takes in a loop of its own. Results are kept on disk, and all ranks use rank 0's.
 
 
-_FORMAT = 3
+_FORMAT = 4
 _LAPS = 12
 _SIZES = (4 * 1024, 64 * 1024, 1024 * 1024, 4 * 1024 * 1024)
-"""Whole bytes at which collectives are measured."""
+"""Whole bytes at which collectives are measured on CPUs."""
+_LARGER_SIZES = (32 * 1024**2, 256 * 1024**2)
+"""Further ones for devices with fast links, where the others take hardly more than a latency."""
 
 
 def calibrated(
@@ -298,9 +310,10 @@ def _seconds(call: Callable[[], object], clock: Clock, *, times: int, rounds: in
 
 def measure_link(communicator: Communicator, device: torch.device, clock: Clock) -> MeasuredLink:
     """Every kind of collective at every size. Collective over the unit."""
+    sizes = _SIZES if device.type == "cpu" else (*_SIZES, *_LARGER_SIZES)
     points = {
         kind: tuple(
-            (float(whole), _collective_seconds(communicator, device, clock, kind, whole)) for whole in _SIZES
+            (float(whole), _collective_seconds(communicator, device, clock, kind, whole)) for whole in sizes
         )
         for kind in COLLECTIVES
     }
