@@ -1,17 +1,23 @@
 """One rank compiles for all: the same program everywhere, and its errors on every rank."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from jobs.nnscaler_codegen_models import GPT, tokens
+from nnx_core.backend import ParallelContext
 from nnx_core.errors import NnxError, PlanError
+from nnx_nnscaler.backend import NnScalerBackend
+from nnx_nnscaler.options import NnScalerOptions
 from nnx_nnscaler.placement import R
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.programs import Compiler, ModelCall, Programs, compile_together
 from nnx_nnscaler.runtime.communicator import GroupCommunicator
 from nnx_nnscaler.runtime.runtime import Runtime
+from nnx_nnscaler.trace import forward
 
 CPU = torch.device("cpu")
 
@@ -64,6 +70,49 @@ def test_every_rank_runs_the_program_that_the_first_one_compiled(pool):
         assert sources == outcomes[0][1]
         assert len(sources) == 2
         assert sharded > 4
+
+
+class Hooked(nn.Module):
+    """A layer that has to stay whole, between two that are stored in parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.kept, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.kept.register_forward_hook(lambda module, args, output: None)
+        self.shift = torch.ones(16)  # no buffer, and so on the device that it was made on
+
+    def forward(self, x):
+        x = self.kept(torch.relu(self.first(x)) + self.shift)
+        return self.last(x)
+
+
+def evaluate_in_parts(folder):
+    """Programs of a unit whose device has no memory for another whole model."""
+    torch.manual_seed(0)
+    module, x = Hooked(), torch.randn(4, 8)
+    with torch.no_grad():
+        expected = module(x)
+    backend = NnScalerBackend(NnScalerOptions(policy="tp", plan_ngpus=2, gen_savedir=folder))
+    rank = dist.get_rank()
+    backend.setup(ParallelContext(device=CPU, rank=rank, local_rank=rank, world_size=2, local_world_size=2))
+    backend.parallelize(module, lambda: ((x,), {}))
+    with (
+        mock.patch.object(forward, "_WITH_VALUES", "none"),
+        mock.patch.object(forward, "_with_values", side_effect=AssertionError("memory was taken")),
+        torch.no_grad(),
+    ):
+        found = backend.run_step(module.eval(), module, x)
+    torch.testing.assert_close(found, expected)
+    programs = backend._laid_out[module].programs
+    backend.unparallelize(module)
+    return programs.causes, [program.plan for program in programs.variants]
+
+
+def test_evaluation_is_planned_in_parts_where_there_is_no_memory_for_the_whole(pool, tmp_path):
+    for causes, plans in pool.run(evaluate_in_parts, str(tmp_path), world_size=2, init="gloo"):
+        assert causes == []
+        assert len(plans) == 2
+        assert all(any(placement.is_shard for placement in plan.stored.values()) for plan in plans)
 
 
 def fail(where):

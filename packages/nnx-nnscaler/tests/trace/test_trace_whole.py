@@ -283,9 +283,20 @@ def test_a_module_on_meta_whose_submodule_must_stay_whole_is_refused():
     with torch.device("meta"):
         module = Mixture()
     with pytest.raises(
-        TraceError, match=r"moe has to stay whole .* on the meta device\. Create the module on a real"
+        TraceError, match=r"moe has to stay whole .* on the meta device, .* Create the module on a real"
     ):
         trace_forward(module, (torch.randn(4, 8),))
+
+
+def test_what_a_submodule_returns_is_found_out_without_values_where_it_does_not_depend_on_them():
+    with torch.device("meta"):
+        module = Around(nn.Linear(8, 8))
+    module.inner.register_forward_hook(lambda module, args, output: None)
+    graph = trace_forward(module, (torch.randn(4, 8),))
+    assert whole(graph) == ["inner"]
+    assert all(parameter.is_meta for parameter in module.parameters())
+    real = Around(nn.Linear(8, 8))
+    check_graph(graph, real, (torch.randn(3, 8),))
 
 
 def test_a_forward_that_fails_on_the_sample_says_where():

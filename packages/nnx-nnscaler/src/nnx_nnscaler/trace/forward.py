@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from nnx_nnscaler.ir import Graph
@@ -41,6 +42,7 @@ def trace_forward(
     *,
     batch_dims: BatchDims = "auto",
     forward: Callable[..., Any] | None = None,
+    device: torch.device | None = None,
 ) -> Graph:
     """Trace a module's forward, in the mode (train or eval, with gradients or without) that it is in.
 
@@ -49,12 +51,15 @@ def trace_forward(
     runs, without its casts. No collective is started: what other ranks would have to answer is refused.
 
     Args:
-        module: The root; it may be on any device, also on meta, and its parameters in parts.
+        module: The root; it may be on any device, also on meta, and its parameters in parts. What is not
+            whole and on `device` is traced as if it were, without memory; then a submodule that stays whole
+            must return the same shapes whatever the values.
         args: A sample's positional arguments.
         kwargs: Its keyword arguments.
         batch_dims: The dims that may have another size at run time: by default dim 0 of every tensor whose
             dim 0 is the most frequent one; None for none.
         forward: What to call in place of `module.forward`, which may be replaced by then.
+        device: The device that the module will be on; by default the one that it is on, the CPU for meta.
 
     Raises:
         TraceError: The root itself cannot be traced, the sample does not fit, or the forward fails on it.
@@ -71,9 +76,9 @@ def trace_forward(
     with ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)
-        device = stack.enter_context(plain_parameters(module))
+        found = stack.enter_context(plain_parameters(module, device))
         inputs = flatten_inputs(call, args, dict(kwargs or {}), batch_dims)
-        inputs = inputs if device is None else inputs.moved(device)
+        inputs = inputs if found is None else inputs.moved(found)
         first: TraceError | None = None
         for attempt in _attempts(inputs):
             try:
@@ -185,13 +190,6 @@ class _Tracer:
         self.recorded = {}
         if not self.kept:
             return
-        if not can_run(self.module):
-            name, reason = next(iter(self.kept.items()))
-            raise TraceError(
-                f"{name} has to stay whole ({reason}), and what it returns is only known by running it, "
-                f"which needs real parameters: those of {type(self.module).__name__} are on the meta device.",
-                remedy="Create the module on a real device.",
-            )
         first = self._run(self.inputs)
         batch = self.inputs.batch
         sizes = [batch + 1, 2 * batch] if self.inputs.batched else []
@@ -219,12 +217,23 @@ class _Tracer:
         except Refusal:
             raise
         except Exception as error:
+            if any(isinstance(tensor, FakeTensor) for tensor in self.module.parameters()):
+                raise self._without_values() from error
             found = blame(error, self.module)
             raise TraceError(
                 f"the forward of {type(self.module).__name__} fails on the sample: {found}.",
                 remedy="Give a sample (dummy_forward_args) that the forward accepts.",
             ) from error
         return results
+
+    def _without_values(self) -> TraceError:
+        name, reason = next(iter(self.kept.items()))
+        return TraceError(
+            f"{name} has to stay whole ({reason}), and what it returns is only known by running it, which "
+            f"needs real parameters: those of {type(self.module).__name__} are on the meta device, elsewhere "
+            "or in parts.",
+            remedy="Create the module on a real device.",
+        )
 
 
 def _covers(kept: Iterable[str], fqn: str) -> str:
@@ -241,29 +250,45 @@ def _spec(inputs: Inputs) -> str:
 
 # --- stand ins -------------------------------------------------------------------------------------------
 #
-# Parameters for a trace where the module's own cannot be used: in parts, or on the meta device.
+# Parameters for a trace where the module's own cannot be used: in parts, on the meta device or elsewhere.
 #
 # Owns the exchange of entries in modules for a while. Parameter objects are never touched.
 
 
 _PLAIN = (getattr(Tensor.__torch_function__, "__func__", None), nn.Parameter.__torch_function__)
+_WITH_VALUES = "cpu"
+"""The type of the devices that have memory for stand-ins of tensors in parts; elsewhere they are fake."""
 
 
 @contextmanager
-def plain_parameters(module: nn.Module) -> Iterator[torch.device | None]:
-    """Have only plain whole tensors in a module.
+def plain_parameters(module: nn.Module, device: torch.device | None = None) -> Iterator[torch.device | None]:
+    """Have only plain whole tensors in a module, on one device.
+
+    Where parameters are stored in parts, on the CPU, stand-ins have values, so that what depends on them can
+    be found out. All others are fake: they are said to be on the device, and take no memory there.
+
+    Args:
+        module: The module.
+        device: The device; by default the one where tensors in parts are, the CPU for those on meta.
 
     Yields:
         The device that inputs have to be on for a trace; None where they can stay.
     """
     tensors = [*module.parameters(), *module.buffers()]
     guarded = [tensor for tensor in tensors if _is_guarded(tensor)]
-    meta = any(tensor.is_meta for tensor in tensors) or any(tensor.device.type != "cpu" for tensor in guarded)
-    if not guarded and not meta:
+    if device is None and guarded:
+        device = guarded[0].device
+    if device is None and any(tensor.is_meta for tensor in tensors):
+        device = torch.device("cpu")
+    elsewhere = device is not None and any(tensor.device != device for tensor in tensors)
+    if device is None or not (guarded or elsewhere):
         yield None
         return
-    device = torch.device("meta" if meta else "cpu")
-    made = {id(tensor): _stand_in(tensor, device) for tensor in tensors if meta or _is_guarded(tensor)}
+    if elsewhere or device.type != _WITH_VALUES:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        made = {id(tensor): _fake(tensor, device, mode) for tensor in tensors}
+    else:
+        made = {id(tensor): _with_values(tensor) for tensor in guarded}
     saved: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
     for submodule in module.modules():
         for entries in (submodule._parameters, submodule._buffers):
@@ -272,15 +297,10 @@ def plain_parameters(module: nn.Module) -> Iterator[torch.device | None]:
                     saved.append((entries, name, tensor))  # type: ignore[arg-type]
                     entries[name] = made[id(tensor)]  # type: ignore[assignment]
     try:
-        yield device if meta else None
+        yield device
     finally:
         for entries, name, tensor in saved:
             entries[name] = tensor
-
-
-def can_run(module: nn.Module) -> bool:
-    """Whether the forward can be run on a sample, not only traced."""
-    return not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def _is_guarded(tensor: Tensor) -> bool:
@@ -289,11 +309,18 @@ def _is_guarded(tensor: Tensor) -> bool:
     return getattr(own, "__func__", own) not in _PLAIN
 
 
-def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
-    shape, dtype = tuple(tensor.shape), tensor.dtype
-    made = torch.empty(shape, dtype=dtype, device=device)
-    if device.type == "cpu" and dtype.is_floating_point:
+def _with_values(tensor: Tensor) -> Tensor:
+    made = torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+    if tensor.dtype.is_floating_point:
         made.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
-    return (
-        nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-    )
+    return _of_kind(tensor, made)
+
+
+def _fake(tensor: Tensor, device: torch.device, mode: FakeTensorMode) -> Tensor:
+    with mode:
+        return _of_kind(tensor, torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=device))
+
+
+def _of_kind(tensor: Tensor, made: Tensor) -> Tensor:
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made

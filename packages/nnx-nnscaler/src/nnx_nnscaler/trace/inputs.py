@@ -106,9 +106,14 @@ class Inputs:
         return Inputs(self.names, self.leaves, self.spec, (), 0)
 
     def moved(self, device: torch.device | str) -> Inputs:
-        """The same with every tensor on a device."""
-        leaves = [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        """The same with every tensor on a device; those without values are zeros there."""
+        leaves = [_on(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return Inputs(self.names, tuple(leaves), self.spec, self.batched, self.batch)
+
+
+def _on(leaf: Tensor, device: torch.device | str) -> Tensor:
+    made = torch.zeros_like(leaf, device=device) if leaf.is_meta else leaf.detach().to(device)
+    return made.requires_grad_(leaf.requires_grad)
 
 
 def flatten_inputs(
