@@ -220,8 +220,8 @@ class Backend(ABC, Generic[OptionsT]):
 
         Args:
             gather: Yields the complete tensor, on any device. Collective; called where some rank keeps it.
-            shape: Of the complete tensor.
-            dtype: Of it.
+            shape: The shape of the complete tensor.
+            dtype: The dtype of the complete tensor.
 
         Returns:
             The complete tensor in host memory, or a placeholder of its shape that takes no memory.

@@ -1,0 +1,42 @@
+"""How often a step makes the host wait for what a card computes: a number, written here for every engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from jobs.host_read_jobs import count
+from nnx_conformance.pool import WorkerPool
+
+USED = "nnx_core/used.answer: tolist"
+"""Which parameters some rank used. It comes over host memory, and waits for other hosts, not for a card."""
+
+OVERFLOW = "nnx_core/gradients.step: item"
+"""Whether to step, which torch's scaler asks, too."""
+
+OF_ENGINE = {
+    "fsdp": {USED: 1},
+    "colossalai": {USED: 1, "nnx_colossalai/loss_scale.update: tolist": 1},
+    "nnscaler_zero": {USED: 1},
+    "nnscaler_dp": {  # of what this rank did not use, for all of a bucket at once
+        "nnx_nnscaler/buckets.used_elsewhere: cpu": 1,
+        "nnx_nnscaler/buckets.used_elsewhere: tolist": 1,
+    },
+    "nnscaler": {},
+    "nnx_deepspeed": {USED: 2},  # one of them compares the order of gradients, in a run's first steps only
+    "fairscale": {USED: 1},
+}
+
+STRATEGIES = [  # every third is tried by default
+    *("fsdp_auto", "fsdp_hybrid", "fsdp_offload"),
+    *("colossalai", "colossalai_cpu", "nnscaler"),
+    *("nnscaler_zero", "nnscaler_dp", "nnscaler_tp"),
+    *("nnx_deepspeed_2", "nnx_deepspeed_1", "nnx_deepspeed_3"),
+    *("fairscale_oss", "fairscale_fsdp", "fairscale_sharded"),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_reads_no_more_from_the_card_than_is_written_here(pool: WorkerPool, strategy: str) -> None:
+    engine = next(engine for engine in OF_ENGINE if strategy.startswith(engine))
+    for found in pool.run(count, strategy, True, world_size=2):
+        assert found == {OVERFLOW: 1, **OF_ENGINE[engine]}
