@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
@@ -331,5 +332,6 @@ def leave_process_group_at_exit() -> None:
 
 def _leave_process_group() -> None:
     if dist.is_initialized():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C must not leave the others waiting
         dist.destroy_process_group()
         time.sleep(0.05)
