@@ -24,6 +24,7 @@ from jobs.colossalai_local import (
 )
 from nnx_colossalai.chunks.local_gradients import Gradients, Slot
 from nnx_colossalai.device import HostDevice
+from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.plan.spec import Tier
 
 each_tier = pytest.mark.parametrize("tier", TIERS, ids=lambda one: one.value)
@@ -94,6 +95,35 @@ def test_letting_gradients_go_frees_their_memory(laid_out):
     both(laid_out, 0)
     model.zero_grad()
     assert engine.device.used == used
+
+
+class Asked(SimDevice):
+    """Counts how often it is asked for host memory."""
+
+    asked = 0
+
+    def host_empty(self, numel, dtype):
+        self.asked += 1
+        return super().host_empty(numel, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=str)
+@pytest.mark.parametrize("tier", HOSTED, ids=lambda one: one.value)
+def test_gradients_on_the_host_lie_where_the_last_ones_did(tier, dtype):
+    model = Layers()
+    engine = lay_out(model, tier, dtype=dtype, device=Asked(delays=1, max_delay=0.0003))
+    asked, places = [], []
+    for seed in range(3):
+        before = engine.device.asked
+        model.zero_grad()
+        for micro in range(2):
+            engine.run_step(model, mean_square, model, inputs(2 * seed + micro)).backward()
+        asked.append(engine.device.asked - before)
+        places.append([one.grad.data_ptr() for one in model.parameters()])
+    assert asked[0] > 0
+    assert asked[1:] == [0, 0]
+    assert places[0] == places[1] == places[2]
+    engine.device.close()
 
 
 def test_gradients_between_steps_are_those_of_the_masters(laid_out):

@@ -256,6 +256,12 @@ def make_last(handle: RemovableHandle) -> None:
         hooks[handle.id] = hooks.pop(handle.id)
 
 
+def has_memory_alone(tensor: Tensor) -> bool:
+    """Whether nothing refers to a tensor's memory but the tensor."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) <= 2  # the tensor, and what is called storage here
+
+
 class Silenced:
     """Hooks that are not called for a while.
 

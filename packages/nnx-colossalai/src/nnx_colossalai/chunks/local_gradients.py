@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nnx_colossalai.chunks._torch_compat import has_memory_alone
 from nnx_colossalai.device.device import Device
 
 _BATCH = 1 << 20
@@ -39,6 +40,7 @@ class Slot:
         working: The weights that it computes with in a step; None where that is the master itself.
         on_host: True if the master lies in host memory.
         total: Its complete gradient while a backward runs, in the master's dtype and memory.
+        memory: Host memory that its last total was in, and the next one will be in, if nobody holds the last.
         version: The version of the parameter when the working weights were shown.
         accumulator: The autograd node of its gradient in this step, where somebody has asked for it.
         handles: The handles of our hooks.
@@ -50,6 +52,7 @@ class Slot:
     working: Tensor | None
     on_host: bool
     total: Tensor | None = None
+    memory: Tensor | None = None
     version: int = 0
     accumulator: Any = None
     handles: tuple[Any, ...] = ()
@@ -183,9 +186,9 @@ class Gradients:
         return total.add_(gradient.to(total.device, total.dtype))
 
     def _new(self, slot: Slot) -> Tensor:
-        numel, dtype = slot.numel, slot.dtype
-        flat = torch.empty(numel, dtype=dtype) if slot.on_host else self._device.empty(numel, dtype)
-        return flat.as_strided(*slot.geometry)
+        if slot.on_host:
+            return _on_host(slot, lambda numel, dtype: torch.empty(numel, dtype=dtype))
+        return self._device.empty(slot.numel, slot.dtype).as_strided(*slot.geometry)
 
     # --- to host memory -----------------------------------------------------------------------
 
@@ -195,8 +198,7 @@ class Gradients:
         while self._arriving and self._bytes_arriving + nbytes > self.limit:
             self._receive()
         if dtype == slot.master.dtype and slot.total is None:
-            flat = self._device.host_empty(numel, dtype)
-            slot.total = target = view_like(flat, slot.template)
+            slot.total = target = _on_host(slot, self._device.host_empty)
             staging = None
         else:
             free = self._staging[numel, dtype]
@@ -259,6 +261,19 @@ class Gradients:
                 slot.parameter.data = slot.master
                 self.give(slot)
                 slot.parameter.data = slot.working  # type: ignore[assignment] # it has taken gradients of them
+
+
+def _on_host(slot: Slot, allocate: Callable[[int, torch.dtype], Tensor]) -> Tensor:
+    """Memory for a total: that of the last one, as making host memory known to a driver takes long.
+
+    Args:
+        slot: The parameter.
+        allocate: Allocates flat memory where there is none, or somebody still holds the last gradient.
+    """
+    if slot.memory is None or not has_memory_alone(slot.memory):
+        slot.memory = allocate(slot.numel, slot.dtype)
+    # Of a tensor of its own: what the user does to one gradient is not recorded for the next.
+    return slot.memory.detach().as_strided(*slot.geometry)
 
 
 # --- flat ------------------------------------------------------------------------------------------------
