@@ -26,7 +26,7 @@ class Greedy(Net):
         here = self.only is None or self.global_rank == self.only
         if self.training and here and self.times and self.trainer.global_step == self.at:
             self.times -= 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 KiB.")
         return loss
 
 

@@ -59,7 +59,7 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
         self._owner_ranks = OwnerRanks(self.shard, context.device)
         self._device = self._make_device(context)
         if self._is_limited(self._device):
-            self._retrying = Retrying(context.world_size)
+            self._retrying = Retrying(self._device, context.world_size)
 
     def _is_limited(self, device: Device[Any]) -> bool:
         """Whether it may run out of memory: not the host with all that it has."""
@@ -185,7 +185,7 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
             if self._retrying is None:
                 run()
             else:
-                self._retrying.backward([model for _, model in self._of(module)], run)
+                self._retrying.backward([model for _, model in self._of(module)], loss, run)
 
     def _of(self, module: nn.Module) -> list[tuple[nn.Module, ChunkedModel]]:
         """What was laid out of what the core passes: a module, or several in one, as for Fabric."""

@@ -95,18 +95,24 @@ class ChunkedModel:
             self._move()
         self.stepper.setup_optimizers(optimizers)
 
-    def move_down(self, error: DeviceMemoryError) -> None:
+    def move_down(self, error: DeviceMemoryError, *, rather: int = 0) -> int:
         """Place chunks so that the device needs less memory. Collective.
 
         Args:
             error: Why: the device ran out of memory.
+            rather: Bytes to free where that is possible, although the error tells of fewer.
+
+        Returns:
+            Bytes that the device needs less.
 
         Raises:
             PlanError: There is no such placement.
         """
-        self.placing.lower(error.used + error.asked - error.allowed)
+        before = self.placing.planned.memory.device
+        self.placing.lower(error.used + error.asked - error.allowed, rather=rather)
         self.finish()
         self._move()
+        return before - self.placing.planned.memory.device
 
     def _move(self) -> None:
         before = dict(self.module.named_parameters())

@@ -212,21 +212,24 @@ class Placing:
         self._report("planned again for the optimizer's state")
         return True
 
-    def lower(self, missing: int) -> None:
+    def lower(self, missing: int, *, rather: int = 0) -> None:
         """Choose the next plan with less device memory. Collective.
 
         Args:
             missing: Bytes by which the peak is to be lower at least.
+            rather: Bytes by which it is to be lower if there is such a plan, else half as many, and so on.
 
         Raises:
             PlanError: There is none; the message says why.
         """
-        more = {"missing": max(1, missing)}
+        known = self.planned, self.spec, self._hardware, self._wishes
 
         def next_plan() -> Planned:
-            found = downgrade(self.planned, self.spec, self._hardware, self._wishes, **more)
-            if found is None:
-                raise why_not_lower(self.planned, self.spec, self._hardware, self._wishes, **more)
+            wanted = max(missing, rather)
+            while (found := downgrade(*known, missing=wanted)) is None:
+                if wanted <= max(1, missing):
+                    raise why_not_lower(*known, missing=wanted)
+                wanted = max(missing, wanted // 2)
             return found
 
         self.planned = self._on_first_rank(next_plan, doing="planning after the device ran out of memory")

@@ -7,8 +7,11 @@ Where chunks go instead is the plan's; moving them is `chunked`'s.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from nnx_checkpoint.collective import all_arrive
+from nnx_colossalai.chunks._torch_compat import collectives_issued
+from nnx_colossalai.device.device import Device
 from nnx_colossalai.errors import DeviceMemoryError
 from nnx_colossalai.model import ChunkedModel
 from nnx_core import random_state
@@ -29,6 +34,9 @@ log = logging.getLogger("nnx.colossalai")
 OUT_OF_MEMORY = (DeviceMemoryError, torch.OutOfMemoryError)
 _TIME_FOR_ALL = 5.0
 """Seconds in which the other ranks must have run out of memory as well, to move the plan down together."""
+
+_ASKED = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclass(slots=True, eq=False)
@@ -56,88 +64,127 @@ class _Forward:
         for place, output in enumerate(self.outputs):
             output.register_hook(lambda gradient, at=place: self.gradients.__setitem__(at, gradient))  # type: ignore[no-untyped-call]
 
+    def free(self, loss: Tensor) -> None:
+        """Free the graph from the outputs to the loss; the values stay.
+
+        What somebody else still holds of it stays too: Lightning's frames hold the loss before it is scaled.
+        """
+        for tensor in (loss, *self.outputs):
+            if tensor.grad_fn is not None:
+                with suppress(RuntimeError):  # of a view, which cannot be detached in place
+                    tensor.detach_()
+        self.outputs = []
+
 
 class Retrying:
     """Repeats forwards and backwards that the device had no room for.
 
     Args:
+        device: What runs out of memory.
         world_size: Number of ranks, which only move together.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    def __init__(self, device: Device[Any], world_size: int) -> None:
+        self._device, self._world_size = device, world_size
         self._last: dict[ChunkedModel, _Forward] = {}
 
     def forward(self, model: ChunkedModel, run: Callable[[], T]) -> T:
         """Run a step's forward; or all of it, where the user's step calls backward itself."""
-        forward = _Forward(run, random_state.capture())
+        forward, freed = _Forward(run, random_state.capture()), 0
         while True:
             try:
                 result = run()
                 break
             except OUT_OF_MEMORY as error:
-                failure = _as_ours(error)
-            self._lower(model, failure, why_not=self._why_forward_stays(model))
+                failure = self._as_ours(error)
+            freed = self._lower(model, failure, after=freed, why_not=self._why_forward_stays(model))
             random_state.restore(forward.random_state)
         if torch.is_grad_enabled():
             forward.watch(result)
             self._last[model] = forward
         return result
 
-    def backward(self, models: Sequence[ChunkedModel], run: Callable[[], None]) -> None:
-        """Run a backward; if it fails, the forward and the backward once more."""
+    def backward(self, models: Sequence[ChunkedModel], loss: Tensor, run: Callable[[], None]) -> None:
+        """Run a backward; where it fails, the forward and the backward again.
+
+        Args:
+            models: Whose gradients it computes.
+            loss: Where it begins.
+            run: The backward.
+        """
         accumulated = any(_has_gradients(model) for model in models)
         last = self._last.pop(models[0], None) if len(models) == 1 else None
-        try:
-            run()
-            return
-        except OUT_OF_MEMORY as error:
-            failure = _as_ours(error)
-        why_not = self._why_backward_stays(last, accumulated=accumulated)
-        self._lower(models[0], failure, why_not=why_not)
-        assert last is not None
-        self._repeat(models[0], last)
+        gradients: dict[int, Tensor] = {}
+        freed = 0
+        while True:
+            try:
+                run()
+                return
+            except OUT_OF_MEMORY as error:
+                failure = self._as_ours(error)
+            if last is not None:
+                gradients = gradients or last.gradients
+                last.free(loss)  # or there would be two graphs
+            why_not = self._why_backward_stays(gradients, accumulated=accumulated)
+            freed = self._lower(models[0], failure, after=freed, why_not=why_not)
+            assert last is not None
+            run = partial(self._repeat, models[0], last, gradients)
 
-    def _repeat(self, model: ChunkedModel, last: _Forward) -> None:
-        gradients = dict(last.gradients)
+    def _repeat(self, model: ChunkedModel, last: _Forward, gradients: dict[int, Tensor]) -> None:
         _clear_gradients(model)
         random_state.restore(last.random_state)
         last.watch(last.run())
         outputs = [last.outputs[place] for place in sorted(gradients)]
         torch.autograd.backward(outputs, [gradients[place] for place in sorted(gradients)])
 
-    def _lower(self, model: ChunkedModel, failure: DeviceMemoryError, *, why_not: str) -> None:
-        """Move the plan down, all ranks together, or raise."""
-        if self._world_size > 1 and not all_arrive("out of device memory", timeout=_TIME_FOR_ALL):
-            why_not = "the other ranks had room, so they are in another step by now"
+    def _lower(self, model: ChunkedModel, failure: DeviceMemoryError, *, after: int, why_not: str) -> int:
+        """Move the plan down, all ranks together, or raise.
+
+        Args:
+            model: Whose plan.
+            failure: What it failed with.
+            after: Bytes that moving down has freed a moment ago, which was too little.
+            why_not: Why this rank cannot repeat the step; empty if it can.
+
+        Returns:
+            Bytes that moving down has freed.
+        """
+        # A collective that some ranks have begun and others not would be paired with one of the next try.
+        if self._world_size > 1 and not all_arrive(
+            f"out of device memory after {collectives_issued()} collectives", timeout=_TIME_FOR_ALL
+        ):
+            why_not = "the other ranks had room, or ran out of memory elsewhere in the step"
         if why_not:
             raise _with(failure, f"The plan cannot move down now: {why_not}.") from failure
         try:
-            model.move_down(failure)
+            freed = model.move_down(failure, rather=2 * after)
         except PlanError as error:
             raise _with(failure, error.message, error.remedy) from failure
         log.warning("Out of memory: %s The plan moved down:\n%s", failure.message, model.placing.table())
+        return freed
+
+    def _as_ours(self, error: BaseException) -> DeviceMemoryError:
+        """The error in our terms; without its frames, which hold on to what filled the device."""
+        if isinstance(error, DeviceMemoryError):
+            return error.with_traceback(None)
+        message = str(error).rstrip() or "The device is out of memory."
+        found = _ASKED.search(message)
+        asked = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+        return DeviceMemoryError(message, asked=asked, used=self._device.used, allowed=self._device.capacity)
 
     def _why_forward_stays(self, model: ChunkedModel) -> str:
         if torch.is_grad_enabled() and not getattr(model.module, "automatic_optimization", True):
             return "a step of manual optimization may have changed weights already"
         return ""
 
-    def _why_backward_stays(self, last: _Forward | None, *, accumulated: bool) -> str:
+    def _why_backward_stays(self, gradients: dict[int, Tensor], *, accumulated: bool) -> str:
         if self._world_size > 1:
             return "gradients of the backward that failed are partly reduced over the ranks"
-        if last is None or not last.gradients:
+        if not gradients:
             return "the forward before it is not known"
         if accumulated:
             return "gradients of the backward that failed are mixed with those accumulated before"
         return ""
-
-
-def _as_ours(error: BaseException) -> DeviceMemoryError:
-    """The error in our terms; without its frames, which hold on to what filled the device."""
-    if isinstance(error, DeviceMemoryError):
-        return error.with_traceback(None)
-    return DeviceMemoryError(str(error).rstrip() or "The device is out of memory.")
 
 
 def _with(failure: DeviceMemoryError, reason: str, remedy: str = "") -> DeviceMemoryError:

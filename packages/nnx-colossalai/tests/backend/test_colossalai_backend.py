@@ -222,7 +222,7 @@ class Exhausting(nn.Module):
     def _maybe(self, *_: Any) -> None:
         if self.times:
             self.times -= 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 KiB.")
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.dropout(self.layers[:2](x))
@@ -243,17 +243,87 @@ def exhausted(times: int, where: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, run.end()
 
 
+@pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_step_out_of_memory_runs_again_under_a_lower_plan_and_no_number_changes(
-    where: str, said: list[str]
+    where: str, times: int, said: list[str]
 ) -> None:
     expected = exhausted(0, where)
-    expect_the_same(exhausted(1, where), expected)
+    expect_the_same(exhausted(times, where), expected)
     assert any("Out of memory: CUDA out of memory" in line and "moved down" in line for line in said)
 
 
+class Tight(nn.Module):
+    """Raises as torch does on a full card until enough of the model has left the device.
+
+    Args:
+        tells: Whether the error says how much it asked for.
+    """
+
+    def __init__(self, *, tells: bool) -> None:
+        super().__init__()
+        self.layers = model(layers=16)
+        self.tells, self.failures = tells, 0
+        self.missing: Callable[[], int] = lambda: 0
+        self.device = SimDevice(2**20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        missing = self.missing()
+        if missing > 0:
+            self.failures += 1
+            asked = self.device.capacity - self.device.used + missing
+            tried = f" Tried to allocate {asked} bytes. GPU 0 has a total capacity of 2.00 MiB"
+            raise torch.OutOfMemoryError(f"CUDA out of memory.{tried if self.tells else ''}")
+        hidden: Tensor = self.layers(x)
+        return hidden
+
+
+@pytest.mark.parametrize(("tells", "most"), [(True, 1), (False, 5)])
+def test_a_step_out_of_memory_is_not_run_again_for_every_chunk(tells: bool, most: int) -> None:
+    module = Tight(tells=tells)
+    run = Run(module=module, device=module.device)
+    (chunked,) = run.backend._models.values()
+    allowed = chunked.placing.planned.memory.device // 8
+    module.missing = lambda: chunked.placing.planned.memory.device - allowed
+    run.step(0)
+    assert 1 <= module.failures <= most
+    run.end()
+
+
+class Kept(torch.autograd.Function):
+    """Keeps device memory from a forward to its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, device: SimDevice, numel: int) -> Tensor:
+        ctx.save_for_backward(device.empty(numel, torch.float32))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None, None
+
+
+class Large(Exhausting):
+    """Its graph takes more than half of the device."""
+
+    def __init__(self) -> None:
+        super().__init__(times=1, where="backward")
+        self.device = SimDevice(2**17)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Kept.apply(x.clone().requires_grad_(), self.device, 2**14))
+
+
+def test_the_graph_of_a_backward_that_failed_is_free_before_the_forward_runs_again() -> None:
+    module = Large()
+    run = Run(module=module, device=module.device)
+    run.step(0)
+    assert module.times == 0 and set(run.tiers.values()) != {"gathered"}
+    run.end()
+
+
 def test_when_no_plan_is_left_the_error_says_so_with_the_knob() -> None:
-    words = r"2\.00 GiB.*there is no lower plan to go on with.*device_memory"
+    words = r"2\.00 KiB.*there is no lower plan to go on with.*device_memory"
     with pytest.raises(DeviceMemoryError, match=words):
         exhausted(100, "forward")
 

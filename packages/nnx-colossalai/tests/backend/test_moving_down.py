@@ -146,5 +146,40 @@ def test_moving_down_between_steps_of_two_ranks_changes_no_master_and_no_moment(
         assert all(any(map(any_nonzero, entries.values())) for entries in moved["state"])
 
 
+def run_out_apart(more: int) -> str:
+    """Run out of memory on both ranks, on the second when it has begun so many collectives more."""
+
+    rank, begun = dist.get_rank(), list[Any]()
+    module = Layers()
+    module.asks = 1
+
+    def before_it_fails(*_: Any) -> None:
+        if module.asks:
+            begun.extend(dist.all_reduce(torch.ones(1), async_op=True) for _ in range(rank * more))
+
+    module.dropout.register_forward_hook(before_it_fails)
+    backend = ColossalAIBackend(ColossalAIOptions(min_num_params=10, device=SimDevice(2**20)))
+    backend.setup(
+        ParallelContext(device=torch.device("cpu"), precision="bf16-mixed", rank=rank, world_size=2)
+    )
+    backend.parallelize(module, no_sample)
+    try:
+        backend.run_step(module, module, torch.ones(4, WIDTH))
+    except DeviceMemoryError as error:
+        return str(error)
+    else:
+        return "it moved down"
+    finally:
+        for work in begun or [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(more)]:
+            work.wait()
+
+
+def test_ranks_that_ran_out_of_memory_at_different_collectives_end_and_do_not_go_on(pool: WorkerPool) -> None:
+    said = pool.run(run_out_apart, 0, init="gloo", timeout=30)
+    assert said == ["it moved down"] * 2
+    for words in pool.run(run_out_apart, 1, init="gloo", timeout=30):
+        assert "cannot move down now: the other ranks had room, or ran out of memory elsewhere" in words
+
+
 def any_nonzero(value: Any) -> bool:
     return any(map(any_nonzero, value)) if isinstance(value, list) else value != 0

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
@@ -190,6 +191,11 @@ def recover(root: nn.Module) -> None:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
+
+
+def collectives_issued() -> int:
+    """Collectives of the world's group that this rank has begun, complete or not."""
+    return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr] # of ranks only
 
 
 class WaitingDTensor(DTensor):
