@@ -28,21 +28,37 @@ def materialize(module: nn.Module, device: torch.device, *, name: str) -> None:
     Raises:
         UnsupportedError: A submodule has meta tensors and no ``reset_parameters``.
     """
+    refuse_without_reset(module, name=name)
+    for _, submodule in module.named_modules():
+        if _has_meta(submodule):
+            submodule.to_empty(device=device, recurse=False)
+            with torch.no_grad():
+                submodule.reset_parameters()
+
+
+def refuse_without_reset(module: nn.Module, *, name: str) -> None:
+    """Refuse a module that `materialize` cannot serve, before anything of it is changed.
+
+    Args:
+        module: The module.
+        name: Its name in the model, for messages.
+
+    Raises:
+        UnsupportedError: A submodule has meta tensors and no ``reset_parameters``.
+    """
     for submodule_name, submodule in module.named_modules():
-        own = [*submodule.parameters(recurse=False), *submodule.buffers(recurse=False)]
-        if not any(tensor.is_meta for tensor in own):
-            continue
-        reset = getattr(submodule, "reset_parameters", None)
-        if not callable(reset):
+        if _has_meta(submodule) and not callable(getattr(submodule, "reset_parameters", None)):
             where = ".".join(part for part in (name, submodule_name) if part) or "the root module"
             raise UnsupportedError(
                 f"{where} ({type(submodule).__name__}) was built on the meta device and has no "
                 "`reset_parameters()` to initialise its tensors with.",
                 remedy="Give it that method, or build the model without `empty_init=True`.",
             )
-        submodule.to_empty(device=device, recurse=False)
-        with torch.no_grad():
-            reset()
+
+
+def _has_meta(submodule: nn.Module) -> bool:
+    own = (*submodule.parameters(recurse=False), *submodule.buffers(recurse=False))
+    return any(tensor.is_meta for tensor in own)
 
 
 def move_to(module: nn.Module, device: torch.device) -> None:

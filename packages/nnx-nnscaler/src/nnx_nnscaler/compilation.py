@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
 
 from nnx_checkpoint.collective import control_group, together
 from nnx_core.backend import ParallelContext, Sample, first_call
@@ -26,8 +28,10 @@ from nnx_nnscaler.plan.document import Plan
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.plan.program_plan import ProgramPlan
 from nnx_nnscaler.programs import Compiled, Compiler, FixedLayout, ModelCall, Planner, Programs, code_digest
+from nnx_nnscaler.runtime.arrival import Arrival
 from nnx_nnscaler.runtime.communicator import GroupCommunicator
 from nnx_nnscaler.runtime.runtime import Runtime
+from nnx_nnscaler.trace.forward import plain_parameters
 
 _MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 _SHARE_OF_DEVICE = 0.8
@@ -42,25 +46,32 @@ def make_programs(
     context: ParallelContext,
     options: NnScalerOptions,
     local: Callable[[], AbstractContextManager[Any]],
+    arrival: Arrival,
 ) -> Programs:
     """Compile the first program of a module. Collective.
 
     Where its forward cannot be traced the programs hold none, and every call runs whole.
 
     Args:
-        module: Whole, and the same on all ranks.
+        module: The same on all ranks, and not in parts yet; it may be on its way to the device.
         sample: Example inputs.
         axes: This rank's groups.
         context: This rank.
         options: The strategy's.
         local: The context that programs run in.
+        arrival: Brings the module to the device, which is done here only if it can be traced no other way.
 
     Raises:
         PlanError: No plan fits, or the ranks' modules differ.
         UnsupportedError: There are no example inputs.
     """
-    with together(control_group(), doing="looking for example inputs"), _autocast(context):
+    with (
+        together(control_group(), doing="looking for example inputs"),
+        _autocast(context),
+        plain_parameters(module, context.device),
+    ):
         call = first_call(module, sample)
+        arguments = tree_map(_with_values, (call.args, call.kwargs))
     communicator = GroupCommunicator(axes.unit)
     hardware = calibrated(communicator, context.device, group=control_group())
     costs = CostModel(
@@ -78,7 +89,7 @@ def make_programs(
         local=local,
     )
     with _autocast(context):
-        compiled = programs.prepare(ModelCall(call.args, call.kwargs))
+        compiled = programs.prepare(ModelCall(*arguments), bring=arrival.finish)
     if compiled is not None and context.rank == 0:
         programs.summary = _summary(compiled, axes)
         if options.save_plan is not None:
@@ -86,6 +97,14 @@ def make_programs(
             document = Plan.of(compiled.graph, compiled.plan, costs=costs, units=axes.outer_size, zero=zero)
             document.save(options.save_plan)
     return programs
+
+
+def _with_values(leaf: Any) -> Any:
+    """An argument that a step made of parameters without values: zeros of its shape."""
+    if not isinstance(leaf, FakeTensor):
+        return leaf
+    made = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+    return made.requires_grad_(leaf.requires_grad)
 
 
 def _autocast(context: ParallelContext) -> AbstractContextManager[Any]:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from nnx_core.backend import ParallelContext, Sample
-from nnx_core.materialize import broadcast_module, materialize, move_to
 from nnx_core.used import CollectiveOrder
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.options import NnScalerOptions
 from nnx_nnscaler.placement import Placement
+from nnx_nnscaler.runtime.arrival import Arrival
 from nnx_nnscaler.runtime.reducer import BUCKET_BYTES
 from nnx_nnscaler.runtime.storage import Parameters
 
@@ -60,16 +60,22 @@ class LaidOut:
     ) -> None:
         self.module = module
         self.programs: Programs | None = None
-        materialize(module, context.device, name="")
-        move_to(module, context.device)
-        broadcast_module(module)
+        arrival = Arrival(module, context.device)
+        if arrival.is_there or options.verify:  # a check needs values
+            arrival.finish()
         stored: dict[str, Placement] = {}
         synchronized: frozenset[str] = frozenset()
         if axes.unit_size > 1:
             from nnx_nnscaler.compilation import make_programs  # without units nothing is traced
 
             self.programs = make_programs(
-                module, sample, axes=axes, context=context, options=options, local=self._local_mode
+                module,
+                sample,
+                axes=axes,
+                context=context,
+                options=options,
+                local=self._local_mode,
+                arrival=arrival,
             )
         if self.programs is not None:
             prefix = _prefix(module, self.programs.root)
@@ -83,7 +89,9 @@ class LaidOut:
             synchronized=synchronized,
             bucket_bytes=BUCKET_BYTES if cap is None else int(cap * _MIB),
             order=order,
+            arrival=arrival,
         )
+        arrival.finish()  # what has no parameters
         if self.programs is not None:
             self.programs.attach(_Weights(self.programs.root, self.parameters.unit_local))
 

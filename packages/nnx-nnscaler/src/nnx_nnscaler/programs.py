@@ -40,7 +40,7 @@ from nnx_nnscaler.runtime.runtime import Runtime
 from nnx_nnscaler.trace import trace_forward
 from nnx_nnscaler.trace.fingerprint import fingerprint
 from nnx_nnscaler.trace.guard import caller_modes, hooks_of_the_user
-from nnx_nnscaler.trace.inputs import is_constant
+from nnx_nnscaler.trace.inputs import BatchDims, is_constant
 from nnx_nnscaler.trace.serialize import graph_from_json, graph_to_json
 
 __all__ = [
@@ -116,8 +116,13 @@ class Programs:
 
     # --- life -----------------------------------------------------------------------------------
 
-    def prepare(self, call: ModelCall) -> Compiled | None:
+    def prepare(self, call: ModelCall, *, bring: Callable[[], bool] | None = None) -> Compiled | None:
         """Compile the first program, once for the whole world, before parameters are laid out. Collective.
+
+        Args:
+            call: The call.
+            bring: Called where it cannot be traced. It gives the parameters values on the device, with which
+                more can be, and returns whether they had none before.
 
         Returns:
             The program, whose plan says how parameters have to lie; None where the forward cannot be traced,
@@ -132,6 +137,8 @@ class Programs:
         try:
             compiled = self._compile(call, self._world, fixed_batch=_is_single(tensors), layout=None)
         except UnsupportedError as error:
+            if bring is not None and bring():
+                return self.prepare(call)
             self._refused[key] = str(error)
             self._warn(str(error))
             return None
@@ -487,6 +494,7 @@ class Compiler:
         *,
         layout: FixedLayout | None = None,
         fixed_batch: bool = False,
+        device: torch.device | None = None,
     ) -> tuple[Entry, Path | None]:
         """The texts of the program of one call, from the store where it may be used, else made now.
 
@@ -495,6 +503,7 @@ class Compiler:
             call: The arguments that it is called with.
             layout: The layout that its parameters have already.
             fixed_batch: Trace this batch size only.
+            device: The device that the program runs on; by default the one that the module is on.
 
         Raises:
             UnsupportedError: The forward cannot be traced.
@@ -515,7 +524,7 @@ class Compiler:
         if kept is not None and self.store is not None:
             log.info("the program in %s is used again", self.store.path(key))
             return kept, self.store.path(key)
-        entry = self._make(root, call, layout, traced_from, fixed_batch)
+        entry = self._make(root, call, layout, traced_from, fixed_batch, device)
         path = None if self.store is None else self.store.write(key, entry, made_from)
         return entry, path
 
@@ -538,10 +547,11 @@ class Compiler:
         layout: FixedLayout | None,
         traced_from: Mapping[str, Any],
         fixed_batch: bool,
+        device: torch.device | None,
     ) -> Entry:
         """Trace, plan, check and emit; what fails unforeseen means that the forward runs whole."""
         try:
-            return self._made(root, call, layout, traced_from, fixed_batch)
+            return self._made(root, call, layout, traced_from, fixed_batch, device)
         except NnxError:
             raise
         except Exception as error:
@@ -560,10 +570,12 @@ class Compiler:
         layout: FixedLayout | None,
         traced_from: Mapping[str, Any],
         fixed_batch: bool,
+        device: torch.device | None,
     ) -> Entry:
         text = self.store.find_graph(traced_from) if self.store and self.reuse == "graph" else None
         if text is None:
-            graph = trace_forward(root, *call, batch_dims=None if fixed_batch else "auto")
+            batch_dims: BatchDims = None if fixed_batch else "auto"
+            graph = trace_forward(root, *call, batch_dims=batch_dims, device=device)
             text = graph_to_json(graph)
         else:
             graph = graph_from_json(text)
@@ -612,7 +624,7 @@ def compile_together(
     made: tuple[Entry, Path | None] | None = None
     with together(group, doing="compiling the forward"):
         if group is None or dist.get_rank(group) == 0:
-            made = compiler.compile(root, call, layout=layout, fixed_batch=fixed_batch)
+            made = compiler.compile(root, call, layout=layout, fixed_batch=fixed_batch, device=device)
     found = _from_first(made, group)
     assert found is not None  # or its error had been raised
     entry, path = found

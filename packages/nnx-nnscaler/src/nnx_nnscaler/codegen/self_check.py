@@ -65,7 +65,7 @@ def self_check(root: nn.Module, graph: Graph, plan: ProgramPlan, call: tuple[Any
     Raises:
         PlanError: They differ; the message names the first operator whose result does.
     """
-    if plan.size == 1 or _hindrance(root, graph):
+    if plan.size == 1 or _hindrance(root, graph, call):
         return
     borrowed = cast(nn.Module, _Borrowed(root))
     found = compare(borrowed, graph, plan, call)
@@ -92,7 +92,7 @@ def checked_up_to(elements: int | None) -> Callable[[nn.Module, Graph, ProgramPl
     """
 
     def check(root: nn.Module, graph: Graph, plan: ProgramPlan, call: Any) -> None:
-        hindrance = _hindrance(root, graph)
+        hindrance = _hindrance(root, graph, call)
         if elements is None and hindrance:
             name = type(root).__name__
             log.warning(
@@ -121,9 +121,9 @@ def _elements(root: nn.Module, graph: Graph) -> int:
     return sum(p.numel() for p in root.parameters()) + sum(math.prod(meta.hints) for meta in metas)
 
 
-def _hindrance(root: nn.Module, graph: Graph) -> str:
+def _hindrance(root: nn.Module, graph: Graph, call: Any) -> str:
     """Why a program cannot be compared; empty where it can."""
-    tensors: list[Tensor] = [*root.parameters(), *root.buffers()]
+    tensors: list[Tensor] = [*root.parameters(), *root.buffers(), *_tensors(call)]
     device = next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "")
     if device:
         return f"it is on {device}, and the comparison runs on CPU only"

@@ -19,6 +19,7 @@ from nnx_core.used import CollectiveOrder
 from nnx_core.whole import can_be_guarded, guard, guarded_mode, local_mode, show_plain, show_whole, unguard
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.placement import Placement, R
+from nnx_nnscaler.runtime.arrival import Arrival
 from nnx_nnscaler.runtime.communicator import Communicator, GroupCommunicator
 from nnx_nnscaler.runtime.conversions import Conversions
 from nnx_nnscaler.runtime.gradient import OfParts, OfRows, OfSynchronized
@@ -36,7 +37,7 @@ class Parameters:
     """The parameters of one module on this rank. Making it lays them out in place; objects stay. Collective.
 
     Args:
-        module: Its parameters are equal on all ranks and whole.
+        module: Its parameters are whole, and equal on all ranks unless they are still to arrive.
         axes: This rank's groups.
         stored: Placement within the unit by the name of the parameter; ``R`` for those that are not named.
             Tied parameters are known by any of their names.
@@ -44,6 +45,7 @@ class Parameters:
         unit: Collectives of the unit, if not those of `axes`.
         bucket_bytes: The number of bytes travel together.
         order: Notices a parameter or gradient that only some of the ranks that store parts of it read.
+        arrival: Brings the parameters to the device, each when the one before it has been cut.
 
     Attributes:
         reducer: Makes the ranks' gradients one.
@@ -65,20 +67,18 @@ class Parameters:
         unit: Communicator | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         order: CollectiveOrder | None = None,
+        arrival: Arrival | None = None,
     ) -> None:
         self.axes = axes
         self._order = order
-        self.named: dict[str, nn.Parameter] = dict(module.named_parameters())
+        self.named: dict[str, nn.Parameter] = {}
         self._unit = Conversions(unit or GroupCommunicator(axes.unit))
         self._layouts: dict[nn.Parameter, ParameterLayout] = {}
         self._strides: dict[nn.Parameter, Tensor] = {}
         self._parts: dict[nn.Parameter, Part] = {}
         self._in_use: set[Part] = set()
-        placements = _by_parameter(module, stored or {})
-        self._synchronized = set(_by_parameter(module, dict.fromkeys(synchronized, True)))
-        for name, parameter in self.named.items():
-            self._layouts[parameter] = self._layout_of(name, parameter, placements.get(parameter, R))
-        self._rows = self._store(bucket_bytes)
+        self._synchronized: set[nn.Parameter] = set()
+        self._rows = self._store(module, stored or {}, synchronized, arrival, bucket_bytes)
         in_rows = {part.parameter for bucket in self._rows for part in bucket.parts}
         self.reducer = Reducer(
             [parameter for parameter in self.named.values() if parameter not in in_rows],
@@ -115,21 +115,35 @@ class Parameters:
         )
 
     @torch.no_grad()
-    def _store(self, bucket_bytes: int) -> list[RowBucket]:
-        """Replace data by local parts and guard what is not whole."""
+    def _store(
+        self,
+        module: nn.Module,
+        stored: Mapping[str, Placement],
+        synchronized: frozenset[str],
+        arrival: Arrival | None,
+        bucket_bytes: int,
+    ) -> list[RowBucket]:
+        """Replace data by local parts, one parameter after the other, and guard what is not whole."""
+        placements = _by_parameter(module, stored)
+        summed = set(_by_parameter(module, dict.fromkeys(synchronized, True)))
+        named = list(module.named_parameters())
+        layouts = [self._layout_of(name, found, placements.get(found, R)) for name, found in named]
         in_rows: list[tuple[str, nn.Parameter, ParameterLayout]] = []
-        for name, parameter in self.named.items():
-            layout = self._layouts[parameter]
+        for (name, found), layout in zip(named, layouts, strict=True):
+            parameter = found if arrival is None else arrival.parameter(name)
+            self.named[name] = parameter
+            self._layouts[parameter] = layout
             self._strides[parameter] = torch.empty_like(parameter, device="meta")
+            if found in summed:
+                self._synchronized.add(parameter)
             if not self.is_whole(parameter):
                 parameter.grad = None
+                parameter.data = layout.local_part(parameter.data).clone(
+                    memory_format=torch.contiguous_format
+                )
             if layout.rows is not None:
-                parameter.data = layout.unit_part(parameter.data)
                 in_rows.append((name, parameter, layout))
-            elif layout.placement.is_shard:
-                parameter.data = layout.unit_part(parameter.data).contiguous().clone()
-                self._guard(name, parameter, LocalPart(parameter))
-            elif parameter in self._synchronized:
+            elif layout.placement.is_shard or parameter in self._synchronized:
                 self._guard(name, parameter, LocalPart(parameter))
         first = len(self._layouts) - len(in_rows)
         buckets = make_row_buckets(
@@ -167,14 +181,20 @@ class Parameters:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Give every parameter its whole data and its own class back, without gradient. Collective."""
+        """Give every parameter its own class back, without gradient, and its whole data. Collective.
+
+        The data of those in parts are in host memory then, since the device may not have enough for all.
+        """
         self.reducer.detach()
+        self.end_step()
         for parameter, part in self._parts.items():
             whole = part.value()
             unguard(parameter)
             parameter.grad = None
-            parameter.data = _like(self._strides[parameter], whole)
-        self.end_step()
+            parameter.data = _on_host(self._strides[parameter], whole)
+            part.release()
+            if isinstance(part.source, RowPart) and part.source is part.source.bucket.parts[-1]:
+                part.source.bucket.release()
         self._parts.clear()
 
     # --- using --------------------------------------------------------------------------------
@@ -289,6 +309,6 @@ def _by_parameter(module: nn.Module, values: Mapping[str, T]) -> dict[nn.Paramet
     return {parameter: values[name] for name, parameter in named if name in values}
 
 
-def _like(description: Tensor, whole: Tensor) -> Tensor:
-    """A copy with the strides that the user's tensor had."""
-    return torch.empty_like(description, dtype=whole.dtype, device=whole.device).copy_(whole)
+def _on_host(description: Tensor, whole: Tensor) -> Tensor:
+    """A copy in host memory, with the strides that the user's tensor had."""
+    return torch.empty_like(description, dtype=whole.dtype, device="cpu").copy_(whole)

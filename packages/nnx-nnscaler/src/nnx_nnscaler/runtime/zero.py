@@ -34,7 +34,7 @@ class RowPart:
 
     Args:
         index: Its number in the reducer.
-        parameter: Its data are all rows so far; the bucket takes them over.
+        parameter: Its data are this rank's rows; the bucket takes them over.
         layout: Says which rows these are.
         name: The name used in errors.
         start: Its place in the flat buffer of every rank.
@@ -179,7 +179,7 @@ class RowBucket(Bucket):
         for part in parts:
             part.bucket = self
             own = self._place(part)
-            own.copy_(part.layout.stored_rows(part.parameter.data))
+            own.copy_(part.parameter.data)
             part.parameter.data = own
 
     def _place(self, part: RowPart) -> Tensor:
@@ -310,7 +310,8 @@ def make_row_buckets(
     """Put rows of parameters into buckets.
 
     Args:
-        parameters: The parameters in the model's order, with names and layouts; their data are all rows.
+        parameters: The parameters in the model's order, with names and layouts; their data are this rank's
+            rows.
         axes: This rank's groups.
         first: Number of the first one in the reducer.
         limit: Bytes of a bucket, all rows counted.
@@ -324,7 +325,10 @@ def make_row_buckets(
             for i, (_, parameter, _) in enumerate(parameters)
             if (parameter in synchronized) == is_synchronized
         ]
-        for places in assign_buckets([parameters[i][1] for i in own], [limit]):
+        wholes = [
+            torch.empty(parameters[i][2].unit_shape, dtype=parameters[i][1].dtype, device="meta") for i in own
+        ]
+        for places in assign_buckets(wholes, [limit]):
             parts: list[RowPart] = []
             for i in (own[place] for place in places):
                 name, parameter, layout = parameters[i]
