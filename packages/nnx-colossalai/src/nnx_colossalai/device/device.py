@@ -114,7 +114,10 @@ class Device(ABC, Generic[EventT]):
 
     @abstractmethod
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A new 1-d tensor in host memory, pinned where that makes copies faster."""
+        """A new 1-d tensor in host memory, pinned where that makes copies faster.
+
+        It must live until the copies of it are over; those of `copy` see to that themselves.
+        """
 
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> EventT:
@@ -436,6 +439,9 @@ def registered_empty(
     unregister: Callable[[int], object],
 ) -> Tensor | None:
     """A new 1-d tensor, not initialised, in memory that the driver knows until the memory is freed.
+
+    torch's host allocator does not know it: nothing keeps it for a plain ``copy_(non_blocking=True)``, so
+    whoever does not copy with `Device.copy` has to refer to it until the copy is over.
 
     Args:
         numel: Elements.
