@@ -95,7 +95,8 @@ class ColossalAIOptions:
 
     device_memory: int | float | str | None = option(
         None,
-        help="Budget of a rank on its device: bytes, or text such as '24GiB'. By default all it has.",
+        help="Budget of a rank on its device: bytes, or text such as '24GiB'. By default all that the "
+        "host has, and nine tenths of what a card has free, less 1 GiB above one rank.",
         types=(int, float, str),
     )
     host_memory: int | float | str | None = option(

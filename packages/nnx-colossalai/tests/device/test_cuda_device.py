@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nnx_colossalai.device import cuda
+from nnx_colossalai.device import cuda, make_device
 from nnx_colossalai.device.cuda import CudaDevice
 from nnx_colossalai.errors import DeviceMemoryError
+from nnx_core.backend import ParallelContext
 
 
 class WithoutCard(CudaDevice):
@@ -31,6 +32,42 @@ class WithoutCard(CudaDevice):
         if self.is_full:
             raise DeviceMemoryError.no_room("cpu", asked=nbytes, used=0, allowed=0)
         return allocate()
+
+
+class Card:
+    """What torch says of a card with 10 GiB, of which 8 are free, and the limits that were set on it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.limits = [0.75]
+        lane = SimpleNamespace(synchronize=lambda: None)
+        answers: dict[str, Any] = {
+            "mem_get_info": lambda _: (8 * 2**30, 10 * 2**30),
+            "memory_reserved": lambda _: 0,
+            "get_per_process_memory_fraction": lambda _: self.limits[-1],
+            "set_per_process_memory_fraction": lambda share, _: self.limits.append(share),
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+        monkeypatch.setattr(cuda, "_new_stream", lambda _: lane)
+
+
+def test_the_users_own_limit_is_put_back_when_the_device_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch)
+    device = CudaDevice(torch.device("cuda", 0), 2**30)
+    assert (device.capacity, card.limits) == (2**30, [0.75, 0.1])
+    device.close()
+    assert card.limits == [0.75, 0.1, 0.75]
+
+
+@pytest.mark.parametrize(("world_size", "reserved"), [(1, 0), (2, 2**30)])
+def test_without_a_budget_a_card_is_not_planned_to_the_last_byte(
+    world_size: int, reserved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = Card(monkeypatch)
+    device = make_device(ParallelContext(device=torch.device("cuda", 0), world_size=world_size))
+    assert device.capacity == int(0.9 * 8 * 2**30) - reserved
+    device.close()
+    assert card.limits == [0.75], "what is not planned may be used"
 
 
 def test_what_was_refused_can_be_asked_for_again() -> None:

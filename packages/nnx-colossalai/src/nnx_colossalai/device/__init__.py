@@ -16,7 +16,7 @@ def make_device(context: ParallelContext, *, capacity: int | None = None) -> Dev
 
     Args:
         context: The place of the rank in the world.
-        capacity: Bytes that it may use there; None: what there is.
+        capacity: Bytes that it may use there; None: what there is, or most of it on a card.
 
     Raises:
         UnsupportedError: There is no engine for that kind of device.
@@ -27,7 +27,7 @@ def make_device(context: ParallelContext, *, capacity: int | None = None) -> Dev
     if kind == "cuda":
         from nnx_colossalai.device.cuda import CudaDevice
 
-        return CudaDevice(context.device, capacity)
+        return CudaDevice(context.device, capacity, world_size=context.world_size)
     raise UnsupportedError(
         f"colossalai cannot hold chunks on device {str(context.device)!r}.",
         remedy="Train with accelerator='cpu' or accelerator='cuda'.",

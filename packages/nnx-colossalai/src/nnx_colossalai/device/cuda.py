@@ -40,6 +40,27 @@ T = TypeVar("T")
 _WORTH_REGISTERING = 2**20
 """Bytes from which on host memory is pinned exactly, not rounded up to a power of two."""
 
+_SHARE = 0.9
+_FOR_COMMUNICATION = 2**30
+
+
+def default_capacity(available: int, world_size: int) -> int:
+    """Bytes of a card that chunks are planned with, where the user sets no budget.
+
+    The rest is for what no plan counts: the workspaces of cuBLAS, gaps between the allocator's blocks and,
+    above one rank, the buffers of NCCL, which are not the allocator's.
+
+    Args:
+        available: Bytes that are free.
+        world_size: Number of ranks.
+
+    Example:
+        >>> default_capacity(80 * 2**30, 1) / 2**30, default_capacity(80 * 2**30, 8) / 2**30
+        (72.0, 71.0)
+    """
+    reserved = _FOR_COMMUNICATION if world_size > 1 else 0
+    return max(int(available * _SHARE) - reserved, 0)
+
 
 @dataclass(slots=True)
 class _Running:
@@ -54,19 +75,27 @@ class CudaDevice(Device[torch.cuda.Event]):
 
     Args:
         torch_device: The device in question.
-        capacity: Bytes that this process may reserve on it, for everything that torch allocates; None: all.
+        capacity: Bytes that this process may reserve on it, for everything that torch allocates; None: what
+            `default_capacity` leaves of what is free.
+        world_size: Number of ranks.
     """
 
-    def __init__(self, torch_device: torch.device, capacity: int | None = None) -> None:
+    def __init__(
+        self, torch_device: torch.device, capacity: int | None = None, *, world_size: int = 1
+    ) -> None:
         index = torch.cuda.current_device() if torch_device.index is None else torch_device.index
         self.torch_device = torch.device("cuda", index)
         self.traffic = Traffic()
         free, total = torch.cuda.mem_get_info(index)
         available = free + torch.cuda.memory_reserved(index)
-        self._capacity = available if capacity is None else min(capacity, available)
-        self._limited = self._capacity < available
-        if self._limited:
-            torch.cuda.set_per_process_memory_fraction(self._capacity / total, index)
+        self._fraction_before: float | None = None
+        if capacity is None:
+            self._capacity = default_capacity(available, world_size)
+        else:
+            self._capacity = min(capacity, available)
+            if capacity < available:
+                self._fraction_before = torch.cuda.get_per_process_memory_fraction(index)
+                torch.cuda.set_per_process_memory_fraction(self._capacity / total, index)
         self._to_device = _new_stream(self.torch_device)
         self._to_host = _new_stream(self.torch_device)
         self._running: deque[_Running] = deque()
@@ -160,8 +189,8 @@ class CudaDevice(Device[torch.cuda.Event]):
         self._to_device.synchronize()
         self._to_host.synchronize()
         self._running.clear()
-        if self._limited:
-            torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
+        if self._fraction_before is not None:
+            torch.cuda.set_per_process_memory_fraction(self._fraction_before, self.torch_device)
 
     def _stream(self) -> torch.cuda.Stream:
         """The one that computing is given to, in whichever thread asks."""
