@@ -147,6 +147,7 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
         model.finish()
         self._states.remove()
         self._owners = {optimizer: owner for optimizer, owner in self._owners.items() if owner is not model}
+        model.engine.gather_at_end = self.gather_at_end
         return model.undo()
 
     def teardown(self) -> None:

@@ -138,7 +138,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         if laid_out is not None:
             self._order.forget()  # all ranks gather everything now
             self._statistics.pop(module).undo()
-            laid_out.undo()
+            laid_out.undo(self.at_end)
         self._masters = Masters(())
         return {}
 

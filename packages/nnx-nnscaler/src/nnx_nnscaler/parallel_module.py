@@ -95,11 +95,15 @@ class LaidOut:
         if self.programs is not None:
             self.programs.attach(_Weights(self.programs.root, self.parameters.unit_local))
 
-    def undo(self) -> None:
-        """Give the module its whole parameters and its own forward back. Collective."""
+    def undo(self, at_end: Callable[..., Tensor]) -> None:
+        """Give the module its own forward back, and what this rank keeps of its parameters. Collective.
+
+        Args:
+            at_end: `Backend.at_end`.
+        """
         if self.programs is not None:
             self.programs.detach()
-        self.parameters.give_back()
+        self.parameters.give_back(at_end)
 
     def _local_mode(self) -> AbstractContextManager[None]:
         return self.parameters.local_mode()

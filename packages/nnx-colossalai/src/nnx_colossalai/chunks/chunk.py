@@ -26,6 +26,7 @@ from nnx_colossalai.device.device import Device
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext
 from nnx_core.hidden_state import StateParts
+from nnx_core.options import GatherAtEnd
 
 __all__ = [
     "Chunk",
@@ -112,9 +113,14 @@ class ChunkEngine(ABC):
         device: Memory and copies.
         working_dtype: The dtype of the weights that forward and backward compute with; None keeps the
             masters' own, which are then the working weights too in the tiers that are all on the device.
+
+    Attributes:
+        chunks: The chunks of the module that is laid out.
+        gather_at_end: Which ranks the module gets its masters back on.
     """
 
     chunks: Sequence[Chunk]
+    gather_at_end: GatherAtEnd = "all"
 
     def __init__(
         self, context: ParallelContext, device: Device[Any], working_dtype: torch.dtype | None

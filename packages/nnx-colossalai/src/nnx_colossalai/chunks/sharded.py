@@ -139,6 +139,7 @@ class ShardedEngine(ChunkEngine):
         if self._root is not None:
             self.finish()
         self._casts.remove()
+        self._units.gather_at_end = self.gather_at_end
         replaced = self._units.unparallelize(root)
         for chunk in self.chunks:
             chunk.let_go()

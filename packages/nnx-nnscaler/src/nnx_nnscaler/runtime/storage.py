@@ -6,8 +6,9 @@ What the engine talks to. It ties together `layout` (which part), `part` (what u
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
@@ -180,18 +181,23 @@ class Parameters:
         return OfSynchronized(cast(nn.Parameter, part.tensor), self.reducer, self._unit)
 
     @torch.no_grad()
-    def give_back(self) -> None:
+    def give_back(self, at_end: Callable[..., Tensor] = lambda gather, **_: gather()) -> None:
         """Give every parameter its own class back, without gradient, and its whole data. Collective.
 
         The data of those in parts are in host memory then, since the device may not have enough for all.
+
+        Args:
+            at_end: `Backend.at_end`: what this rank keeps of a parameter; by default everything.
         """
         self.reducer.detach()
         self.end_step()
         for parameter, part in self._parts.items():
-            whole = part.value()
+            description = self._strides[parameter]
+            gather = partial(_on_host, description, part.value)
+            kept = at_end(gather, shape=description.shape, dtype=description.dtype)
             unguard(parameter)
             parameter.grad = None
-            parameter.data = _on_host(self._strides[parameter], whole)
+            parameter.data = kept
             part.release()
             if isinstance(part.source, RowPart) and part.source is part.source.bucket.parts[-1]:
                 part.source.bucket.release()
@@ -309,6 +315,7 @@ def _by_parameter(module: nn.Module, values: Mapping[str, T]) -> dict[nn.Paramet
     return {parameter: values[name] for name, parameter in named if name in values}
 
 
-def _on_host(description: Tensor, whole: Tensor) -> Tensor:
-    """A copy in host memory, with the strides that the user's tensor had."""
+def _on_host(description: Tensor, gather: Callable[[], Tensor]) -> Tensor:
+    """A gathered tensor in host memory, with the strides that the user's tensor had."""
+    whole = gather()
     return torch.empty_like(description, dtype=whole.dtype, device="cpu").copy_(whole)
