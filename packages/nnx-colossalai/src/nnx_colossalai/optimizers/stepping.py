@@ -7,11 +7,12 @@ closure, its hooks and whatever schedulers wrapped around it; what differs is wh
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -515,19 +516,34 @@ class Background:
             for parameter in share.owners.values():
                 _guard_gradient(parameter, ticket)
             share.chunk.set_pending(ticket.wait)
-        self._pool.submit(self._run, optimizer, list(zip(shares, tickets, strict=True)), step)
+        work = list(zip(shares, tickets, strict=True))
+        self._pool.submit(self._run, self._stream(), optimizer, work, step)
+
+    def _is_on_card(self) -> bool:
+        return self._device is not None and self._device.type == "cuda"
+
+    def _stream(self) -> AbstractContextManager[Any]:
+        """That of the thread that submits: new weights are for what it computes next."""
+        if not self._is_on_card():
+            return nullcontext()
+        return torch.cuda.stream(torch.cuda.current_stream(self._device))
 
     def _enter_thread(self) -> None:
-        if self._device is not None and self._device.type == "cuda":
+        if self._is_on_card():
             torch.cuda.set_device(self._device)
+        threads = threads_for_steps(os.environ)
+        if threads is not None:
+            log.info("torchrun set OMP_NUM_THREADS=1: the background steps on %s threads.", threads)
+            torch.set_num_threads(threads)
 
     def _run(
         self,
+        stream: AbstractContextManager[Any],
         optimizer: Optimizer,
         work: list[tuple[Share, Ticket]],
         step: Callable[[Optimizer, Share], None],
     ) -> None:
-        with torch.no_grad(), without_guards():
+        with stream, torch.no_grad(), without_guards():
             self._step_all(optimizer, work, step)
 
     def _step_all(
@@ -575,6 +591,24 @@ class Background:
         if self._pool is not None:
             self._pool.shutdown(wait=True)
             self._pool = None
+
+
+def threads_for_steps(environment: Mapping[str, str]) -> int | None:
+    """Threads of steps in the background where torchrun has set one for every rank; None: as many as set.
+
+    It changes no bit: kernels that step each element by itself give the same on any number of threads.
+
+    Args:
+        environment: The variables of this process.
+
+    Example:
+        >>> threads_for_steps({"OMP_NUM_THREADS": "1"}) is None
+        True
+    """
+    if environment.get("OMP_NUM_THREADS") != "1" or "TORCHELASTIC_RUN_ID" not in environment:
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(cores // int(environment.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
 def _failure(optimizer: Optimizer, chunk: Chunk, error: BaseException) -> OptimizerStepError:
