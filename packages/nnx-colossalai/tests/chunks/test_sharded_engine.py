@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from jobs import colossalai_sharded_jobs as jobs
+from nnx_colossalai.chunks._torch_compat import Gathered
+from nnx_colossalai.chunks.sharded import ShardedChunk
+from nnx_colossalai.device.simulated import SimDevice
+from nnx_colossalai.plan.spec import Tier
 from nnx_conformance.pool import WorkerPool
 
 ALL = {tier: (tier,) * 4 for tier in jobs.TIERS}
@@ -179,3 +184,21 @@ def test_when_one_rank_has_no_room_every_rank_is_told(pool: WorkerPool, when: st
             assert "No room on the simulated device for" in told["message"]
             assert "1 bytes are allowed" in told["message"]
         assert [told["loss"] for told in ranks] == [told["wanted"] for told in ranks]
+
+
+@pytest.mark.parametrize("tier", Tier, ids=lambda tier: tier.value)
+def test_streamed_weights_are_not_overwritten_while_a_card_still_reads_them(tier: Tier) -> None:
+    done: list[str] = []
+    event = SimpleNamespace(synchronize=lambda: done.append("read"))
+    inner = SimpleNamespace(fsdp_params=[], _all_gather_result=None, post_backward=None)
+    inner.unshard = lambda _: setattr(inner, "_all_gather_result", SimpleNamespace(all_gather_event=event))
+    group = Gathered(None, inner)  # type: ignore[arg-type] # not the module's business
+    chunk = ShardedChunk(
+        "", tier, [group], device=SimDevice(), working_dtype=None, used=lambda _: None, ending=lambda: None
+    )
+    inner.is_unsharded, inner._training_state = False, SimpleNamespace(name="FORWARD")
+    inner.unshard()
+    chunk._segments = [SimpleNamespace(copy=lambda _: done.append("written"))]  # type: ignore[list-item]
+    chunk.refresh()
+    chunk.refresh()
+    assert done == [*(["read"] if tier is Tier.STREAMED else []), "written", "written"]

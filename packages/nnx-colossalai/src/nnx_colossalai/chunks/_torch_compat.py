@@ -103,6 +103,7 @@ class Gathered:
     def __init__(self, module: FSDPModule, inner: Any) -> None:
         self._module, self._inner = module, inner
         self.parameters = [ShardedParameter(parameter) for parameter in inner.fsdp_params]
+        self._read: Any = None
         inner._reset_sharded_params = True  # as `ShardedParameter` says of state dicts, at the first forward
 
     @property
@@ -141,9 +142,16 @@ class Gathered:
             before_gather()
             unshard(async_op)
             if self._is_gathering():
+                self._read = inner._all_gather_result.all_gather_event
                 gathering()
 
         inner.unshard = watched
+
+    def wait_until_read(self) -> None:
+        """Wait until FSDP2 has read this rank's part, which a card copies in its own time."""
+        event, self._read = self._read, None
+        if event is not None:  # on the host there is none
+            event.synchronize()
 
     def watch_backward(self, ending: Callable[[], None], reduced: Callable[[int], None]) -> None:
         """Call functions when a backward is done with the weights.

@@ -622,6 +622,9 @@ class ShardedChunk(Chunk):
 
     @override
     def refresh(self) -> None:
+        if self.tier is Tier.STREAMED:
+            for group in self._gathered:
+                group.wait_until_read()
         for segment in self._segments:
             event = segment.copy(self.tier)
             if event is not None:
