@@ -12,7 +12,15 @@ from jobs.colossalai_plan_jobs import hardware_of_ranks
 from nnx_colossalai.device import HostDevice
 from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.plan import hardware as module
-from nnx_colossalai.plan.hardware import Rates, available_host_bytes, hardware, measure, measured
+from nnx_colossalai.plan.hardware import (
+    Rates,
+    available_host_bytes,
+    gathered_part,
+    hardware,
+    measure,
+    measured,
+    stepped_elements,
+)
 
 
 @pytest.fixture
@@ -55,6 +63,24 @@ def test_a_slow_bus_is_measured_as_slow_within_a_small_budget() -> None:
         slow.close()
     assert 1e6 < rates.to_device <= 2e7
     assert 5e5 < rates.to_host <= 1e7
+
+
+def test_a_card_is_measured_at_sizes_at_which_launching_kernels_takes_no_share() -> None:
+    large = 80 * 2**30
+    assert stepped_elements("cuda", large) == 2**27
+    assert 4 * 8 * gathered_part("cuda", large, 8) == 256 * 2**20
+    assert (stepped_elements("cpu", large), gathered_part("cpu", large, 8)) == (2**21, 2**20)
+
+
+@pytest.mark.parametrize("room", [2**20, 2**30, 3 * 2**30])
+def test_measuring_a_small_card_leaves_most_of_it_free(room: int) -> None:
+    assert 16 * stepped_elements("cuda", room) <= room // 4
+    assert 4 * 8 * gathered_part("cuda", room, 8) <= room // 4
+
+
+@pytest.mark.parametrize("room", [-5, 0, 7])
+def test_a_full_card_is_measured_with_what_little_there_is(room: int) -> None:
+    assert stepped_elements("cuda", room) == gathered_part("cuda", room, 8) == 1
 
 
 def test_what_was_measured_is_kept_and_read_again(cache, counted) -> None:

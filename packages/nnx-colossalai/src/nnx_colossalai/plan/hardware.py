@@ -26,12 +26,15 @@ from nnx_colossalai.device.device import Device, HostDevice, host_memory
 from nnx_colossalai.plan.spec import Hardware
 from nnx_core.cache import cache_directory, read_json, write_json
 
-_FORMAT = 1
+_FORMAT = 2
 _MIB = 2**20
 _LEAST_BYTES, _MOST_BYTES = _MIB // 4, 64 * _MIB
 _LONG_ENOUGH = 0.01
 """Seconds from which on a measurement need not be made larger."""
-_STEPPED = 2**21
+_STEPPED_ON_HOST, _STEPPED_ON_CARD = 2**21, 2**27
+_BYTES_OF_ADAMW = 16
+"""Of an element: weight, gradient and two moments."""
+_GATHERED_ON_HOST, _GATHERED_ON_CARD = 4 * _MIB, 256 * _MIB
 _SIDES = (256, 512, 1024, 2048, 4096, 8192)
 _HOST_SHARE = 0.9
 _CGROUP = (
@@ -189,15 +192,54 @@ def measure(
     before = device.traffic.to_device, device.traffic.to_host
     copies = _copies(device)
     device.traffic.to_device, device.traffic.to_host = before
-    host_step = _stepping(torch.device("cpu"), lambda: None)
-    on_card = device.torch_device.type != "cpu"
+    host_step = _stepping(torch.device("cpu"), _STEPPED_ON_HOST, lambda: None)
+    kind, room = device.torch_device.type, device.capacity - device.used
+    collective = Rates.collective
+    if group is not None:
+        ranks = dist.get_world_size(group)
+        part = gathered_part(kind, min(all_gather_object(room, control_group())), ranks)
+        collective = _gathering(device.torch_device, part, group, wait)
+    stepped = stepped_elements(kind, room)
     return Rates(
         **copies,
         host_step=host_step,
-        device_step=_stepping(device.torch_device, wait) if on_card else host_step,
+        device_step=host_step if kind == "cpu" else _stepping(device.torch_device, stepped, wait),
         flops=_products(device.torch_device, dtype, wait),
-        collective=Rates.collective if group is None else _gathering(device.torch_device, group, wait),
+        collective=collective,
     )
+
+
+def stepped_elements(kind: str, room: int) -> int:
+    """Elements that AdamW is measured with: on a card so many that launching its kernels does not count.
+
+    Args:
+        kind: The type of the device.
+        room: Bytes that are free on it, of which at most a quarter is taken.
+
+    Example:
+        >>> stepped_elements("cpu", 2**40), stepped_elements("cuda", 2**40), stepped_elements("cuda", 2**30)
+        (2097152, 134217728, 16777216)
+    """
+    if kind == "cpu":
+        return _STEPPED_ON_HOST
+    return max(min(_STEPPED_ON_CARD, room // 4 // _BYTES_OF_ADAMW), 1)
+
+
+def gathered_part(kind: str, room: int, ranks: int) -> int:
+    """Float32 elements of each rank that gathering is measured with.
+
+    Args:
+        kind: The type of the device.
+        room: Bytes that are free on the fullest of the ranks' devices; on a card at most a quarter is taken.
+        ranks: Number of ranks.
+
+    Example:
+        >>> gathered_part("cpu", 2**40, 8), gathered_part("cuda", 2**40, 8), gathered_part("cuda", 2**20, 8)
+        (1048576, 8388608, 8192)
+    """
+    if kind == "cpu":
+        return _GATHERED_ON_HOST // 4
+    return max(min(_GATHERED_ON_CARD, room // 4) // ranks // 4, 1)
 
 
 def _waiting(device: torch.device) -> Callable[[], None]:
@@ -234,11 +276,11 @@ def _copies(device: Device[Any]) -> dict[str, float]:
         size *= 2
 
 
-def _stepping(device: torch.device, wait: Callable[[], None]) -> float:
+def _stepping(device: torch.device, elements: int, wait: Callable[[], None]) -> float:
     """Elements per second of torch's fused AdamW."""
-    weight = torch.nn.Parameter(torch.ones(_STEPPED, device=device))
+    weight = torch.nn.Parameter(torch.ones(elements, device=device))
     weight.grad = torch.ones_like(weight)
-    return _STEPPED / _seconds(torch.optim.AdamW([weight], fused=True).step, wait)
+    return elements / _seconds(torch.optim.AdamW([weight], fused=True).step, wait)
 
 
 def _products(device: torch.device, dtype: torch.dtype, wait: Callable[[], None]) -> float:
@@ -253,11 +295,13 @@ def _products(device: torch.device, dtype: torch.dtype, wait: Callable[[], None]
     return best
 
 
-def _gathering(device: torch.device, group: dist.ProcessGroup, wait: Callable[[], None]) -> float:
+def _gathering(
+    device: torch.device, elements: int, group: dist.ProcessGroup, wait: Callable[[], None]
+) -> float:
     """Bytes per second that a rank sends."""
     ranks = dist.get_world_size(group)
-    part = torch.ones(_MIB, device=device)
-    whole = torch.empty(ranks * _MIB, device=device)
+    part = torch.ones(elements, device=device)
+    whole = torch.empty(ranks * elements, device=device)
     seconds = _seconds(lambda: dist.all_gather_into_tensor(whole, part, group=group), wait)
     return max(ranks - 1, 1) * part.nbytes / seconds
 
