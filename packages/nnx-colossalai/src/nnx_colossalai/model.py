@@ -7,7 +7,7 @@ core asks of a strategy is `backend`'s; where things lie is decided in `placing`
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from nnx_checkpoint.state import repoint_optimizer
+from nnx_colossalai.chunks._torch_compat import makes_cuda_graphs
 from nnx_colossalai.chunks.chunk import ChunkEngine
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.errors import DeviceMemoryError
@@ -26,7 +27,9 @@ from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.placing import Placing
 from nnx_colossalai.plan.cost import Memory
 from nnx_colossalai.plan.model import widths
+from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext, Sample
+from nnx_core.errors import UnsupportedError
 from nnx_core.hidden_state import held_state
 from nnx_core.layer_classes import as_classes
 
@@ -64,7 +67,7 @@ class ChunkedModel:
         options: ColossalAIOptions,
         before: Sequence[Memory] = (),
     ) -> None:
-        self.module = module
+        self.module, self._torch_device = module, device.torch_device
         self._recomputing = Recomputing(module, options.activation_checkpointing)
         kinds = widths(context.precision)
         dtype = kinds.working if kinds.mixed else None
@@ -72,6 +75,7 @@ class ChunkedModel:
             self.placing = Placing(
                 module, sample, context=context, device=device, options=options, before=before
             )
+            self._refuse_cuda_graphs()
             self.engine = make_engine(context, device, dtype)
             self.replaced = self.engine.parallelize(module, self.placing.units())
         except BaseException:
@@ -107,6 +111,7 @@ class ChunkedModel:
 
         Raises:
             PlanError: There is no such placement.
+            UnsupportedError: The model was compiled to CUDA graphs.
         """
         before = self.placing.planned.memory.device
         self.placing.lower(error.used + error.asked - error.allowed, rather=rather)
@@ -114,7 +119,12 @@ class ChunkedModel:
         self._move()
         return before - self.placing.planned.memory.device
 
+    def _refuse_cuda_graphs(self) -> None:
+        if self._torch_device.type == "cuda":
+            refuse_cuda_graphs(self.module, self.placing.planned.placement.tiers.values())
+
     def _move(self) -> None:
+        self._refuse_cuda_graphs()
         before = dict(self.module.named_parameters())
         self.engine.move(self.module, self.placing.planned.placement.tiers)
         after = dict(self.module.named_parameters())
@@ -159,6 +169,27 @@ class ChunkedModel:
         replaced = self.engine.unparallelize(self.module)
         self._recomputing.undo()
         return replaced
+
+
+def refuse_cuda_graphs(root: nn.Module, tiers: Iterable[Tier]) -> None:
+    """Refuse a model of which a part was compiled to CUDA graphs, where weights come from host memory.
+
+    Args:
+        root: The model.
+        tiers: Those of its chunks.
+
+    Raises:
+        UnsupportedError: A graph reads the addresses that it has recorded, and such weights get others.
+    """
+    compiled = [name or "the model itself" for name, one in root.named_modules() if makes_cuda_graphs(one)]
+    hosted = {tier.value for tier in tiers if tier.steps_on_host}
+    if compiled and hosted:
+        raise UnsupportedError(
+            f"{', '.join(compiled)}: compiled to CUDA graphs, which read weights where they were when it "
+            f"was recorded, but the plan has weights from host memory ({', '.join(sorted(hosted))}).",
+            remedy="Compile in mode 'default' or 'max-autotune-no-cudagraphs', or keep all weights on the "
+            "device with placement_policy='cuda'.",
+        )
 
 
 def make_engine(context: ParallelContext, device: Device[Any], dtype: torch.dtype | None) -> ChunkEngine:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from nnx_colossalai.backend import ColossalAIBackend
+from nnx_colossalai.model import refuse_cuda_graphs
 from nnx_colossalai.options import ColossalAIOptions
+from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext
 from nnx_core.errors import UnsupportedError
 
@@ -158,3 +160,27 @@ def test_state_that_is_guessed_is_said_once(said: list[str]) -> None:
         backend.setup_optimizers(module, [Unheard(module.parameters())])
     assert len([line for line in said if "the state of Unheard is not known" in line]) == 1
     backend.teardown()
+
+
+# --- compiled layers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", Tier, ids=lambda tier: tier.value)
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "default"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_cuda_graphs_are_refused_where_weights_come_from_host_memory(
+    mode: str, tier: Tier, in_place: bool
+) -> None:
+    layer = nn.Linear(8, 8)
+    if in_place:
+        layer.compile(mode=mode)
+    module = nn.Sequential(nn.Linear(8, 8), layer if in_place else torch.compile(layer, mode=mode))
+    records = mode in ("reduce-overhead", "max-autotune")
+    tiers = [Tier.GATHERED, tier]
+    if not (records and tier in (Tier.OFFLOADED, Tier.STREAMED)):
+        refuse_cuda_graphs(module, tiers)
+        return
+    with pytest.raises(
+        UnsupportedError, match=rf"^1: compiled to CUDA graphs.*\({tier.value}\).*no-cudagraphs"
+    ):
+        refuse_cuda_graphs(module, tiers)

@@ -270,6 +270,12 @@ def make_last(handle: RemovableHandle) -> None:
         hooks[handle.id] = hooks.pop(handle.id)
 
 
+def makes_cuda_graphs(module: nn.Module) -> bool:
+    """Whether a module was compiled in a mode that records CUDA graphs."""
+    configs = (getattr(one, "get_compiler_config", None) for one in (module, module._compiled_call_impl))
+    return any(config is not None and (config() or {}).get("triton.cudagraphs", False) for config in configs)
+
+
 def has_memory_alone(tensor: Tensor) -> bool:
     """Whether nothing refers to a tensor's memory but the tensor."""
     storage = tensor.untyped_storage()
