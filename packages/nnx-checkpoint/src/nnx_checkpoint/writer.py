@@ -39,6 +39,7 @@ from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.index import INDEX, decode_index, encode_index, required
 from nnx_checkpoint.inflight import PendingSave
 from nnx_checkpoint.manifest import BLOCK, FileEntry, Manifest, digest, objects_file, rank_file
+from nnx_checkpoint.pinned import pinned_empty
 from nnx_checkpoint.plan import Deal, Mode, Own, Plan, make_plan, select
 from nnx_checkpoint.rankfile import write_rank_file
 from nnx_checkpoint.rounds import exchange, rank_and_size, share
@@ -383,6 +384,7 @@ class Arena:
         self._buffer: Tensor | None = None
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
         self._places: list[Tensor] = []
+        self._is_pinned = False
 
     @property
     def nbytes(self) -> int:
@@ -417,7 +419,7 @@ class Arena:
         """A place in the buffer for each tensor; the same as last time if these are like the last ones."""
         layout = [(source.shape, source.dtype) for source in sources]
         pinned = any(source.is_cuda for source in sources)
-        if self._buffer is not None and layout == self._layout and self._buffer.is_pinned() >= pinned:
+        if self._buffer is not None and layout == self._layout and self._is_pinned >= pinned:
             return self._places
         starts, size = [], 0
         for source in sources:
@@ -436,10 +438,10 @@ class Arena:
 
     def _large_enough(self, size: int, pinned: bool) -> Tensor:
         buffer = self._buffer
-        if buffer is None or buffer.nbytes < size or (pinned and not buffer.is_pinned()):
+        if buffer is None or buffer.nbytes < size or (pinned and not self._is_pinned):
             self._places, self._buffer, buffer = [], None, None  # never two of them at once
-            buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-            self._buffer = buffer
+            buffer = pinned_empty(size, torch.uint8) if pinned else torch.empty(size, dtype=torch.uint8)
+            self._buffer, self._is_pinned = buffer, pinned
         return buffer
 
 

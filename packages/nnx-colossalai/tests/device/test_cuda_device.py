@@ -99,26 +99,3 @@ def test_others_are_not_kept_waiting_while_the_host_converts(monkeypatch: pytest
     with pytest.raises(ConvertedError):
         device.copy(torch.empty(8, dtype=torch.bfloat16), torch.ones(8))
     assert other.untyped_storage().nbytes() == 0
-
-
-@pytest.mark.parametrize("answer", [0, 1])
-def test_a_refused_registration_leaves_no_error_for_the_next_kernel(
-    answer: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pending = False
-
-    def register(*_: int) -> int:
-        nonlocal pending
-        pending = bool(answer)
-        return answer
-
-    def launch(*_: Any, **__: Any) -> None:
-        nonlocal pending
-        was_pending, pending = pending, False
-        if was_pending:
-            raise RuntimeError("CUDA error: invalid argument")
-
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
-    monkeypatch.setattr(torch, "zeros", launch)
-    assert cuda._register(4096, 4096) is not bool(answer)
-    assert not pending

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from threading import RLock
 from typing import TypeVar
@@ -22,13 +21,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from nnx_checkpoint.pinned import pinned_empty
 from nnx_colossalai.device.device import (
     Device,
     StorageKey,
     Traffic,
     check_shapes,
     is_gone,
-    registered_empty,
     storage_key,
 )
 from nnx_colossalai.errors import DeviceMemoryError
@@ -36,9 +35,6 @@ from nnx_colossalai.errors import DeviceMemoryError
 __all__ = ["CudaDevice"]
 
 T = TypeVar("T")
-
-_WORTH_REGISTERING = 2**20
-"""Bytes from which on host memory is pinned exactly, not rounded up to a power of two."""
 
 _SHARE = 0.9
 _FOR_COMMUNICATION = 2**30
@@ -144,11 +140,7 @@ class CudaDevice(Device[torch.cuda.Event]):
 
     @override
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        with torch.inference_mode(False):
-            exact = None
-            if numel * dtype.itemsize >= _WORTH_REGISTERING:
-                exact = registered_empty(numel, dtype, register=_register, unregister=_unregister)
-            return _pinned((numel,), dtype) if exact is None else exact
+        return pinned_empty(numel, dtype)
 
     @override
     def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
@@ -228,26 +220,6 @@ class CudaDevice(Device[torch.cuda.Event]):
 def _pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Of torch's own pinned memory, which it keeps for the next one."""
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
-
-
-def _register(address: int, nbytes: int) -> bool:
-    if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0:  # type: ignore[no-untyped-call]
-        return True
-    _clear_last_error()
-    return False
-
-
-def _clear_last_error() -> None:
-    """Let a launch of our own raise what a refused call has left, or somebody else's next one would.
-
-    torch gives no other access to ``cudaGetLastError``.
-    """
-    with suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
-
-
-def _unregister(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:

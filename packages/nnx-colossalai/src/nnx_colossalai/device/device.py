@@ -8,18 +8,15 @@ never calls ``torch.cuda`` itself.
 
 from __future__ import annotations
 
-import mmap
 import os
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from threading import RLock
 from typing import Generic, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -37,7 +34,6 @@ __all__ = [
     "check_shapes",
     "host_memory",
     "is_gone",
-    "registered_empty",
     "storage_key",
 ]
 
@@ -420,45 +416,3 @@ def storage_key(tensor: Tensor) -> StorageKey:
 def is_gone(key: StorageKey) -> bool:
     """Whether nothing refers to the storage any more."""
     return bool(key.expired())  # type: ignore[no-untyped-call]
-
-
-# --- pinned ----------------------------------------------------------------------------------------------
-#
-# Host memory that a card can read by itself, in exactly the size that was asked for.
-#
-# torch's own pinned memory is rounded up to a power of two, which for the masters of a large model may be as
-# much again. So memory is taken from the host as usual, made known to the driver, and made unknown before it
-# is freed, whoever refers to it last.
-
-
-def registered_empty(
-    numel: int,
-    dtype: torch.dtype,
-    *,
-    register: Callable[[int, int], bool],
-    unregister: Callable[[int], object],
-) -> Tensor | None:
-    """A new 1-d tensor, not initialised, in memory that the driver knows until the memory is freed.
-
-    torch's host allocator does not know it: nothing keeps it for a plain ``copy_(non_blocking=True)``, so
-    whoever does not copy with `Device.copy` has to refer to it until the copy is over.
-
-    Args:
-        numel: Elements.
-        dtype: The dtype of the elements.
-        register: Makes memory known, given address and bytes; whether it did.
-        unregister: Makes it unknown again, given the address.
-
-    Returns:
-        The tensor; None if the driver refused.
-    """
-    # Whole pages of its own: a driver may refuse a page that another registered array has a part of.
-    memory = np.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=np.uint8)
-    address = memory.ctypes.data
-    if not register(address, memory.nbytes):
-        return None
-    # Storages cannot be watched, but numpy tells of an array's end while its memory is still there, and the
-    # storage refers to the array.
-    finalizer = weakref.finalize(memory, unregister, address)
-    finalizer.atexit = False  # the driver may be gone by then
-    return torch.from_numpy(memory).view(dtype)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from nnx_colossalai.device.device import registered_empty
+from nnx_checkpoint import pinned, writer
+from nnx_checkpoint.pinned import registered_empty
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
@@ -49,3 +52,42 @@ def test_the_memory_is_still_there_when_it_is_made_unknown() -> None:
 def test_a_driver_that_refuses_gives_nothing() -> None:
     refused = registered_empty(4, torch.float32, register=lambda at, nbytes: False, unregister=print)
     assert refused is None
+
+
+@pytest.mark.parametrize("answer", [0, 1])
+def test_a_refused_registration_leaves_no_error_for_the_next_kernel(
+    answer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pending = False
+
+    def register(*_: int) -> int:
+        nonlocal pending
+        pending = bool(answer)
+        return answer
+
+    def launch(*_: Any, **__: Any) -> None:
+        nonlocal pending
+        was_pending, pending = pending, False
+        if was_pending:
+            raise RuntimeError("CUDA error: invalid argument")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(torch, "zeros", launch)
+    assert pinned._register(4096, 4096) is not bool(answer)
+    assert not pending
+
+
+def test_the_copies_of_a_background_save_are_pinned_in_exactly_their_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+
+    def make(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        made.append(numel)
+        return torch.empty(numel, dtype=dtype)
+
+    monkeypatch.setattr(writer, "pinned_empty", make)
+    arena = writer.Arena()
+    for size, is_pinned in ((100, False), (100, True), (90, True), (100, False), (130, True)):
+        assert arena._large_enough(size, is_pinned).nbytes >= size
+    assert made == [100, 130]
