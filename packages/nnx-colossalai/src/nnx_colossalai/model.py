@@ -176,7 +176,7 @@ def refuse_cuda_graphs(root: nn.Module, tiers: Iterable[Tier]) -> None:
 
     Args:
         root: The model.
-        tiers: Those of its chunks.
+        tiers: The tiers of its chunks.
 
     Raises:
         UnsupportedError: A graph reads the addresses that it has recorded, and such weights get others.

@@ -80,7 +80,7 @@ class Retrying:
     """Repeats forwards and backwards that the device had no room for.
 
     Args:
-        device: What runs out of memory.
+        device: The device that runs out of memory.
         world_size: Number of ranks, which only move together.
     """
 
@@ -109,7 +109,7 @@ class Retrying:
 
         Args:
             models: Whose gradients it computes.
-            loss: Where it begins.
+            loss: The tensor that backward begins at.
             run: The backward.
         """
         accumulated = any(_has_gradients(model) for model in models)
@@ -142,7 +142,7 @@ class Retrying:
 
         Args:
             model: Whose plan.
-            failure: What it failed with.
+            failure: The error that it failed with.
             after: Bytes that moving down has freed a moment ago, which was too little.
             why_not: Why this rank cannot repeat the step; empty if it can.
 

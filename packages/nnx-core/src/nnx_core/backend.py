@@ -129,7 +129,7 @@ class Backend(ABC, Generic[OptionsT]):
         reduces_in_backward: Whether gradients are reduced only where they come by `backward`. Trainer then
             refuses ``loss.backward()`` in manual optimization, where nothing would reduce them.
         own_batch: The option that lets each rank read batches of its own, where ranks may share one.
-        gather_at_end: Which ranks hold whole weights after the run; set by the adapter.
+        gather_at_end: The ranks that hold whole weights after the run; set by the adapter.
     """
 
     Options: ClassVar[type[Any]] = NoOptions

@@ -89,7 +89,7 @@ def move_states(
     """Move the state of optimizers to a device, and what describes it; what both share is moved once.
 
     Args:
-        optimizers: Those whose state is moved.
+        optimizers: The optimizers whose state is moved.
         described: Descriptions of states, whose shards are replaced by ones on the device.
         device: The device to move to.
     """

@@ -52,7 +52,7 @@ def asked_anywhere(flags: Sequence[bool]) -> Callable[[], list[bool]]:
     """Ask as `used_anywhere` does, without waiting for the other ranks.
 
     Args:
-        flags: As of `used_anywhere`.
+        flags: The flags that `used_anywhere` takes.
 
     Returns:
         A function that waits for the answer, and gives it as often as it is called.

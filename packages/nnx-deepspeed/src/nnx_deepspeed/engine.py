@@ -331,7 +331,7 @@ class ZeroEngine:
 
         Args:
             at_end: `Backend.at_end`: what this rank keeps of a parameter.
-            with_state: Whether every rank's optimizer is given its state, complete.
+            with_state: True if every rank's optimizer is given its state, complete.
         """
         self.agreement.refuse_other_order()
         self.take_written_weights(looking_everywhere=True)

@@ -116,7 +116,7 @@ class ChunkEngine(ABC):
 
     Attributes:
         chunks: The chunks of the module that is laid out.
-        gather_at_end: Which ranks the module gets its masters back on.
+        gather_at_end: The ranks on which the module gets its masters back.
     """
 
     chunks: Sequence[Chunk]
