@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx_nnscaler.runtime.buckets import assign_buckets, views_like
-from nnx_nnscaler.runtime.reducer import BUCKET_BYTES
+
+_GROUP_BYTES = 8 << 20
+"""Parameters that are served together: enough to hide launches, few enough to hold temporary copies of."""
 
 
 class Masters:
@@ -26,7 +28,7 @@ class Masters:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         halves = [p for p in parameters if p.dtype in (torch.float16, torch.bfloat16)]
-        buckets = assign_buckets(halves, [BUCKET_BYTES])
+        buckets = assign_buckets(halves, [_GROUP_BYTES])
         self._groups = [_Group([halves[place] for place in places]) for places in buckets]
         self.copies: dict[nn.Parameter, Tensor] = {}
         for group in self._groups:
@@ -90,7 +92,7 @@ class _Group:
     """Parameters of one dtype and device, whose copies lie in one buffer: a few kernels serve all of them.
 
     Args:
-        parameters: The parameters, about as many bytes as one bucket has: temporary tensors are as large.
+        parameters: The parameters, about `_GROUP_BYTES` or a single larger one.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -112,8 +114,10 @@ class _Group:
 
 
 def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The elements of parameters of one dtype and device, one after the other."""
+    """The elements of parameters of one dtype and device, one after the other; not to be written to."""
     data = [parameter.data for parameter in parameters]
+    if len(data) == 1 and data[0].is_contiguous():
+        return data[0].view(-1)
     buffer = data[0].new_empty(sum(tensor.numel() for tensor in data))
     torch._foreach_copy_(list(views_like(buffer, dict(enumerate(data))).values()), data)
     return buffer
