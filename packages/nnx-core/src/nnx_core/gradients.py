@@ -180,23 +180,26 @@ def _scale(gradients: Sequence[Gradient], factor: Tensor) -> None:
 def _global_norm(gradients: Sequence[Gradient], norm_type: float, device: torch.device) -> Tensor:
     wide = any(gradient.local.dtype in _WIDE for gradient in gradients)
     dtype = torch.float64 if wide else torch.float32
-    parts: dict[int, list[Tensor]] = {}
-    for gradient in gradients:
-        if gradient.local.numel():
-            parts.setdefault(gradient.replicas, []).append(gradient.local)
-    norms = {replicas: _norms(tensors, norm_type, dtype, device) for replicas, tensors in parts.items()}
-    zero = torch.zeros((), dtype=dtype, device=device)
+    parts = [gradient for gradient in gradients if gradient.local.numel()]
+    none = torch.zeros((), dtype=dtype, device=device)
+    norms = _norms([part.local for part in parts], norm_type, dtype, device) or (none,)
     if math.isinf(norm_type):
-        largest = torch.stack([norm.max() for norm in norms.values()]).max() if norms else zero
-        return _all_reduce(largest, dist.ReduceOp.MAX)
-    powers = (norm.pow(norm_type).sum() / replicas for replicas, norm in norms.items())
-    return _all_reduce(sum(powers, zero), dist.ReduceOp.SUM).pow(1.0 / norm_type)
+        return _all_reduce(torch.stack(norms).max(), dist.ReduceOp.MAX)
+    replicas = [part.replicas for part in parts] or [1]
+    powers = torch._foreach_div(torch._foreach_pow(norms, norm_type), replicas)
+    return _all_reduce(torch.stack(powers).sum(), dist.ReduceOp.SUM).pow(1.0 / norm_type)
 
 
-def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The norm of each tensor, as one vector on `device`; in the order of their groups."""
-    groups = _alike(tensor.abs() if tensor.is_complex() else tensor for tensor in tensors)
-    return torch.cat([torch.stack(torch._foreach_norm(group, order, dtype)).to(device) for group in groups])
+def _norms(
+    tensors: Sequence[Tensor], order: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    """The norm of each tensor, on `device`, in their order: it decides about the last bit of their sum."""
+    real = [tensor.abs() if tensor.is_complex() else tensor for tensor in tensors]
+    norms: dict[int, Tensor] = {}
+    for group in _alike(real):
+        found = torch.stack(torch._foreach_norm(group, order, dtype)).to(device)
+        norms.update(zip(map(id, group), found.unbind(), strict=True))
+    return tuple(norms[id(tensor)] for tensor in real)
 
 
 def _all_reduce(value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
