@@ -113,6 +113,7 @@ def test_it_refuses_a_training_without_a_middle(tmp_path):
     assert "1 steps have no middle to save in; give at least 2" in finished.stderr
 
 
+@pytest.mark.full
 def test_it_says_which_run_failed(tmp_path):
     finished = train_gpt(tmp_path, "--steps=2", "--strategy=no_such_strategy")
     assert finished.returncode == 1

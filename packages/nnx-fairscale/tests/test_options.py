@@ -114,6 +114,7 @@ def test_the_classes_are_strategies_of_trainer() -> None:
         assert isinstance(made, cls) and isinstance(made, Strategy) and made.name == name
 
 
+@pytest.mark.full
 def test_importing_lightning_does_not_import_fairscale() -> None:
     code = "import sys, lightning.pytorch as pl, lightning.fabric; import nnx; nnx.StrategyRegistry.names()\n"
     code += "assert 'fairscale_fsdp' in nnx.StrategyRegistry.names(), nnx.StrategyRegistry.names()\n"

@@ -308,6 +308,7 @@ def test_every_writer_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert 0 < max(largest) <= SLAB
 
 
+@pytest.mark.full
 def test_merging_many_times_takes_no_more_address_space(tmp_path: Path) -> None:
     file = tmp_path / "a.ckpt"
     torch.save({"state_dict": {"w": torch.ones(3)}, "pytorch-lightning_version": "2.6"}, file)

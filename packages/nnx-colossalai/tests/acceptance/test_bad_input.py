@@ -155,6 +155,7 @@ def test_out_of_memory_while_micro_batches_are_accumulated_moves_down_or_says_wh
     assert "DeviceMemoryError" in found[0].strip().splitlines()[-1]
 
 
+@pytest.mark.full
 def test_out_of_memory_on_one_rank_hangs_none_of_the_others(pool: WorkerPool) -> None:
     found = failures(pool, {}, 2, exhausted=(2, 100, 1), capacity=ENOUGH)
     assert 1 in found

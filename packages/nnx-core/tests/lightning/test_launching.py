@@ -150,6 +150,7 @@ def test_the_other_copy_of_lightning(launch: Launch, check: Callable[..., None])
     check(launch(FIT, package="pytorch_lightning"), tree="pytorch_lightning")
 
 
+@pytest.mark.full
 def test_lightning_cli(launch: Launch, check: Callable[..., None]) -> None:
     trainer = ("--trainer.strategy", "fsdp_auto", "--trainer.accelerator", "cpu", "--trainer.devices", "2")
     check(launch(CLI, "fit", *trainer))

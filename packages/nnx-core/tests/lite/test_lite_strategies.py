@@ -52,6 +52,7 @@ def test_a_script_that_uses_lite_starts_its_own_processes(tmp_path: Path) -> Non
     assert "MEMBER: 2/2" in done.stderr
 
 
+@pytest.mark.full
 def test_what_spawned_processes_trained_and_saved_comes_back_and_is_resumed(
     pool: WorkerPool, tmp_path: Path
 ) -> None:

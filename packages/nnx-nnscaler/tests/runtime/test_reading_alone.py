@@ -11,6 +11,7 @@ from jobs.nnscaler_reading_jobs import Reading, read
 from nnx_conformance.pool import WorkerPool
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("strategy", "what", "when"),
     [
