@@ -240,7 +240,7 @@ def predicted_alone(module: nn.Module, batch: Any, written: Written) -> Any:
 def measure_machine(*, fresh: bool) -> Any:
     """The figures that predictions rest on: those that the backend takes."""
     from nnx_nnscaler.cost.hardware import calibrated
-    from nnx_nnscaler.runtime.communicator import GroupCommunicator
+    from nnx_nnscaler.runtime.collectives import GroupCommunicator
 
     unit, device = GroupCommunicator(dist.group.WORLD), torch.device("cpu")
     return calibrated(unit, device, group=dist.group.WORLD, fresh=fresh)

@@ -7,8 +7,8 @@ import random
 from nnx_nnscaler.ir import Graph, Op
 from nnx_nnscaler.placement import P, Placement, R, S
 from nnx_nnscaler.plan.program_plan import ProgramPlan, Strategy, Use, uses_of
-from nnx_nnscaler.rules.labels import input_values, output_values
 from nnx_nnscaler.rules.registry import strategies_of
+from nnx_nnscaler.rules.rule import input_values, output_values
 
 
 def random_plan(graph: Graph, size: int, seed: int) -> ProgramPlan:

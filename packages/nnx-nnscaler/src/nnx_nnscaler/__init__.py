@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nnx_nnscaler.compute_config import ComputeConfig
-from nnx_nnscaler.options import NnScalerOptions
+from nnx_nnscaler.options import ComputeConfig, NnScalerOptions
 
 if TYPE_CHECKING:
     from nnx_nnscaler.rules.annotation import register_op

@@ -29,8 +29,8 @@ from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.plan.program_plan import ProgramPlan
 from nnx_nnscaler.programs import Compiled, Compiler, FixedLayout, ModelCall, Planner, Programs, code_digest
 from nnx_nnscaler.runtime.arrival import Arrival
-from nnx_nnscaler.runtime.communicator import GroupCommunicator
-from nnx_nnscaler.runtime.runtime import Runtime
+from nnx_nnscaler.runtime.collectives import GroupCommunicator
+from nnx_nnscaler.runtime.functions import Runtime
 from nnx_nnscaler.trace.forward import plain_parameters
 
 _MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}

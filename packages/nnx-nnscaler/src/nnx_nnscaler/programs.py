@@ -29,19 +29,18 @@ from torch.utils._pytree import tree_flatten
 
 from nnx_checkpoint.collective import all_gather_object, together
 from nnx_core.errors import NnxError, PlanError, UnsupportedError
-from nnx_nnscaler.attributes import read_by_forward
 from nnx_nnscaler.codegen.emit import emit, inputs_of
 from nnx_nnscaler.codegen.store import Entry, Program, Store, key_of, load_program
 from nnx_nnscaler.ir import Graph, text_of
 from nnx_nnscaler.placement import Placement
 from nnx_nnscaler.plan.program_plan import ProgramPlan, plan_from_text, plan_to_text
 from nnx_nnscaler.rules.registry import unsupported_message
-from nnx_nnscaler.runtime.runtime import Runtime
+from nnx_nnscaler.runtime.functions import Runtime
 from nnx_nnscaler.trace import trace_forward
-from nnx_nnscaler.trace.fingerprint import fingerprint
+from nnx_nnscaler.trace.fingerprint import fingerprint, read_by_forward
 from nnx_nnscaler.trace.guard import caller_modes, hooks_of_the_user
-from nnx_nnscaler.trace.inputs import BatchDims, is_constant
 from nnx_nnscaler.trace.serialize import graph_from_json, graph_to_json
+from nnx_nnscaler.trace.structure import BatchDims, is_constant
 
 __all__ = [
     "Compiled",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from nnx_nnscaler.attributes import read_by_forward
+from nnx_nnscaler.trace.fingerprint import read_by_forward
 
 
 class Branching(nn.Module):

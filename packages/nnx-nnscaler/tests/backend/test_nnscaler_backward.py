@@ -11,9 +11,8 @@ from torch import nn
 
 from nnx_core.backend import ParallelContext
 from nnx_nnscaler.axes import make_axes
-from nnx_nnscaler.backend import NnScalerBackend
+from nnx_nnscaler.backend import NnScalerBackend, StatisticsOverUnits
 from nnx_nnscaler.options import NnScalerOptions
-from nnx_nnscaler.statistics import StatisticsOverUnits
 
 DEADLINE = 60
 

@@ -15,8 +15,8 @@ from nnx_nnscaler.options import NnScalerOptions
 from nnx_nnscaler.placement import R
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.programs import Compiler, ModelCall, Programs, compile_together
-from nnx_nnscaler.runtime.communicator import GroupCommunicator
-from nnx_nnscaler.runtime.runtime import Runtime
+from nnx_nnscaler.runtime.collectives import GroupCommunicator
+from nnx_nnscaler.runtime.functions import Runtime
 from nnx_nnscaler.trace import forward
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from nnx_nnscaler.codegen.self_check import check_parity, compare, replicated_pl
 from nnx_nnscaler.placement import P, R, S
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.runtime.conversions import Conversions
+from nnx_nnscaler.runtime.collectives import Conversions
 from nnx_nnscaler.trace import trace_forward
 
 POLICIES = ("data", "zero", "tp", "autodist")

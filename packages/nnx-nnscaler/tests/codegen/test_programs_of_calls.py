@@ -10,8 +10,8 @@ from nnx_nnscaler.codegen.self_check import replicated_plan
 from nnx_nnscaler.placement import R
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.programs import Compiler, ModelCall, Programs
-from nnx_nnscaler.runtime.communicator import GroupCommunicator
-from nnx_nnscaler.runtime.runtime import Runtime
+from nnx_nnscaler.runtime.collectives import GroupCommunicator
+from nnx_nnscaler.runtime.functions import Runtime
 
 RUNS = []
 

@@ -12,7 +12,7 @@ from nnx_nnscaler.codegen.self_check import checked_if_small, checked_up_to, rep
 from nnx_nnscaler.placement import P
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.runtime.conversions import Conversions
+from nnx_nnscaler.runtime.collectives import Conversions
 from nnx_nnscaler.trace import trace_forward
 
 CALL = ((tokens(), tokens(seed=1)), {})

@@ -13,15 +13,14 @@ from nnx_core.errors import OptionError
 from nnx_nnscaler.cost import CostModel, Hardware, Link, MeasuredLink, hardware
 from nnx_nnscaler.cost.hardware import PROFILES, calibrated, profile
 from nnx_nnscaler.cost.hardware import _load as load
-from nnx_nnscaler.cost.model import NOTHING, Prices, Stored, extra_work
-from nnx_nnscaler.cost.operators import Local, saved_by, work_of
+from nnx_nnscaler.cost.model import NOTHING, Local, Prices, Stored, extra_work, saved_by, work_of
 from nnx_nnscaler.ir import Graph, Op, Ref, TensorMeta
 from nnx_nnscaler.placement import P, R, S
 from nnx_nnscaler.plan.context import PolicyContext
-from nnx_nnscaler.plan.memory import peak_memory
+from nnx_nnscaler.plan.evaluation import peak_memory
 from nnx_nnscaler.plan.planning import assignment_of, plan_program
 from nnx_nnscaler.plan.program_plan import Strategy, Use
-from nnx_nnscaler.runtime.communicator import run_as_ranks
+from nnx_nnscaler.runtime.collectives import run_as_ranks
 
 
 def prices(graph: Graph, *, size: int = 2, units: int = 1, zero: bool = False) -> Prices:

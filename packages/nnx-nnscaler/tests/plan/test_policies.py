@@ -11,8 +11,7 @@ from nnx_core.errors import OptionError, PlanError, UnsupportedError
 from nnx_nnscaler.ir import Graph, Size, TensorMeta
 from nnx_nnscaler.placement import P, R, S
 from nnx_nnscaler.plan.context import PolicyContext
-from nnx_nnscaler.plan.planning import plan_program
-from nnx_nnscaler.plan.policies import POLICIES, register_policy
+from nnx_nnscaler.plan.planning import POLICIES, plan_program, register_policy
 from nnx_nnscaler.plan.program_plan import ProgramPlan
 
 

@@ -13,8 +13,7 @@ from nnx_nnscaler.cost.model import Prices
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.plan.classes import fold
 from nnx_nnscaler.plan.context import PolicyContext
-from nnx_nnscaler.plan.evaluation import Assignment, evaluate
-from nnx_nnscaler.plan.memory import peak_memory
+from nnx_nnscaler.plan.evaluation import Assignment, evaluate, peak_memory
 from nnx_nnscaler.plan.solver import Program
 
 FAST_LINK = Hardware(

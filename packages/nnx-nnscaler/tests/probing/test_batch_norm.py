@@ -9,8 +9,8 @@ from torch import Tensor
 from jobs.nnscaler_one_op import f, one_op
 from nnx_nnscaler.rules.registry import strategies_of
 from nnx_nnscaler.rules.verify import check_strategy
-from nnx_nnscaler.runtime.communicator import Communicator, run_as_ranks
-from nnx_nnscaler.runtime.runtime import Runtime
+from nnx_nnscaler.runtime.collectives import Communicator, run_as_ranks
+from nnx_nnscaler.runtime.functions import Runtime
 
 EPS = 1e-5
 

@@ -15,9 +15,9 @@ from nnx_nnscaler.ir import Ref, Size, TensorMeta
 from nnx_nnscaler.placement import P, R, S
 from nnx_nnscaler.plan.program_plan import Strategy
 from nnx_nnscaler.rules import probe
+from nnx_nnscaler.rules.probe import Trial, runner
 from nnx_nnscaler.rules.registry import rule_for, strategies_of
 from nnx_nnscaler.rules.rule import Rule
-from nnx_nnscaler.rules.trial import Trial, runner
 from nnx_nnscaler.rules.verify import _NumberWriter, check_strategy
 
 

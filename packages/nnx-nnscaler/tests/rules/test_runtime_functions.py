@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nnx_nnscaler.runtime.communicator import GroupCommunicator, run_as_ranks
-from nnx_nnscaler.runtime.runtime import Runtime
+from nnx_nnscaler.runtime.collectives import GroupCommunicator, run_as_ranks
+from nnx_nnscaler.runtime.functions import Runtime
 
 
 def _on_ranks(size, job):

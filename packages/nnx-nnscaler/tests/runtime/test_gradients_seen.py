@@ -14,8 +14,7 @@ from nnx_core.errors import UnsupportedError
 from nnx_core.whole import local_mode
 from nnx_nnscaler.axes import Axes, make_axes
 from nnx_nnscaler.placement import R, S
-from nnx_nnscaler.runtime.communicator import run_as_ranks
-from nnx_nnscaler.runtime.conversions import Conversions
+from nnx_nnscaler.runtime.collectives import Conversions, run_as_ranks
 from nnx_nnscaler.runtime.storage import Parameters
 
 DEADLINE = 60

@@ -29,8 +29,7 @@ from nnx_nnscaler.ir import Graph, Op, Ref, TensorMeta
 from nnx_nnscaler.placement import Placement, R
 from nnx_nnscaler.plan.program_plan import ProgramPlan
 from nnx_nnscaler.rules.rule import replicate
-from nnx_nnscaler.runtime.communicator import Communicator, run_as_ranks
-from nnx_nnscaler.runtime.conversions import Conversions
+from nnx_nnscaler.runtime.collectives import Communicator, Conversions, run_as_ranks
 
 __all__ = [
     "Parity",
@@ -381,7 +380,7 @@ def _draw(draw: Callable[[], Tensor]) -> Tensor:
 
 
 def _runtime(unit: Communicator) -> Conversions:
-    from nnx_nnscaler.runtime.runtime import Runtime
+    from nnx_nnscaler.runtime.functions import Runtime
 
     return Runtime(unit)
 

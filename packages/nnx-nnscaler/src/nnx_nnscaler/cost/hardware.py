@@ -24,7 +24,7 @@ import torch.distributed as dist
 from nnx_checkpoint.collective import all_gather_object
 from nnx_core.cache import cache_directory, read_json, write_json
 from nnx_core.errors import OptionError
-from nnx_nnscaler.runtime.communicator import Communicator
+from nnx_nnscaler.runtime.collectives import Communicator
 
 __all__ = [
     "Collective",

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nnx_core.errors import PlanError
-from nnx_nnscaler.cost.model import CostModel, Price, Prices
-from nnx_nnscaler.cost.operators import ALIASES, base_name
+from nnx_nnscaler.cost.model import ALIASES, CostModel, Price, Prices, base_name
 from nnx_nnscaler.ir import Code, Graph, Make, Op, Ref, Size, TensorMeta, text_of
 from nnx_nnscaler.plan.context import PolicyContext, StrategiesOf
 from nnx_nnscaler.plan.evaluation import Assignment, Evaluation, evaluate, price_of_value

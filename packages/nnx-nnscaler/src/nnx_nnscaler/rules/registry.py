@@ -7,9 +7,18 @@ from collections.abc import Callable, Hashable
 from nnx_nnscaler.ir import Argument, Graph, Op, Ref, TensorMeta
 from nnx_nnscaler.placement import P, Placement
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.rules.labels import grouped_cuts, input_values, is_floating, output_values, spread_groups
 from nnx_nnscaler.rules.probe import discover
-from nnx_nnscaler.rules.rule import Rule, Writer, outputs_of, replicate
+from nnx_nnscaler.rules.rule import (
+    Rule,
+    Writer,
+    grouped_cuts,
+    input_values,
+    is_floating,
+    output_values,
+    outputs_of,
+    replicate,
+    spread_groups,
+)
 from nnx_nnscaler.rules.table import TABLE
 
 Discovery = Callable[[Op, Graph, int], list[Strategy]]

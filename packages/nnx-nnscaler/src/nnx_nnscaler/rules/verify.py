@@ -19,8 +19,8 @@ from nnx_nnscaler.placement import P, Placement
 from nnx_nnscaler.plan.program_plan import Strategy
 from nnx_nnscaler.rules.registry import rule_for
 from nnx_nnscaler.rules.rule import Rule
-from nnx_nnscaler.runtime.communicator import Communicator, GroupCommunicator, run_as_ranks
-from nnx_nnscaler.runtime.runtime import Runtime
+from nnx_nnscaler.runtime.collectives import Communicator, GroupCommunicator, run_as_ranks
+from nnx_nnscaler.runtime.functions import Runtime
 
 DRAWS = ("normal", "unit")
 """The kinds of made-up values: standard normal, and between 0 and 1 for what is only defined there."""

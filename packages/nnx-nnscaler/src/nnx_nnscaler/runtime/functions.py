@@ -1,21 +1,29 @@
-"""Operators as emitted programs call them where the plain operator would be wrong on a rank's part.
-
-Each takes this rank's parts and makes this rank's part of the result. The arithmetic is torch's own; what is
-added is which part of a mask, of a count or of a table a rank has to look at.
-"""
+"""What an emitted program knows as ``rt``: conversions, and operators that differ on a rank's part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from nnx_nnscaler.runtime.communicator import Communicator
-from nnx_nnscaler.runtime.conversions import Conversions
+from nnx_nnscaler.runtime.collectives import Communicator, Conversions
+
+__all__ = [
+    "Functions",
+    "Runtime",
+]
+
+
+# --- operators on parts ---------------------------------------------------------------------------
+# Operators as emitted programs call them where the plain operator would be wrong on a rank's part.
+#
+# Each takes this rank's parts and makes this rank's part of the result. The arithmetic is torch's own; what
+# is added is which part of a mask, of a count or of a table a rank has to look at.
+
 
 # --- normalization --------------------------------------------------------------------------------
 # Batch norm whose statistics span the unit, and what keeps running statistics equal on its ranks.
@@ -375,3 +383,51 @@ class Functions(Conversions):
             torch.where(mine, local, 0), weight, padding if padding_idx >= 0 and 0 <= padding < rows else None
         )
         return found.masked_fill(~mine.unsqueeze(-1), 0)
+
+
+# --- ``rt`` ---------------------------------------------------------------------------------------
+# Conversions and functions of one rank of a unit.
+
+
+class Runtime(Functions, Losses, Normalization):
+    """Everything that an emitted program calls besides torch.
+
+    Args:
+        communicator: The unit's collectives.
+        device: The device of the tensors that the program makes.
+
+    Example:
+        >>> from nnx_nnscaler.runtime.collectives import GroupCommunicator
+        >>> Runtime(GroupCommunicator(None)).once(torch.ones(2))
+        tensor([1., 1.])
+    """
+
+    def __init__(self, communicator: Communicator, device: torch.device | str = "cpu") -> None:
+        super().__init__(communicator)
+        self.device = torch.device(device)
+
+    def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call a submodule that every rank runs whole, as its author wrote it; to it parameters are whole."""
+        from nnx_core.whole import guarded_mode
+
+        with guarded_mode():
+            return module(*args, **kwargs)
+
+    @staticmethod
+    def item(result: Any, key: str) -> Any:
+        """What a submodule that ran whole returned under a name."""
+        return result[key] if isinstance(result, Mapping) else getattr(result, key)
+
+    def recomputed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the program without keeping its activations; backward calls it once more."""
+        if not torch.is_grad_enabled():
+            return function(self, *args)
+        from torch.utils.checkpoint import checkpoint
+
+        from nnx_core.whole import local_mode
+
+        def called(*args: Any) -> Any:
+            with local_mode():  # backward does not run in the program's
+                return function(self, *args)
+
+        return checkpoint(called, *args, use_reentrant=False)

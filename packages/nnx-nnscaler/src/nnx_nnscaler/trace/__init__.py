@@ -2,8 +2,8 @@
 
 from nnx_nnscaler.trace.fingerprint import fingerprint
 from nnx_nnscaler.trace.forward import trace_forward
-from nnx_nnscaler.trace.inputs import GraphFormatError, TraceError
 from nnx_nnscaler.trace.serialize import graph_from_json, graph_to_json
+from nnx_nnscaler.trace.structure import GraphFormatError, TraceError
 
 __all__ = [
     "GraphFormatError",

@@ -22,7 +22,6 @@ from torch.utils._sympy.printers import PythonPrinter
 from nnx_nnscaler.ir import Argument, Code, Dim, Graph, Input, Make, Op, Ref, Size, TensorMeta, refs_in
 from nnx_nnscaler.trace.export import PREFIX, Exported
 from nnx_nnscaler.trace.guard import is_collective
-from nnx_nnscaler.trace.inputs import Inputs, Names
 from nnx_nnscaler.trace.steps import (
     Step,
     UnknownCallError,
@@ -43,7 +42,7 @@ from nnx_nnscaler.trace.steps import (
     writes_buffers,
     written_argument,
 )
-from nnx_nnscaler.trace.structure import Blame, Slot, map_slots, source_of
+from nnx_nnscaler.trace.structure import Blame, Inputs, Names, Slot, map_slots, source_of
 
 __all__ = [
     "BATCH",

@@ -24,8 +24,7 @@ from nnx_nnscaler.trace.guard import (
     hooks_removed,
     noticing,
 )
-from nnx_nnscaler.trace.inputs import Inputs
-from nnx_nnscaler.trace.structure import Refusal, map_slots, put_together, take_apart
+from nnx_nnscaler.trace.structure import Inputs, Refusal, map_slots, put_together, take_apart
 
 __all__ = [
     "Call",

@@ -25,8 +25,7 @@ from nnx_nnscaler.trace.export import (
     recorder,
 )
 from nnx_nnscaler.trace.guard import CommunicationError, hooks_of_the_user, running
-from nnx_nnscaler.trace.inputs import BatchDims, Inputs, TraceError, flatten_inputs
-from nnx_nnscaler.trace.structure import Blame, Refusal, blame
+from nnx_nnscaler.trace.structure import BatchDims, Blame, Inputs, Refusal, TraceError, blame, flatten_inputs
 
 _REMEDY = (
     "Move that code into a submodule of its own, which then stays whole, or write it without the dependence "

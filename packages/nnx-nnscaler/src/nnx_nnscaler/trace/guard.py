@@ -22,8 +22,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nnx_core.random_state import forked
-from nnx_nnscaler.trace.inputs import is_constant
-from nnx_nnscaler.trace.structure import Refusal
+from nnx_nnscaler.trace.structure import Refusal, is_constant
 
 # Bookkeeping of nn.Module, and a flag of transformers that goes with hooks which are not put back either.
 _SKIPPED = {

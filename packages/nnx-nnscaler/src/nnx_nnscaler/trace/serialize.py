@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nnx_nnscaler.ir import Argument, Code, Graph, Input, Make, Op, Ref, Size, TensorMeta
-from nnx_nnscaler.trace.inputs import GraphFormatError
+from nnx_nnscaler.trace.structure import GraphFormatError
 
 _VERSION = 1
 _REMEDY = "Remove the file, or set reuse='override', to trace again."

@@ -5,31 +5,9 @@
 
 from __future__ import annotations
 
-from nnx_nnscaler.rules import convolution
 from nnx_nnscaler.rules.rule import Rule
-from nnx_nnscaler.rules.table import (
-    attention,
-    elementwise,
-    embedding,
-    linear,
-    loss,
-    random,
-    reductions,
-    reshape,
-    views,
-)
+from nnx_nnscaler.rules.table import arithmetic, layers, shapes
 
 __all__ = ["TABLE"]
 
-TABLE: dict[str, Rule] = {
-    **convolution.RULES,
-    **attention.RULES,
-    **elementwise.RULES,
-    **embedding.RULES,
-    **linear.RULES,
-    **loss.RULES,
-    **random.RULES,
-    **reductions.RULES,
-    **reshape.RULES,
-    **views.RULES,
-}
+TABLE: dict[str, Rule] = {**layers.RULES, **arithmetic.RULES, **shapes.RULES}
