@@ -1,7 +1,7 @@
 """The compiler's engine behind the nnscaler strategies: lays a module out over units of ranks and runs it.
 
-It owns the order of things and what the core asks of an engine. How one module is laid out is `parallel_module`'s,
-what is compiled `compilation`'s, what stores and reduces `runtime`'s.
+It owns the order of things and what the core asks of an engine. How one module is laid out is
+`parallel_module`'s, what is compiled `compilation`'s, what stores and reduces `runtime`'s.
 """
 
 from __future__ import annotations
