@@ -27,10 +27,9 @@ from jobs.engine_resume_jobs import run_and_save, tensors_of
 from jobs.training import Run
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import UnsupportedError
-from nnx_deepspeed import engine, frozen
-from nnx_deepspeed._deepspeed_operators import prepare_operators
-from nnx_deepspeed.config import with_fitting_buckets
-from nnx_deepspeed.refusals import refuse_unfit
+from nnx_deepspeed import engine, partitions
+from nnx_deepspeed._deepspeed_compat import prepare_operators
+from nnx_deepspeed.config import refuse_unfit, with_fitting_buckets
 from nnx_deepspeed.unused import allows_gaps
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
@@ -278,15 +277,15 @@ def test_stage_3_moves_no_whole_module_to_the_device(monkeypatch: pytest.MonkeyP
 
 
 def test_written_weights_are_found_and_taken_over_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frozen, "_AT_ONCE", 4)
+    monkeypatch.setattr(partitions, "_AT_ONCE", 4)
     masters = torch.randn(11)
     weights = masters.to(torch.bfloat16)
     before = masters.clone()
     same = torch.ones(3)
-    assert not frozen.were_written([(weights, masters), (same, same)])
+    assert not partitions.were_written([(weights, masters), (same, same)])
     weights[9] = 7.5
-    assert frozen.were_written([(weights, masters), (same, same)])
-    frozen.follow(masters, weights)
+    assert partitions.were_written([(weights, masters), (same, same)])
+    partitions.follow(masters, weights)
     assert masters[9] == 7.5
     before[9] = 7.5
     assert torch.equal(masters, before)  # others are as exact as they were

@@ -16,7 +16,7 @@ pytest.importorskip("fairscale", reason="fairscale is not installed")
 from nnx_core.layer_classes import as_classes
 from nnx_fairscale.fsdp import FairscaleFSDPBackend, choose_units
 from nnx_fairscale.options import FairscaleFSDPOptions, OSSOptions, ShardedOptions
-from nnx_fairscale.ownership import Ownership
+from nnx_fairscale.oss import Ownership
 from nnx_fairscale.strategies import DDPFullyShardedStrategy, DDPShardedStrategy, DDPSpawnShardedStrategy
 
 
@@ -72,7 +72,7 @@ def test_optimizers_that_need_more_than_single_elements_are_refused_on_flat_shar
 def test_an_optimizer_that_needs_all_parameters_at_once_has_no_owners(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("nnx_fairscale.ownership.is_distributed", lambda: True)
+    monkeypatch.setattr("nnx_fairscale.oss.is_distributed", lambda: True)
     with pytest.raises(UnsupportedError, match="LBFGS computes with all parameters at once"):
         Ownership(torch.optim.LBFGS(torch.nn.Linear(2, 2).parameters()), rank=0)
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from nnx_colossalai.options import ColossalAIOptions
 
 if TYPE_CHECKING:
+    from nnx_colossalai.loss_scale import ColossalAIPrecision
     from nnx_colossalai.optimizers.hybrid_adam import CPUAdam, FusedAdam, HybridAdam
-    from nnx_colossalai.precision import ColossalAIPrecision
     from nnx_colossalai.strategy import ColossalAIStrategy
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
 
 _HOMES = {
     "CPUAdam": "nnx_colossalai.optimizers.hybrid_adam",
-    "ColossalAIPrecision": "nnx_colossalai.precision",
+    "ColossalAIPrecision": "nnx_colossalai.loss_scale",
     "ColossalAIStrategy": "nnx_colossalai.strategy",
     "FusedAdam": "nnx_colossalai.optimizers.hybrid_adam",
     "HybridAdam": "nnx_colossalai.optimizers.hybrid_adam",

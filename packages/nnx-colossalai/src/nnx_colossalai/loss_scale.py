@@ -1,13 +1,13 @@
-"""The dynamic loss scale of '16-mixed', with hysteresis, that all ranks agree on and checkpoints keep.
-
-It is a `torch.amp.GradScaler`: Lightning's precision plugins scale, unscale, step and save with it as with
-torch's own. The rule is `nnx_colossalai.loss_scale`.
-"""
+"""The dynamic loss scale of '16-mixed', and mixed precision under lightning-colossalai's name."""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,21 @@ from torch import Tensor
 from nnx_core.backend import Backend
 from nnx_core.errors import OptionError
 from nnx_core.gradients import ParallelGradScaler
+from nnx_core.lightning.namespaces import trainer_tree
+from nnx_core.options import check_choice
+
+__all__ = [
+    "ColossalAIPrecision",
+    "DynamicLossScaler",
+    "LossScaleRule",
+]
+
+
+# --- the loss scale -------------------------------------------------------------------------------
+# The dynamic loss scale of '16-mixed', with hysteresis, that all ranks agree on and checkpoints keep.
+#
+# It is a `torch.amp.GradScaler`: Lightning's precision plugins scale, unscale, step and save with it as
+# with torch's own. The rule is `nnx_colossalai.loss_scale`.
 
 
 class DynamicLossScaler(ParallelGradScaler):
@@ -204,3 +219,52 @@ class LossScaleRule:
         if state.clean_steps + 1 < self.growth_interval:
             return LossScaleState(state.scale, state.clean_steps + 1, state.overflows)
         return LossScaleState(min(state.scale * self.growth_factor, self.max_scale))
+
+
+# --- `ColossalAIPrecision` ------------------------------------------------------------------------
+# `ColossalAIPrecision`: mixed precision for the Trainer under the name that lightning-colossalai gave it.
+#
+# ``Trainer(precision="16-mixed")`` does the same on a GPU and is all that most need. On the CPU Lightning
+# makes that 'bf16-mixed' before a strategy sees it; this plugin stays what it is. The loss scale is the
+# strategy's.
+
+
+_DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+
+class ColossalAIPrecision:
+    """A precision plugin for the Trainer of the copy of Lightning that is in use, on CPU and GPU.
+
+    Args:
+        precision: ``"16-mixed"`` (16 is the same), or ``"bf16-mixed"``, which scales no loss.
+
+    Example:
+        >>> ColossalAIPrecision().precision
+        '16-mixed'
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> ColossalAIPrecision:
+        """An object of this class and of Lightning's own for mixed precision."""
+        made = _class_for(cls, trainer_tree())  # type: ignore[arg-type] # mypy on hashes
+        return cast("ColossalAIPrecision", object.__new__(made))
+
+    def __init__(self, precision: str | int = "16-mixed") -> None:
+        chosen = "16-mixed" if str(precision) == "16" else str(precision)
+        check_choice("precision", chosen, tuple(_DTYPES))
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        super().__init__(chosen, device)  # type: ignore[call-arg] # of Lightning's MixedPrecision
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Compute in 16 bits wherever the tensors are: with a GPU at hand, some train without it."""
+        with ExitStack() as stack:
+            for device in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]:
+                dtype = _DTYPES[self.precision]  # type: ignore[attr-defined] # of Lightning's
+                stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
+            yield
+
+
+@cache
+def _class_for(cls: type, root: str) -> type:
+    mixed = importlib.import_module(f"{root}.plugins.precision").MixedPrecision
+    return type(cls.__name__, (cls, mixed), {"__module__": cls.__module__, "__doc__": cls.__doc__})

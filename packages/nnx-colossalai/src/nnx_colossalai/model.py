@@ -1,42 +1,321 @@
 """One model that is laid out in chunks: its units, its plan, its engine and what steps it.
 
 It owns the order in which these are made and taken down, and how the plan changes between two steps. What the
-core asks of a strategy is `backend`'s; where things lie is decided in `placing`.
+core asks of a strategy is `backend`'s.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from nnx_checkpoint.collective import all_gather_object, control_group, is_distributed, together
 from nnx_checkpoint.state import repoint_optimizer
-from nnx_colossalai.chunks._torch_compat import makes_cuda_graphs
-from nnx_colossalai.chunks.chunk import ChunkEngine
+from nnx_colossalai._torch_compat import makes_cuda_graphs
+from nnx_colossalai.chunks.chunk import ChunkEngine, Unit
+from nnx_colossalai.chunks.units import FoundUnit, find_units
+from nnx_colossalai.device import HostDevice
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.errors import DeviceMemoryError
 from nnx_colossalai.optimizers.stepping import Stepper
 from nnx_colossalai.options import ColossalAIOptions
-from nnx_colossalai.placing import Placing
-from nnx_colossalai.plan.cost import Memory
-from nnx_colossalai.plan.model import widths
-from nnx_colossalai.plan.spec import Tier
-from nnx_core.backend import ParallelContext, Sample
-from nnx_core.errors import UnsupportedError
+from nnx_colossalai.plan.constraints import Wishes
+from nnx_colossalai.plan.cost import Memory, model_spec, optimizer_state, widths
+from nnx_colossalai.plan.document import PlanDocument, draw_timeline, plan_table, size_text
+from nnx_colossalai.plan.hardware import Rates, hardware
+from nnx_colossalai.plan.planner import Planned, downgrade, evaluate, plan, why_not_lower
+from nnx_colossalai.plan.probe import Probe, doubtful_units, left_with_the_root, probe
+from nnx_colossalai.plan.spec import Hardware, ModelSpec, Tier
+from nnx_core.backend import ParallelContext, Sample, first_call
+from nnx_core.errors import NnxError, UnsupportedError
 from nnx_core.hidden_state import held_state
 from nnx_core.layer_classes import as_classes
 
-__all__ = ["ChunkedModel", "Recomputing", "move_states"]
+__all__ = [
+    "ChunkedModel",
+    "refuse_cuda_graphs",
+    "wishes_of",
+]
 
 
+# --- where chunks lie -----------------------------------------------------------------------------
+# Where the chunks of one model lie: what is counted and measured for it, and the plan that all ranks share.
+#
+# It owns the way from options to a plan, and to the next one when optimizers or the device turn out
+# otherwise. It never moves anything; `ChunkedModel` does.
+
+
+T = TypeVar("T")
 log = logging.getLogger("nnx.colossalai")
+
+
+class Placing:
+    """The plan of one model, the same on all ranks. Collective.
+
+    Args:
+        module: The model.
+        sample: Yields example inputs; only called where device memory is limited, to count activations, or
+            where it must be seen which weights a module uses while it runs.
+        context: The place of this process in the world.
+        device: Whose memory is planned.
+        options: The strategy's.
+        before: The memory that models planned earlier take, at most; the budgets are what they leave.
+
+    Attributes:
+        found: The units whose parameters become chunks.
+        planned: The plan, which says where they lie.
+
+    Raises:
+        PlanError: No plan fits the budgets, or a stored one does not fit the model.
+        OptionError: Options contradict each other or the model.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sample: Sample,
+        *,
+        context: ParallelContext,
+        device: Device[Any],
+        options: ColossalAIOptions,
+        before: Sequence[Memory] = (),
+    ) -> None:
+        self._context, self._device, self._options = context, device, options
+        self._probe: Probe | None = None
+        self._noted: set[str] = set()
+        self.found = self._find(module, sample)
+        with together(control_group(), doing="reading the options"):
+            self._wishes = wishes_of(options, [unit.name for unit in self.found])
+        self._hardware, self._rates = self._measured()
+        self._hardware = self._left_by(before)
+        self.spec = self._counted(None)
+        self.planned = self._on_first_rank(self._first_plan, doing="planning")
+        self._report("planned")
+
+    def units(self) -> list[Unit]:
+        """The units with their tiers, for an engine."""
+        tiers = self.planned.placement.tiers
+        return [Unit(unit.name, unit.module, unit.parameters, tiers[unit.name]) for unit in self.found]
+
+    def table(self) -> str:
+        """The plan as text."""
+        return plan_table(self.spec, self._hardware, self.planned)
+
+    # --- what is there ------------------------------------------------------------------------
+
+    def _find(self, module: nn.Module, sample: Sample) -> tuple[FoundUnit, ...]:
+        """The units, the same on all ranks whatever each one's sample does. Collective."""
+        with together(control_group(), doing="finding chunks"):
+            least, most = self._bounds(module)
+            find = partial(
+                find_units, module, policy=self._options.auto_wrap_policy, min_numel=least, max_numel=most
+            )
+            found = find()
+            doubtful = doubtful_units(
+                module, found, policy=self._options.auto_wrap_policy, least=least, most=most
+            )
+            if doubtful or self._is_limited:
+                self._probe = self._look(found, module, sample)
+        left = self._on_first_rank(lambda: left_with_the_root(self._probe, doubtful), doing="finding chunks")
+        if not left:
+            return found
+        with together(control_group(), doing="finding chunks"):
+            found = find(leave=left)
+            self._probe = self._look(found, module, sample)
+        return found
+
+    def _bounds(self, module: nn.Module) -> tuple[int | None, int | None]:
+        """The smallest and the largest number of elements that a unit may have."""
+        options = self._options
+        least, most = options.min_num_params, options.chunk_size
+        if options.min_chunk_size is not None:
+            least = -(-options.min_chunk_size // widths(self._context.precision).working.itemsize)
+        if options.chunk_search_range is not None:
+            largest = max((parameter.numel() for parameter in module.parameters()), default=0)
+            most = max(least or 0, largest, 1) + options.chunk_search_range
+        return least, most
+
+    @property
+    def _is_limited(self) -> bool:
+        return not isinstance(self._device, HostDevice) or self._options.device_memory is not None
+
+    def _look(self, found: Sequence[FoundUnit], module: nn.Module, sample: Sample) -> Probe:
+        try:
+            call = first_call(module, sample)
+        except NnxError as error:
+            return Probe(note=str(error))
+        kinds = widths(self._context.precision)
+        return probe(
+            found,
+            call.module,
+            call.args,
+            call.kwargs,
+            device=self._device.torch_device,
+            working=kinds.working,
+            mixed=kinds.mixed,
+        )
+
+    def _measured(self) -> tuple[Hardware, Rates]:
+        """Budgets of all ranks, and rates, which do not matter where there is room for everything."""
+        return hardware(
+            self._device,
+            host_bytes=self._options.host_bytes,
+            local_world_size=self._context.local_world_size,
+            dtype=widths(self._context.precision).working,
+            group=dist.group.WORLD if is_distributed() else None,
+            rates=None if self._is_limited else Rates(),
+        )
+
+    def _left_by(self, before: Sequence[Memory]) -> Hardware:
+        """The budgets less what other models take; host memory that is measured tells by itself."""
+        device = sum(memory.device for memory in before)
+        host = sum(memory.host for memory in before) if self._options.host_bytes is not None else 0
+        if before and self._is_limited:
+            self._note(f"{size_text(device)} of device memory are planned for models set up before.")
+        return replace(
+            self._hardware,
+            device_bytes=max(self._hardware.device_bytes - device, 0),
+            host_bytes=max(self._hardware.host_bytes - host, 0),
+        )
+
+    def _counted(self, optimizers: Sequence[Optimizer] | None) -> ModelSpec:
+        return model_spec(
+            self.found,
+            world_size=self._context.world_size,
+            precision=self._context.precision,
+            optimizer=optimizers,
+            probe=self._probe,
+            flops=self._rates.flops,
+        )
+
+    # --- the plan -----------------------------------------------------------------------------
+
+    def _first_plan(self) -> Planned:
+        path = self._options.plan
+        if path is None:
+            return plan(self.spec, self._hardware, self._wishes)
+        placement = PlanDocument.load(path).placement(self.spec, path=path)
+        planned = evaluate(self.spec, self._hardware, placement, self._wishes)
+        if planned.memory.device > self._hardware.device_bytes:
+            log.warning(
+                "The plan %r is used although it needs %s on the device and %s are allowed.",
+                path,
+                size_text(planned.memory.device),
+                size_text(self._hardware.device_bytes),
+            )
+        return planned
+
+    def correct(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Plan anew with the size of the optimizers' state; whether chunks have to move. Collective."""
+        if self._is_limited:
+            for optimizer in optimizers:
+                self._note(optimizer_state(optimizer).note)
+        # Only the state's size is news: the plain parameters that were counted may be empty by now.
+        spec = replace(self.spec, optimizer_bytes=self._counted(optimizers).optimizer_bytes)
+        if spec == self.spec or self._options.plan is not None:
+            return False
+        self.spec, before = spec, self.planned
+        self.planned = self._on_first_rank(lambda: plan(spec, self._hardware, self._wishes), doing="planning")
+        if self.planned.placement == before.placement:
+            return False
+        self._report("planned again for the optimizer's state")
+        return True
+
+    def lower(self, missing: int, *, rather: int = 0) -> None:
+        """Choose the next plan with less device memory. Collective.
+
+        Args:
+            missing: Bytes by which the peak is to be lower at least.
+            rather: Bytes by which it is to be lower if there is such a plan, else half as many, and so on.
+
+        Raises:
+            PlanError: There is none; the message says why.
+        """
+        known = self.planned, self.spec, self._hardware, self._wishes
+
+        def next_plan() -> Planned:
+            wanted = max(missing, rather)
+            while (found := downgrade(*known, missing=wanted)) is None:
+                if wanted <= max(1, missing):
+                    raise why_not_lower(*known, missing=wanted)
+                wanted = max(missing, wanted // 2)
+            return found
+
+        self.planned = self._on_first_rank(next_plan, doing="planning after the device ran out of memory")
+
+    def _on_first_rank(self, make: Callable[[], T], *, doing: str) -> T:
+        """What rank 0 makes, on every rank; so is its error. Collective."""
+        made: T | None = None
+        group = control_group()
+        with together(group, doing=doing):
+            made = make() if self._context.rank == 0 else None
+        first: T | None = all_gather_object(made, group)[0]
+        assert first is not None
+        return first
+
+    def _report(self, what: str) -> None:
+        """Show the plan and write the files that were asked for. Collective."""
+        with together(control_group(), doing="writing the plan"):
+            if self._context.rank == 0:
+                count = len(self.found)
+                log.info("%s %s %s:\n%s", count, "chunk" if count == 1 else "chunks", what, self.table())
+                self._note("" if self._probe is None else self._probe.note)
+                self._write()
+
+    def _note(self, note: str) -> None:
+        """Say once what the plan could not count."""
+        if note and self._context.rank == 0 and note not in self._noted:
+            self._noted.add(note)
+            log.info("The plan: %s", note)
+
+    def _write(self) -> None:
+        options = self._options
+        if options.plan_file is not None:
+            PlanDocument.of(self.spec, self._hardware, self.planned).save(options.plan_file)
+        if options.timeline_file is not None:
+            draw_timeline(self.planned.memory, self._hardware, options.timeline_file)
+
+
+def wishes_of(options: ColossalAIOptions, names: Iterable[str]) -> Wishes:
+    """What the options ask of a plan, with patterns of names spelled out.
+
+    Raises:
+        OptionError: Two of them contradict each other, or one names no chunk.
+
+    Example:
+        >>> wishes_of(ColossalAIOptions(tiers={"blocks.*": "streamed"}), ["blocks.0", ""]).tiers
+        {'blocks.0': <Tier.STREAMED: 'streamed'>}
+    """
+    names = list(names)
+    tiers: dict[str, Tier] = {}
+    for pattern, tier in (options.tiers or {}).items():
+        matching = [name for name in names if name == pattern or (pattern and fnmatchcase(name, pattern))]
+        tiers.update(dict.fromkeys(matching or [pattern], Tier(tier)))
+    policy = options.placement_policy
+    if not options.enable_distributed_storage:
+        policy = Tier.GATHERED.value
+    return Wishes(
+        policy=policy,
+        offload_fraction=options.offload_fraction,
+        stream_fraction=options.stream_fraction,
+        gpu_margin_ratio=options.gpu_margin_mem_ratio,
+        tiers=tiers,
+        overlapped=options.overlap == "exact",
+    )
+
+
+# --- the model in chunks --------------------------------------------------------------------------
 
 
 class ChunkedModel:

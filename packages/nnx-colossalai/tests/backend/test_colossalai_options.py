@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from nnx_colossalai.model import wishes_of
 from nnx_colossalai.options import ColossalAIOptions, bytes_of
-from nnx_colossalai.placing import wishes_of
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.errors import OptionError
 

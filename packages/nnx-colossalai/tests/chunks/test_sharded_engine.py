@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from jobs import colossalai_sharded_jobs as jobs
-from nnx_colossalai.chunks._torch_compat import Gathered
+from nnx_colossalai._torch_compat import Gathered
 from nnx_colossalai.chunks.sharded import ShardedChunk
 from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.plan.spec import Tier

@@ -12,8 +12,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 import nnx
-from nnx_colossalai.loss_scale import DynamicLossScaler
-from nnx_colossalai.precision import ColossalAIPrecision
+from nnx_colossalai.loss_scale import ColossalAIPrecision, DynamicLossScaler
 from nnx_core.errors import OptionError
 
 RULE = {"initial_scale": 2.0**6, "growth_interval": 3, "hysteresis": 2, "min_scale": 2.0, "max_scale": 2.0**9}

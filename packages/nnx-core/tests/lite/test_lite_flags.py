@@ -334,7 +334,7 @@ def test_precision_plugins_of_trainer_and_of_the_other_copy_become_fabrics(space
 
 
 @pytest.mark.parametrize(
-    "name", ["nnx_nnscaler.strategy:NnScalerPrecision", "nnx_colossalai.precision:ColossalAIPrecision"]
+    "name", ["nnx_nnscaler.strategy:NnScalerPrecision", "nnx_colossalai.loss_scale:ColossalAIPrecision"]
 )
 def test_precision_plugins_of_nnx_become_fabrics(name: str) -> None:
     module, _, cls = name.partition(":")

@@ -20,8 +20,7 @@ from nnx_core.errors import UnsupportedError
 from nnx_core.forwarding import forward_as
 from nnx_core.gradients import Gradient
 from nnx_core.materialize import broadcast_module, materialize, move_to
-from nnx_deepspeed._deepspeed_compat import join_world, put_back_globals
-from nnx_deepspeed._deepspeed_operators import prepare_operators
+from nnx_deepspeed._deepspeed_compat import join_world, prepare_operators, put_back_globals
 from nnx_deepspeed.config import make_config
 from nnx_deepspeed.engine import ZeroEngine
 from nnx_deepspeed.options import DeepSpeedOptions

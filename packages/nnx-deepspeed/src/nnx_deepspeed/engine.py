@@ -44,14 +44,16 @@ from nnx_deepspeed._deepspeed_compat import (
     weights_and_masters,
 )
 from nnx_deepspeed.agreement import Agreement
-from nnx_deepspeed.config import with_fitting_buckets
-from nnx_deepspeed.frozen import FrozenValues, follow, were_written
-from nnx_deepspeed.partitioned import PartitionedParameter
-from nnx_deepspeed.partitions import Partitions
-from nnx_deepspeed.refusals import FixedModel, refuse_other_dtypes, refuse_sparse, refuse_unfit
-from nnx_deepspeed.shadow import copy_hyperparameters, shadow_of
-from nnx_deepspeed.unused import UnusedParameters
-from nnx_deepspeed.whole_gradients import WholeGradients
+from nnx_deepspeed.config import (
+    FixedModel,
+    refuse_other_dtypes,
+    refuse_sparse,
+    refuse_unfit,
+    with_fitting_buckets,
+)
+from nnx_deepspeed.partitioned import PartitionedParameter, WholeGradients
+from nnx_deepspeed.partitions import FrozenValues, Partitions, follow, were_written
+from nnx_deepspeed.unused import UnusedParameters, copy_hyperparameters, shadow_of
 
 __all__ = ["ZeroEngine"]
 

@@ -22,7 +22,7 @@ from nnx_core.errors import UnsupportedError
 from nnx_core.tensor_functions import is_elementwise_in_place
 from nnx_core.watch import refuse_unequal_gradient
 from nnx_core.whole import Guard, HeldByTensor, Part, Seen, Source, guard, local_mode, unguard
-from nnx_fsdp._units_compat import HeldParameter
+from nnx_fsdp._torch_compat import HeldParameter
 
 __all__ = ["ParameterPart", "ShardedPart", "gather"]
 

@@ -32,7 +32,7 @@ from nnx_core.whole import (
     show_whole,
     unguard,
 )
-from nnx_fsdp._units_compat import Unit, is_in_transform, units_of
+from nnx_fsdp._torch_compat import Unit, is_in_transform, units_of
 from nnx_fsdp.parts import ParameterPart, ShardedPart, gather
 
 

@@ -1,7 +1,7 @@
 """Chunks at world size 1: the user's own parameters over flat buffers, and copies beside computing.
 
-`LocalEngine` lays a module out, hooks its modules, and takes everything down again. What happens in a step is
-`local_step`'s, what a chunk does `local_chunk`'s.
+`LocalEngine` lays a module out, hooks its modules, and takes everything down again. What a chunk does is
+`local_chunk`'s, how gradients get to the masters `local_gradients`'.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from nnx_checkpoint.shard import Shard, shard_of
-from nnx_colossalai.chunks._torch_compat import (
+from nnx_colossalai._torch_compat import (
     NO_BACKWARD,
     Silenced,
     accumulator_of,
@@ -36,8 +36,7 @@ from nnx_colossalai.chunks.chunk import (
     tensors_with_gradient,
 )
 from nnx_colossalai.chunks.local_chunk import LocalChunk
-from nnx_colossalai.chunks.local_gradients import Gradients, Slot, is_chunkable, segments_of
-from nnx_colossalai.chunks.local_listening import Listener
+from nnx_colossalai.chunks.local_gradients import Gradients, Listener, Slot, is_chunkable, segments_of
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext

@@ -3,7 +3,7 @@
 The user's parameter objects stay; their ``data`` is a view of the masters' buffer between steps and of the
 working buffer in a step. Where the masters can compute (on the device, in the same dtype) they are the
 working weights, and nothing here ever runs. What must be waited for before a use (a step in the background,
-new working weights, weights that lie in host memory) is done by the guard of `pending`, or by the chunk's own
+new working weights, weights that lie in host memory) is done by the guard of `chunk`, or by the chunk's own
 module a moment earlier, whichever comes first.
 """
 

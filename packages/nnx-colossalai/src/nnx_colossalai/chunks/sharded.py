@@ -5,8 +5,7 @@ reduces gradients in float32 under a mixed precision: sum over the ranks, divide
 what is there. On the device FSDP2 gathers from the masters; in host memory from a copy in the working
 dtype, which lies on the device (offloaded) or beside the masters (streamed).
 
-This module owns the engine. FSDP2's units are `nnx_fsdp.backend`'s, memory is `sharded_parts`', waiting
-`sharded_chunk`'s.
+This module owns the engine. FSDP2's units are `nnx_fsdp.backend`'s.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing_extensions import override
 
 from nnx_checkpoint.collective import all_gather_object, control_group, together
 from nnx_checkpoint.shard import Shard, shard_of
-from nnx_colossalai.chunks._torch_compat import (
+from nnx_colossalai._torch_compat import (
     Gathered,
     ShardedParameter,
     WaitingDTensor,

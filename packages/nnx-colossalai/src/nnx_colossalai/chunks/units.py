@@ -14,8 +14,7 @@ from typing import NamedTuple
 from torch import nn
 
 from nnx_core.errors import OptionError
-from nnx_fsdp.choices import called_by_choice
-from nnx_fsdp.units import DEFAULT_MIN_NUM_PARAMS, choose_units
+from nnx_fsdp.units import DEFAULT_MIN_NUM_PARAMS, called_by_choice, choose_units
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _DIVISIBLE = (*_LISTS, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from nnx_colossalai._torch_compat import has_hooks_that_see_the_result, shadow_of, without_guards
 from nnx_colossalai.chunks.chunk import Chunk, guard, unguard
-from nnx_colossalai.optimizers._torch_compat import has_hooks_that_see_the_result, shadow_of, without_guards
 from nnx_colossalai.optimizers.kernels import (
     DeepSpeedAdam,
     groups_for_step,

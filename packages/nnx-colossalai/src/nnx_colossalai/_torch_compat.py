@@ -1,24 +1,105 @@
-"""Every private name of torch's FSDP2 and DTensor that chunks above world size 1 use.
-
-Checked against torch 2.11 and 2.13. FSDP2 gathers a parameter from one tensor and steps another view of the
-same memory; chunks need the two apart (16-bit weights here, float32 masters there), which no public option
-allows. It also has no public way to learn that a unit is about to be gathered for its backward.
-"""
+"""Every private name of torch that this package uses. Checked against torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as base
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from nnx_core._fsdp_compat import begin_anew, param_groups, state_of, states_of
+
+__all__ = [
+    "NO_BACKWARD",
+    "FakeTensorMode",
+    "Gathered",
+    "ShardedParameter",
+    "Silenced",
+    "TorchDispatchMode",
+    "WaitingDTensor",
+    "accumulator_of",
+    "call_at_end",
+    "collectives_issued",
+    "current_backward",
+    "flops_of",
+    "gathered_together",
+    "has_hooks_that_see_the_result",
+    "has_memory_alone",
+    "is_under_way",
+    "make_last",
+    "makes_cuda_graphs",
+    "recover",
+    "shadow_of",
+    "tree_leaves",
+    "tree_map",
+    "when_backward_has_ended",
+    "will_run",
+    "without_guards",
+]
+
+
+# --- models on tensors without memory -------------------------------------------------------------
+# Running a model on tensors without memory has no public entry point but ``torch.export``, which does not
+# say what a backward keeps.
+
+
+def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Floating point operations of one call; 0 for operators that are not matrix products of some kind."""
+    count = flop_registry.get(operator._overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=result))
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+# What torch's optimizers call themselves.
+
+
+def has_hooks_that_see_the_result(optimizer: Optimizer) -> bool:
+    """Whether something runs after the step, or around every optimizer's step."""
+    after = optimizer._optimizer_step_post_hooks
+    return bool(after or base._global_optimizer_post_hooks or base._global_optimizer_pre_hooks)
+
+
+def shadow_of(
+    optimizer: Optimizer, groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]
+) -> Optimizer:
+    """An optimizer of the same class and settings over other tensors, without the user's hooks."""
+    shadow = object.__new__(type(optimizer))
+    vars(shadow).update(vars(optimizer))
+    vars(shadow).pop("step", None)  # which schedulers and the core have replaced on the object
+    vars(shadow).update(
+        param_groups=groups,
+        state=defaultdict(dict, state),
+        _optimizer_step_pre_hooks=OrderedDict(),
+        _optimizer_step_post_hooks=OrderedDict(),
+    )
+    return shadow
+
+
+@contextmanager
+def without_guards() -> Iterator[None]:
+    """Within it, parameters whose step is pending are taken as they are, without waiting."""
+    with torch._C.DisableTorchFunctionSubclass():
+        yield
+
+
+# --- FSDP2 and DTensor ----------------------------------------------------------------------------
+# FSDP2 gathers a parameter from one tensor and steps another view of the same memory; chunks need the two
+# apart (16-bit weights here, float32 masters there), which no public option allows. It also has no public
+# way to learn that a unit is about to be gathered for its backward.
 
 
 class ShardedParameter:
