@@ -18,13 +18,6 @@ from nnx_core.gradients import ParallelGradScaler
 from nnx_core.lightning.namespaces import trainer_tree
 from nnx_core.options import check_choice
 
-__all__ = [
-    "ColossalAIPrecision",
-    "DynamicLossScaler",
-    "LossScaleRule",
-]
-
-
 # --- the loss scale -------------------------------------------------------------------------------
 # The dynamic loss scale of '16-mixed', with hysteresis, that all ranks agree on and checkpoints keep.
 #

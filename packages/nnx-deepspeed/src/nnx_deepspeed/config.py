@@ -17,16 +17,6 @@ from nnx_core.errors import OptionError, UnsupportedError
 from nnx_deepspeed._deepspeed_compat import is_tested_optimizer
 from nnx_deepspeed.options import DeepSpeedOptions
 
-__all__ = [
-    "FixedModel",
-    "make_config",
-    "refuse_other_dtypes",
-    "refuse_sparse",
-    "refuse_unfit",
-    "with_fitting_buckets",
-]
-
-
 # --- refusals -------------------------------------------------------------------------------------
 # What DeepSpeed cannot train is refused here, before an engine is made: it would fail later, or be wrong.
 #

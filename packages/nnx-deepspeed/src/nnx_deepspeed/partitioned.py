@@ -15,12 +15,6 @@ from torch import Tensor, nn
 from nnx_deepspeed._deepspeed_compat import gather_for_user, is_cut
 from nnx_deepspeed.partitions import Partitions
 
-__all__ = [
-    "PartitionedParameter",
-    "WholeGradients",
-]
-
-
 # --- parameters of stage 3 ------------------------------------------------------------------------
 # Parameters of stage 3 as user code sees them: whole, from the first touch on.
 #

@@ -32,14 +32,6 @@ from nnx_deepspeed._deepspeed_compat import (
     trainable_groups,
 )
 
-__all__ = [
-    "FrozenValues",
-    "Partitions",
-    "follow",
-    "were_written",
-]
-
-
 # --- parameters that do not train -----------------------------------------------------------------
 # Parameters that do not train, as exact as they were before DeepSpeed rounded them to 16 bits.
 #

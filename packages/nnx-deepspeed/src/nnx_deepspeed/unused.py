@@ -21,14 +21,6 @@ from nnx_core.errors import UnsupportedError
 from nnx_deepspeed._deepspeed_compat import counts_by_number
 from nnx_deepspeed.partitions import Partitions
 
-__all__ = [
-    "UnusedParameters",
-    "allows_gaps",
-    "copy_hyperparameters",
-    "shadow_of",
-]
-
-
 # --- the optimizer that DeepSpeed steps -----------------------------------------------------------
 # The optimizer that DeepSpeed steps: the user's own, over flat partitions, in an object of its own.
 #

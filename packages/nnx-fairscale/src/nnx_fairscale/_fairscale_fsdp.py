@@ -27,7 +27,7 @@ from nnx_core.errors import UnsupportedError
 from nnx_core.used import CollectiveOrder, used_anywhere
 from nnx_core.whole import local_mode
 from nnx_fairscale._fairscale_compat import STREAMS, NullStream
-from nnx_fairscale.weights import Piece, cut
+from nnx_fairscale.pieces import Piece, cut
 
 _MARK = "_is_sharded"
 _OURS = frozenset({_MARK, "_part"})

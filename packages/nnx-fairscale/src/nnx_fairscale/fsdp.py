@@ -35,8 +35,9 @@ from nnx_core.whole import local_mode
 from nnx_fairscale._fairscale_compat import HostShim, NullStream
 from nnx_fairscale._fairscale_fsdp import Unit, is_taken, leave_out
 from nnx_fairscale.options import FairscaleFSDPOptions
+from nnx_fairscale.pieces import Piece
 from nnx_fairscale.reducer import GradientReducer
-from nnx_fairscale.weights import Piece, Weights
+from nnx_fairscale.weights import Weights
 
 __all__ = [
     "FairscaleFSDPBackend",

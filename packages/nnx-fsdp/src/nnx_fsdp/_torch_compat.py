@@ -22,26 +22,6 @@ from nnx_core.errors import UnsupportedError
 from nnx_core.watch import refuse_unequal_gradient
 from nnx_core.whole import local_mode
 
-__all__ = [
-    "GatheredParameter",
-    "HeldParameter",
-    "ParameterGroup",
-    "Unit",
-    "at_end_of_backward",
-    "before_part",
-    "can_be_sharded",
-    "finish_after_backward",
-    "groups_of",
-    "is_in_transform",
-    "name_as_before",
-    "prepare_root",
-    "recover",
-    "remove_fully_shard",
-    "units_of",
-    "when_backward_ends",
-]
-
-
 # --- gathered units -------------------------------------------------------------------------------
 # FSDP2 puts its own parameter objects under fixed names, writes nothing back from what it has gathered, and
 # frees it after any backward; no public option changes this.

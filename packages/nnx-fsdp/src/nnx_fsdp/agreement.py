@@ -34,14 +34,6 @@ from nnx_fsdp._torch_compat import (
     when_backward_ends,
 )
 
-__all__ = [
-    "REMEDY",
-    "ReplicatedParameters",
-    "StepAgreement",
-    "unshardable",
-]
-
-
 # --- gradients of what FSDP2 cannot shard ---------------------------------------------------------
 # Gradients of the few parameters that FSDP2 cannot shard: averaged over all ranks, like DDP does.
 #

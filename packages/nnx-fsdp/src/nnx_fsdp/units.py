@@ -37,15 +37,6 @@ from torch import nn
 from nnx_core.errors import OptionError
 from nnx_core.layer_classes import as_classes
 
-__all__ = [
-    "DEFAULT_MIN_NUM_PARAMS",
-    "UnitChoice",
-    "called_by_choice",
-    "choose_units",
-    "tied_across",
-]
-
-
 # --- modules that a forward chooses between -------------------------------------------------------
 
 

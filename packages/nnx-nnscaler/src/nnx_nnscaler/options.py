@@ -11,13 +11,6 @@ from typing import Any
 from nnx_core.errors import OptionError
 from nnx_core.options import check_choice, check_options, option
 
-__all__ = [
-    "ComputeConfig",
-    "NnScalerOptions",
-    "compute_config_from",
-]
-
-
 # --- `ComputeConfig` ------------------------------------------------------------------------------
 # `ComputeConfig`: the fields by which Microsoft's nnScaler describes what a model is compiled for.
 #

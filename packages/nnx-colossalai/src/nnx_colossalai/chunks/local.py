@@ -36,7 +36,8 @@ from nnx_colossalai.chunks.chunk import (
     tensors_with_gradient,
 )
 from nnx_colossalai.chunks.local_chunk import LocalChunk
-from nnx_colossalai.chunks.local_gradients import Gradients, Listener, Slot, is_chunkable, segments_of
+from nnx_colossalai.chunks.local_gradients import Gradients, Slot, is_chunkable, segments_of
+from nnx_colossalai.chunks.local_listening import Listener
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext

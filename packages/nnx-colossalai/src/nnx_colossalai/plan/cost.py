@@ -23,19 +23,6 @@ from nnx_colossalai.plan.probe import Probe
 from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Placement, Tier
 from nnx_core.errors import OptionError
 
-__all__ = [
-    "Memory",
-    "MemoryModel",
-    "Moment",
-    "buffer_bytes",
-    "footprint",
-    "memory",
-    "model_spec",
-    "optimizer_state",
-    "widths",
-]
-
-
 # --- memory of a placement ------------------------------------------------------------------------
 
 

@@ -19,22 +19,6 @@ from nnx_nnscaler.placement import P, Placement, R
 from nnx_nnscaler.plan.program_plan import Strategy, Use, conversion
 from nnx_nnscaler.rules.rule import outputs_of
 
-__all__ = [
-    "ALIASES",
-    "NOTHING",
-    "CostModel",
-    "Local",
-    "Price",
-    "Prices",
-    "Saved",
-    "Stored",
-    "base_name",
-    "extra_work",
-    "saved_by",
-    "work_of",
-]
-
-
 # --- what operators do ----------------------------------------------------------------------------
 # What single operators do: operations, bytes, and what autograd keeps of them until the backward pass.
 #

@@ -18,15 +18,6 @@ from nnx_nnscaler.plan.program_plan import Prediction, ProgramPlan, Strategy
 from nnx_nnscaler.plan.solver import Program
 from nnx_nnscaler.rules.rule import outputs_of, replicate
 
-__all__ = [
-    "POLICIES",
-    "assignment_of",
-    "plan_program",
-    "register_policy",
-    "rules_for",
-]
-
-
 # --- policies -------------------------------------------------------------------------------------
 # The built-in policies, each a function that narrows what may be chosen, and the register for further ones.
 #

@@ -14,33 +14,6 @@ from nnx_nnscaler.ir import Argument, Code, Dim, Graph, Op, Ref, Size, TensorMet
 from nnx_nnscaler.placement import P, Placement, R, S
 from nnx_nnscaler.plan.program_plan import Strategy
 
-__all__ = [
-    "MOST_GROUPS",
-    "Call",
-    "Labels",
-    "Rule",
-    "Writer",
-    "aligned",
-    "argument_of",
-    "bound",
-    "dim_labels",
-    "grouped_cuts",
-    "groups_at",
-    "input_values",
-    "is_floating",
-    "label_strategies",
-    "operator_of",
-    "output_values",
-    "outputs_of",
-    "partial_strategy",
-    "placement_of",
-    "replicate",
-    "spread_groups",
-    "targets",
-    "with_code",
-]
-
-
 # --- the form of a rule ---------------------------------------------------------------------------
 # The form of a rule: how one kind of operator can run on the ranks of a unit.
 

@@ -22,7 +22,6 @@ __all__ = [
     "run_as_ranks",
 ]
 
-
 # --- collectives, without autograd ----------------------------------------------------------------
 # The collectives of one plan unit, without autograd: what every program's communication comes down to.
 #

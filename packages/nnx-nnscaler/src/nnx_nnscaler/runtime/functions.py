@@ -12,12 +12,6 @@ from torch.autograd.function import once_differentiable
 
 from nnx_nnscaler.runtime.collectives import Communicator, Conversions
 
-__all__ = [
-    "Functions",
-    "Runtime",
-]
-
-
 # --- operators on parts ---------------------------------------------------------------------------
 # Operators as emitted programs call them where the plain operator would be wrong on a rank's part.
 #

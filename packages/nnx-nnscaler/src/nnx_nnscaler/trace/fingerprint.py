@@ -18,12 +18,6 @@ from torch.utils import _pytree as pytree
 
 from nnx_nnscaler.trace.structure import is_constant
 
-__all__ = [
-    "fingerprint",
-    "read_by_forward",
-]
-
-
 # --- fingerprints ---------------------------------------------------------------------------------
 # A short text that is equal exactly when a trace would be: over code, structure and shapes, not values.
 #

@@ -23,25 +23,6 @@ from torch.utils import _pytree as pytree
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.ir import Make
 
-__all__ = [
-    "BatchDims",
-    "Blame",
-    "GraphFormatError",
-    "Inputs",
-    "Names",
-    "Refusal",
-    "Slot",
-    "TraceError",
-    "blame",
-    "flatten_inputs",
-    "is_constant",
-    "map_slots",
-    "put_together",
-    "source_of",
-    "take_apart",
-]
-
-
 # --- inputs ---------------------------------------------------------------------------------------
 # The forward's inputs as leaves: their names, which dims are the batch, and samples of other batch sizes.
 #

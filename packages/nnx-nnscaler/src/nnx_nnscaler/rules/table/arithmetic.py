@@ -24,7 +24,6 @@ from nnx_nnscaler.rules.rule import (
 
 __all__ = ["RULES"]
 
-
 # --- element by element, with broadcasting --------------------------------------------------------
 # Operators that compute every element by itself, with broadcasting.
 

@@ -21,7 +21,6 @@ from nnx_nnscaler.rules.rule import (
 
 __all__ = ["RULES"]
 
-
 # --- matrix products ------------------------------------------------------------------------------
 # Cut by rows, columns and batch dims, or along the dim that is summed.
 

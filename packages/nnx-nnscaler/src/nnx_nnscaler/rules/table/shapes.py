@@ -29,7 +29,6 @@ from nnx_nnscaler.rules.rule import (
 
 __all__ = ["RULES"]
 
-
 # --- elements in their order, in another shape ----------------------------------------------------
 # Operators that keep all elements in their order and only give them another shape.
 
