@@ -16,7 +16,7 @@ from jobs.lightning_jobs import OPTIONS, collectives, full
 from jobs.resume_jobs import Seen
 from jobs.training import GLOBAL_BATCH, Block, Net, Run, dataset, digest_of, loader, make_trainer
 from nnx_conformance import Subject
-from nnx_conformance import fabric_jobs as conformance
+from nnx_conformance import training as conformance
 from nnx_fsdp.backend import FSDPBackend
 
 

@@ -24,7 +24,7 @@ from nnx_checkpoint.shard import shard_of
 from nnx_core.backend import Backend, Sample
 from nnx_core.errors import CheckpointError, UnsupportedError
 from nnx_core.gradients import clip_gradients_by_norm, gradients_of, unscale_gradients
-from nnx_core.materialize import broadcast_module
+from nnx_core.modules import broadcast_module
 
 CPU = torch.device("cpu")
 SHAPES = {"plain": (5, 4), "rows": (3, 4), "columns": (2, 7), "whole": (6,), "hybrid": (5, 3), "scalar": ()}

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from nnx_core.errors import OptionError
-from nnx_core.layer_classes import as_classes
+from nnx_core.modules import as_classes
 from nnx_fsdp.units import choose_units, tied_across
 
 

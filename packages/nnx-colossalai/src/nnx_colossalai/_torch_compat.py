@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from nnx_core._fsdp_compat import begin_anew, param_groups, state_of, states_of
+from nnx_core._torch_compat import begin_anew, param_groups, state_of, states_of
 
 __all__ = [
     "NO_BACKWARD",

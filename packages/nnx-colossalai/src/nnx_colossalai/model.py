@@ -40,7 +40,7 @@ from nnx_colossalai.plan.spec import Hardware, ModelSpec, Tier
 from nnx_core.backend import ParallelContext, Sample, first_call
 from nnx_core.errors import NnxError, UnsupportedError
 from nnx_core.hidden_state import held_state
-from nnx_core.layer_classes import as_classes
+from nnx_core.modules import as_classes
 
 __all__ = [
     "ChunkedModel",

@@ -1,23 +1,32 @@
-"""What the ranks do: build a Trainer for the strategy under test and run a task with it.
+"""What the ranks do: run a task with a Trainer for the strategy under test, or with Fabric.
 
 Runs in the workers. Checks compose their own jobs from `make_trainer` and `fit`.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import mse_loss
 
 from nnx_checkpoint.collective import control_group, is_distributed
 from nnx_conformance.subject import Subject
-from nnx_conformance.task import Outcome, Plain, Task
+from nnx_conformance.task import BLOCKS, FEATURES, GLOBAL_BATCH, WIDTH, Block, Outcome, Plain, Task, dataset
+
+# --- Trainer --------------------------------------------------------------------------------------
+# What the ranks do: build a Trainer for the strategy under test and run a task with it.
+#
+# Runs in the workers. Checks compose their own jobs from `make_trainer` and `fit`.
+
 
 # --- training -------------------------------------------------------------------------------------
 
@@ -117,3 +126,146 @@ def mean_over_ranks(value: float) -> float:
         dist.all_reduce(total, group=control_group())
         total /= dist.get_world_size()
     return total.item()
+
+
+# --- Fabric ---------------------------------------------------------------------------------------
+# What the ranks do with Fabric: a hand-written loop over the suite's model and data.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """What the loop does; two equal loops give equal losses.
+
+    Attributes:
+        steps: Optimizer steps.
+        accumulate: Batches for each, all but the last under ``no_backward_sync``.
+        clip_norm: Largest norm of the gradients.
+        clip_value: Largest element of the gradients.
+        precision: The precision of Fabric.
+    """
+
+    steps: int = 4
+    accumulate: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    precision: str = "32-true"
+
+
+@dataclass
+class Seen:
+    """What a loop reports.
+
+    Attributes:
+        losses: Mean over all ranks of every batch.
+        norms: The norms that clipping by norm returned.
+        output_dtype: The dtype of the last batch's hidden activations.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    output_dtype: torch.dtype | None = None
+
+
+class Net(nn.Module):
+    """The layers of the suite's plain model, without Lightning."""
+
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Linear(FEATURES, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, FEATURES)
+        self.dummy_forward_args = {"x": torch.zeros(2, FEATURES)}
+        self.hidden_dtype: torch.dtype | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, FEATURES]`` to the same shape."""
+        hidden = self.embed(x)
+        self.hidden_dtype = hidden.dtype
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+def train(subject: Subject, loop: Loop, namespace: str = "lightning.fabric") -> Seen:
+    """Train from the start.
+
+    Args:
+        subject: The strategy.
+        loop: The loop to run.
+        namespace: The copy of Lightning whose Fabric is used.
+    """
+    fabric = _fabric(subject, loop, namespace)
+    module = Net()
+    model, optimizer = fabric.setup(module, _optimizer(module))
+    seen = _steps(fabric, model, optimizer, loop, range(loop.steps))
+    seen.output_dtype = module.hidden_dtype
+    return seen
+
+
+def interrupted(subject: Subject, loop: Loop, path: str) -> Seen:
+    """Train half of the steps, save, and do the rest with new objects that load it."""
+    half = loop.steps // 2
+    fabric = _fabric(subject, loop)
+    module = Net()
+    model, optimizer = fabric.setup(module, _optimizer(module))
+    first = _steps(fabric, model, optimizer, loop, range(half))
+    fabric.save(path, {"model": model, "optimizer": optimizer, "step": half})
+    fabric.barrier()
+
+    fabric = _fabric(subject, loop)
+    module = Net(seed=99)
+    model, optimizer = fabric.setup(module, _optimizer(module))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    fabric.load(path, state)
+    second = _steps(fabric, model, optimizer, loop, range(state["step"], loop.steps))
+    return Seen(first.losses + second.losses, first.norms + second.norms)
+
+
+def _fabric(subject: Subject, loop: Loop, namespace: str = "lightning.fabric") -> Any:
+    fabric = importlib.import_module(namespace).Fabric(
+        strategy=subject.flag(namespace),
+        accelerator=subject.accelerator,
+        devices=world_size(),
+        precision=loop.precision,
+    )
+    fabric.launch()
+    return fabric
+
+
+def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
+
+
+def _steps(fabric: Any, model: Any, optimizer: Any, loop: Loop, steps: range) -> Seen:
+    seen = Seen([], [])
+    for step in steps:
+        for part in range(loop.accumulate):
+            is_last = part == loop.accumulate - 1
+            with fabric.no_backward_sync(model, enabled=not is_last):
+                inputs, targets = _batch(fabric, step * loop.accumulate + part)
+                loss = mse_loss(model(inputs), targets)
+                fabric.backward(loss / loop.accumulate)
+            seen.losses.append(_mean(fabric, loss))
+        if loop.clip_norm is not None:
+            seen.norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=loop.clip_norm)))
+        if loop.clip_value is not None:
+            fabric.clip_gradients(model, optimizer, clip_val=loop.clip_value)
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def _batch(fabric: Any, index: int) -> tuple[Tensor, Tensor]:
+    """This rank's share of a global batch, as the strategy says."""
+    alone = {"num_replicas": 1, "rank": 0}
+    share = getattr(fabric.strategy, "distributed_sampler_kwargs", None) or alone
+    size = GLOBAL_BATCH // share["num_replicas"]
+    start = index * GLOBAL_BATCH + share["rank"] * size
+    inputs, targets = dataset(Task()).tensors
+    where = slice(start, start + size)
+    return fabric.to_device(inputs[where]), fabric.to_device(targets[where])
+
+
+def _mean(fabric: Any, loss: Tensor) -> float:
+    return float(fabric.all_reduce(loss.detach().double(), reduce_op="mean"))

@@ -7,7 +7,7 @@ Old scripts change one line: ``from pytorch_lightning.lite import LightningLite`
 from __future__ import annotations
 
 from nnx_core.lightning.lite.facade import Lite
-from nnx_core.lightning.lite.tree import fabric_module
+from nnx_core.lightning.namespaces import fabric_module
 
 DeepSpeedPlugin = fabric_module("strategies").DeepSpeedStrategy
 

@@ -27,7 +27,7 @@ from jobs.lightning_jobs import OPTIONS
 from jobs.resume_jobs import run_cell
 from jobs.training import Run
 from nnx_conformance import Subject
-from nnx_conformance import fabric_jobs as conformance
+from nnx_conformance import training as conformance
 from nnx_conformance.pool import WorkerPool
 from nnx_conformance.subject import REFERENCE
 

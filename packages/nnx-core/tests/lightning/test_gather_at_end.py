@@ -17,7 +17,7 @@ import nnx
 from jobs.training import Net, Run, digest_of, make_trainer
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import NnxError
-from nnx_core.materialize import move_states
+from nnx_core.modules import move_states
 
 STRATEGIES = ["fsdp_auto", "nnx_deepspeed_3", "nnscaler_zero", "colossalai", "tiny", "fairscale_fsdp"]
 

@@ -17,9 +17,8 @@ from nnx_checkpoint.shard import Shard, shard_of
 from nnx_checkpoint.state import ModelState, OptimizerState, parameter_names
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import UnsupportedError
-from nnx_core.forwarding import forward_as
 from nnx_core.gradients import Gradient
-from nnx_core.materialize import broadcast_module, materialize, move_to
+from nnx_core.modules import broadcast_module, forward_as, materialize, move_to
 from nnx_deepspeed._deepspeed_compat import join_world, prepare_operators, put_back_globals
 from nnx_deepspeed.config import make_config
 from nnx_deepspeed.engine import ZeroEngine

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.hidden_state import HiddenState
-from nnx_core.materialize import lay_in_order, move_buffers_to, with_strides
+from nnx_core.modules import lay_in_order, move_buffers_to, with_strides
 from nnx_core.whole import local_mode
 from nnx_deepspeed._deepspeed_compat import (
     count_backwards_anew,

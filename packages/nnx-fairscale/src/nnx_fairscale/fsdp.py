@@ -28,8 +28,7 @@ from nnx_core.elementwise import try_optimizer
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.gradients import Gradient
 from nnx_core.hidden_state import HiddenState
-from nnx_core.layer_classes import as_classes
-from nnx_core.materialize import broadcast_module, lay_in_order, materialize, move_to, with_strides
+from nnx_core.modules import as_classes, broadcast_module, lay_in_order, materialize, move_to, with_strides
 from nnx_core.used import CollectiveOrder
 from nnx_core.whole import local_mode
 from nnx_fairscale._fairscale_compat import HostShim, NullStream

@@ -20,7 +20,7 @@ from nnx_core.backend import Backend, Sample
 from nnx_core.elementwise import dependence
 from nnx_core.errors import UnsupportedError
 from nnx_core.hidden_state import HiddenState
-from nnx_core.materialize import broadcast_module, lay_in_order, materialize, move_to, with_strides
+from nnx_core.modules import broadcast_module, lay_in_order, materialize, move_to, with_strides
 from nnx_fairscale.options import OSSOptions
 from nnx_fairscale.reducer import GradientReducer
 

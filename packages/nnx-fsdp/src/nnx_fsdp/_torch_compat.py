@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from nnx_core._fsdp_compat import begin_anew, param_groups, state_of, states_of
+from nnx_core._torch_compat import begin_anew, param_groups, state_of, states_of
 from nnx_core.errors import UnsupportedError
 from nnx_core.watch import refuse_unequal_gradient
 from nnx_core.whole import local_mode

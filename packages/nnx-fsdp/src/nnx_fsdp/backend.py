@@ -30,11 +30,17 @@ from nnx_checkpoint.shard import shard_of
 from nnx_checkpoint.state import ModelState, OptimizerState
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import OptionError, UnsupportedError
-from nnx_core.forwarding import forward_as
 from nnx_core.gradients import Gradient, refuse_sparse_layers
 from nnx_core.hidden_state import HiddenStates, StateParts
-from nnx_core.layer_classes import as_classes
-from nnx_core.materialize import broadcast_module, lay_in_order, materialize, move_to, with_strides
+from nnx_core.modules import (
+    as_classes,
+    broadcast_module,
+    forward_as,
+    lay_in_order,
+    materialize,
+    move_to,
+    with_strides,
+)
 from nnx_core.used import CollectiveOrder
 from nnx_core.whole import local_mode
 from nnx_core.whole_matrix import OwnerRanks

@@ -35,7 +35,7 @@ from types import FunctionType
 from torch import nn
 
 from nnx_core.errors import OptionError
-from nnx_core.layer_classes import as_classes
+from nnx_core.modules import as_classes
 
 # --- modules that a forward chooses between -------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx_nnscaler.runtime.buckets import assign_buckets, views_like
+from nnx_nnscaler.runtime.reducer import assign_buckets, views_like
 
 _GROUP_BYTES = 8 << 20
 """Parameters that are served together: enough to hide launches, few enough to hold temporary copies of."""

@@ -11,10 +11,9 @@ from nnx_nnscaler.cost import CostModel, Hardware, Link
 from nnx_nnscaler.cost.hardware import profile
 from nnx_nnscaler.cost.model import Prices
 from nnx_nnscaler.ir import Graph
-from nnx_nnscaler.plan.classes import fold
 from nnx_nnscaler.plan.context import PolicyContext
 from nnx_nnscaler.plan.evaluation import Assignment, evaluate, peak_memory
-from nnx_nnscaler.plan.solver import Program
+from nnx_nnscaler.plan.solver import Program, fold
 
 FAST_LINK = Hardware(
     name="fast", origin="published", matmul={"float32": 1e9}, bandwidth=1e9, special=1e8, random=1e8,

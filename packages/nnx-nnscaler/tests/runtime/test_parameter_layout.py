@@ -7,7 +7,7 @@ import torch
 
 from nnx_checkpoint.box import find_fault
 from nnx_nnscaler.placement import R, S
-from nnx_nnscaler.runtime.layout import ParameterLayout, rows_of
+from nnx_nnscaler.runtime.part import ParameterLayout, rows_of
 
 CASES = [
     ((8, 6), R),

@@ -20,8 +20,7 @@ from jobs.nnscaler_trace_models import (
 )
 from nnx_core.whole import guard
 from nnx_nnscaler.placement import S
-from nnx_nnscaler.runtime.layout import ParameterLayout
-from nnx_nnscaler.runtime.part import LocalPart, Part
+from nnx_nnscaler.runtime.part import LocalPart, ParameterLayout, Part
 from nnx_nnscaler.trace import TraceError, fingerprint, trace_forward
 
 

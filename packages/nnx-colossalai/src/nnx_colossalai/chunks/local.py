@@ -41,7 +41,7 @@ from nnx_colossalai.chunks.local_listening import Listener
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext
-from nnx_core.materialize import materialize
+from nnx_core.modules import materialize
 
 __all__ = ["Enter", "Leave", "LocalEngine", "Order", "Step"]
 

@@ -35,10 +35,9 @@ from nnx_checkpoint.shard import Shard
 from nnx_checkpoint.state import ModelState, as_state_dict, describe_model
 from nnx_core.backend import Backend
 from nnx_core.errors import UnsupportedError
-from nnx_core.lightning.averaged_weights import AVERAGE, CURRENT, STATE
 from nnx_core.lightning.checkpoint import restore_model
-from nnx_core.lightning.compat import average_of, averaging_callbacks, copies_only
-from nnx_core.materialize import leave_on_meta, move_to_host
+from nnx_core.lightning.compat import AVERAGE, CURRENT, STATE, average_of, averaging_callbacks, copies_only
+from nnx_core.modules import leave_on_meta, move_to_host
 from nnx_core.whole import as_stored
 
 _UPDATING = ("on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end", "on_validation_epoch_end")

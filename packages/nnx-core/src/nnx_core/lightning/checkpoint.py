@@ -34,7 +34,6 @@ from nnx_checkpoint.state import as_state_dict
 from nnx_checkpoint.storage.locations import place_of
 from nnx_core.backend import Backend
 from nnx_core.errors import CheckpointError
-from nnx_core.lightning.averaged_weights import WeightsOnDisk
 from nnx_core.lightning.checkpoint_io import (
     CheckpointIO,
     has_logical_names,
@@ -43,6 +42,7 @@ from nnx_core.lightning.checkpoint_io import (
     refuse_storage_options,
     settle_together,
 )
+from nnx_core.lightning.compat import WeightsOnDisk
 from nnx_core.lightning.routing import unwrap_optimizer
 from nnx_core.shares import of_process
 

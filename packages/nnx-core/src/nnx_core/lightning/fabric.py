@@ -15,14 +15,15 @@ from nnx_checkpoint.writer import poll
 from nnx_core.backend import Backend
 from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.checkpoint import module_state_dict, restore_model
-from nnx_core.lightning.engine_module import EngineModule, unwrap_engine
 from nnx_core.lightning.fabric_checkpoint import load_fabric_checkpoint, save_fabric_checkpoint
 from nnx_core.lightning.processes import ParallelProcesses
 from nnx_core.lightning.routing import (
+    EngineModule,
     has_own_backward,
     publishes_gradients,
     route_optimizer_steps,
     route_precision,
+    unwrap_engine,
     unwrap_optimizer,
 )
 from nnx_core.lightning.sample import example_inputs

@@ -30,8 +30,7 @@ from nnx_core.lightning.checkpoint import (
     restore_optimizers,
     save_lightning_checkpoint,
 )
-from nnx_core.lightning.engine_module import unwrap_engine
-from nnx_core.lightning.routing import unwrap_optimizer
+from nnx_core.lightning.routing import unwrap_engine, unwrap_optimizer
 from nnx_core.random_state import RandomState
 from nnx_core.shares import of_process
 

@@ -27,8 +27,7 @@ from nnx_checkpoint.restore import fill_model
 from nnx_checkpoint.shard import Shard, shard_of
 from nnx_checkpoint.state import ModelState, describe_model
 from nnx_core.errors import CheckpointError, OptionError
-from nnx_core.lightning.averaged_weights import WeightsOnDisk
-from nnx_core.lightning.compat import instantiate_from_config, migrate_checkpoint
+from nnx_core.lightning.compat import WeightsOnDisk, instantiate_from_config, migrate_checkpoint
 
 __all__ = [
     "load_from_checkpoint",

@@ -1,7 +1,7 @@
 """Send what Lightning does itself (clipping, loss scaling, backward, stepping) through the backend.
 
-Lightning's precision plugins clip and scale on ``param.grad`` of plain parameters, which is wrong for
-sharded ones. The plugin object stays the user's; single methods of it are replaced on the instance.
+Lightning's precision plugins clip and scale on ``param.grad`` of plain parameters, which is wrong for sharded
+ones. The plugin object stays the user's; single methods of it are replaced on the instance.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nnx_core.backend import Backend
 from nnx_core.errors import UnsupportedError
+from nnx_core.shares import SharedBatches
 
 _OF_PLUGINS = ("backward", "clip_grad_by_norm", "clip_grad_by_value")
 """The methods of a precision plugin that are replaced on the object."""
@@ -149,3 +150,35 @@ def _routed(optimizer: Optimizer, backend: Backend[Any], module: nn.Module) -> M
         return backend.optimizer_step(owner, inner, closure_and_collect, *args[1:], **kwargs)
 
     return MethodType(step, optimizer)
+
+
+# --- the module that Fabric calls -----------------------------------------------------------------
+
+
+class EngineModule(nn.Module):
+    """Runs the user's module through the engine.
+
+    Args:
+        module: The user's module, laid out in place.
+        backend: The engine.
+        batches: Compares what ranks that compute one batch together are called with.
+    """
+
+    def __init__(
+        self, module: nn.Module, backend: Backend[Any], batches: SharedBatches | None = None
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.backend = backend
+        self._batches = batches
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, through `Backend.run_step`."""
+        if self._batches is not None:
+            self._batches.compare((args, kwargs), where=f"the forward of {type(self.module).__name__}")
+        return self.backend.run_step(self.module, self.module, *args, **kwargs)
+
+
+def unwrap_engine(module: nn.Module) -> nn.Module:
+    """The user's module."""
+    return module.module if isinstance(module, EngineModule) else module

@@ -35,8 +35,7 @@ from nnx_core.lightning.checkpoint import (
 from nnx_core.lightning.checkpoint_io import CheckpointIO
 from nnx_core.lightning.compat import attached_trainer, is_wrapping_checkpoint_io, make_optimizers
 from nnx_core.lightning.exact_resume import ExactResume
-from nnx_core.lightning.messages import size_of_batch
-from nnx_core.lightning.processes import ParallelProcesses
+from nnx_core.lightning.processes import ParallelProcesses, size_of_batch
 from nnx_core.lightning.routing import (
     publishes_gradients,
     refuse_plain_backward,
@@ -47,7 +46,7 @@ from nnx_core.lightning.routing import (
     unwrap_optimizer,
 )
 from nnx_core.lightning.sample import TrainerSample
-from nnx_core.materialize import allocate_again, is_left, leave_on_meta, move_states, move_to_host
+from nnx_core.modules import allocate_again, is_left, leave_on_meta, move_states, move_to_host
 from nnx_core.shares import of_process
 from nnx_core.used import before_reduction, end_run
 from nnx_core.whole import as_stored

@@ -12,7 +12,7 @@ kept of it.
 """
 
 from nnx_core.plugins.discovery import Inventory, checkpoint_formats, inventory, refresh
+from nnx_core.plugins.guard import Plugin, Problem
 from nnx_core.plugins.hookspecs import hookimpl
-from nnx_core.plugins.records import Plugin, Problem
 
 __all__ = ["Inventory", "Plugin", "Problem", "checkpoint_formats", "hookimpl", "inventory", "refresh"]

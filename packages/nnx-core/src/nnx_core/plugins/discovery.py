@@ -18,8 +18,7 @@ from importlib.metadata import EntryPoint, entry_points
 import pluggy
 
 from nnx_core.errors import PluginError
-from nnx_core.plugins.guard import RefusedError, call, load, new_manager
-from nnx_core.plugins.records import Plugin, Problem, Status
+from nnx_core.plugins.guard import Plugin, Problem, RefusedError, Status, call, load, new_manager
 from nnx_core.spec import LIGHTNING_NAMES, CheckpointFormatSpec, StrategySpec
 
 __all__ = ["Inventory", "checkpoint_formats", "inventory", "refresh"]

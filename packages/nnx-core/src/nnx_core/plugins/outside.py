@@ -24,8 +24,7 @@ from typing import Any
 from nnx_core.cache import cache_directory, read_json, write_json
 from nnx_core.plugins import discovery
 from nnx_core.plugins.discovery import Visited
-from nnx_core.plugins.guard import RefusedError, load, new_manager
-from nnx_core.plugins.records import Plugin
+from nnx_core.plugins.guard import Plugin, RefusedError, load, new_manager
 from nnx_core.spec import Capabilities, StrategySpec
 
 _SECONDS = 5.0

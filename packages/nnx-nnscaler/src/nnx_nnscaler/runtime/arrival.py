@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nnx_checkpoint.collective import broadcast_tensor, is_distributed
-from nnx_core.materialize import materialize, refuse_without_reset
+from nnx_core.modules import materialize, refuse_without_reset
 
 __all__ = ["Arrival"]
 

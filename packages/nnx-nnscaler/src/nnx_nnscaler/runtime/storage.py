@@ -22,8 +22,15 @@ from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.placement import Placement, R
 from nnx_nnscaler.runtime.arrival import Arrival
 from nnx_nnscaler.runtime.collectives import Communicator, Conversions, GroupCommunicator
-from nnx_nnscaler.runtime.layout import ParameterLayout, rows_of
-from nnx_nnscaler.runtime.part import GradientParts, LocalPart, Part, Summand, UnitPart
+from nnx_nnscaler.runtime.part import (
+    GradientParts,
+    LocalPart,
+    ParameterLayout,
+    Part,
+    Summand,
+    UnitPart,
+    rows_of,
+)
 from nnx_nnscaler.runtime.reducer import BUCKET_BYTES, Reducer
 from nnx_nnscaler.runtime.zero import RowBucket, RowPart, make_row_buckets
 

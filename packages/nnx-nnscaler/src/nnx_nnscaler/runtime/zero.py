@@ -22,8 +22,8 @@ from nnx_core.used import CollectiveOrder
 from nnx_core.whole import guarded_mode, local_mode
 from nnx_nnscaler._torch_compat import all_gather_into, reduce_scatter_into
 from nnx_nnscaler.axes import Axes
-from nnx_nnscaler.runtime.buckets import DENSE, Bucket, assign_buckets
-from nnx_nnscaler.runtime.layout import ParameterLayout
+from nnx_nnscaler.runtime.part import ParameterLayout
+from nnx_nnscaler.runtime.reducer import DENSE, Bucket, assign_buckets
 
 if TYPE_CHECKING:
     from nnx_nnscaler.runtime.reducer import Reducer

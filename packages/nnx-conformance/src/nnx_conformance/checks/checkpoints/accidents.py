@@ -30,10 +30,11 @@ from nnx_conformance.checks.checkpoints.runs import (
     Resumable,
     SaveAt,
     error_of,
+    path_in,
     run,
+    saved_checkpoint,
     trainer_for,
 )
-from nnx_conformance.checks.checkpoints.stored import path_in, saved_checkpoint
 from nnx_conformance.pool import free_port
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task

@@ -19,11 +19,14 @@ from nnx_conformance.checks.checkpoints.runs import (
     Record,
     Resumable,
     error_of,
+    expect_exactly,
+    open_saved,
+    path_in,
     run,
+    save,
+    saved_checkpoint,
     trainer_for,
 )
-from nnx_conformance.checks.checkpoints.snapshots import expect_exactly
-from nnx_conformance.checks.checkpoints.stored import open_saved, path_in, save, saved_checkpoint
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Task
 from nnx_conformance.training import outcome_of

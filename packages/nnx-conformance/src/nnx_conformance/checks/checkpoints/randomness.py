@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nnx_conformance.check import Bench, check, expect
-from nnx_conformance.checks.checkpoints.runs import SaveAt, trainer_for
-from nnx_conformance.checks.checkpoints.stored import open_saved, path_in
+from nnx_conformance.checks.checkpoints.runs import SaveAt, open_saved, path_in, trainer_for
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import GLOBAL_BATCH, Plain, Task, dataset, share_of
 from nnx_conformance.training import outcome_of

@@ -16,17 +16,17 @@ from nnx_conformance.checks.checkpoints.runs import (
     TOLERANCE,
     Record,
     Resumable,
-    run,
-    trainer_for,
-)
-from nnx_conformance.checks.checkpoints.snapshots import (
     Snapshot,
     expect_exactly,
     expect_same_groups,
     expect_same_optimizers,
     expect_same_weights,
+    path_in,
+    run,
+    save,
+    saved_checkpoint,
+    trainer_for,
 )
-from nnx_conformance.checks.checkpoints.stored import path_in, save, saved_checkpoint
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Task
 from nnx_conformance.training import outcome_of

@@ -5,10 +5,7 @@ Nothing here is about numbers, but users notice it first.
 
 # Their order is the order of the checks.
 from nnx_conformance.checks.manners import (  # noqa: I001
-    launching as launching,
-    fabric as fabric,
-    repetition as repetition,
+    starting as starting,
     failures as failures,
     residue as residue,
-    plugin as plugin,
 )

@@ -1,9 +1,11 @@
-"""Residue: when training has ended, the process is as it was before."""
+"""What a strategy leaves behind: several runs in one process, and the process after training."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import os
+import pickle
 import signal
 import tempfile
 import threading
@@ -21,11 +23,151 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
-from nnx_conformance.check import Bench, check, expect
+import nnx_core
+from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_equal_losses, expect_same_run
 from nnx_conformance.launching import OF_LAUNCHERS
 from nnx_conformance.subject import Subject
-from nnx_conformance.task import Task
-from nnx_conformance.training import fit, make_trainer
+from nnx_conformance.task import Outcome, Plain, Task
+from nnx_conformance.training import Loop, fit, make_trainer, train, trainer_settings
+
+# --- repetition -----------------------------------------------------------------------------------
+# Repetition: several runs in one process, by name and by object, and beside another strategy.
+
+
+# --- copies ---------------------------------------------------------------------------------------
+# The two copies of Lightning: `lightning.*`, and `pytorch_lightning` with `lightning_fabric`.
+#
+# They are separate module trees, so a strategy has to be made for the one that asks.
+
+
+REPEATED = Task()
+
+
+@check("trainer", kinds=("backend", "lightning"), of_adapter=True)
+def pytorch_lightning(bench: Bench) -> None:
+    """It works with Trainer of `pytorch_lightning` as with that of `lightning.pytorch`."""
+    alone = bench.train_alone(REPEATED)
+    for rank, losses in enumerate(bench.run(fit_in_other_copy, REPEATED)):
+        where = f"pytorch_lightning, rank {rank}"
+        expect_equal_losses(losses, alone.losses, tolerance=TOLERANCE[REPEATED.dtype], where=where)
+
+
+@check("fabric", kinds=("backend", "lightning"), of_adapter=True)
+def lightning_fabric(bench: Bench) -> None:
+    """It works with Fabric of `lightning_fabric` as with that of `lightning.fabric`."""
+    loop = Loop()
+    alone = bench.alone(train, loop)
+    for rank, seen in enumerate(bench.run(train, loop, "lightning_fabric")):
+        where = f"lightning_fabric, rank {rank}"
+        expect_equal_losses(seen.losses, alone.losses, tolerance=TOLERANCE["float32"], where=where)
+
+
+def fit_in_other_copy(subject: Subject, task: Task) -> list[float]:
+    """Train the plain model as a LightningModule of `pytorch_lightning`; the losses."""
+    tree = importlib.import_module("pytorch_lightning")
+    base: Any = tree.LightningModule
+
+    class Wrapped(base):  # type: ignore[misc] # its base is known only now
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain = Plain(task)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.plain(x)  # type: ignore[no-any-return]
+
+        def dummy_forward_args_fn(self, batch: list[Tensor]) -> dict[str, Tensor]:
+            return {"x": batch[0]}
+
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            return self.plain.training_step(batch, index)
+
+        def configure_optimizers(self) -> Any:
+            return self.plain.optimizer(self.parameters())
+
+        def train_dataloader(self) -> Any:
+            from nnx_conformance.task import loader
+
+            return loader(task, self.trainer)
+
+    module = Wrapped()
+    trainer = tree.Trainer(**trainer_settings(subject, task, namespace="pytorch_lightning"))
+    trainer.fit(module)
+    return list(module.plain.losses)
+
+
+# --- repetition -----------------------------------------------------------------------------------
+
+
+TOLERATED = TOLERANCE[REPEATED.dtype]
+
+
+@check()
+def two_trainers(bench: Bench) -> None:
+    """A second Trainer in the same process trains as the first."""
+    alone = bench.train_alone(REPEATED)
+    first, second = zip(*bench.run(train_twice), strict=True)
+    expect_same_run(first, alone, tolerance=TOLERATED, what="the first Trainer")
+    expect_same_run(second, alone, tolerance=TOLERATED, what="the second Trainer")
+
+
+@check()
+def beside_another_strategy(bench: Bench) -> None:
+    """It works in a process in which another strategy was used, and that one works after it."""
+    alone = bench.train_alone(REPEATED)
+    own, other = zip(*bench.run(train_beside), strict=True)
+    expect_same_run(own, alone, tolerance=TOLERATED, what="after 'ddp'")
+    expect_same_run(other, alone, tolerance=TOLERATED, what="'ddp' after it")
+
+
+@check(of_adapter=True)
+def pickled_object(bench: Bench) -> None:
+    """The object of ``nnx.strategy(NAME)`` can be pickled, as spawning needs it, and trains like the name."""
+    ranks = bench.run(train_with_pickled)
+    expect_same_run(ranks, bench.train_alone(REPEATED), tolerance=TOLERATED)
+
+
+@check(of_adapter=True)
+def agreed_stop(bench: Bench) -> None:
+    """When one rank wants to stop, ``reduce_boolean_decision`` makes all stop after the same step."""
+    alone = bench.train_alone(Task(steps=2))
+    expect_same_run(bench.run(stop_early), alone, tolerance=TOLERATED)
+
+
+def train_twice(subject: Subject) -> tuple[Outcome, Outcome]:
+    """Train two modules with a Trainer each."""
+    return fit(subject, REPEATED), fit(subject, REPEATED)
+
+
+def train_beside(subject: Subject) -> tuple[Outcome, Outcome]:
+    """Train with Lightning's ``ddp``, with the strategy, and with ``ddp`` again."""
+    fit(Subject("ddp"), REPEATED)
+    return fit(subject, REPEATED), fit(Subject("ddp"), REPEATED)
+
+
+def train_with_pickled(subject: Subject) -> Outcome:
+    """Train with a strategy object that has been through a pickle."""
+    strategy = nnx_core.strategy(subject.name, namespace="lightning.pytorch", **subject.options)
+    return fit(subject, REPEATED, strategy=pickle.loads(pickle.dumps(strategy)))
+
+
+class _Stopper(Callback):
+    """Wants to stop after the second step, on the last rank only."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        is_last = trainer.global_rank == trainer.world_size - 1
+        wish = is_last and trainer.global_step == 2
+        if trainer.strategy.reduce_boolean_decision(wish, all=False):
+            trainer.should_stop = True
+
+
+def stop_early(subject: Subject) -> Outcome:
+    """Train until one rank wants to stop."""
+    return fit(subject, Task(steps=5), callbacks=[_Stopper()])
+
+
+# --- residue --------------------------------------------------------------------------------------
+# Residue: when training has ended, the process is as it was before.
+
 
 # --- jobs -----------------------------------------------------------------------------------------
 # What the ranks do to see what training leaves behind in the process.

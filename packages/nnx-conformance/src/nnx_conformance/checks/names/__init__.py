@@ -6,10 +6,7 @@ What a user's code sees of the module, in training and after it, is what it woul
 # Their order is the order of the checks.
 from nnx_conformance.checks.names import (  # noqa: I001
     module as module,
-    afterwards as afterwards,
     callbacks as callbacks,
-    finetuning as finetuning,
     collectives as collectives,
     samplers as samplers,
-    fabric as fabric,
 )

@@ -7,6 +7,5 @@ Most tasks descend without momentum, so that the difference of two weights is a 
 from nnx_conformance.checks.numbers import (  # noqa: I001
     losses as losses,
     optimizers as optimizers,
-    manual as manual,
     precision as precision,
 )

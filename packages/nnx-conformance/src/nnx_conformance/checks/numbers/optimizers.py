@@ -1,18 +1,26 @@
-"""Optimizers step as in one process: their kinds, their parameter groups, their closures."""
+"""Optimizers step as in one process: their kinds, groups and closures, also under manual optimization."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import optim
+from torch import Tensor, optim
+from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
 from nnx_conformance.check import Bench, check, expect_parity
 from nnx_conformance.task import Plain, Task
 
-__all__ = ["Grouped"]
+__all__ = [
+    "Grouped",
+]
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+# Optimizers step as in one process: their kinds, their parameter groups, their closures.
 
 
 @check()
@@ -198,3 +206,209 @@ class _RMSprop(Plain):
 
 
 _ELEMENTWISE = (_Adagrad, _Adadelta, _Adamax, _ASGD, _NAdam, _RAdam, _RMSprop)
+
+
+# --- manual optimization --------------------------------------------------------------------------
+# Manual optimization: the module calls backward and step itself, with one optimizer or several.
+
+
+@check("manual_optimization")
+def manual_optimization(bench: Bench) -> None:
+    """A module that calls backward, step and scheduler itself trains as in one process."""
+    expect_parity(bench, Task(model=_Manual))
+
+
+@check("manual_optimization")
+def manual_closure(bench: Bench) -> None:
+    """In manual optimization a step may get a closure that runs forward and backward."""
+    expect_parity(bench, Task(model=_WithClosure))
+
+
+@check("manual_optimization", "gradient_accumulation")
+def manual_accumulation(bench: Bench) -> None:
+    """Two calls of `manual_backward` before one step add their gradients up."""
+    expect_parity(bench, Task(model=_Accumulating))
+
+
+@check("manual_optimization", "gradient_accumulation")
+def manual_accumulation_unsynchronized(bench: Bench) -> None:
+    """They do so too where the first is inside the strategy's `block_backward_sync`."""
+    expect_parity(bench, Task(model=_AccumulatingUnsynchronized))
+
+
+@check("manual_optimization")
+def forward_without_backward(bench: Bench) -> None:
+    """A forward that no backward follows changes nothing, also where a step comes after it."""
+    expect_parity(bench, Task(model=_LookingOnly))
+
+
+@check("manual_optimization", "clip_by_norm")
+def manual_clipping(bench: Bench) -> None:
+    """`clip_gradients` in manual optimization clips by the norm over all ranks."""
+    expect_parity(bench, Task(model=_Clipping))
+
+
+@check("manual_optimization", "multiple_optimizers")
+def several_optimizers(bench: Bench) -> None:
+    """Two optimizers of two kinds with a loss each train as in one process."""
+    expect_parity(bench, Task(model=_Several, steps=6))  # Lightning counts the steps of both
+
+
+@check("manual_optimization", "multiple_optimizers", "clip_by_norm")
+def several_optimizers_clipped(bench: Bench) -> None:
+    """Each of two optimizers is clipped by the norm of its own parameters' gradients."""
+    expect_parity(bench, Task(model=_SeveralClipped, steps=4))
+
+
+@check("manual_optimization", "multiple_optimizers", "unused_parameters")
+def several_optimizers_toggled(bench: Bench) -> None:
+    """`toggle_optimizer` keeps the other optimizer's parameters out of a step."""
+    expect_parity(bench, Task(model=_Toggled, steps=6))
+
+
+@check("manual_optimization", "multiple_optimizers")
+def parts_called_directly(bench: Bench) -> None:
+    """A step may call parts of the module instead of the module, and again after a backward."""
+    expect_parity(bench, Task(model=_CallingParts, steps=4))
+
+
+class _Manual(Plain):
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        """What Lightning would do, by hand."""
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.recorded_loss(batch))
+        optimizer.step()
+        scheduler: Any = self.lr_schedulers()
+        scheduler.step()
+
+    def recorded_loss(self, batch: list[Tensor]) -> Tensor:
+        """One batch."""
+        loss = self.loss(batch)
+        self.record(loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        """Descent that becomes slower."""
+        optimizer = super().configure_optimizers()
+        return [optimizer], [optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+
+class _WithClosure(_Manual):
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        """Leave the order to the optimizer."""
+        optimizer: Any = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.recorded_loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+class _LookingOnly(_Manual):
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        """Look at the loss once more before the step, and leave every third batch without one."""
+        optimizer: Any = self.optimizers()
+        loss = self.recorded_loss(batch)
+        if index % 3 == 1:
+            return
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.recorded_loss(batch)
+        optimizer.step()
+
+
+class _Clipping(_Manual):
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        """Clip, then step."""
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.recorded_loss(batch))
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+
+class _Accumulating(_Manual):
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        """Step after every second batch."""
+        optimizer: Any = self.optimizers()
+        is_last = index % 2 == 1
+        if not is_last:
+            optimizer.zero_grad()
+        with self.synchronization(wanted=is_last):
+            self.manual_backward(self.recorded_loss(batch) / 2)
+        if is_last:
+            optimizer.step()
+
+    def synchronization(self, *, wanted: bool) -> AbstractContextManager[Any]:
+        """What is active around forward and backward: nothing, so that all of them communicate."""
+        return nullcontext()
+
+
+class _AccumulatingUnsynchronized(_Accumulating):
+    def synchronization(self, *, wanted: bool) -> AbstractContextManager[Any]:
+        """Where the strategy offers it, all but the last backward save the communication."""
+        block: Callable[[], AbstractContextManager[Any]] | None
+        block = getattr(self.trainer.strategy, "block_backward_sync", None)
+        return nullcontext() if wanted or block is None else block()
+
+
+class _Several(_Manual):
+    """Two optimizers, each with a loss of its own over the whole model."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        """One step of each."""
+        both: Any = self.optimizers()
+        for optimizer, scale in zip(both, (1.0, 0.5), strict=True):
+            for each in both:  # the loss reaches the parameters of both
+                each.zero_grad()
+            self.manual_backward(self.recorded_loss(batch) * scale)
+            self.prepare(optimizer)
+            optimizer.step()
+
+    def prepare(self, optimizer: Any) -> None:
+        """Called between backward and step."""
+
+    def configure_optimizers(self) -> Any:
+        """AdamW for the blocks, descent for what is around them."""
+        around = [*self.embed.parameters(), *self.head.parameters()]
+        first = optim.AdamW(self.blocks.parameters(), lr=0.02, weight_decay=0.1, eps=1e-3)
+        return [first, optim.SGD(around, lr=0.1)]
+
+
+class _SeveralClipped(_Several):
+    def prepare(self, optimizer: Any) -> None:
+        """Clip what this optimizer steps with."""
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
+    def configure_optimizers(self) -> Any:
+        """Descent for both, which shows the norm."""
+        around = [*self.embed.parameters(), *self.head.parameters()]
+        return [optim.SGD(self.blocks.parameters(), lr=0.1), optim.SGD(around, lr=0.1)]
+
+
+class _Toggled(_Several):
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        """One step of each; meanwhile the other's parameters need no gradient and get none."""
+        both: Any = self.optimizers()
+        for optimizer, scale in zip(both, (1.0, 0.5), strict=True):
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(self.recorded_loss(batch) * scale)
+            optimizer.step()
+            optimizer.zero_grad()  # only its own: what reached the other's would stay
+            self.untoggle_optimizer(optimizer)
+
+
+class _CallingParts(_Several):
+    """As a GAN calls its generator and its discriminator."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        """What the module computes, without calling the module."""
+        return mse_loss(type(self).forward(self, batch[0]).to(batch[1].dtype), batch[1])

@@ -26,11 +26,10 @@ from nnx_core.backend import Backend, NoOptions, Sample
 from nnx_core.errors import CheckpointError
 from nnx_core.lightning.checkpoint import module_state_dict, save_lightning_checkpoint
 from nnx_core.lightning.checkpoint_io import CheckpointIO, innermost_checkpoint_io
-from nnx_core.lightning.engine_module import unwrap_engine
 from nnx_core.lightning.fabric import FabricAdapter
 from nnx_core.lightning.fabric_checkpoint import StoredContent, rename_parameters
-from nnx_core.lightning.lite.tree import FABRIC_ROOT, fabric_module
-from nnx_core.lightning.routing import unwrap_optimizer
+from nnx_core.lightning.namespaces import FABRIC_ROOT, fabric_module
+from nnx_core.lightning.routing import unwrap_engine, unwrap_optimizer
 from nnx_core.random_state import RandomState
 from nnx_core.shares import of_process
 

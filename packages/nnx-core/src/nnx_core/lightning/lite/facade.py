@@ -39,7 +39,7 @@ from nnx_core.lightning.lite.plugins import (
     is_precision,
     take_accelerator,
 )
-from nnx_core.lightning.lite.tree import FABRIC_ROOT, fabric_module, root_of
+from nnx_core.lightning.namespaces import FABRIC_ROOT, fabric_module, root_of
 from nnx_core.lightning.processes import leave_process_group_at_exit
 from nnx_core.lightning.registration import make_strategy
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from nnx_core.catalog import historical
 from nnx_core.errors import OptionError, UnsupportedError
-from nnx_core.lightning.lite.tree import fabric_module, is_from_lightning, root_of
+from nnx_core.lightning.namespaces import fabric_module, is_from_lightning, root_of
 
 __all__ = [
     "ACCELERATORS",

@@ -10,8 +10,13 @@ from typing import Any
 from nnx_core.errors import OptionError
 from nnx_core.lightning.checkpoint_io import CheckpointIO
 from nnx_core.lightning.lite.hardware import accelerator_name
-from nnx_core.lightning.lite.tree import FABRIC_ROOT, fabric_module, is_from_lightning, root_of
-from nnx_core.lightning.namespaces import get_namespace
+from nnx_core.lightning.namespaces import (
+    FABRIC_ROOT,
+    fabric_module,
+    get_namespace,
+    is_from_lightning,
+    root_of,
+)
 from nnx_core.lightning.processes import ParallelProcesses
 
 __all__ = [

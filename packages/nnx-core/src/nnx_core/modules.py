@@ -1,8 +1,9 @@
-"""Where weights and states are: from the meta device to real weights, to a device, back to the host."""
+"""What engines do with modules: layer classes, steps inside a forward, from meta to real weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,7 +15,60 @@ from torch.optim import Optimizer
 from nnx_checkpoint.collective import broadcast_tensor, is_distributed
 from nnx_checkpoint.shard import Shard
 from nnx_checkpoint.state import OptimizerState
-from nnx_core.errors import UnsupportedError
+from nnx_core.errors import OptionError, UnsupportedError
+
+# --- layer classes --------------------------------------------------------------------------------
+# What options that choose layers by their class are given.
+
+
+def as_classes(
+    value: type[nn.Module] | Iterable[type[nn.Module]], *, option: str
+) -> tuple[type[nn.Module], ...]:
+    """One layer class or several, as a tuple.
+
+    Raises:
+        OptionError: Something in it is not a module class.
+    """
+    classes: tuple[Any, ...] = (value,)
+    if isinstance(value, Iterable) and not isinstance(value, type):
+        classes = tuple(value)
+    for cls in classes:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise OptionError(
+                f"{option} holds {cls!r}, which is not a module class.",
+                remedy="Pass a subclass of torch.nn.Module, such as TransformerBlock, or a list of them.",
+            )
+    return classes
+
+
+# --- steps inside a forward -----------------------------------------------------------------------
+# Running a step inside a module's forward.
+
+
+@contextmanager
+def forward_as(module: nn.Module, step: Callable[..., Any]) -> Iterator[None]:
+    """Make the next call of the module run `step`; inside it the module's own forward is back."""
+    own = module.__dict__.get("forward")
+
+    def restore() -> None:
+        if own is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.forward = own
+
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        restore()
+        return step(*args, **kwargs)
+
+    module.forward = redirected
+    try:
+        yield
+    finally:
+        restore()
+
+
+# --- weights and states, from meta to a device and back -------------------------------------------
+# Where weights and states are: from the meta device to real weights, to a device, back to the host.
 
 
 def materialize(module: nn.Module, device: torch.device, *, name: str) -> None:
