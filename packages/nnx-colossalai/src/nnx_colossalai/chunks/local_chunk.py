@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from threading import Lock
 from typing import Any
 
@@ -24,6 +25,28 @@ from nnx_colossalai.chunks.local_gradients import Segment, Slot, view_like
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.errors import DeviceMemoryError
 from nnx_colossalai.plan.spec import Tier
+
+
+class Shown(Enum):
+    """What the parameters of a chunk show; it goes round in this order with each step."""
+
+    MASTERS = auto()
+    """Between steps: what the optimizer steps and what everybody else sees."""
+    WORKING = auto()
+    """In a step: working weights that must be made ready before they are used."""
+    READY = auto()
+    """In a step: working weights that have the masters' values and are on the device, or on their way."""
+
+
+class Refresh(Enum):
+    """What a step in the background still owes to the working weights."""
+
+    AWAITED = auto()
+    """They are made when the chunk's masters have been stepped."""
+    WANTED = auto()
+    """The same, and they are fetched to the device at once, because the next step has asked for them."""
+    DONE = auto()
+    """Nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,12 +105,10 @@ class LocalChunk(Chunk):
         self._segments, self._device, self._on_use = segments, device, on_use
         self._buffers: list[_Buffers] = []
         self._pending: Callable[[], None] | None = None
-        self._stale = True
-        self._shows_working = False
-        self._resident = False
-        self._ready = False
+        self._shown = Shown.MASTERS
+        self._refresh = Refresh.DONE
+        self._stale, self._resident = True, False
         self._lock = Lock()
-        self._refreshed, self._wanted = True, False
         self._place(tier)
 
     # --- what it is ---------------------------------------------------------------------------
@@ -110,7 +131,7 @@ class LocalChunk(Chunk):
     @property
     def is_settled(self) -> bool:
         """Whether its working weights can be used from now until the step is over."""
-        return self._ready and self.tier is not Tier.STREAMED
+        return self._shown is Shown.READY and self.tier is not Tier.STREAMED
 
     @property
     def nbytes(self) -> int:
@@ -220,16 +241,15 @@ class LocalChunk(Chunk):
             return
         self._make_new()
         with self._lock:
-            self._refreshed, wanted = True, self._wanted
-            self._wanted = False
-        if wanted:
+            before, self._refresh = self._refresh, Refresh.DONE
+        if before is Refresh.WANTED:
             self._fetch_if_it_fits()
 
     @override
     def set_pending(self, wait: Callable[[], None] | None) -> None:
         with self._lock:
             self._pending = wait
-            self._refreshed = self._wanted = False
+            self._refresh = Refresh.AWAITED
         if wait is None:
             unguard(self.masters.values())
         else:
@@ -268,7 +288,7 @@ class LocalChunk(Chunk):
         unguard(self.masters.values())
         for slot in self.slots:
             slot.parameter.data = slot.working  # type: ignore[assignment] # slots have working weights
-        self._shows_working, self._ready = True, False
+        self._shown = Shown.WORKING
         guard(self.masters.values(), self._used_alone)
 
     def _used_alone(self) -> None:
@@ -278,7 +298,7 @@ class LocalChunk(Chunk):
 
     def make_ready(self) -> None:
         """Let computing use the working weights."""
-        if self._ready:
+        if self._shown is Shown.READY:
             return
         unguard(self.masters.values())
         self._wait()
@@ -289,14 +309,14 @@ class LocalChunk(Chunk):
         for buffers in self._buffers:
             if buffers.event is not None:
                 self._device.compute_waits(buffers.event)
-        self._ready = True
+        self._shown = Shown.READY
         self._on_use(self)
 
     def prepare(self) -> None:
         """Begin what `make_ready` would wait for, if that can be done without waiting."""
         with self._lock:
-            if self._pending is not None and not self._refreshed:
-                self._wanted = self.is_streamed
+            if self._pending is not None and self._refresh is not Refresh.DONE:
+                self._refresh = Refresh.WANTED if self.is_streamed else Refresh.AWAITED
                 return
         if self._pending is None and self._stale:
             self._make_new()
@@ -353,8 +373,9 @@ class LocalChunk(Chunk):
         for buffers in self._buffers:
             if buffers.working is not None:
                 self._device.release(buffers.working)
-        self._resident = self._ready = False
-        if self._shows_working:
+        self._resident = False
+        if self._shown is not Shown.MASTERS:
+            self._shown = Shown.WORKING
             guard(self.masters.values(), self._used_alone)
         return True
 
@@ -362,12 +383,12 @@ class LocalChunk(Chunk):
         """A step is over: the parameters show the masters, which nothing reads or writes any more."""
         self.users, self.held = 0, False
         unguard(self.masters.values())
-        if self._ready:
+        if self._shown is Shown.READY:
             self._keep_changes()
         for slot in self.slots:
             slot.parameter.data = slot.master
             slot.accumulator = None
-        self._shows_working = self._ready = False
+        self._shown = Shown.MASTERS
         if self._pending is not None:  # not used in this step, and the optimizer is still at it
             guard(self.masters.values(), self._touched)
             return
