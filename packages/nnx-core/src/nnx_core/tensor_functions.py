@@ -29,6 +29,8 @@ class Sees(Enum):
     """Logical shape and strides; nothing is gathered."""
     LOCAL = auto()
     """The object itself: what does not depend on the values."""
+    MEMORY = auto()
+    """The memory of this rank's part."""
 
 
 _OF_SHAPE = frozenset({"shape", "ndim", "nbytes"})
@@ -39,7 +41,6 @@ _SHAPE_METHODS = frozenset(
 _LOCAL_METHODS = frozenset(
     {
         *("requires_grad_", "retain_grad"),
-        *("data_ptr", "untyped_storage", "storage", "_typed_storage", "is_shared", "is_pinned", "is_set_to"),
         *("is_floating_point", "is_complex", "is_signed", "is_inference", "_is_view", "get_device"),
         *(
             "element_size",
@@ -51,6 +52,9 @@ _LOCAL_METHODS = frozenset(
             "__hash__",
         ),
     }
+)
+_MEMORY_METHODS = frozenset(
+    {"data_ptr", "untyped_storage", "storage", "_typed_storage", "is_shared", "is_pinned", "is_set_to"}
 )
 _OPERATORS = (
     "add",
@@ -76,6 +80,7 @@ _IN_PLACE_OPERATORS = frozenset(
 _METHODS = {
     **dict.fromkeys(_SHAPE_METHODS, Sees.SHAPE),
     **dict.fromkeys(_LOCAL_METHODS, Sees.LOCAL),
+    **dict.fromkeys(_MEMORY_METHODS, Sees.MEMORY),
     "detach": Sees.DATA,
     "register_hook": Sees.HOOK,
     "register_post_accumulate_grad_hook": Sees.HOOK,

@@ -39,6 +39,7 @@ __all__ = [
     "attributes_of",
     "can_be_guarded",
     "guard",
+    "guarded_class",
     "guarded_mode",
     "is_guarded",
     "local_mode",
@@ -348,7 +349,7 @@ def _seen(
     part = guarded._part
     if sees is Sees.IN_PLACE:
         return _change(func, guarded, args, kwargs)
-    if sees is Sees.LOCAL:
+    if sees is Sees.LOCAL or sees is Sees.MEMORY:
         with local_mode():
             return func(part.tensor, *args, **kwargs)
     answers: dict[Sees, Callable[[], Any]] = {
@@ -465,16 +466,20 @@ exchange_in_transforms(Guard, _for_transform)
 
 
 @cache
-def _guarded_class(plain: type[Any]) -> type[Tensor]:
-    """The subclass that tensors of a class get."""
+def guarded_class(plain: type[Any], guard: type = Guard) -> type[Any]:
+    """The subclass that guarded tensors of a class get; it has the class's name.
+
+    Args:
+        plain: The class of the tensors, which is the subclass's attribute ``_plain``.
+        guard: The class that answers torch functions in its place.
+    """
     attributes = {
         "__module__": plain.__module__,
         "__qualname__": plain.__qualname__,
         "__slots__": (),
         "_plain": plain,
     }
-    made = type(plain)(plain.__name__, (Guard, plain), attributes)  # type: ignore[misc]
-    return cast("type[Tensor]", made)
+    return cast("type[Any]", type(plain)(plain.__name__, (guard, plain), attributes))  # type: ignore[misc]
 
 
 def can_be_guarded(parameter: Tensor) -> bool:
@@ -497,7 +502,7 @@ def guard(tensor: Any, part: Part) -> None:
     """
     tensor._part = part
     if not is_guarded(tensor):
-        tensor.__class__ = _guarded_class(type(tensor))  # type: ignore[arg-type] # mypy on hashes
+        tensor.__class__ = guarded_class(type(tensor))  # type: ignore[arg-type] # mypy on hashes
 
 
 def unguard(tensor: Any) -> None:
@@ -526,4 +531,4 @@ def show_plain(tensor: Any) -> None:
 def show_whole(tensor: Any) -> None:
     """End `show_plain`."""
     if not is_guarded(tensor):
-        tensor.__class__ = _guarded_class(type(tensor))  # type: ignore[arg-type] # mypy on hashes
+        tensor.__class__ = guarded_class(type(tensor))  # type: ignore[arg-type] # mypy on hashes

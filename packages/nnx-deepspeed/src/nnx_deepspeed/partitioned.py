@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nnx_core.tensor_functions import Sees, what_it_sees
 from nnx_deepspeed._deepspeed_compat import gather_for_user, is_cut
 from nnx_deepspeed.partitions import Partitions
 
@@ -24,8 +25,7 @@ from nnx_deepspeed.partitions import Partitions
 # ranks must do so. DeepSpeed's code and ours see the part.
 
 
-_TENSOR: Any = Tensor
-_SET_GRAD = _TENSOR.grad.__set__
+_OF_A_PART = frozenset({Sees.LOCAL, Sees.MEMORY, Sees.GRADIENT, Sees.HOOK})
 _local = torch._C.DisableTorchFunctionSubclass
 _INNER = (
     *("deepspeed", "nnx_checkpoint", "nnx_core", "nnx_deepspeed"),
@@ -48,16 +48,17 @@ class PartitionedParameter(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func == _SET_GRAD:
-            return assign_gradient(args[0], args[1])
-        if func in _of_a_part() or _is_inner(sys._getframe(1).f_globals.get("__name__", "")):
+        sees = what_it_sees(func)
+        if sees is Sees.ASSIGNS_GRADIENT:
+            return assign_gradient(args[0], *args[1:] or (None,))
+        if sees in _OF_A_PART or _is_inner(sys._getframe(1).f_globals.get("__name__", "")):
             with _local():
                 return func(*args, **kwargs)
         cut = list(dict.fromkeys(_cut_in((args, kwargs))))
         if not cut:  # a copy that was never laid out
             with _local():
                 return func(*args, **kwargs)
-        if func in _of_a_shape():
+        if sees is Sees.SHAPE:
             like = torch.empty(cut[0].ds_shape, dtype=cut[0].dtype, device="meta")  # type: ignore[attr-defined]
             return func(like, *args[1:], **kwargs)
         gather_for_user(cut)
@@ -88,35 +89,6 @@ def assign_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
 @cache
 def _is_inner(module: str) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in _INNER)
-
-
-@cache
-def _of_a_part() -> frozenset[Any]:
-    """What says nothing of values and sizes, or asks for memory."""
-    names = (
-        *("device", "dtype", "grad", "grad_dtype", "grad_fn", "is_cuda", "is_leaf", "is_sparse", "layout"),
-        *("names", "output_nr", "requires_grad", "retains_grad", "_version", "_backward_hooks"),
-    )
-    attributes = [getattr(Tensor, name) for name in names if hasattr(Tensor, name)]
-    getters = [attribute.__get__ for attribute in attributes if hasattr(attribute, "__get__")]
-    setters = [attribute.__set__ for attribute in attributes if hasattr(attribute, "__set__")]
-    methods = [
-        *(Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
-        *(Tensor.untyped_storage, Tensor.data_ptr, Tensor.element_size),
-        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device, Tensor.__hash__),
-    ]
-    return frozenset([*getters, *setters, *methods])
-
-
-@cache
-def _of_a_shape() -> frozenset[Any]:
-    """What is answered from the whole's shape."""
-    return frozenset(
-        [
-            *(_TENSOR.shape.__get__, _TENSOR.ndim.__get__),
-            *(Tensor.size, Tensor.numel, Tensor.nelement, Tensor.dim, Tensor.__len__, Tensor.stride),
-        ]
-    )
 
 
 def _cut_in(value: Any) -> Iterator[nn.Parameter]:

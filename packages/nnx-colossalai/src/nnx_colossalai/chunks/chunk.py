@@ -13,8 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache, partial
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext
 from nnx_core.hidden_state import StateParts
 from nnx_core.options import GatherAtEnd
+from nnx_core.tensor_functions import Sees, what_it_sees
+from nnx_core.whole import guarded_class
 
 __all__ = [
     "Chunk",
@@ -273,16 +275,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 # weight is right without knowing of chunks, and nothing is slower when nobody waits.
 
 
-_PASSING_ATTRIBUTES = frozenset(
-    {"grad", "requires_grad", "shape", "ndim", "is_leaf", "grad_fn", "layout", "names", "_backward_hooks"}
-    | {"_post_accumulate_grad_hooks", "grad_dtype", "output_nr", "retains_grad", "is_sparse", "is_meta"}
-    | {"dtype", "device", "_version"}
-)
-_PASSING_METHODS = frozenset(
-    {"size", "dim", "numel", "nelement", "ndimension", "stride", "__len__", "__hash__", "requires_grad_"}
-    | {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "is_floating_point"}
-    | {"is_complex", "is_contiguous"}
-)
+_SEEN_AT_ONCE = frozenset({Sees.SHAPE, Sees.LOCAL, Sees.GRADIENT, Sees.ASSIGNS_GRADIENT, Sees.HOOK})
 
 
 class _Guard:
@@ -290,7 +283,7 @@ class _Guard:
 
     __slots__ = ()
     _nnx_wait: Callable[[], None]
-    _nnx_plain: type[Tensor]
+    _plain: type[Tensor]
 
     @classmethod
     def __torch_function__(
@@ -301,7 +294,7 @@ class _Guard:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if _passes(func):
+        if what_it_sees(func) in _SEEN_AT_ONCE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         _wait_for(args)
@@ -340,40 +333,20 @@ def guard(parameters: Iterable[nn.Parameter], wait: Callable[[], None]) -> None:
     for parameter in parameters:
         parameter._nnx_wait = wait  # type: ignore[attr-defined]
         if not isinstance(parameter, _Guard):
-            parameter.__class__ = _guarded_class(type(parameter))
+            parameter.__class__ = guarded_class(type(parameter), _Guard)
 
 
 def unguard(parameters: Iterable[nn.Parameter]) -> None:
     """Give parameters their own class back."""
     for parameter in parameters:
         if isinstance(parameter, _Guard):
-            parameter.__class__ = parameter._nnx_plain  # type: ignore[assignment]
+            parameter.__class__ = parameter._plain  # type: ignore[assignment]
             del parameter._nnx_wait
 
 
 def is_guarded(parameter: Tensor) -> bool:
     """Whether a use of the parameter would wait."""
     return isinstance(parameter, _Guard)
-
-
-@cache
-def _guarded_class(plain: type[nn.Parameter]) -> type[nn.Parameter]:
-    attributes = {
-        "__module__": plain.__module__,
-        "__qualname__": plain.__qualname__,
-        "__slots__": (),
-        "_nnx_plain": plain,
-    }
-    return cast("type[nn.Parameter]", type(plain)(plain.__name__, (_Guard, plain), attributes))  # type: ignore[misc]
-
-
-@cache
-def _passes(func: Callable[..., Any]) -> bool:
-    """Whether a torch function tells nothing of values, and does not need them."""
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
-        return getattr(getattr(func, "__self__", None), "__name__", "") in _PASSING_ATTRIBUTES
-    return name in _PASSING_METHODS
 
 
 def _wait_for(values: Iterable[Any]) -> None:
