@@ -31,9 +31,10 @@ from nnx_colossalai.errors import DeviceMemoryError
 from nnx_colossalai.optimizers.stepping import Stepper
 from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.plan.constraints import Wishes
-from nnx_colossalai.plan.cost import Memory, model_spec, optimizer_state, widths
+from nnx_colossalai.plan.cost import Memory
 from nnx_colossalai.plan.document import PlanDocument, draw_timeline, plan_table, size_text
 from nnx_colossalai.plan.hardware import Rates, hardware
+from nnx_colossalai.plan.model import model_spec, optimizer_state, widths
 from nnx_colossalai.plan.planner import Planned, downgrade, evaluate, plan, why_not_lower
 from nnx_colossalai.plan.probe import Probe, doubtful_units, left_with_the_root, probe
 from nnx_colossalai.plan.spec import Hardware, ModelSpec, Tier

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -22,13 +20,13 @@ from nnx_colossalai.plan.planner import Planned
 from nnx_colossalai.plan.schedule import work
 from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Placement, Tier
 from nnx_core.errors import PlanError
+from nnx_core.plan import PlanFormat, save_plan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-_FORMAT = "nnx-colossalai plan"
-_VERSION = 1
+_FORMAT = PlanFormat("nnx-colossalai", 1, "plan_file")
 _NAMES_SHOWN = 5
 _TIERS = ", ".join(tier.value for tier in Tier)
 
@@ -65,9 +63,12 @@ class PlanDocument:
         }
         chunks = [_chunk(spec, group, planned) for group in spec.groups]
         body = {
-            "format": _FORMAT, "version": _VERSION, "model": sizes, "hardware": asdict(hardware),
-            "predicted": predicted, "chunks": chunks,
-        }  # fmt: skip
+            **_FORMAT.head,
+            "model": sizes,
+            "hardware": asdict(hardware),
+            "predicted": predicted,
+            "chunks": chunks,
+        }
         return cls.of_text(json.dumps(body), path="")
 
     # --- text and files -------------------------------------------------------------------------
@@ -91,7 +92,14 @@ class PlanDocument:
         Raises:
             PlanError: It is no plan, or a chunk has no name or an unknown tier.
         """
-        body = _parsed(text, path)
+        return cls._of_body(_FORMAT.parse(text, path=path), path=path)
+
+    @classmethod
+    def _of_body(cls, body: dict[str, Any], *, path: str) -> PlanDocument:
+        if not isinstance(body.get("chunks"), list):
+            raise PlanError(
+                f"the plan {path!r} has no list of chunks.", remedy="Pass a file that plan_file wrote."
+            )
         tiers: dict[str, Tier] = {}
         numel: dict[str, int] = {}
         for place, chunk in enumerate(body["chunks"]):
@@ -111,7 +119,7 @@ class PlanDocument:
         Raises:
             PlanError: It cannot be written.
         """
-        write_text(path, self.text)
+        save_plan(path, self.text)
 
     @classmethod
     def load(cls, path: str | Path) -> PlanDocument:
@@ -120,14 +128,7 @@ class PlanDocument:
         Raises:
             PlanError: There is none, or it cannot be understood.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise PlanError(
-                f"the plan {str(path)!r} cannot be read: {reason}.", remedy="Check the path."
-            ) from error
-        return cls.of_text(text, path=str(path))
+        return cls._of_body(_FORMAT.load(path), path=str(path))
 
     # --- use ------------------------------------------------------------------------------------
 
@@ -187,28 +188,6 @@ def plan_key(spec: ModelSpec, placement: Placement) -> str:
     return hashlib.sha256(json.dumps([sizes, widths, tiers]).encode()).hexdigest()[:32]
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Replace a file at once.
-
-    Raises:
-        PlanError: It cannot be written.
-    """
-    target = Path(path)
-    temporary = ""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.stem, suffix=".tmp")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(temporary).replace(target)
-    except OSError as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
-        raise PlanError(
-            f"{str(path)!r} cannot be written: {error.strerror or error}.", remedy="Choose another path."
-        ) from error
-
-
 def _chunk(spec: ModelSpec, group: Group, planned: Planned) -> dict[str, Any]:
     tier = planned.placement.tiers[group.name]
     held = footprint(spec, group, tier)
@@ -216,24 +195,6 @@ def _chunk(spec: ModelSpec, group: Group, planned: Planned) -> dict[str, Any]:
     bytes_held = {"device_bytes": held.device + held.gradients, "host_bytes": held.host}
     why = planned.reasons.get(group.name, "")
     return {"name": group.name, "tier": tier.value, **sizes, **bytes_held, "why": why}
-
-
-def _parsed(text: str, path: str) -> dict[str, Any]:
-    remedy = "Pass a file that plan_file wrote."
-    try:
-        body = json.loads(text)
-    except ValueError as error:
-        raise PlanError(f"the plan {path!r} is no JSON: {error}.", remedy=remedy) from error
-    if not isinstance(body, dict) or body.get("format") != _FORMAT:
-        raise PlanError(f"{path!r} is no plan of nnx-colossalai.", remedy=remedy)
-    if body.get("version") != _VERSION:
-        raise PlanError(
-            f"the plan {path!r} is of version {body.get('version')!r}, and {_VERSION} is read.",
-            remedy="Plan anew, or use the version that wrote it.",
-        )
-    if not isinstance(body.get("chunks"), list):
-        raise PlanError(f"the plan {path!r} has no list of chunks.", remedy=remedy)
-    return body
 
 
 def _named(chunk: Any, place: int, path: str) -> tuple[str, Tier]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nnx_core.errors import PlanError
+from nnx_core.plan import PlanFormat, save_plan
 from nnx_nnscaler.cost.model import ALIASES, CostModel, Price, Prices, base_name
 from nnx_nnscaler.ir import Code, Graph, Make, Op, Ref, Size, TensorMeta, text_of
 from nnx_nnscaler.plan.context import PolicyContext, StrategiesOf
@@ -21,8 +22,7 @@ from nnx_nnscaler.plan.evaluation import Assignment, Evaluation, evaluate, price
 from nnx_nnscaler.plan.planning import assignment_of, rules_for
 from nnx_nnscaler.plan.program_plan import ProgramPlan, plan_from_text, plan_to_text
 
-_FORMAT = "nnx-nnscaler plan"
-_VERSION = 1
+_FORMAT = PlanFormat("nnx-nnscaler", 1, "`Plan.save`")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,17 +86,21 @@ class Plan:
     # --- files ----------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the document."""
-        head = {
-            "format": _FORMAT, "version": _VERSION, "units": self.units, "zero": self.zero,
-            "graph": self.graph, "hardware": self.hardware,
-        }  # fmt: skip
+        """Write the document.
+
+        Raises:
+            PlanError: It cannot be written.
+        """
         body = {
-            **head,
+            **_FORMAT.head,
+            "units": self.units,
+            "zero": self.zero,
+            "graph": self.graph,
+            "hardware": self.hardware,
             "program": json.loads(plan_to_text(self.program)),
-            "rows": [asdict(r) for r in self.rows],
+            "rows": [asdict(row) for row in self.rows],
         }
-        Path(path).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        save_plan(path, json.dumps(body, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -105,7 +109,7 @@ class Plan:
         Raises:
             PlanError: There is none, or it cannot be understood.
         """
-        body = _read(Path(path))
+        body = _FORMAT.load(path)
         try:
             return cls(
                 program=plan_from_text(json.dumps(body["program"])),
@@ -164,29 +168,6 @@ class Plan:
             f"{len(self.program.synchronized)} summed over the unit"
         )
         return f"{head}\n{stored}\n{table(list(self.rows))}"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlanError(
-            f"the plan {str(path)!r} cannot be read: {error.strerror or error}.", remedy="Check the path."
-        ) from error
-    except ValueError as error:
-        raise PlanError(
-            f"the plan {str(path)!r} is no JSON: {error}.", remedy="Pass a file that `Plan.save` wrote."
-        ) from error
-    if not isinstance(body, dict) or body.get("format") != _FORMAT:
-        raise PlanError(
-            f"{str(path)!r} is no plan of nnx-nnscaler.", remedy="Pass a file that `Plan.save` wrote."
-        )
-    if body.get("version") != _VERSION:
-        raise PlanError(
-            f"the plan {str(path)!r} is of version {body.get('version')!r}, and {_VERSION} is read.",
-            remedy="Plan anew, or use the version that wrote it.",
-        )
-    return body
 
 
 def _row(row: dict[str, Any]) -> Row:
