@@ -128,6 +128,7 @@ class _Space:
             ["setpriv", "--pdeathsig", "KILL", "unshare", *namespaces, "--fork", "--kill-child=KILL",
              "sleep", "infinity"],
             stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # what unshare says of being killed
         )  # fmt: skip
         self.pid = _until(self._find_child, "a namespace did not begin")
 

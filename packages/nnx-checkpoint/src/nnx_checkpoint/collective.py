@@ -8,24 +8,32 @@ Control messages travel over a CPU (gloo) group, so that they work while a GPU i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TypeVar, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from threading import Thread
+from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nnx_checkpoint.errors import NnxError
+from nnx_checkpoint.errors import NnxError, RankLostError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 __all__ = [
     "all_arrive",
     "all_gather_object",
+    "ask_store",
     "background_group",
     "broadcast_tensor",
     "control_group",
     "engine_group",
     "gather_object",
+    "group_timeout",
     "is_distributed",
     "together",
     "wait_for_collective",
@@ -33,6 +41,8 @@ __all__ = [
 
 T = TypeVar("T")
 
+_ANSWER = 5.0
+"""Seconds in which a store that can be reached answers."""
 _NOT_SENT = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 
 _control_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
@@ -84,9 +94,16 @@ def _gloo_group(
 ) -> dist.ProcessGroup:
     if world not in made:
         made.clear()  # groups of a world that was destroyed since
-        timeout = world._get_backend(world._device_types[0]).options._timeout
+        timeout = timedelta(seconds=group_timeout())
         made[world] = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
     return made[world]
+
+
+def group_timeout() -> float:
+    """Seconds after which a collective of the world's group gives up waiting for a rank."""
+    world = dist.distributed_c10d._get_default_group()
+    timeout: timedelta = world._get_backend(world._device_types[0]).options._timeout
+    return timeout.total_seconds()
 
 
 def all_gather_object(value: T, group: dist.ProcessGroup | None) -> list[T]:
@@ -138,23 +155,62 @@ def all_arrive(place: str, *, timeout: float) -> bool:
     """
     if not is_distributed():
         return True
-    store = dist.distributed_c10d._get_default_store()
+    with suppress(RuntimeError):  # the rank that keeps the store is gone
+        return ask_store(lambda store: _arrive(store, place, timeout), timeout=timeout + _ANSWER)
+    return False
+
+
+def _arrive(store: Store, place: str, timeout: float) -> bool:
     deadline = time.monotonic() + timeout
-    try:
-        visit = store.add(f"nnx/{place}/of rank {dist.get_rank()}", 1)
-        key = f"nnx/{place}/visit {visit}"
-        arrived = store.add(key, 1)
-        while arrived < dist.get_world_size() and time.monotonic() < deadline:
-            if store.add(f"{key}, left", 0):
-                break
-            time.sleep(0.05)
-            arrived = store.add(key, 0)
-        if arrived < dist.get_world_size():
-            store.add(key, -1)  # whoever comes from now on must not count this rank,
-            store.add(f"{key}, left", 1)  # nor wait for it
-    except RuntimeError:  # the rank that keeps the store is gone
-        return False
+    visit = store.add(f"nnx/{place}/of rank {dist.get_rank()}", 1)
+    key = f"nnx/{place}/visit {visit}"
+    arrived = store.add(key, 1)
+    while arrived < dist.get_world_size() and time.monotonic() < deadline:
+        if store.add(f"{key}, left", 0):
+            break
+        time.sleep(0.05)
+        arrived = store.add(key, 0)
+    if arrived < dist.get_world_size():
+        store.add(key, -1)  # whoever comes from now on must not count this rank,
+        store.add(f"{key}, left", 1)  # nor wait for it
     return arrived == dist.get_world_size()
+
+
+def ask_store(operation: Callable[[Store], T], *, timeout: float) -> T:
+    """What an operation on the store that the process group was started with returns.
+
+    torch waits without limit for a store whose machine is cut off. So the operation runs in a thread of its
+    own, which is left behind if it does not end.
+
+    Args:
+        operation: Gets the store, and may use it several times.
+        timeout: Seconds for all of it.
+
+    Raises:
+        RankLostError: It did not end in time.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    ended: list[Callable[[], T]] = []
+
+    def run() -> None:
+        try:
+            result = operation(store)
+            ended.append(lambda: result)
+        except BaseException as error:
+            ended.append(partial(_raise, error))
+
+    thread = Thread(target=run, name="nnx-store", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if not ended:
+        raise RankLostError(
+            f"rank 0, which keeps the store of the process group, did not answer within {timeout:.0f} s."
+        )
+    return ended[0]()
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 def wait_for_collective(work: dist.Work) -> None:

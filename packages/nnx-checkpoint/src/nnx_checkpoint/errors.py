@@ -55,6 +55,17 @@ class DisagreementError(NnxError, RuntimeError):
     """The ranks differ in what they must have in common; the message names the first thing and the rank."""
 
 
+class RankLostError(NnxError, RuntimeError):
+    """A rank gives no sign of life: its process has ended or hangs, or its machine cannot be reached."""
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        usual = (
+            "Its process has ended or hangs, or its machine cannot be reached: its own output has the cause. "
+            "Start again from the last checkpoint."
+        )
+        super().__init__(message, remedy=remedy or usual)
+
+
 class CheckpointError(NnxError):
     """A checkpoint could not be written, read or verified; nothing committed before is lost."""
 

@@ -8,6 +8,7 @@ from nnx_checkpoint.errors import (
     DisagreementError,
     NnxError,
     PluginError,
+    RankLostError,
     UnsupportedError,
 )
 
@@ -19,6 +20,7 @@ __all__ = [
     "OptionError",
     "PlanError",
     "PluginError",
+    "RankLostError",
     "StrategyNotFoundError",
     "StrategyNotInstalledError",
     "UnsupportedError",

@@ -19,7 +19,9 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
+from socket import gethostname
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,12 +29,14 @@ from torch.distributed.distributed_c10d import Store
 
 from nnx_checkpoint.collective import (
     all_gather_object,
+    ask_store,
     control_group,
     engine_group,
+    group_timeout,
     is_distributed,
     wait_for_collective,
 )
-from nnx_core.errors import NnxError, UnsupportedError
+from nnx_core.errors import NnxError, RankLostError, UnsupportedError
 
 
 def used_anywhere(flags: Sequence[bool]) -> list[bool]:
@@ -70,7 +74,7 @@ def asked_anywhere(flags: Sequence[bool]) -> Callable[[], list[bool]]:
     return answer
 
 
-_PATIENCE, _GRACE = 600.0, 6.0
+_PATIENCE, _GRACE, _ANSWER, _SILENT_AFTER = 600.0, 6.0, 5.0, 60.0
 _LOOK_EVERY, _STUCK_AFTER, _STUCK_AFTER_APART = 0.5, 2.0, 8.0
 _PLACES = 50_000
 _running: weakref.ref[CollectiveOrder] | None = None
@@ -154,8 +158,13 @@ class CollectiveOrder:
     def __init__(self, *, remedy: str, wait: float = 30.0, ranks: Sequence[int] | None = None) -> None:
         self._remedy, self._wait = remedy, wait
         self._key, self._ranks = "", list(ranks or ())
+        self._hosts: list[str] = []
         if is_distributed():
-            self._key = f"nnx/order/{all_gather_object(uuid.uuid4().hex, control_group())[0]}"
+            keys, hosts = zip(
+                *all_gather_object((uuid.uuid4().hex, gethostname()), control_group()), strict=True
+            )
+            self._key = f"nnx/order/{keys[0]}"
+            self._hosts = list(hosts) if len(set(hosts)) > 1 else []
             self._ranks = self._ranks or list(range(dist.get_world_size()))
         self._is_active = is_distributed() and len(self._ranks) > 1
         are_all = not self._is_active or len(self._ranks) == dist.get_world_size()
@@ -246,7 +255,7 @@ class CollectiveOrder:
                 raise
             cause = self._posted()
             if cause:
-                raise UnsupportedError(cause, remedy=self._remedy) from error
+                raise self._error(cause) from error
             raise
 
     def _post_end(self, error: BaseException) -> None:
@@ -254,9 +263,9 @@ class CollectiveOrder:
         if not (self._is_active and self.in_step and dist.is_initialized()):
             return
         text = f"rank {dist.get_rank()} ended with {type(error).__name__}: {error}"
+        key = f"{self._question(self.questions + 1)}/ended"
         with suppress(RuntimeError):  # the rank that keeps the store is gone
-            store = dist.distributed_c10d._get_default_store()
-            store.set(f"{self._question(self.questions + 1)}/ended", text)
+            ask_store(lambda store: store.set(key, text), timeout=_ANSWER)
 
     def forget(self) -> None:
         """After an error: the ranks may be anywhere, so the next step begins with a question."""
@@ -270,9 +279,14 @@ class CollectiveOrder:
 
     def _agree(self, name: str, expected: str | None, cause: str = "") -> None:
         """Ask all ranks whether they come to this. Deletes what was asked before the last time."""
-        store = dist.distributed_c10d._get_default_store()
-        rank = dist.get_rank()
         self.questions += 1
+        ask_store(
+            partial(self._compare, name=name, expected=expected, cause=cause),
+            timeout=self._patience() + 2 * _ANSWER,
+        )
+
+    def _compare(self, store: Store, *, name: str, expected: str | None, cause: str) -> None:
+        rank = dist.get_rank()
         question = self._question(self.questions)
         keys = [f"{question}/{other}" for other in self._ranks]
         store.set(f"{question}/{rank}", f"{self._passed} {name}")
@@ -283,7 +297,13 @@ class CollectiveOrder:
         if absent:
             instead = f", where {expected} was expected" if expected else ""
             came = f"rank {rank} came to {name}{cause}{instead}"
-            where = where or f"{_ranks(absent)} did not come to it within {self._wait:.0f} s"
+            silent = [] if where else self._silent(store, question, absent)
+            if silent:
+                seconds = min(self._patience(), _SILENT_AFTER)
+                self._fail(
+                    store, f"{self._named(silent)} gave no sign of life for {seconds:.0f} s.", lost=True
+                )
+            where = where or f"{self._named(absent)} did not come to it within {self._patience():.0f} s"
             self._fail(store, f"the ranks use different layers in one step: {came}; {where}.", absent)
         answers = [value.decode().split(" ", 1) for value in store.multi_get(keys)]
         if any(answer != answers[0] for answer in answers):
@@ -296,45 +316,81 @@ class CollectiveOrder:
     def _wait_for(self, store: Store, keys: Sequence[str], question: str) -> tuple[list[int], str]:
         """Wait until every rank has answered; returns those that have not, and where one of them waits."""
         begun = time.monotonic()
-        deadline = begun + (self._wait if self.in_step else _PATIENCE)
+        deadline = begun + self._patience()
+        silent_at = begun + _SILENT_AFTER
         pause = 0.0002
         while not store.check(list(keys)):
             if store.check([f"{self._key}/failed"]):
-                raise UnsupportedError(self._posted(), remedy=self._remedy)
+                raise self._error(store.get(f"{self._key}/failed").decode())
             ended, elsewhere = f"{question}/ended", f"{question}/elsewhere"
             if self.in_step and time.monotonic() > begun + _GRACE and store.check([ended]):
                 raise NnxError(f"{store.get(ended).decode()}.", remedy="Its error is the cause.")
             is_elsewhere = store.check([elsewhere])
-            if is_elsewhere or time.monotonic() > deadline:
+            if is_elsewhere or time.monotonic() > min(deadline, silent_at):
                 where = store.get(elsewhere).decode() if is_elsewhere else ""
                 answers = zip(self._ranks, keys, strict=True)
-                return [rank for rank, key in answers if not store.check([key])], where
+                absent = [rank for rank, key in answers if not store.check([key])]
+                if where or time.monotonic() > deadline or self._silent(store, question, absent):
+                    return absent, where
+                silent_at = deadline
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
         return [], ""
 
-    def _fail(self, store: Store, message: str, absent: Sequence[int] = ()) -> None:
+    def _patience(self) -> float:
+        """Seconds to wait for a rank: no longer than a collective would."""
+        return min(self._wait if self.in_step else _PATIENCE, group_timeout())
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        """Ranks in an error, with their machines where there are several."""
+        named = [f"{rank} on {self._hosts[rank]}" if self._hosts else str(rank) for rank in ranks]
+        return f"rank{'s' * (len(named) > 1)} {', '.join(named)}"
+
+    def _silent(self, store: Store, question: str, absent: Sequence[int]) -> list[int]:
+        """Those of the ranks that have a witness, which has not even noticed the question."""
+        return [
+            rank
+            for rank in absent
+            if not store.check([f"{question}/noticed/{rank}"])
+            and store.check([f"{self._key}/witness/{rank}"])
+            and store.get(f"{self._key}/witness/{rank}") == b"looks"
+        ]
+
+    def _error(self, posted: str) -> NnxError:
+        """The error that a rank has posted for all."""
+        kind, _, message = posted.partition(" ")
+        return RankLostError(message) if kind == "lost" else UnsupportedError(message, remedy=self._remedy)
+
+    def _fail(
+        self, store: Store, message: str, absent: Sequence[int] = (), *, lost: bool = False
+    ) -> NoReturn:
         """Raise, once the ranks that did not ask have read why: the store may go with this rank."""
-        store.set(f"{self._key}/failed", message)
+        posted = f"{'lost' if lost else 'differ'} {message}"
+        store.set(f"{self._key}/failed", posted)
         others = [rank for rank in range(dist.get_world_size()) if rank not in self._ranks]
         deadline = time.monotonic() + 4 * _LOOK_EVERY
         while time.monotonic() < deadline:
             if all(store.check([f"{self._key}/read/{rank}"]) for rank in (*absent, *others)):
                 break
             time.sleep(0.05)
-        raise UnsupportedError(message, remedy=self._remedy)
+        raise self._error(posted)
 
     def _posted(self) -> str:
         """What another rank failed with, as far as the store can still be read."""
         if self._cause or not self._is_active or not dist.is_initialized():
             return self._cause
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            return store.get(f"{self._key}/failed").decode() if store.check([f"{self._key}/failed"]) else ""
-        except RuntimeError:  # the rank that keeps the store is gone
-            return ""
+        key = f"{self._key}/failed"
+        with suppress(RuntimeError):  # the rank that keeps the store is gone
+            return ask_store(
+                lambda store: store.get(key).decode() if store.check([key]) else "", timeout=_ANSWER
+            )
+        return ""
 
     # --- what the witness calls, in a thread of its own -----------------------------------------
+
+    def post_witness(self, store: Store, state: str) -> None:
+        """Let the others know whether they can expect this rank to notice questions: if it ``"looks"``."""
+        store.set(f"{self._key}/witness/{dist.get_rank()}", state)
 
     def read_failure(self, store: Store) -> bool:
         """Take notice of another rank's error while this one may be waiting; whether there is one."""
@@ -347,7 +403,10 @@ class CollectiveOrder:
     def unanswered(self, store: Store) -> str:
         """The key of a question that this rank has not come to; empty without one."""
         question = self._question(self.questions + 1)
-        return f"{question}/elsewhere" if store.check([f"{question}/asked"]) else ""
+        if not store.check([f"{question}/asked"]):
+            return ""
+        store.set(f"{question}/noticed/{dist.get_rank()}", "")
+        return f"{question}/elsewhere"
 
     @property
     def passed(self) -> int:
@@ -378,15 +437,20 @@ class _Witness(threading.Thread):
 
     def run(self) -> None:
         """Look every now and then until there is nothing left to look at."""
-        while not self._stopped.wait(_LOOK_EVERY):
-            order = self._order()
-            try:
+        with suppress(RuntimeError, ValueError):  # the rank that keeps the store, or the group, is gone
+            self._post("looks")
+            while not self._stopped.wait(_LOOK_EVERY):
+                order = self._order()
                 if order is None or not self._is_current() or order.read_failure(self._store):
                     return
                 self._look(order)
-            except (RuntimeError, ValueError):  # the rank that keeps the store, or the group, is gone
-                return
-            del order
+                del order
+            self._post("has ended")
+
+    def _post(self, state: str) -> None:
+        order = self._order()
+        if order is not None and self._is_current():
+            order.post_witness(self._store, state)
 
     def _is_current(self) -> bool:
         return dist.is_initialized() and dist.distributed_c10d._get_default_store() is self._store
@@ -413,7 +477,3 @@ def _collective_of(thread: int) -> tuple[str, int] | None:
             return f"{name}, called in {code.co_name} ({code.co_filename}:{frame.f_lineno})", progress
         frame = frame.f_back
     return None
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
