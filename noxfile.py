@@ -102,6 +102,12 @@ def full(session: nox.Session) -> None:
     run(session, "-m", "pytest", "-n", "2", "--dist", "loadfile", *session.posargs, NNX_MATRIX="full")
 
 
+@nox.session
+def nodes(session: nox.Session) -> None:
+    """Train on several nodes, which are network namespaces of this machine. Needs root and iproute2."""
+    run(session, "-m", "pytest", "tests/nodes", *session.posargs, NNX_MATRIX="full")
+
+
 @nox.session(venv_backend="venv")
 def docs(session: nox.Session) -> None:
     """Build the site into site/; a broken link fails the build."""

@@ -115,7 +115,10 @@ def test_nothing_stays_when_the_owner_is_killed(tmp_path: Path) -> None:
     )
     root = str(Path(__file__).parents[1])
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env={"PYTHONPATH": root, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": root, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
     )
     assert "built" in done.stdout, done.stderr
     end = time.monotonic() + 10

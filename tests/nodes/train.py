@@ -40,7 +40,7 @@ class Steps(Callback):
 
 def main(job: dict[str, Any]) -> None:
     """Train as the job says."""
-    task = Task(steps=job["steps"], clip=0.5, optimizer="adamw", batches=20)
+    task = Task(steps=job["steps"], clip=0.5, optimizer="adamw", batches=job.get("batches", 1))
     subject = Subject(job["strategy"], options=job.get("options", {}))
     trainer = make_trainer(
         subject,

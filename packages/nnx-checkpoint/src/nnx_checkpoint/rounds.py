@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from socket import gethostname
 from typing import Any, TypeVar, cast
 
 import torch
@@ -71,12 +72,13 @@ def exchange(
 class _Failure:
     """An error on its way to the other ranks; the original stays behind."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Exception, host: str = "") -> None:
         self.error: Exception | None = error
         self.raised: NnxError = error if isinstance(error, NnxError) else _wrapped(error)
+        self.host = host or gethostname()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_Failure, (self.raised,))
+        return (_Failure, (self.raised, self.host))
 
 
 def _wrapped(error: Exception) -> CheckpointError:
@@ -180,6 +182,7 @@ def _decide(
 
 
 def _named(failed: list[tuple[int, _Failure]], doing: str) -> NnxError:
-    rank, first = failed[0][0], failed[0][1].raised
+    rank, first, host = failed[0][0], failed[0][1].raised, failed[0][1].host
+    where = f" on {host}" if host != gethostname() else ""
     others = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
-    return type(first)(f"{doing} failed on rank {rank}{others}: {first.message}", remedy=first.remedy)
+    return type(first)(f"{doing} failed on rank {rank}{where}{others}: {first.message}", remedy=first.remedy)

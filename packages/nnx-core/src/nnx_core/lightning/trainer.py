@@ -192,6 +192,8 @@ def put_back(module: nn.Module, originals: Mapping[str, nn.Module]) -> None:
 
 log = logging.getLogger("nnx.lightning")
 
+_LOST_CONNECTIONS = ("Connection reset by peer", "Connection closed by peer", "caused pair closure")
+"""What gloo says where a rank is gone."""
 _TIME_TO_FAIL_TOGETHER = 5.0
 """Seconds after an error in which the other ranks must have failed as well to count as failing together."""
 
@@ -373,8 +375,14 @@ class TrainerAdapter(ParallelProcesses):
         return None
 
     def on_exception(self, exception: BaseException) -> None:
-        """Remember for `teardown` that this rank may be alone."""
+        """Remember for `teardown` that this rank may be alone, and say so where gloo's error does not."""
         self._has_failed = True
+        if isinstance(exception, RuntimeError) and any(text in str(exception) for text in _LOST_CONNECTIONS):
+            log.error(
+                "Rank %d lost another rank in a collective: that rank's process has ended or hangs, or its "
+                "machine cannot be reached. Its own output has the cause. Start from the last checkpoint.",
+                of_process(self.global_rank),
+            )
 
     def _can_gather(self) -> bool:
         """After an error, whether the other ranks have come to `teardown` too: gathering needs them."""

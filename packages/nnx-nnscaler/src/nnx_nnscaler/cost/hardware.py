@@ -24,7 +24,7 @@ import torch.distributed as dist
 from nnx_checkpoint.collective import all_gather_object
 from nnx_core.cache import cache_directory, read_json, write_json
 from nnx_core.errors import OptionError
-from nnx_nnscaler.runtime.collectives import Communicator
+from nnx_nnscaler.runtime.collectives import Communicator, GroupCommunicator
 
 __all__ = [
     "Collective",
@@ -234,6 +234,8 @@ _PLAIN = (
 
 
 _FORMAT = 4
+_LONG = 0.02
+"""Seconds of a collective after which none that is larger is measured."""
 _LAPS = 12
 _SIZES = (4 * 1024, 64 * 1024, 1024 * 1024, 4 * 1024 * 1024)
 """Whole bytes at which collectives are measured on CPUs."""
@@ -259,14 +261,14 @@ def calibrated(
     if kept is not None:
         return Hardware.of_json(kept)
     clock = _cpu_clock if cpu_time else _wall_clock(device)
-    link = measure_link(communicator, device, clock)
+    inside, across = _measure_links(communicator, device, clock, group)
     compute = measure_compute(device, clock)
     ranks = communicator.size if group is None else dist.get_world_size(group)
     own = Hardware(
         name=f"{key['device']} on {len(hosts)} host{'s' * (len(hosts) > 1)}",
         origin="measured",
-        inside=link,
-        across=link,
+        inside=inside,
+        across=across,
         ranks_per_node=max(ranks // len(hosts), 1),
         overlap=0.0 if device.type == "cpu" else 0.8,
         memory=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0,
@@ -308,16 +310,58 @@ def _seconds(call: Callable[[], object], clock: Clock, *, times: int, rounds: in
     return max(min(means), 1e-9)
 
 
+def _measure_links(
+    communicator: Communicator, device: torch.device, clock: Clock, group: dist.ProcessGroup | None
+) -> tuple[MeasuredLink, MeasuredLink]:
+    """The links within a node and across nodes; where there is one kind only, it stands for both.
+
+    The unit's ranks measure the one that they have. For the other, groups are made for the time being: of the
+    ranks with the same place on each node, which then send all at once, or of the ranks of each node.
+    """
+    own = measure_link(communicator, device, clock)
+    hosts = all_gather_object(platform.node(), group)
+    if len(set(hosts)) == 1:
+        return own, own
+    rank = dist.get_rank(group)
+    unit = (
+        [rank]
+        if communicator.size == 1
+        else dist.get_process_group_ranks(getattr(communicator, "group", None))
+    )
+    lies_inside = all(all_gather_object(len({hosts[member] for member in unit}) == 1, group))
+    nodes = [[rank for rank, host in enumerate(hosts) if host == one] for one in sorted(set(hosts))]
+    others = [list(ranks) for ranks in zip(*nodes, strict=False)] if lies_inside else nodes
+    groups = [(ranks, dist.new_group(ranks)) for ranks in others]
+    found: MeasuredLink | None = None
+    for ranks, made in groups:
+        if rank in ranks:
+            if len(ranks) > 1:
+                found = measure_link(GroupCommunicator(made), device, clock)
+            dist.destroy_process_group(made)
+    told = [data for data in all_gather_object(found.to_json() if found else None, group) if data is not None]
+    other = link_of_json(told[0]) if told else own
+    assert isinstance(other, MeasuredLink)
+    return (own, other) if lies_inside else (other, own)
+
+
 def measure_link(communicator: Communicator, device: torch.device, clock: Clock) -> MeasuredLink:
-    """Every kind of collective at every size. Collective over the unit."""
-    sizes = _SIZES if device.type == "cpu" else (*_SIZES, *_LARGER_SIZES)
-    points = {
-        kind: tuple(
-            (float(whole), _collective_seconds(communicator, device, clock, kind, whole)) for whole in sizes
-        )
-        for kind in COLLECTIVES
-    }
+    """Every kind of collective at every size that does not take too long. Collective over the unit."""
+    points = {kind: _points(communicator, device, clock, kind) for kind in COLLECTIVES}
     return MeasuredLink(communicator.size, {kind: _rising(found) for kind, found in points.items()})
+
+
+def _points(
+    communicator: Communicator, device: torch.device, clock: Clock, kind: Collective
+) -> tuple[tuple[float, float], ...]:
+    """Bytes and seconds; what is larger than a slow link carries in time follows from the slope."""
+    points: list[tuple[float, float]] = []
+    for whole in _SIZES if device.type == "cpu" else (*_SIZES, *_LARGER_SIZES):
+        seconds = _collective_seconds(communicator, device, clock, kind, whole)
+        points.append((float(whole), seconds))
+        mean = communicator.all_reduce(torch.tensor([seconds], device=device)) / communicator.size
+        if float(mean) > _LONG and len(points) > 1:  # which all ranks agree on
+            break
+    return tuple(points)
 
 
 def _rising(points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
