@@ -31,6 +31,8 @@ NOT_RUN: list[Entry] = [
         "run in order, both halves of a difference, by packages/nnx-core/tests/lite/test_lite_examples.py",
     ),
     ("docs/checkpoints.md", "nnx ckpt", _CKPT),
+    ("docs/machines.md", "torchrun", "run on two nodes by tests/nodes/test_nodes.py"),
+    ("docs/machines.md", "MASTER_ADDR=", "run on two nodes by tests/nodes/test_nodes.py"),
     ("docs/recipes.md", "srun python train.py", "needs a cluster; tests set SLURM's variables"),
     (
         "docs/command-line.md",
@@ -43,6 +45,7 @@ NOT_RUN: list[Entry] = [
 """Shell commands, and Python blocks."""
 
 NOT_COMPARED: list[Entry] = [
+    ("docs/machines.md", "CheckpointError:", "an error that tests/nodes/test_nodes.py brings about"),
     ("docs/checkpoint-format.md", "last.ckpt/", "an overview of the files, which the page's reader opens"),
     ("docs/checkpoint-format.md", "{", "the first bytes of a manifest, which the page's reader checks"),
     ("docs/lite.md", "self.save(", "one line of a loop beside one line of a module, both in test_lite_docs"),

@@ -8,6 +8,9 @@ and an end with one error on every node when one is lost. README's test command 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,14 +141,34 @@ def test_training_is_that_of_one_process_and_resumes_on_other_nodes(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", [plain, slurm], ids=["variables", "slurm"])
-def test_other_launchers_number_nodes_and_ranks_alike(
-    how: Any, two: Laboratory, alone: dict[str, Any]
+def test_slurm_numbers_nodes_and_ranks_alike(two: Laboratory, alone: dict[str, Any]) -> None:
+    ranks = train(two, slurm, strategy="fsdp_auto")
+    assert [(a["rank"], a["node"], a["local"], a["host"]) for a in ranks] == [
+        (0, 0, 0, "node0"),
+        (1, 1, 0, "node1"),
+    ]
+    assert ranks[0]["losses"] == pytest.approx(alone["losses"][:STEPS], rel=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("begins", ["torchrun", "MASTER_ADDR="])
+def test_the_commands_of_the_page_start_all_processes(
+    begins: str, two: Laboratory, alone: dict[str, Any]
 ) -> None:
-    devices = 2 if how is plain else 1
-    ranks = train(two, how, strategy="fsdp_auto", devices=devices)
-    assert [a["node"] for a in ranks] == [0] * devices + [1] * devices
-    assert [a["local"] for a in ranks] == [*range(devices)] * 2
+    lines = (Path(__file__).parents[2] / "docs" / "machines.md").read_text().splitlines()
+    command = next(line for line in lines if line.startswith(begins))
+    job = json.dumps({"strategy": "fsdp_auto", "steps": STEPS, "nodes": 2, "devices": 2})
+    command = command.replace("train.py", f"{SCRIPT} {shlex.quote(job)}")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    runs = [
+        node.start(
+            *("sh", "-c", re.sub(r"(node-rank|NODE_RANK)=0", rf"\1={node.number}", command)),
+            env={"OMP_NUM_THREADS": "1", "PYTHONPATH": STARTUP, "PATH": path},
+        )
+        for node in two.nodes
+    ]
+    ranks = accounts_of([run.wait(120) for run in runs])
+    assert [(a["node"], a["local"]) for a in ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert ranks[0]["losses"] == pytest.approx(alone["losses"][:STEPS], rel=1e-5)
 
 
