@@ -74,7 +74,7 @@ def asked_anywhere(flags: Sequence[bool]) -> Callable[[], list[bool]]:
     return answer
 
 
-_PATIENCE, _GRACE, _ANSWER, _SILENT_AFTER = 600.0, 6.0, 5.0, 60.0
+_PATIENCE, _GRACE, _ANSWER, _SILENT_AFTER = 600.0, 6.0, 5.0, 120.0
 _LOOK_EVERY, _STUCK_AFTER, _STUCK_AFTER_APART = 0.5, 2.0, 8.0
 _PLACES = 50_000
 _running: weakref.ref[CollectiveOrder] | None = None
@@ -129,7 +129,8 @@ class CollectiveOrder:
     compares only with what was agreed, which costs one look into a dict and no communication. A rank that
     comes to something else asks the others, and goes on only if they all come to the same thing. A rank that
     waits in a collective meanwhile cannot answer; a thread beside it does, which looks where it waits. After
-    `wait` seconds within a step without any answer the rank that asked raises.
+    `wait` seconds within a step without any answer the rank that asked raises. That thread also tells a rank
+    that is slow from one that is gone, with its machine perhaps: then the ranks do not wait as long.
 
     What all ranks know is the same on each of them at any time: it changes only by such an agreement.
 
@@ -224,6 +225,7 @@ class CollectiveOrder:
 
         Raises:
             UnsupportedError: Another rank comes to something else, or does not come.
+            RankLostError: Another rank gives no sign of life, or the store cannot be reached.
         """
         place = self._place
         if place is None:  # one process, or before the first step
