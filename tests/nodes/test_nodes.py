@@ -197,10 +197,9 @@ def test_private_disks_are_refused_with_the_name_of_the_node(two: Laboratory) ->
     ("strategy", "loss"),
     [
         ("fsdp_auto", "rank"),
-        ("fsdp_auto", "link"),
         ("nnscaler_zero", "node"),
-        ("colossalai", "rank"),
-        ("nnx_deepspeed_2", "link"),
+        ("colossalai", "link"),
+        ("nnx_deepspeed_2", "rank"),
         ("fairscale_fsdp", "node"),
     ],
 )
