@@ -265,18 +265,22 @@ def test_no_link_is_infinitely_fast_where_larger_messages_seemed_to_take_no_long
     assert link.seconds("all_reduce", 3e3, 2) == 3.0
 
 
-@pytest.mark.parametrize(("device", "largest"), [("cpu", 4), ("cuda", 256)])
-def test_links_of_devices_are_measured_beyond_their_latency(
-    device: str, largest: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("device", "rate", "largest"),
+    [("cpu", 1e9, 4 * 1024**2), ("cuda", 1e11, 256 * 1024**2), ("cpu", 1e6, 64 * 1024)],
+    ids=["cpu", "cuda", "slow"],
+)
+def test_links_are_measured_beyond_their_latency_and_slow_ones_not_for_long(
+    device: str, rate: float, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def seconds(unit: object, device: object, clock: object, kind: str, whole: int) -> float:
-        return float(whole)
+        return whole / rate
 
     monkeypatch.setattr(hardware, "_collective_seconds", seconds)
     unit = run_as_ranks(2, lambda unit: unit)[0]
     link = hardware.measure_link(unit, torch.device(device), hardware._cpu_clock)
     for found in link.points.values():
-        assert found[0][0] == 4096 and found[-1][0] == largest * 1024**2
+        assert found[0][0] == 4096 and found[-1][0] == largest
 
 
 @pytest.mark.parametrize("name", PROFILES)

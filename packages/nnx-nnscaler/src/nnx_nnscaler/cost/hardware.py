@@ -358,8 +358,7 @@ def _points(
     for whole in _SIZES if device.type == "cpu" else (*_SIZES, *_LARGER_SIZES):
         seconds = _collective_seconds(communicator, device, clock, kind, whole)
         points.append((float(whole), seconds))
-        mean = communicator.all_reduce(torch.tensor([seconds], device=device)) / communicator.size
-        if float(mean) > _LONG and len(points) > 1:  # which all ranks agree on
+        if seconds > _LONG and len(points) > 1:
             break
     return tuple(points)
 
@@ -373,7 +372,11 @@ def _rising(points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float
 def _collective_seconds(
     communicator: Communicator, device: torch.device, clock: Clock, kind: Collective, whole: int
 ) -> float:
-    """One collective on activations: whole bytes of three dims, split or gathered along the middle one."""
+    """One collective on activations: whole bytes of three dims, split or gathered along the middle one.
+
+    Returns:
+        The mean over the ranks, which is the same on each.
+    """
     size = communicator.size
     width = -(-64 // size) * size  # which every number of ranks divides
     rows = max(whole // 4 // width // (2 * size), 1) * size
@@ -385,7 +388,8 @@ def _collective_seconds(
         "reduce_scatter": lambda: communicator.reduce_scatter(full, 1),
         "all_to_all": lambda: communicator.all_to_all(part, 2, 1),
     }
-    return _seconds_amid(calls[kind], _some_work(device), clock)
+    seconds = torch.tensor([_seconds_amid(calls[kind], _some_work(device), clock)], device=device)
+    return communicator.all_reduce(seconds).item() / size
 
 
 def _some_work(device: torch.device) -> Callable[[], object]:
