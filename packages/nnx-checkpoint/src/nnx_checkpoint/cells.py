@@ -24,28 +24,6 @@ import numpy.typing as npt
 from nnx_checkpoint.box import Box
 from nnx_checkpoint.dtypes import DTYPES, width
 
-__all__ = [
-    "Cell",
-    "Ints",
-    "Kind",
-    "Layout",
-    "OddBox",
-    "OddTensor",
-    "Placement",
-    "Stored",
-    "cell_box",
-    "cell_sizes",
-    "cells_overlapping",
-    "find_fault_of_grid",
-    "grid",
-    "guess",
-    "habits",
-    "has_cell",
-    "seats",
-    "table",
-    "trimmed",
-]
-
 Cell = tuple[int, ...]
 Ints = npt.NDArray[np.int64]
 Habits = tuple[tuple[int, ...], ...]
