@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,9 +36,16 @@ _FIRST = 11
 """The last byte of the first node's address."""
 _BURST = 512 * 1024
 """Bytes that a link lets through at once: more than the largest packet that the kernel makes."""
+_ALL_OF_IT = (
+    "ip link add bridge type bridge && ip link add port type veth peer name eth0 && hostname node"
+    f" && tc qdisc replace dev eth0 root tbf rate 1gbit burst {_BURST} latency 200ms"
+    " && mount -t proc proc /proc && mount -t tmpfs tmpfs /dev/shm"
+)
+"""What a laboratory does in its namespaces."""
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
 
 
+@cache
 def why_not() -> str:
     """What keeps this machine from having a laboratory; empty if nothing does."""
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
@@ -45,8 +53,10 @@ def why_not() -> str:
         return f"needs {', '.join(missing)} (iproute2, util-linux)"
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
-    tried = subprocess.run(["unshare", *_NAMESPACES, "--fork", "true"], capture_output=True, text=True)
-    return "" if tried.returncode == 0 else f"cannot make namespaces: {tried.stderr.strip()}"
+    tried = subprocess.run(
+        ["unshare", *_NAMESPACES, "--fork", "sh", "-ec", _ALL_OF_IT], capture_output=True, text=True
+    )
+    return "" if tried.returncode == 0 else f"cannot make namespaces and links: {tried.stderr.strip()}"
 
 
 @dataclass(frozen=True)
