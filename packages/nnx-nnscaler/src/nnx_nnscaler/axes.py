@@ -2,13 +2,15 @@
 
 Consecutive ranks form a *plan unit* and work on one batch. Along the *outer* axis stand the ranks that have
 the same place in their units: gradients are averaged over it. With ZeRO they are *parts* of one another
-within each of `zero_ngroups` groups, whose *copies* hold the same parts. Each group is made once for a world.
+within each of `zero_ngroups` groups, whose *copies* hold the same parts. With a pipeline the ranks of a unit
+are stages, each of consecutive ranks; along the *pipe* stand those with the same place in their stages. Each
+group is made once for a world.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -40,6 +42,11 @@ class Axes:
         part_rank: The number of the part that it stores.
         part_size: Into how many parts parameters are cut; 1 without ZeRO.
         unit_control: The ranks of the unit, as a group whose collectives take CPU tensors.
+        pipe: The ranks of the unit that have its place in the other stages.
+        pipe_rank: The number of its stage ranks, which is its place among them.
+        pipe_size: The number of stages that work at the same time; 1 without a pipeline.
+        stage: The axes within its stage, whose unit are the ranks that compute it together and whose world
+            are those of the same stage in all units; None without a pipeline.
     """
 
     unit: dist.ProcessGroup | None
@@ -54,6 +61,15 @@ class Axes:
     part_rank: int
     part_size: int
     unit_control: dist.ProcessGroup | None = None
+    pipe: dist.ProcessGroup | None = None
+    pipe_rank: int = 0
+    pipe_size: int = 1
+    stage: Axes | None = None
+
+    @property
+    def within_stage(self) -> Axes:
+        """The axes of the ranks that compute the same operators: of the stage, or of the whole unit."""
+        return self.stage or self
 
     @property
     def reading(self) -> range:
@@ -74,7 +90,7 @@ class Axes:
         return box[0]
 
 
-def make_axes(*, rank: int, world_size: int, unit_size: int, part_size: int) -> Axes:
+def make_axes(*, rank: int, world_size: int, unit_size: int, part_size: int, pipe_size: int = 1) -> Axes:
     """The axes of a world. Collective the first time.
 
     Args:
@@ -82,13 +98,14 @@ def make_axes(*, rank: int, world_size: int, unit_size: int, part_size: int) -> 
         world_size: Number of ranks, a multiple of the next two's product.
         unit_size: Ranks of a plan unit.
         part_size: Units over which parameters are stored in parts; 1 without ZeRO.
+        pipe_size: Stages that work at the same time, a divisor of the unit's ranks; 1 without a pipeline.
     """
     units = [range(start, start + unit_size) for start in range(0, world_size, unit_size)]
     outer = [range(place, world_size, unit_size) for place in range(unit_size)]
     parts = [axis[i : i + part_size] for axis in outer for i in range(0, len(axis), part_size)]
     copies = [axis[i::part_size] for axis in outer for i in range(part_size)]
     outer_rank = rank // unit_size
-    return Axes(
+    axes = Axes(
         unit=_group_of(rank, units),
         outer=_group_of(rank, outer),
         parts=_group_of(rank, parts),
@@ -100,8 +117,39 @@ def make_axes(*, rank: int, world_size: int, unit_size: int, part_size: int) -> 
         outer_size=world_size // unit_size,
         part_rank=outer_rank % part_size,
         part_size=part_size,
-        unit_control=_group_of(rank, units, backend=None if _takes_cpu_tensors() else "gloo"),
+        unit_control=_control_group_of(rank, units),
     )
+    return axes if pipe_size == 1 else _with_pipe(axes, rank, world_size, pipe_size)
+
+
+def _with_pipe(axes: Axes, rank: int, world_size: int, pipe_size: int) -> Axes:
+    """The same axes with those of a pipeline within each unit."""
+    size = axes.unit_size // pipe_size
+    stages = [range(start, start + size) for start in range(0, world_size, size)]
+    units = range(0, world_size, axes.unit_size)
+    pipes = [range(unit + place, unit + axes.unit_size, size) for unit in units for place in range(size)]
+    same = [
+        [unit + number * size + place for unit in units for place in range(size)]
+        for number in range(pipe_size)
+    ]
+    pipe, pipe_rank = _group_of(rank, pipes), axes.unit_rank // size
+    stage = replace(
+        axes,
+        unit=_group_of(rank, stages),
+        world=_group_of(rank, same),
+        unit_rank=axes.unit_rank % size,
+        unit_size=size,
+        unit_control=_control_group_of(rank, stages),
+        pipe=pipe,
+        pipe_rank=pipe_rank,
+        pipe_size=pipe_size,
+    )
+    return replace(axes, pipe=pipe, pipe_rank=pipe_rank, pipe_size=pipe_size, stage=stage)
+
+
+def _control_group_of(rank: int, axis: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """A rank's group along an axis, whose collectives take CPU tensors."""
+    return _group_of(rank, axis, backend=None if _takes_cpu_tensors() else "gloo")
 
 
 def _takes_cpu_tensors() -> bool:

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
@@ -58,6 +59,8 @@ class ParameterLayout:
         unit_size: Ranks of the unit.
         rows: First and one past the last row (index of dim 0) that this rank stores of what the unit's
             placement leaves it; None where it stores all of them.
+        is_here: False if another stage of a pipeline stores it, so that this rank has none of its elements.
+        is_everywhere: False if only one stage of a pipeline stores it.
     """
 
     shape: tuple[int, ...]
@@ -65,6 +68,8 @@ class ParameterLayout:
     unit_rank: int = 0
     unit_size: int = 1
     rows: tuple[int, int] | None = None
+    is_here: bool = True
+    is_everywhere: bool = True
 
     @property
     def unit_shape(self) -> tuple[int, ...]:
@@ -74,6 +79,8 @@ class ParameterLayout:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of what this rank stores."""
+        if not self.is_here:
+            return (0, *self.shape[1:])
         if self.rows is None:
             return self.unit_shape
         start, stop = self.rows
@@ -82,10 +89,12 @@ class ParameterLayout:
     @property
     def is_whole(self) -> bool:
         """Whether this rank stores all of the parameter."""
-        return self.local_shape == self.shape
+        return self.is_everywhere and self.local_shape == self.shape
 
     def unit_part(self, whole: Tensor) -> Tensor:
         """This rank's part within the unit of a tensor of the logical shape; a view unless it has groups."""
+        if not self.is_here:
+            return whole.new_empty(self.local_shape)
         if not self.placement.is_shard:
             return whole
         dim, groups = self.placement.dim, self.placement.groups
@@ -100,7 +109,9 @@ class ParameterLayout:
 
     def stored_rows(self, unit_part: Tensor) -> Tensor:
         """What this rank stores of its part within the unit; a view."""
-        return unit_part if self.rows is None else unit_part[self.rows[0] : self.rows[1]]
+        if self.rows is None or not self.is_here:
+            return unit_part
+        return unit_part[self.rows[0] : self.rows[1]]
 
     def shard_of_local(self, tensor: Tensor) -> Shard:
         """Describe a tensor of the local shape: the parameter, its gradient, or state of its optimizer.
@@ -118,7 +129,7 @@ class ParameterLayout:
 
     def _pieces(self) -> Iterator[tuple[Box, Box]]:
         """Every box that this rank stores: where it lies in the whole, and where in the local tensor."""
-        if math.prod(self.shape) and not math.prod(self.local_shape):
+        if not self.is_here or (math.prod(self.shape) and not math.prod(self.local_shape)):
             return
         local, reached = self.unit_shape, 0
         dim = self.placement.dim
@@ -209,6 +220,54 @@ class Summand:
 
     def replace(self, value: Tensor) -> None:  # noqa: D102
         self._tensor.data = value / self._unit.size
+
+
+class StagePart:
+    """A part that the ranks of one stage of a pipeline store, and the others get from them.
+
+    Args:
+        tensor: What this rank stores, empty where that is nothing.
+        inside: Where the ranks that store it find it.
+        layout: Its layout.
+        pipe: This rank's group along the pipe.
+        home: The place in it of the rank that stores it.
+    """
+
+    is_gathered = True
+
+    def __init__(
+        self, tensor: Tensor, inside: UnitPart, layout: ParameterLayout, *, pipe: dist.ProcessGroup, home: int
+    ) -> None:
+        self.inside = inside
+        self._tensor = tensor
+        self._layout = layout
+        self._pipe = pipe
+        self._home = home
+
+    def of(self, gradient: Tensor, inside: UnitPart) -> StagePart:
+        """A tensor that lies as this one does."""
+        return StagePart(gradient, inside, self._layout, pipe=self._pipe, home=self._home)
+
+    def value(self) -> Tensor:  # noqa: D102 # as the protocol says
+        if self._layout.is_here:
+            value = self.inside.value().contiguous()
+        else:
+            value = self._tensor.new_empty(self._layout.unit_shape)
+        dist.broadcast(value, group=self._pipe, group_src=self._home)
+        return value
+
+    def differentiable(self) -> Tensor:  # noqa: D102
+        return self.inside.differentiable() if self._layout.is_here else self._tensor
+
+    def write(self, value: Tensor) -> None:  # noqa: D102
+        if self._layout.is_here:
+            self.inside.write(value)
+
+    def replace(self, value: Tensor) -> None:  # noqa: D102
+        if self._layout.is_here:
+            self.inside.replace(value)
+        else:
+            self._tensor.data = value
 
 
 class GradientParts(Protocol):
@@ -477,6 +536,8 @@ class Part(guards.Part):
     def _differentiable(self, value: Tensor) -> Tensor:
         """The same values, with the way of gradients back to the parameter."""
         inside = self.source.differentiable()
+        if not self.layout.is_here:
+            return _whole(inside, value, lambda g: g.new_zeros(self.layout.local_shape))
         if self.layout.placement.is_shard:
             placement = self.layout.placement
             return _whole(inside, value, lambda g: self._unit.part(g, placement.dim, placement.groups))

@@ -12,7 +12,7 @@ One pass always reduces whatever gradient a parameter has by then, so several lo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -298,6 +298,47 @@ def _fills_its_storage(tensor: Tensor) -> bool:
     return True
 
 
+class UseBucket(Bucket):
+    """Parameters that are reduced with nobody here: the stages only learn which of them were used.
+
+    Those of other stages get an empty gradient where they were, so that each parameter has a gradient, and
+    state of its optimizer, on all ranks or on none.
+
+    Args:
+        members: Numbers of the parameters.
+        parameters: They.
+        elsewhere: Numbers of those that another stage stores.
+    """
+
+    always = True
+
+    def __init__(
+        self, members: Sequence[int], parameters: Sequence[nn.Parameter], elsewhere: Collection[int]
+    ) -> None:
+        super().__init__(members)
+        self._parameters = dict(zip(members, parameters, strict=True))
+        self._elsewhere = elsewhere
+
+    def start(self) -> None:  # as the base class says, here and below
+        pass
+
+    def fill(self, used: list[int]) -> None:
+        for index, parameter in self._parameters.items():
+            if parameter.grad is not None and index not in self._elsewhere:
+                used[index] = DENSE
+
+    def launch(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+    def hand_out(self, index: int, kind: int) -> None:
+        parameter = self._parameters[index]
+        if parameter.grad is None and index in self._elsewhere:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 # --- the reducer ----------------------------------------------------------------------------------
 
 
@@ -331,6 +372,9 @@ class Reducer:
         rows: Buckets of parameters that ZeRO stores in rows; their gradients come through `mark`. Their
             members are numbers from ``len(parameters)`` on.
         sparse: True if gradients may be sparse, so that ranks must tell each other.
+        elsewhere: The parameters that another stage of a pipeline stores.
+        places: The place in the model of each parameter, and then of each in rows, where the stages of a
+            pipeline store others; by default they are in the model's order.
         bucket_bytes: Limit of all buckets but the first.
 
     Attributes:
@@ -346,6 +390,8 @@ class Reducer:
         synchronized: Sequence[nn.Parameter] = (),
         rows: Sequence[Bucket] = (),
         sparse: bool = False,
+        elsewhere: Sequence[nn.Parameter] = (),
+        places: Sequence[int] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.synchronize = True
@@ -362,6 +408,8 @@ class Reducer:
         self._complete: set[int] = set()  # of the synchronized, whose gradients are sums over the unit by now
         self._hooks: list[RemovableHandle] = []
         self._count = len(self._parameters) + sum(len(bucket.members) for bucket in self._rows)
+        self._elsewhere = {self._number_of[id(parameter)] for parameter in elsewhere}
+        self._places = range(self._count) if places is None else places
         self._open: list[Bucket] | None = None  # the buckets of the running pass, in order
         self._next = 0  # which of them starts its collective next
         self._used: list[int] = []
@@ -376,7 +424,8 @@ class Reducer:
         with local_mode():
             for index, parameter in enumerate(self._parameters):
                 can_train = parameter.is_floating_point() or parameter.is_complex()
-                if can_train and self._group_of(parameter) is not None:
+                shared = self._group_of(parameter) is not None or self._axes.pipe is not None
+                if can_train and shared and index not in self._elsewhere:
                     self._hooks.append(_listen(parameter, partial(self._hear, index)))
                     if id(parameter) in self._synchronized:
                         self._hooks.append(_listen(parameter, partial(self._foresee, index), before=True))
@@ -395,7 +444,7 @@ class Reducer:
         Only with it a rank takes part that uses no parameter at all, and parts that are recomputed with
         ``torch.utils.checkpoint(..., use_reentrant=True)`` share one pass.
         """
-        if self._axes.world is None:
+        if self._axes.world is None and self._axes.pipe is None:
             yield
             return
         self._held += 1
@@ -406,7 +455,7 @@ class Reducer:
             self.recover()
             raise
         self._held -= 1
-        if self._held == 0 and (self.synchronize or self._rows):
+        if self._held == 0 and (self.synchronize or self._rows or self._axes.pipe is not None):
             with local_mode(), torch.no_grad():
                 if self._open is None:
                     self._begin()
@@ -557,15 +606,19 @@ class Reducer:
             A function that gives the answer, and waits for it only if this rank lacks a gradient.
         """
         used = self._used
-        if self._axes.world is None or not (self._sparse or self._rows):
+        is_open = self._sparse or self._rows
+        if self._axes.pipe is None and (self._axes.world is None or not is_open):
             return lambda: used
-        answer = asked_anywhere([kind >= least for least in (DENSE, SPARSE) for kind in used])
+        kinds_in_model = [UNUSED] * self._count
+        for place, kind in zip(self._places, used, strict=True):
+            kinds_in_model[place] = kind
+        answer = asked_anywhere([kind >= least for least in (DENSE, SPARSE) for kind in kinds_in_model])
 
         def kinds() -> list[int]:
             if UNUSED not in used:
                 return used
             flags = answer()
-            return [a + b for a, b in zip(flags[: len(used)], flags[len(used) :], strict=True)]
+            return [flags[place] + flags[self._count + place] for place in self._places]
 
         return kinds
 
@@ -576,6 +629,8 @@ class Reducer:
     # --- buckets ------------------------------------------------------------------------------
 
     def _group_of(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
+        if self._number_of[id(parameter)] in self._elsewhere:
+            return None
         return self._axes.world if id(parameter) in self._synchronized else self._axes.outer
 
     def _arranged(self) -> _Arrangement:
@@ -586,8 +641,16 @@ class Reducer:
             numbers = [index for index, is_trained in enumerate(trained) if is_trained]
             # As in DDP: one bucket until it is known in which order gradients come.
             buckets = self._buckets(numbers, limits=[1 << 62])[::-1]
-            found = self._arrangements[trained] = _Arrangement([*buckets, *self._rows[::-1]], is_final=False)
+            buckets += [*self._rows[::-1], *self._unshared(numbers)]
+            found = self._arrangements[trained] = _Arrangement(buckets, is_final=False)
         return found
+
+    def _unshared(self, numbers: Sequence[int]) -> list[Bucket]:
+        """With a pipeline, what is reduced with nobody; last, since some of it never comes."""
+        own = [index for index in numbers if self._group_of(self._parameters[index]) is None]
+        if self._axes.pipe is None:
+            return []
+        return [UseBucket(own, [self._parameters[index] for index in own], self._elsewhere)]
 
     def _buckets(self, numbers: Sequence[int], *, limits: Sequence[int]) -> list[Bucket]:
         """Buckets of parameters in this order; one kind of reduction each."""
@@ -611,7 +674,7 @@ class Reducer:
         rest = [i for i in sorted(self._arrangement.of, reverse=True) if i not in set(own)]
         order = torch.tensor([*own, *rest], dtype=torch.int64, device=self._device)
         if self._axes.world is not None:
-            dist.broadcast(order, src=0, group=self._axes.world)
+            dist.broadcast(order, group_src=0, group=self._axes.world)
         numbers: list[int] = order.tolist()
         plain = [index for index in numbers if index < len(self._parameters)]
         buckets = [
@@ -620,6 +683,7 @@ class Reducer:
         ]
         place = {index: place for place, index in enumerate(numbers)}
         buckets.sort(key=lambda bucket: max(place[index] for index in bucket.members))
+        buckets += self._unshared(plain)
         self._arrangements[trained] = _Arrangement(buckets, is_final=True)
 
 

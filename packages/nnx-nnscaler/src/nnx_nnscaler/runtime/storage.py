@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar, cast
 
@@ -27,6 +28,7 @@ from nnx_nnscaler.runtime.part import (
     LocalPart,
     ParameterLayout,
     Part,
+    StagePart,
     Summand,
     UnitPart,
     rows_of,
@@ -120,6 +122,28 @@ class OfRows:
         pass
 
 
+class OfStage:
+    """Of a parameter that one stage of a pipeline stores: so are its gradients.
+
+    Args:
+        source: The source of the parameter.
+        inside: What its gradients are within the stage.
+    """
+
+    def __init__(self, source: StagePart, inside: GradientParts) -> None:
+        self._source = source
+        self._inside = inside
+
+    def are_whole(self) -> bool:
+        return False
+
+    def source_of(self, gradient: Tensor) -> UnitPart:
+        return self._source.of(gradient, self._inside.source_of(gradient))
+
+    def assigned(self) -> None:
+        self._inside.assigned()
+
+
 class _Rows:
     """A tensor whose rows lie as those of a parameter."""
 
@@ -162,6 +186,8 @@ class Parameters:
         bucket_bytes: The number of bytes travel together.
         order: Notices a parameter or gradient that only some of the ranks that store parts of it read.
         arrival: Brings the parameters to the device, each when the one before it has been cut.
+        homes: The place along the pipe of the ranks that store each parameter, by any of its names; the
+            first for those that are not named. None without a pipeline.
 
     Attributes:
         reducer: Makes the ranks' gradients one.
@@ -184,8 +210,10 @@ class Parameters:
         bucket_bytes: int = BUCKET_BYTES,
         order: CollectiveOrder | None = None,
         arrival: Arrival | None = None,
+        homes: Mapping[str, int] | None = None,
     ) -> None:
         self.axes = axes
+        self._homes = None if homes is None else _by_parameter(module, homes)
         self._order = order
         self.named: dict[str, nn.Parameter] = {}
         self._unit = Conversions(unit or GroupCommunicator(axes.unit))
@@ -195,10 +223,15 @@ class Parameters:
         self._in_use: set[Part] = set()
         self._synchronized: set[nn.Parameter] = set()
         self._rows = self._store(module, stored or {}, synchronized, arrival, bucket_bytes)
-        in_rows = {part.parameter for bucket in self._rows for part in bucket.parts}
+        parts = [part for bucket in self._rows for part in bucket.parts]
+        in_rows = [part.parameter for part in sorted(parts, key=lambda part: part.index)]
+        place = {parameter: number for number, parameter in enumerate(self.named.values())}
+        others = [parameter for parameter in self.named.values() if parameter not in set(in_rows)]
         self.reducer = Reducer(
-            [parameter for parameter in self.named.values() if parameter not in in_rows],
+            others,
             axes,
+            elsewhere=[parameter for parameter in others if not self._layouts[parameter].is_here],
+            places=[place[parameter] for parameter in (*others, *in_rows)],
             synchronized=list(self._synchronized),
             rows=self._rows,
             sparse=any(getattr(submodule, "sparse", False) for submodule in module.modules()),
@@ -215,20 +248,23 @@ class Parameters:
 
     def _layout_of(self, name: str, parameter: nn.Parameter, placement: Placement) -> ParameterLayout:
         shape, axes = tuple(parameter.shape), self.axes
-        if placement.is_shard and not can_be_guarded(parameter):
+        if (placement.is_shard or self._homes is not None) and not can_be_guarded(parameter):
             raise UnsupportedError(
                 f"parameter {name!r} is a {type(parameter).__name__}, which cannot be stored in parts.",
-                remedy="Plan it as 'R'.",
+                remedy="Plan it as 'R', without a pipeline.",
             )
         layout = ParameterLayout(
-            shape=shape, placement=placement, unit_rank=axes.unit_rank, unit_size=axes.unit_size
+            shape=shape,
+            placement=placement,
+            unit_rank=axes.unit_rank,
+            unit_size=axes.unit_size,
+            is_here=self._homes is None or self._homes.get(parameter, 0) == axes.pipe_rank,
+            is_everywhere=self._homes is None,
         )
-        if axes.part_size == 1 or not shape or not can_be_guarded(parameter):
+        if axes.part_size == 1 or not shape or not can_be_guarded(parameter) or not layout.is_here:
             return layout
         rows = rows_of(layout.unit_shape[0], rank=axes.part_rank, size=axes.part_size)
-        return ParameterLayout(
-            shape=shape, placement=placement, unit_rank=axes.unit_rank, unit_size=axes.unit_size, rows=rows
-        )
+        return replace(layout, rows=rows)
 
     @torch.no_grad()
     def _store(
@@ -250,7 +286,7 @@ class Parameters:
             self.named[name] = parameter
             self._layouts[parameter] = layout
             self._strides[parameter] = torch.empty_like(parameter, device="meta")
-            if found in summed:
+            if found in summed and layout.is_here:
                 self._synchronized.add(parameter)
             if not self.is_whole(parameter):
                 parameter.grad = None
@@ -259,7 +295,7 @@ class Parameters:
                 )
             if layout.rows is not None:
                 in_rows.append((name, parameter, layout))
-            elif layout.placement.is_shard or parameter in self._synchronized:
+            elif self._homes is not None or layout.placement.is_shard or parameter in self._synchronized:
                 self._guard(name, parameter, LocalPart(parameter))
         first = len(self._layouts) - len(in_rows)
         buckets = make_row_buckets(
@@ -280,7 +316,7 @@ class Parameters:
             parameter,
             self._layouts[parameter],
             unit=self._unit,
-            source=source,
+            source=self._from_its_stage(parameter, source),
             synchronized=parameter in self._synchronized,
             in_use=self._in_use,
             name=name,
@@ -288,12 +324,21 @@ class Parameters:
         )
         guard(parameter, part)
 
+    def _from_its_stage(self, parameter: nn.Parameter, source: UnitPart) -> UnitPart:
+        """The source of a part, which with a pipeline only one stage has."""
+        if self._homes is None or self.axes.pipe is None:
+            return source
+        home = self._homes.get(parameter, 0)
+        return StagePart(parameter, source, self._layouts[parameter], pipe=self.axes.pipe, home=home)
+
     def _gradients_of(self, part: Part) -> GradientParts:
-        if isinstance(part.source, RowPart):
-            return OfRows(part.source)
-        if part.layout.placement.is_shard:
-            return OfParts()
-        return OfSynchronized(cast(nn.Parameter, part.tensor), self.reducer, self._unit)
+        inside = part.source.inside if isinstance(part.source, StagePart) else part.source
+        found: GradientParts = OfParts()
+        if isinstance(inside, RowPart):
+            found = OfRows(inside)
+        elif part.synchronized:
+            found = OfSynchronized(cast(nn.Parameter, part.tensor), self.reducer, self._unit)
+        return OfStage(part.source, found) if isinstance(part.source, StagePart) else found
 
     @torch.no_grad()
     def give_back(self, at_end: Callable[..., Tensor] = lambda gather, **_: gather()) -> None:
@@ -306,7 +351,10 @@ class Parameters:
         """
         self.reducer.detach()
         self.end_step()
-        for parameter, part in self._parts.items():
+        for parameter in self.named.values():
+            part = self._parts.get(parameter)
+            if part is None:
+                continue
             description = self._strides[parameter]
             gather = partial(_on_host, description, part.value)
             kept = at_end(gather, shape=description.shape, dtype=description.dtype)
@@ -314,8 +362,9 @@ class Parameters:
             parameter.grad = None
             parameter.data = kept
             part.release()
-            if isinstance(part.source, RowPart) and part.source is part.source.bucket.parts[-1]:
-                part.source.bucket.release()
+            inside = part.source.inside if isinstance(part.source, StagePart) else part.source
+            if isinstance(inside, RowPart) and inside is inside.bucket.parts[-1]:
+                inside.bucket.release()
         self._parts.clear()
 
     # --- using --------------------------------------------------------------------------------
@@ -399,7 +448,7 @@ class Parameters:
     def is_whole(self, parameter: nn.Parameter) -> bool:
         """Whether this rank stores all of a parameter."""
         layout = self._layouts[parameter]
-        return layout.rows is None and not layout.placement.is_shard
+        return layout.is_everywhere and layout.rows is None and not layout.placement.is_shard
 
     def local(self, parameter: nn.Parameter) -> Tensor:
         """The elements of a parameter that this rank stores, as a plain tensor."""
