@@ -43,6 +43,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "nnscaler_dp": {"strategy": "nnscaler_dp"},
     "nnscaler_tp": {"strategy": "nnscaler_tp"},
     "nnscaler_zero": {"strategy": "nnscaler_zero"},
+    "nnscaler_pp": {"strategy": "nnscaler_pp"},
+    "nnscaler_hybrid": {"strategy": "nnscaler_hybrid"},
     "colossalai": {"strategy": "colossalai", "options": {**FSDP, "tiers": TIERS}},
     "colossalai_cpu": {"strategy": "colossalai_cpu", "options": FSDP},
 }
@@ -55,8 +57,8 @@ Cell = tuple[str, int]
 
 
 def sizes_of(strategy: str) -> tuple[int, ...]:
-    """World sizes at which a strategy runs; hybrid sharding needs pairs."""
-    return (2, 4) if strategy == "fsdp_hybrid" else (1, 2, 3, 4)
+    """World sizes at which a strategy runs; hybrids need pairs, and the model has stages for so many ranks."""
+    return (2, 4) if strategy in ("fsdp_hybrid", "nnscaler_hybrid") else (1, 2, 3, 4)
 
 
 CELLS: list[Cell] = [(name, devices) for name in STRATEGIES for devices in sizes_of(name)]

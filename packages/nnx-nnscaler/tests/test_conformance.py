@@ -20,6 +20,11 @@ class TestNnScalerTp(StrategyConformance):
     )
 
 
+class TestNnScalerPp(StrategyConformance):
+    strategy = "nnscaler_pp"
+    only = ("numbers", "stages", "structure", "weights_read_between_steps", "logged_weights")
+
+
 class TestNnScalerDeduped(StrategyConformance):
     strategy = "nnscaler_deduped"
     only = ("numbers",)

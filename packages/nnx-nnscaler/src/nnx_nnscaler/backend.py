@@ -156,8 +156,13 @@ class NnScalerBackend(Backend[NnScalerOptions]):
                 remedy="Set plan_ngpus to 2 or more, or use torch.utils.checkpoint in the model.",
             )
         part_size = self.options.zero_size(units=context.world_size // unit_size)
+        pipe_size, _ = self.options.pipe_shape(unit_size)
         self.axes = make_axes(
-            rank=context.rank, world_size=context.world_size, unit_size=unit_size, part_size=part_size
+            rank=context.rank,
+            world_size=context.world_size,
+            unit_size=unit_size,
+            part_size=part_size,
+            pipe_size=pipe_size,
         )
         self._order = CollectiveOrder(remedy=_REMEDY, ranks=self.axes.reading)
 
@@ -309,8 +314,11 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         """Where the plan stores the parameters that it cuts."""
         laid_out = self._laid_out.get(module)
         programs = None if laid_out is None else laid_out.programs
-        stored = {} if programs is None else programs.layout.stored
-        return " ".join(f"{name} {placement}" for name, placement in sorted(stored.items()))
+        if programs is None:
+            return ""
+        homes = programs.layout.homes or {}
+        stored = sorted(programs.layout.stored.items())
+        return " ".join(f"{name} {homes.get(name, '')}{placement}" for name, placement in stored)
 
     def summary(self, module: nn.Module) -> str:
         """The plan of what is traced; else how states are stored."""

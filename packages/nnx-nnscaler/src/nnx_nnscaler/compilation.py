@@ -20,14 +20,27 @@ from nnx_core.backend import ParallelContext, Sample, first_call
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.codegen.self_check import checked_if_small, checked_up_to
 from nnx_nnscaler.codegen.store import Store
+from nnx_nnscaler.compiler import (
+    Compiled,
+    Compiler,
+    FixedLayout,
+    ModelCall,
+    Planner,
+    ProgramForm,
+    code_digest,
+)
 from nnx_nnscaler.cost.hardware import calibrated
 from nnx_nnscaler.cost.model import CostModel
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.options import NnScalerOptions
+from nnx_nnscaler.pipeline.plan import PipelinePlan
+from nnx_nnscaler.pipeline.planning import PipelineOptions, plan_pipeline
+from nnx_nnscaler.pipeline.program import PipelineForm
+from nnx_nnscaler.pipeline.stages import Arrangement
 from nnx_nnscaler.plan.document import Plan
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.plan.program_plan import ProgramPlan
-from nnx_nnscaler.programs import Compiled, Compiler, FixedLayout, ModelCall, Planner, Programs, code_digest
+from nnx_nnscaler.programs import Programs
 from nnx_nnscaler.runtime.arrival import Arrival
 from nnx_nnscaler.runtime.collectives import GroupCommunicator
 from nnx_nnscaler.runtime.functions import Runtime
@@ -82,17 +95,18 @@ def make_programs(
     programs = Programs(
         call.module,
         compiler=_compiler(call.module, options, axes, context.device, costs),
-        runtime=Runtime(communicator, context.device),
+        runtime=Runtime(GroupCommunicator(axes.within_stage.unit), context.device),
         device=context.device,
         unit=axes.unit_control,
         world=control_group(),
         local=local,
+        speaks=axes.unit_rank == 0,
     )
     with _autocast(context):
         compiled = programs.prepare(ModelCall(*arguments), bring=arrival.finish)
     if compiled is not None and context.rank == 0:
         programs.summary = _summary(compiled, axes)
-        if options.save_plan is not None:
+        if options.save_plan is not None and isinstance(compiled.plan, ProgramPlan):
             zero = axes.part_size > 1
             document = Plan.of(compiled.graph, compiled.plan, costs=costs, units=axes.outer_size, zero=zero)
             document.save(options.save_plan)
@@ -116,6 +130,9 @@ def _autocast(context: ParallelContext) -> AbstractContextManager[Any]:
 def _summary(compiled: Compiled, axes: Axes) -> str:
     """The plan, and where its code is, as one clause."""
     plan = compiled.plan
+    if isinstance(plan, PipelinePlan):
+        where = f"; the code is {compiled.path}" if compiled.path is not None else ""
+        return f"policy {plan.policy!r}: {plan.reason}{where}"
     parts = sum(placement.is_shard for placement in plan.stored.values())
     why = f" ({plan.reason})" if plan.reason else ""
     where = f"; the code is {compiled.path}" if compiled.path is not None else ""
@@ -140,10 +157,11 @@ def _compiler(
         "machine": f"{costs.hardware.name}, figures {costs.hardware.digest}",
         "memory_limit": memory_limit,
         "constraints": dict(options.constraints or {}),
+        "pipeline": repr(_pipeline(options, axes)),
         "compute_config": {key: repr(value) for key, value in options.config.as_dict().items()},
     }
     return Compiler(
-        planner=_planner(options, axes, costs, memory_limit),
+        form=_form(options, axes, costs, memory_limit),
         size=axes.unit_size,
         identity=identity,
         store=Store(
@@ -152,8 +170,41 @@ def _compiler(
         reuse=options.reuse,
         fixed_batch=options.config.constant_folding,
         recompute=tuple(options.recompute or ()),
-        check={None: checked_if_small, True: checked_up_to(None), False: None}[options.verify],
+        check=None if axes.pipe_size > 1 else _CHECKS[options.verify],
     )
+
+
+_CHECKS = {None: checked_if_small, True: checked_up_to(None), False: None}
+
+
+def _pipeline(options: NnScalerOptions, axes: Axes) -> PipelineOptions:
+    """What is asked of a pipeline in units of this size."""
+    ranks, stages = options.pipe_shape(axes.unit_size)
+    return PipelineOptions(
+        Arrangement(ranks, stages),
+        options.pipeline_nmicros,
+        tuple(options.stage_cuts or ()),
+        inner=axes.unit_size // ranks,
+    )
+
+
+def _form(options: NnScalerOptions, axes: Axes, costs: CostModel, memory_limit: int | None) -> ProgramForm:
+    """What a unit runs: one program for all of its ranks, or a pipeline."""
+    if axes.pipe is None:
+        return ProgramForm(_planner(options, axes, costs, memory_limit))
+
+    def plan(graph: Graph, layout: FixedLayout | None) -> PipelinePlan:
+        return plan_pipeline(
+            graph,
+            _pipeline(options, axes),
+            costs=costs,
+            layout=layout,
+            constraints=options.constraints,
+            units=axes.outer_size,
+            zero=axes.part_size > 1,
+        )
+
+    return PipelineForm(plan, axes.pipe)
 
 
 def _memory_limit(options: NnScalerOptions, device: torch.device) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
@@ -26,8 +26,10 @@ _PIPELINE_FIELDS = (
     "pipeline_nstages",
     "pipeline_scheduler",
     "pipeline_pivots",
-    "max_pipeline_bubble_ratio",
-    "max_pipeline_unbalance_ratio",
+)
+_FEWER_MICROS = (
+    "microbatches are chosen from the batch",
+    "Set `pipeline_nmicros` to so many that it is met.",
 )
 _REFUSED = {
     "seed": ("policy 'tp' does not draw at random here", "Leave it out."),
@@ -45,9 +47,14 @@ _REFUSED = {
     "task_name": ("there is no profile to be named", "Use `instance_name` to tell plans apart."),
     "max_partition_degree": ("an operator is split over all ranks of a unit", "Set `plan_ngpus` instead."),
     "transient_mem_coef": ("memory is counted by liveness", "Set `memory_limit` to leave some free."),
+    "max_pipeline_bubble_ratio": _FEWER_MICROS,
+    "max_pipeline_unbalance_ratio": ("the best cut is always taken", "Set `stage_cuts` to make another."),
     "update_freq": ("Trainer accumulates gradients", "Pass `accumulate_grad_batches` to Trainer."),
 }
-_TAKEN = ("mem_constraint", "recompute_modules", "load_plan_path", "save_plan_path", "verbose")
+_TAKEN = (
+    *("mem_constraint", "recompute_modules", "load_plan_path", "save_plan_path", "verbose"),
+    *_PIPELINE_FIELDS,
+)
 """Keys of ``pas_config`` that are options of the strategy here."""
 
 
@@ -89,7 +96,9 @@ class ComputeConfig:
         False, help="Validate, test and predict only; fit is refused.", types=(bool,)
     )
     use_end2end: bool = option(
-        False, help="Refused: it is for pipelines; forward may return anything here.", types=(bool,)
+        False,
+        help="Accepted with a policy of pipelines, whose steps are end to end anyhow.",
+        types=(bool,),
     )
     use_async_reducer: bool = option(
         False,
@@ -109,11 +118,6 @@ class ComputeConfig:
     def __post_init__(self) -> None:
         check_options(self)
         self._check_sizes()
-        if self.use_end2end:
-            raise OptionError(
-                "use_end2end=True is for pipeline plans, which this version does not make.",
-                remedy="Leave it out: forward may return anything, and the loss is computed as you wrote it.",
-            )
         if self.zero_ngroups != 1 and not self.use_zero:
             raise OptionError(
                 f"zero_ngroups={self.zero_ngroups} without use_zero.", remedy="Set `use_zero=True` as well."
@@ -175,11 +179,6 @@ def _check_pas_config(pas_config: Mapping[str, Any]) -> None:
 def _check_key(key: Any) -> None:
     if key in _TAKEN:
         return
-    if key in _PIPELINE_FIELDS:
-        raise OptionError(
-            f"pas_config[{key!r}] is for pipeline plans, which this version does not make.",
-            remedy="Leave it out, and choose one of the policies dp, zero, tp, data and autodist.",
-        )
     if key in _REFUSED:
         reason, remedy = _REFUSED[key]
         raise OptionError(f"pas_config[{key!r}] is not taken: {reason}.", remedy=remedy)
@@ -195,8 +194,9 @@ def _unknown(owner: str, key: Any, known: list[str]) -> OptionError:
 # --- options --------------------------------------------------------------------------------------
 
 
-POLICIES = ("dp", "zero", "tp", "data", "autodist")
-_OF_PIPELINES = ("pp", "hybrid")
+POLICIES = ("dp", "zero", "tp", "data", "autodist", "pp", "hybrid")
+PIPELINES = ("pp", "hybrid")
+SCHEDULES = ("gpipe", "looped_bfs")
 _GIB = 1024**3
 
 
@@ -211,8 +211,9 @@ class NnScalerOptions:
     policy: str | Callable[..., Any] = option(
         "autodist",
         help="How operators are split within a unit: 'autodist' lets a cost model choose, 'tp' splits "
-        "layers, 'data' splits the batch, 'dp' splits nothing, 'zero' is 'dp' with use_zero; or a function "
-        "that narrows what may be chosen.",
+        "layers, 'data' splits the batch, 'dp' splits nothing, 'zero' is 'dp' with use_zero, 'pp' cuts the "
+        "model into stages, 'hybrid' also splits their operators; or a function that narrows what may be "
+        "chosen.",
     )
     pas_policy: str | Callable[..., Any] | None = option(None, help="The original's name of `policy`.")
     plan_ngpus: int | None = option(
@@ -232,6 +233,34 @@ class NnScalerOptions:
         help="Store them in parts within each of that many groups of units only: more memory for less "
         "communication between groups.",
         types=(int,),
+    )
+    pp_size: int | None = option(
+        None,
+        help="Ranks of a unit that work on different stages at the same time. By default all with policy "
+        "'pp', and 2 with policy 'hybrid'.",
+        types=(int,),
+    )
+    pipeline_nstages: int | None = option(
+        None,
+        help="Stages of a pipeline, a multiple of pp_size, so that each of these ranks has one or several. "
+        "By default one.",
+        types=(int,),
+    )
+    pipeline_nmicros: int | None = option(
+        None,
+        help="Microbatches that a batch is cut into, at least pp_size; it has to divide the batch. A smaller "
+        "batch is cut into fewer. By default four for each rank along the pipe.",
+        types=(int,),
+    )
+    pipeline_scheduler: str | None = option(
+        None,
+        help="The order in which a rank works on stages and microbatches.",
+        choices=(*SCHEDULES, None),
+    )
+    stage_cuts: Sequence[str] | str | None = option(
+        None,
+        help="Names of the submodules that the second and later stages begin with, such as 'blocks.6'. By "
+        "default the longest stage is made as short as can be.",
     )
     gen_savedir: str = option(
         "./.nnscaler", help="Where plans and the generated code are kept.", types=(str,)
@@ -292,6 +321,7 @@ class NnScalerOptions:
             _set(self, "recompute", (self.recompute,))
         elif self.recompute is not None:
             _set(self, "recompute", tuple(self.recompute))
+        self._check_pipeline()
 
     def _merge_compute_config(self) -> None:
         """Let `compute_config` say what the options leave open; contradictions are refused."""
@@ -318,11 +348,6 @@ class NnScalerOptions:
         policy = self.policy
         if callable(policy):
             return
-        if policy in _OF_PIPELINES:
-            raise OptionError(
-                f"policy={policy!r} plans a pipeline, which this version does not.",
-                remedy=f"Use one of {', '.join(POLICIES)}, or a function.",
-            )
         check_choice("policy", policy, POLICIES)
         if policy == "zero" and self.use_zero is False:
             raise OptionError(
@@ -330,7 +355,8 @@ class NnScalerOptions:
             )
 
     def _check_numbers(self) -> None:
-        for name in ("plan_ngpus", "zero_ngroups", "memory_limit"):
+        of_pipelines = ("pp_size", "pipeline_nstages", "pipeline_nmicros")
+        for name in ("plan_ngpus", "zero_ngroups", "memory_limit", *of_pipelines):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not value > 0 or math.isinf(value)):
                 raise OptionError(f"{name}={value!r} is not positive.", remedy="Pass a positive number.")
@@ -338,6 +364,65 @@ class NnScalerOptions:
             raise OptionError(
                 f"zero_ngroups={self.zero_ngroups} without use_zero.", remedy="Set `use_zero=True` as well."
             )
+
+    def _check_pipeline(self) -> None:
+        if isinstance(self.stage_cuts, str):
+            _set(self, "stage_cuts", (self.stage_cuts,))
+        elif self.stage_cuts is not None:
+            _set(self, "stage_cuts", tuple(self.stage_cuts))
+        if self.policy not in PIPELINES:
+            for name in (*_PIPELINE_FIELDS[:4], "stage_cuts"):
+                value = getattr(self, name)
+                if value is not None:
+                    raise OptionError(
+                        f"{name}={value!r} with policy={self.policy!r}, which has no stages.",
+                        remedy="Set policy='pp' or 'hybrid', or leave it out.",
+                    )
+            return
+        for name in ("save_plan", "load_plan", "verify"):
+            if getattr(self, name):
+                raise OptionError(
+                    f"{name} with policy={self.policy!r}: a pipeline's plan lies beside its code only.",
+                    remedy=f"Leave {name} out; the code and plan are in gen_savedir.",
+                )
+        stages, cuts = self.pipeline_nstages, self.stage_cuts
+        if stages is not None and cuts is not None and len(cuts) != stages - 1:
+            raise OptionError(
+                f"stage_cuts names {len(cuts)} submodules, and {stages} stages need {stages - 1}.",
+                remedy="Name the first submodule of each stage but the first.",
+            )
+
+    def pipe_shape(self, unit_size: int) -> tuple[int, int]:
+        """The ranks along the pipe and the stages, in a unit of some ranks; (1, 1) without a pipeline.
+
+        Raises:
+            OptionError: They do not fit each other.
+
+        Example:
+            >>> NnScalerOptions(policy="hybrid").pipe_shape(8)
+            (2, 2)
+        """
+        if self.policy not in PIPELINES or unit_size == 1:
+            return 1, 1
+        ranks = self.pp_size or (unit_size if self.policy == "pp" else 2)
+        if unit_size % ranks or (self.policy == "pp" and ranks != unit_size):
+            raise OptionError(
+                f"pp_size={ranks} with units of {unit_size} ranks and policy={self.policy!r}.",
+                remedy="With 'pp' it is plan_ngpus, with 'hybrid' a divisor of it.",
+            )
+        stages = self.pipeline_nstages or (ranks if self.stage_cuts is None else len(self.stage_cuts) + 1)
+        if stages % ranks:
+            raise OptionError(
+                f"{stages} stages cannot be dealt out to {ranks} ranks evenly.",
+                remedy=f"Set pipeline_nstages, or stage_cuts, to a multiple of {ranks}.",
+            )
+        if self.pipeline_nmicros is not None and self.pipeline_nmicros < ranks:
+            raise OptionError(
+                f"pipeline_nmicros={self.pipeline_nmicros} is less than the {ranks} ranks along the pipe, of "
+                "which some would never have work.",
+                remedy=f"Set it to {ranks} or more, or leave it out.",
+            )
+        return ranks, stages
 
     @property
     def config(self) -> ComputeConfig:
@@ -407,6 +492,10 @@ def _from_pas_config(pas_config: Mapping[str, Any]) -> dict[str, Any]:
     if pas_config.get("recompute_modules"):
         modules = pas_config["recompute_modules"]
         found["recompute"] = tuple(modules.split(",") if isinstance(modules, str) else modules)
+    pivots = pas_config.get("pipeline_pivots")
+    if pivots:
+        found["stage_cuts"] = tuple(pivots.split(",") if isinstance(pivots, str) else pivots)
+    found |= {name: pas_config[name] for name in _PIPELINE_FIELDS[:4] if name in pas_config}
     return found
 
 

@@ -65,6 +65,7 @@ class LaidOut:
             arrival.finish()
         stored: dict[str, Placement] = {}
         synchronized: frozenset[str] = frozenset()
+        homes: dict[str, int] | None = None
         if axes.unit_size > 1:
             from nnx_nnscaler.compilation import make_programs  # without units nothing is traced
 
@@ -81,15 +82,18 @@ class LaidOut:
             prefix = _prefix(module, self.programs.root)
             stored = {prefix + name: place for name, place in self.programs.layout.stored.items()}
             synchronized = frozenset(prefix + name for name in self.programs.layout.synchronized)
+            if self.programs.layout.homes is not None:
+                homes = {prefix + name: home for name, home in self.programs.layout.homes.items()}
         cap = options.config.reducer_bucket_cap_mb
         self.parameters = Parameters(
             module,
-            axes,
+            axes if homes is None else axes.within_stage,
             stored=stored,
             synchronized=synchronized,
             bucket_bytes=BUCKET_BYTES if cap is None else int(cap * _MIB),
             order=order,
             arrival=arrival,
+            homes=homes,
         )
         arrival.finish()  # what has no parameters
         if self.programs is not None:

@@ -71,6 +71,14 @@ def _spec(
     )
 
 
+_STAGES = replace(
+    _PLANNED,
+    tensor_parallel=False,
+    pipeline=True,
+    refuses=tuple(habit for habit in _PLANNED.refuses if habit != "gradient_penalty"),
+)
+
+
 @hookimpl
 def nnx_strategies() -> list[StrategySpec]:
     """The strategies of the compiler."""
@@ -107,6 +115,20 @@ def nnx_strategies() -> list[StrategySpec]:
             "the batch can be split over the ranks, but the states do not fit every device",
             capabilities=_IN_PARTS,
             policy="zero",
+        ),
+        _spec(
+            "nnscaler_pp",
+            "Pipeline parallelism: the model is cut into stages",
+            "the model fits no device, and links between devices are too slow to split layers",
+            capabilities=_STAGES,
+            policy="pp",
+        ),
+        _spec(
+            "nnscaler_hybrid",
+            "Stages, and a planner that splits the operators of each",
+            "the model fits no device, and some links are fast and others slow",
+            capabilities=replace(_STAGES, tensor_parallel=True),
+            policy="hybrid",
         ),
     ]
 

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from operator import is_
-from pathlib import Path
 from types import MethodType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,31 +24,18 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_flatten
 
-from nnx_checkpoint.collective import all_gather_object, together
-from nnx_core.errors import NnxError, PlanError, UnsupportedError
-from nnx_nnscaler.codegen.emit import emit, inputs_of
-from nnx_nnscaler.codegen.store import Entry, Program, Store, key_of, load_program
+from nnx_core.errors import UnsupportedError
+from nnx_nnscaler.codegen.emit import inputs_of
+from nnx_nnscaler.compiler import Compiled, Compiler, FixedLayout, ModelCall, compile_together
 from nnx_nnscaler.ir import Graph, text_of
-from nnx_nnscaler.placement import Placement
-from nnx_nnscaler.plan.program_plan import ProgramPlan, plan_from_text, plan_to_text
-from nnx_nnscaler.rules.registry import unsupported_message
 from nnx_nnscaler.runtime.functions import Runtime
-from nnx_nnscaler.trace import trace_forward
-from nnx_nnscaler.trace.fingerprint import fingerprint, read_by_forward
-from nnx_nnscaler.trace.guard import caller_modes, hooks_of_the_user
-from nnx_nnscaler.trace.serialize import graph_from_json, graph_to_json
-from nnx_nnscaler.trace.structure import BatchDims, is_constant
+from nnx_nnscaler.trace.fingerprint import read_by_forward
+from nnx_nnscaler.trace.guard import caller_modes
+from nnx_nnscaler.trace.structure import is_constant
 
 __all__ = [
-    "Compiled",
-    "Compiler",
-    "FixedLayout",
-    "ModelCall",
-    "Planner",
     "Programs",
     "Variant",
-    "code_digest",
-    "compile_together",
 ]
 
 
@@ -76,6 +60,7 @@ class Programs:
         world: All ranks, likewise: the first program is compiled once for all of them, because parameters
             have to lie alike in every unit.
         local: The context that a program runs in: inside it parameters are this rank's parts.
+        speaks: True if this rank tells the user what runs whole.
     """
 
     def __init__(
@@ -88,6 +73,7 @@ class Programs:
         unit: dist.ProcessGroup | None = None,
         world: dist.ProcessGroup | None = None,
         local: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        speaks: bool | None = None,
     ) -> None:
         self.root = root
         self.layout = FixedLayout({}, frozenset())
@@ -100,6 +86,7 @@ class Programs:
         self._unit = unit
         self._world = world
         self._local = local
+        self._speaks = runtime.rank == 0 if speaks is None else speaks
         self._weights: Mapping[str, Tensor] = {}
         self._variants: dict[Any, list[Variant]] = {}
         self._refused: dict[Any, str] = {}
@@ -233,7 +220,7 @@ class Programs:
         name = type(self.root).__name__
         for fqn, reason in compiled.graph.kept.items():
             self._say(f"{fqn} of {name} runs whole on every rank of its unit: {reason}")
-        for note in compiled.graph.notes:
+        for note in (*compiled.graph.notes, *compiled.plan.notes):
             self._say(f"{name}: {note}")
         variant = Variant(compiled, number=len(self.variants))
         self._variants.setdefault(key, []).append(variant)
@@ -292,7 +279,7 @@ class Programs:
 
     def _say(self, text: str) -> None:
         """Tell the user once."""
-        if text not in self._said and self._runtime.rank == 0:
+        if text not in self._said and self._speaks:
             log.warning(text)
         self._said.add(text)
 
@@ -390,319 +377,6 @@ def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-# --- compiling -------------------------------------------------------------------------------------------
-#
-# From a module and a call of it to a program that runs: trace, plan, emit, keep, load.
-#
-# `Compiler` works in one process, `compile_together` lets one rank compile for all ranks of a group and
-# brings its error to every one of them. Which plan is made is the planner's business, when to compile is
-# that of `nnx_nnscaler.programs`.
-
-
-T = TypeVar("T")
-
-
-class ModelCall(NamedTuple):
-    """Arguments of a forward."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-class FixedLayout(NamedTuple):
-    """How the parameters lie already, so that every later program has to take them.
-
-    Attributes:
-        stored: Placement of every parameter by fully qualified name.
-        synchronized: Parameters whose partial gradients the reducer sums.
-    """
-
-    stored: Mapping[str, Placement]
-    synchronized: frozenset[str]
-
-    @classmethod
-    def of(cls, plan: ProgramPlan) -> FixedLayout:
-        """The layout that a plan asks for."""
-        return cls(dict(plan.stored), plan.synchronized)
-
-
-Planner = Callable[[Graph, FixedLayout | None], ProgramPlan]
-"""Makes the plan of a graph; with a layout, one that takes parameters as they lie."""
-
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """A program, ready to be called.
-
-    Attributes:
-        graph: The graph that was traced.
-        plan: Its plan.
-        program: The emitted function.
-        constants: The graph's constants, on the device that runs it.
-        source: The emitted source.
-        path: The path that it is kept at; None for a program that is in memory only.
-    """
-
-    graph: Graph
-    plan: ProgramPlan
-    program: Program
-    constants: dict[str, Tensor]
-    source: str
-    path: Path | None
-
-    @classmethod
-    def load(cls, entry: Entry, path: Path | None, device: torch.device) -> Compiled:
-        """Make the texts of a program run."""
-        graph = graph_from_json(entry.graph)
-        constants = {name: tensor.to(device) for name, tensor in graph.constants.items()}
-        program = load_program(entry.source, path=path)
-        return cls(graph, plan_from_text(entry.plan), program, constants, entry.source, path)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compiler:
-    """Compiles calls of one module.
-
-    Attributes:
-        planner: Makes plans.
-        size: Ranks of a unit.
-        identity: What programs depend on besides the module, its inputs and the size: policy, options. JSON
-            values; see `code_digest` for functions.
-        store: The store of programs; None keeps them in memory.
-        reuse: ``"match"``, ``"override"``, ``"moo"`` or ``"graph"``.
-        fixed_batch: True if a program is for one batch size only.
-        recompute: Patterns of names of submodules whose activations are recomputed in the backward pass.
-        check: Called with the module, the graph, the plan and the call before a program is used; raises where
-            it is wrong. None checks nothing.
-    """
-
-    planner: Planner
-    size: int
-    identity: Mapping[str, Any] = field(default_factory=dict)
-    store: Store | None = None
-    reuse: str = "match"
-    fixed_batch: bool = False
-    recompute: tuple[str, ...] = ()
-    check: Callable[[nn.Module, Graph, ProgramPlan, ModelCall], None] | None = None
-    _told: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
-
-    def compile(
-        self,
-        root: nn.Module,
-        call: ModelCall,
-        *,
-        layout: FixedLayout | None = None,
-        fixed_batch: bool = False,
-        device: torch.device | None = None,
-    ) -> tuple[Entry, Path | None]:
-        """The texts of the program of one call, from the store where it may be used, else made now.
-
-        Args:
-            root: The module; its parameters may lie in parts, only their logical shapes are read.
-            call: The arguments that it is called with.
-            layout: The layout that its parameters have already.
-            fixed_batch: Trace this batch size only.
-            device: The device that the program runs on; by default the one that the module is on.
-
-        Raises:
-            UnsupportedError: The forward cannot be traced.
-            PlanError: No plan fits, or what the store holds is broken.
-        """
-        fixed_batch = fixed_batch or self.fixed_batch
-        traced_from = {
-            "fingerprint": fingerprint(root, *call),
-            "modes": str(caller_modes()),
-            "hooked": _hooked(root),
-            "fixed_batch": fixed_batch,
-            "versions": _versions(),
-        }
-        made_from = {**traced_from, **self.identity, "size": self.size}
-        made_from |= {"layout": _layout_digest(layout), "recompute": list(self.recompute)}
-        key = key_of(made_from)
-        kept = self._kept(key)
-        if kept is not None and self.store is not None:
-            log.info("the program in %s is used again", self.store.path(key))
-            return kept, self.store.path(key)
-        entry = self._make(root, call, layout, traced_from, fixed_batch, device)
-        path = None if self.store is None else self.store.write(key, entry, made_from)
-        return entry, path
-
-    def _kept(self, key: str) -> Entry | None:
-        """What the store holds under a key, as far as it may be used."""
-        if self.store is None or self.reuse in ("override", "graph"):
-            return None
-        try:
-            return self.store.read(key)
-        except PlanError as error:
-            if self.reuse != "moo":
-                raise
-            log.warning("%s Made anew, because of reuse='moo'.", error.message)
-            return None
-
-    def _make(
-        self,
-        root: nn.Module,
-        call: ModelCall,
-        layout: FixedLayout | None,
-        traced_from: Mapping[str, Any],
-        fixed_batch: bool,
-        device: torch.device | None,
-    ) -> Entry:
-        """Trace, plan, check and emit; what fails unforeseen means that the forward runs whole."""
-        try:
-            return self._made(root, call, layout, traced_from, fixed_batch, device)
-        except NnxError:
-            raise
-        except Exception as error:
-            log.debug("compiling failed", exc_info=True)
-            first = next(iter(str(error).splitlines()), "")
-            raise UnsupportedError(
-                f"compiling it failed unforeseen, with {type(error).__name__}: {first}.",
-                remedy="Please report it with the model, and the traceback that logger 'nnx.nnscaler' shows "
-                "at level DEBUG.",
-            ) from error
-
-    def _made(
-        self,
-        root: nn.Module,
-        call: ModelCall,
-        layout: FixedLayout | None,
-        traced_from: Mapping[str, Any],
-        fixed_batch: bool,
-        device: torch.device | None,
-    ) -> Entry:
-        text = self.store.find_graph(traced_from) if self.store and self.reuse == "graph" else None
-        if text is None:
-            batch_dims: BatchDims = None if fixed_batch else "auto"
-            graph = trace_forward(root, *call, batch_dims=batch_dims, device=device)
-            text = graph_to_json(graph)
-        else:
-            graph = graph_from_json(text)
-        plan = self.planner(graph, layout)
-        self._tell_unsupported(graph)
-        if self.check is not None and layout is None:
-            self.check(root, graph, plan, call)
-        source = emit(graph, plan, title=_title(root), recompute=self.recompute)
-        return Entry(source=source, plan=plan_to_text(plan), graph=text)
-
-    def _tell_unsupported(self, graph: Graph) -> None:
-        """Say once which operators nobody knows how to split, and not again of the evaluation."""
-        message = unsupported_message(graph, self.size) if self.size > 1 else ""
-        if message and message not in self._told and (graph.training or not self._told):
-            log.warning(message)
-        self._told.add(message)
-
-
-def compile_together(
-    compiler: Compiler,
-    root: nn.Module,
-    call: ModelCall,
-    *,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    layout: FixedLayout | None = None,
-    fixed_batch: bool = False,
-) -> Compiled:
-    """Compile on the first rank of a group, and load the program on all of them. Collective.
-
-    Args:
-        compiler: The compiler; only the first rank's is used.
-        root: The module.
-        call: Arguments; the other ranks' are not looked at.
-        group: A group whose collectives take CPU tensors.
-        device: The device that the program runs on, on this rank.
-        layout: The layout that the parameters have already.
-        fixed_batch: Trace this batch size only.
-
-    Raises:
-        PlanError: The ranks' modules differ, or no plan fits.
-        UnsupportedError: The forward cannot be traced.
-    """
-    if layout is None:  # later, a trace may have left its marks on the rank that traced
-        _check_agreement(root, group)
-    made: tuple[Entry, Path | None] | None = None
-    with together(group, doing="compiling the forward"):
-        if group is None or dist.get_rank(group) == 0:
-            made = compiler.compile(root, call, layout=layout, fixed_batch=fixed_batch, device=device)
-    found = _from_first(made, group)
-    assert found is not None  # or its error had been raised
-    entry, path = found
-    return Compiled.load(entry, path, device)
-
-
-def _check_agreement(root: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """All ranks must have the same module, or their collectives would not match."""
-    mine = ""
-    with together(group, doing="reading the module"):
-        mine = f"{fingerprint(root, (), {})} {caller_modes()}"
-    prints = all_gather_object(mine, group)
-    others = [rank for rank, other in enumerate(prints) if other != prints[0]]
-    if others:
-        raise PlanError(
-            f"{type(root).__name__} is not the same on all ranks: rank 0 has another one than "
-            f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))} (code, shapes, "
-            "requires_grad, training flags, grad mode or autocast differ).",
-            remedy="Build the same module on every rank.",
-        )
-
-
-def _from_first(value: T, group: dist.ProcessGroup | None) -> T:
-    if group is None:
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, group_src=0, group=group)
-    return values[0]
-
-
-def code_digest(function: Callable[..., Any]) -> str:
-    """What tells one policy function from another, or from its former self."""
-    code = getattr(function, "__code__", None)
-    parts: Sequence[object] = (type(function).__qualname__,)
-    if code is not None:
-        constants = [_constant(item) for item in code.co_consts]
-        parts = (code.co_code, constants, code.co_names, getattr(function, "__defaults__", None))
-    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
-    return f"{name}:{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
-
-
-def _constant(item: object) -> object:
-    """A constant of a function's code in a form whose repr is the same in every process."""
-    if hasattr(item, "co_code"):
-        return item.co_code
-    return sorted(map(repr, item)) if isinstance(item, frozenset) else item
-
-
-def _hooked(root: nn.Module) -> list[str]:
-    """Submodules with hooks, which a program has to call as they are."""
-    return [name for name, module in root.named_modules() if name and hooks_of_the_user(module)]
-
-
-def _layout_digest(layout: FixedLayout | None) -> str:
-    if layout is None:
-        return ""
-    text = repr((sorted((name, str(p)) for name, p in layout.stored.items()), sorted(layout.synchronized)))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _versions() -> dict[str, str]:
-    try:
-        own = version("nnx-nnscaler")
-    except PackageNotFoundError:
-        own = "not installed"
-    return {"torch": torch.__version__, "nnx-nnscaler": own}
-
-
-def _title(root: nn.Module) -> str:
-    import inspect
-
-    cls = type(root)
-    try:
-        place = f"{Path(inspect.getsourcefile(cls) or '').name}:{inspect.getsourcelines(cls)[1]}"
-    except (OSError, TypeError):
-        place = cls.__module__
-    return f"{cls.__qualname__} ({place})"
-
-
 # --- variant ---------------------------------------------------------------------------------------------
 #
 # One program and the calls that it is for: a check of sizes that costs next to nothing.
@@ -732,7 +406,7 @@ class Variant:
         ]
         conditions += [
             (f"({size}) % {number} == 0", f"{size} = {{{size}}} is not a multiple of {number}")
-            for size, number in self.compiled.plan.divisible
+            for size, number in self.compiled.plan.conditions
         ]
         reasons = "".join(f"f{text!r} if not ({condition}) else " for condition, text in conditions)
         self._hindrance = _function(graph, f"{reasons}''")

@@ -21,6 +21,9 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "tp": ("nnscaler_tp", {}),
     "data": ("nnscaler", {"policy": "data"}),
     "autodist": ("nnscaler_deduped", {}),
+    "pp": ("nnscaler_pp", {}),
+    "looped": ("nnscaler_pp", {}),
+    "hybrid": ("nnscaler_hybrid", {}),
 }
 REPLICATED = ("dp", "zero")
 OF_EACH_REPLICA = ("cnn", "gpt")
@@ -49,6 +52,8 @@ def check(
     pool: WorkerPool, references: References, model: str, policy: str, devices: int, **options: Any
 ) -> None:
     strategy, own = POLICIES[policy]
+    if policy == "looped":
+        own = {"pipeline_nstages": 2 * devices}  # each rank has two
     case = Case(model, strategy, {**own, **options}, devices)
     replicas = model in OF_EACH_REPLICA and policy in REPLICATED
     expected = references.of(model, "ddp", devices) if replicas else references.of(model, "auto", 1)
@@ -75,7 +80,7 @@ def test_four_processes_have_the_losses_of_one(
 
 
 @pytest.mark.parametrize("use_zero", [False, True])
-@pytest.mark.parametrize("policy", ["tp", "data", "autodist"])
+@pytest.mark.parametrize("policy", ["tp", "data", "autodist", "pp"])
 def test_units_of_two_are_replicated_over_four(
     pool: WorkerPool, references: References, tmp_path: Path, policy: str, use_zero: bool
 ) -> None:

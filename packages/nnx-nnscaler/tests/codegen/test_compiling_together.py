@@ -11,10 +11,11 @@ from jobs.nnscaler_codegen_models import GPT, tokens
 from nnx_core.backend import ParallelContext
 from nnx_core.errors import NnxError, PlanError
 from nnx_nnscaler.backend import NnScalerBackend
+from nnx_nnscaler.compiler import Compiler, ModelCall, ProgramForm, compile_together
 from nnx_nnscaler.options import NnScalerOptions
 from nnx_nnscaler.placement import R
 from nnx_nnscaler.plan.planning import plan_program
-from nnx_nnscaler.programs import Compiler, ModelCall, Programs, compile_together
+from nnx_nnscaler.programs import Programs
 from nnx_nnscaler.runtime.collectives import GroupCommunicator
 from nnx_nnscaler.runtime.functions import Runtime
 from nnx_nnscaler.trace import forward
@@ -39,7 +40,7 @@ def train_and_evaluate():
     runtime = Runtime(GroupCommunicator(group))
     made = Programs(
         module,
-        compiler=Compiler(planner=planned, size=2),
+        compiler=Compiler(form=ProgramForm(planned), size=2),
         runtime=runtime,
         device=CPU,
         unit=group,
@@ -131,7 +132,7 @@ def fail(where):
 
     try:
         compile_together(
-            Compiler(planner=planner, size=2),
+            Compiler(form=ProgramForm(planner), size=2),
             module,
             ModelCall((tokens(),), {}),
             group=dist.group.WORLD,

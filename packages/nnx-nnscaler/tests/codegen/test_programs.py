@@ -17,8 +17,9 @@ from nnx_core.errors import PlanError
 from nnx_nnscaler import programs as programs_module
 from nnx_nnscaler.codegen.self_check import replicated_plan
 from nnx_nnscaler.codegen.store import Store
+from nnx_nnscaler.compiler import Compiler, ModelCall, ProgramForm, code_digest
 from nnx_nnscaler.placement import R
-from nnx_nnscaler.programs import Compiler, ModelCall, Programs, code_digest
+from nnx_nnscaler.programs import Programs
 from nnx_nnscaler.runtime.collectives import GroupCommunicator
 from nnx_nnscaler.runtime.functions import Runtime
 
@@ -37,7 +38,9 @@ def attached(module, *args, planner=replicate, store=None, reuse="match", **kwar
     """A module with programs in place of its forward, compiled for a first call."""
     made = Programs(
         module,
-        compiler=Compiler(planner=planner, size=1, store=store, reuse=reuse, identity={"policy": "whole"}),
+        compiler=Compiler(
+            form=ProgramForm(planner), size=1, store=store, reuse=reuse, identity={"policy": "whole"}
+        ),
         runtime=Runtime(GroupCommunicator(None)),
         device=torch.device("cpu"),
     )

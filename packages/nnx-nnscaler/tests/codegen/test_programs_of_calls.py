@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from nnx_nnscaler.codegen.self_check import replicated_plan
+from nnx_nnscaler.compiler import Compiler, ModelCall, ProgramForm
 from nnx_nnscaler.placement import R
 from nnx_nnscaler.plan.planning import plan_program
-from nnx_nnscaler.programs import Compiler, ModelCall, Programs
+from nnx_nnscaler.programs import Programs
 from nnx_nnscaler.runtime.collectives import GroupCommunicator
 from nnx_nnscaler.runtime.functions import Runtime
 
@@ -39,7 +40,7 @@ def attached(module, *args, planner=None, size=1):
 
     made = Programs(
         module,
-        compiler=Compiler(planner=planner or replicate, size=size),
+        compiler=Compiler(form=ProgramForm(planner or replicate), size=size),
         runtime=Runtime(GroupCommunicator(None)),
         device=torch.device("cpu"),
     )

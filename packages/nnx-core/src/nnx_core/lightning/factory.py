@@ -16,8 +16,8 @@ from nnx_core.registry import StrategyRegistry
 KnownName = Literal[
     "colossalai", "colossalai_auto", "colossalai_cpu", "colossalai_cuda", "fairscale_fsdp", "fairscale_oss",
     "fairscale_sharded", "fsdp_auto", "fsdp_hybrid", "fsdp_manual", "fsdp_offload", "nnscaler",
-    "nnscaler_deduped", "nnscaler_dp", "nnscaler_tp", "nnscaler_zero", "nnx_deepspeed_1", "nnx_deepspeed_2",
-    "nnx_deepspeed_3", "nnx_deepspeed_3_cpu",
+    "nnscaler_deduped", "nnscaler_dp", "nnscaler_hybrid", "nnscaler_pp", "nnscaler_tp", "nnscaler_zero",
+    "nnx_deepspeed_1", "nnx_deepspeed_2", "nnx_deepspeed_3", "nnx_deepspeed_3_cpu",
 ]  # fmt: skip
 """The names of our own packages, which editors complete; any other name of a plugin's works as well."""
 

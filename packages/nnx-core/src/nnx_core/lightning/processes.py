@@ -280,6 +280,7 @@ class ParallelProcesses(ABC):
         self._join_process_group()
         if not self._backend_is_set_up:
             end_run()
+            self._agree_on_threads()
             self.backend.setup(self._parallel_context())
             self._backend_is_set_up = True
             self._shares = make_shares(*self.backend.data_parallel_rank_and_size)
@@ -311,6 +312,18 @@ class ParallelProcesses(ABC):
             device_id=None if device.type == "cpu" else device,
         )
         leave_process_group_at_exit()
+
+    def _agree_on_threads(self) -> None:
+        """On CPU, compute with as many threads as the rank with the fewest. Collective.
+
+        Sums depend on their number in the last bits, and ranks that hold the same parameters have to compute
+        the same. Lightning's launcher leaves the processes that it starts with more threads than rank 0.
+        """
+        if self.root_device.type == "cpu" and dist.is_initialized():
+            fewest = torch.tensor(torch.get_num_threads())
+            dist.all_reduce(fewest, op=dist.ReduceOp.MIN)
+            if int(fewest) != torch.get_num_threads():
+                torch.set_num_threads(int(fewest))
 
     @property
     def process_group_backend(self) -> str:

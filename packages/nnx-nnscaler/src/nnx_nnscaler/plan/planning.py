@@ -20,8 +20,7 @@ from nnx_nnscaler.rules.rule import outputs_of, replicate
 # --- policies -------------------------------------------------------------------------------------
 # The built-in policies, each a function that narrows what may be chosen, and the register for further ones.
 #
-# Pipeline policies are not here: a stage would be one more choice, made before this one by cutting the
-# graph into subgraphs that each get a `ProgramPlan` of their own.
+# Pipeline policies are not here: `pipeline` cuts a graph into stages, which each get a plan from here.
 
 
 _OF_PIPELINES = ("pp", "hybrid")
@@ -143,7 +142,7 @@ def policy_of(policy: str | Policy) -> tuple[str, Policy]:
         return getattr(policy, "__name__", type(policy).__name__), policy
     if policy in _OF_PIPELINES:
         raise UnsupportedError(
-            f"policy {policy!r} plans a pipeline, which is for a later version.",
+            f"policy {policy!r} plans a pipeline, which is not one program.",
             remedy=f"Use one of {', '.join(POLICIES)}.",
         )
     if policy not in POLICIES:

@@ -82,6 +82,20 @@ class ProgramPlan:
     prediction: Prediction = Prediction()
     reason: str = ""
 
+    @property
+    def homes(self) -> None:
+        """Which stage stores a parameter: there are none."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should hear once: nothing."""
+        return ()
+
+    @property
+    def conditions(self) -> tuple[tuple[str, int], ...]:
+        """Sizes that must be multiples of a number for the program to run."""
+        return self.divisible
+
 
 # --- plan text -------------------------------------------------------------------------------------------
 #

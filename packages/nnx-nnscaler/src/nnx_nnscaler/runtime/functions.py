@@ -169,7 +169,7 @@ class Losses(Conversions):
     ) -> Tensor:
         """This rank's summand of the mean cross entropy, from its scores and the targets of all ranks."""
         losses = _cross_entropy(scores, self.part(target, 0), weight, ignore_index, label_smoothing)
-        return _summand(losses, _weights(target, weight, ignore_index).to(_exact(scores)))
+        return _summand(losses, sample_weights(target, weight, ignore_index).to(_exact(scores)))
 
     def nll_loss_mean(
         self, scores: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100
@@ -209,7 +209,7 @@ class Losses(Conversions):
 
     def _count(self, target: Tensor, weight: Tensor | None, ignore_index: int, like: Tensor) -> Tensor:
         """By what the sum over all ranks' samples is divided."""
-        return self.communicator.all_reduce(_weights(target, weight, ignore_index).to(_exact(like)))
+        return self.communicator.all_reduce(sample_weights(target, weight, ignore_index).to(_exact(like)))
 
 
 class _ClassParts(torch.autograd.Function):
@@ -269,7 +269,7 @@ def _summand(losses: Tensor, count: Tensor) -> Tensor:
     return (losses.sum(dtype=count.dtype) / count).to(losses.dtype)
 
 
-def _weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+def sample_weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """How many samples count, or how much."""
     counts = target != ignore_index
     if weight is None:

@@ -129,7 +129,7 @@ class ParameterLayout:
 
     def _pieces(self) -> Iterator[tuple[Box, Box]]:
         """Every box that this rank stores: where it lies in the whole, and where in the local tensor."""
-        if not self.is_here or (math.prod(self.shape) and not math.prod(self.local_shape)):
+        if not self.is_here or (0 in self.local_shape and 0 not in self.shape):
             return
         local, reached = self.unit_shape, 0
         dim = self.placement.dim
@@ -150,6 +150,8 @@ class ParameterLayout:
             offset = tuple(a + b for a, b in zip(box.offset, within.offset, strict=True))
             yield Box(offset, kept.size), Box((kept.offset[0] - self.rows[0], *kept.offset[1:]), kept.size)
 
+
+_NOT_IN_BACKWARD = -1
 
 # --- parts ----------------------------------------------------------------------------------------
 
@@ -233,8 +235,6 @@ class StagePart:
         home: The place in it of the rank that stores it.
     """
 
-    is_gathered = True
-
     def __init__(
         self, tensor: Tensor, inside: UnitPart, layout: ParameterLayout, *, pipe: dist.ProcessGroup, home: int
     ) -> None:
@@ -248,7 +248,18 @@ class StagePart:
         """A tensor that lies as this one does."""
         return StagePart(gradient, inside, self._layout, pipe=self._pipe, home=self._home)
 
-    def value(self) -> Tensor:  # noqa: D102 # as the protocol says
+    @property
+    def is_gathered(self) -> bool:  # noqa: D102 # as the protocol says, here and below
+        return self.inside.is_gathered if self._is_read_alone else True
+
+    @property
+    def _is_read_alone(self) -> bool:
+        """Whether a hook reads it, which runs in the backward pass of the stage that has it."""
+        return self._layout.is_here and torch._C._current_graph_task_id() != _NOT_IN_BACKWARD
+
+    def value(self) -> Tensor:  # noqa: D102
+        if self._is_read_alone:
+            return self.inside.value()
         if self._layout.is_here:
             value = self.inside.value().contiguous()
         else:
@@ -502,7 +513,7 @@ class Part(guards.Part):
 
     @override
     def differentiated(self) -> list[Tensor]:
-        if self.in_programs:
+        if self.in_programs or not self.layout.is_everywhere:
             raise UnsupportedError(
                 "`torch.autograd.grad` is asked for gradients of a parameter that programs use in parts.",
                 remedy="Call `backward` and read `.grad`, or use strategy 'nnscaler_dp'.",
@@ -544,7 +555,7 @@ class Part(guards.Part):
         if self.synchronized:
             size = self._unit.size
             return _whole(inside, value, lambda g: g / size)
-        return inside
+        return inside.view_as(inside) if inside is self.tensor else inside
 
     def _write(self, whole: Tensor) -> None:
         self.source.write(self.layout.unit_part(whole))

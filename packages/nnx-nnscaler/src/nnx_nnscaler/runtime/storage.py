@@ -284,6 +284,8 @@ class Parameters:
         for (name, found), layout in zip(named, layouts, strict=True):
             parameter = found if arrival is None else arrival.parameter(name)
             self.named[name] = parameter
+            if self._homes is not None and found in self._homes:
+                self._homes[parameter] = self._homes[found]
             self._layouts[parameter] = layout
             self._strides[parameter] = torch.empty_like(parameter, device="meta")
             if found in summed and layout.is_here:
@@ -304,7 +306,7 @@ class Parameters:
             first=first,
             limit=bucket_bytes,
             synchronized=self._synchronized,
-            order=self._order,
+            order=self._order if self._homes is None else None,  # stages gather rows of their own
         )
         for bucket in buckets:
             for part in bucket.parts:

@@ -415,8 +415,9 @@ class _Cat(Rule):
         metas = call.metas("tensors")
         after = dim_labels(call, call.output.shape)
         whole = tuple(label if index != dim else None for index, label in enumerate(after))
-        if any(len(meta.shape) != len(after) for meta in metas):
-            return []  # empty tensors of one dim, which cat ignores
+        if any(len(meta.shape) != len(after) for meta in metas):  # empty ones of one dim, which cat ignores
+            labels: list[Labels] = [whole if len(meta.shape) == len(after) else () for meta in metas]
+            return label_strategies(call, {"tensors": labels}, [whole])
         found = label_strategies(call, {"tensors": [whole] * len(metas)}, [whole])
         if len({meta.hints[dim] for meta in metas}) == 1:
             for groups in sorted(groups_at(graph, size, op.name, dim)):

@@ -1,0 +1,1 @@
+"""Pipelines: a traced graph cut into stages, and batches cut into microbatches that go through them."""

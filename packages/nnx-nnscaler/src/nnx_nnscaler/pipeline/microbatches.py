@@ -1,0 +1,438 @@
+"""How a batch is cut into microbatches: what becomes of each value of a graph, and what has to be divided.
+
+The rules that split operators over ranks say it: what they let ranks compute from their part of the batch, a
+graph computes from a microbatch. Each value is then cut along a dim, a summand of the whole (``P``), or equal
+for all microbatches (``R``). A graph whose sizes are expressions in the batch's size needs few changes: means
+are divided by the number of microbatches, and means over the samples that count by their number in the whole
+batch. Where an operator mixes samples, the batch goes through the stages whole, and the reason is kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from nnx_core.errors import UnsupportedError
+from nnx_nnscaler.codegen.writer import OpWriter, bound
+from nnx_nnscaler.ir import Argument, Code, Graph, Input, Op, Ref, Size, TensorMeta, refs_in
+from nnx_nnscaler.placement import P, Placement, R, S
+from nnx_nnscaler.plan.program_plan import Strategy
+from nnx_nnscaler.rules.registry import rule_for, strategies_of
+from nnx_nnscaler.rules.rule import (
+    Rule,
+    argument_of,
+    input_values,
+    operator_of,
+    output_values,
+    outputs_of,
+    replicate,
+)
+
+_FILLS = frozenset(["zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"])
+_NATURAL = frozenset(
+    [
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "flatten",
+        "ravel",
+        "reshape_as",
+        "squeeze",
+        "unflatten",
+        "unsqueeze",
+        "view_as",
+        "expand",
+        "expand_as",
+        "broadcast_to",
+        "embedding",
+        "group_norm",
+        "cat",
+        "concat",
+        "stack",
+        "dropout",
+        "scaled_dot_product_attention",
+        "linear",
+        "matmul",
+        "__matmul__",
+        "mean",
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "outer",
+        "einsum",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "convolution",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "unbind",
+        "instance_norm",
+        "batch_norm",
+    ]
+)
+"""Operators whose rules write them otherwise for a part, only because that has other sizes."""
+_ADDENDS = {"linear": "bias", "addmm": "self", "baddbmm": "self"}
+_MEAN = 1
+"""How torch numbers the mean among reductions; 2 is the sum."""
+_SUM = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A dropout mask, which is drawn for the whole batch, as one process would.
+
+    Attributes:
+        name: The input that takes it.
+        meta: Its shape and dtype.
+        p: The probability of a zero.
+    """
+
+    name: str
+    meta: TensorMeta
+    p: float
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A number of samples that count, by which a sum over a microbatch is divided.
+
+    Attributes:
+        name: The operator whose mean it is.
+        target: The value with the targets.
+        weight: The value with the weight of each class; None where all count alike.
+        ignore_index: The target of samples that do not count.
+    """
+
+    name: str
+    target: str
+    weight: str | None
+    ignore_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatches:
+    """A graph as it runs on one microbatch.
+
+    Attributes:
+        graph: The graph; the one that was given where the batch cannot be cut.
+        placements: What becomes of each value; empty where the batch cannot be cut.
+        counts: What is counted in the whole batch before.
+        hindrance: Why the batch cannot be cut; empty where it can.
+        at_least: The smallest number of samples in a microbatch.
+    """
+
+    graph: Graph
+    placements: Mapping[str, Placement]
+    counts: tuple[Count, ...] = ()
+    hindrance: str = ""
+    at_least: int = 1
+
+
+class _HindranceError(Exception):
+    """The batch cannot be cut."""
+
+
+# --- random numbers -------------------------------------------------------------------------------
+
+
+def draw_masks_first(graph: Graph) -> tuple[Graph, tuple[Draw, ...]]:
+    """The same graph with inputs for its dropout masks, and what has to be drawn for them, in order.
+
+    Args:
+        graph: A traced forward.
+
+    Raises:
+        UnsupportedError: It draws random numbers otherwise.
+    """
+    ops: list[Op] = []
+    draws: list[Draw] = []
+    for op in graph.ops:
+        if not is_random(op):
+            ops.append(op)
+            continue
+        mask = f"mask_of_{op.name}"
+        operand = argument_of(op, "input")
+        if op.target != "aten.dropout.default" or not isinstance(op.output, TensorMeta):
+            raise UnsupportedError(
+                f"{op.target} draws random numbers ({op.source or op.module}), which stages cannot do alike.",
+                remedy="Use dropout from torch.nn alone, without dropout inside of attention.",
+            )
+        draws.append(Draw(mask, replace(op.output, differentiable=False), float(argument_of(op, "p"))))
+        ops.append(replace(op, target="aten.mul.Tensor", args=(operand, Ref(mask)), kwargs={}))
+    if not draws:
+        return graph, ()
+    inputs = [*graph.inputs, *(Input(draw.name, draw.meta) for draw in draws)]
+    metas = {**graph.metas, **{draw.name: draw.meta for draw in draws}}
+    return replace(graph, inputs=inputs, metas=metas, ops=ops), tuple(draws)
+
+
+def is_random(op: Op) -> bool:
+    """Whether an operator draws random numbers."""
+    operator = operator_of(op.target)
+    if operator is None or torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    name = base_name(op)
+    if name == "scaled_dot_product_attention":
+        return bool(argument_of(op, "dropout_p"))
+    if name == "dropout":
+        return bool(argument_of(op, "p")) and bool(argument_of(op, "train"))
+    return True
+
+
+def base_name(op: Op) -> str:
+    """``"linear"`` of ``"aten.linear.default"``."""
+    parts = op.target.split(".")
+    return parts[1] if len(parts) > 1 else op.target
+
+
+# --- cutting the batch ----------------------------------------------------------------------------
+
+
+def cut_batch(graph: Graph) -> Microbatches:
+    """Find out how a graph runs on a part of the batch.
+
+    Args:
+        graph: A graph without random operators; its batch is what has a symbol for its size.
+    """
+    try:
+        return _Cut(graph).result()
+    except _HindranceError as error:
+        return Microbatches(graph, {}, hindrance=str(error))
+
+
+class _Cut:
+    """The walk through one graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._ops: list[Op] = []
+        self._counts: list[Count] = []
+        self._placements: dict[str, Placement] = {}
+        self._size = _some_divisor(graph)
+        self._at_least = 1
+
+    def result(self) -> Microbatches:
+        """The graph for one microbatch."""
+        graph = self._graph
+        for leaf in graph.inputs:
+            if leaf.meta is not None:
+                self._placements[leaf.name] = self._of_meta(leaf.meta, f"input {leaf.name!r}")
+        for name in (*graph.parameters, *graph.buffers, *graph.constants):
+            self._placements[name] = R
+        for op in graph.ops:
+            self._walk(op)
+        free = values_of_inputs(graph)
+        for count in self._counts:
+            needed = {count.target, *({count.weight} if count.weight else ())}
+            if not needed <= free:
+                raise _HindranceError(f"the targets of {count.name} are computed with parameters")
+        made = replace(graph, ops=self._ops)
+        return Microbatches(made, self._placements, tuple(self._counts), at_least=self._at_least)
+
+    def _of_meta(self, meta: TensorMeta, what: str) -> Placement:
+        """What an input, or a tensor of equal elements, becomes: its part if it shows the batch's size."""
+        dims = symbolic_dims(meta)
+        if len(dims) > 1:
+            raise _HindranceError(f"{what} has the batch's size in several dims")
+        return S(dims[0]) if dims else R
+
+    def _walk(self, op: Op) -> None:
+        if writes_in_place(op):
+            raise _HindranceError(f"{_where(op)} writes in place, and would do so for each microbatch")
+        if base_name(op).startswith("squeeze") and self._drops_batch_of_one(op):
+            self._at_least = 2
+        if base_name(op) in _FILLS and isinstance(op.output, TensorMeta):
+            self._placements[op.name] = self._of_meta(op.output, _where(op))
+            self._ops.append(self._with_whole_sizes(op))
+            return
+        strategy = self._strategy(op)
+        for name, placement in zip(output_values(op), strategy.outputs, strict=True):
+            self._placements[name] = placement
+        if isinstance(op.output, tuple) and len(strategy.outputs):
+            self._placements[op.name] = strategy.outputs[0]
+        self._ops += self._rewritten(self._with_whole_sizes(op), strategy)
+
+    def _drops_batch_of_one(self, op: Op) -> bool:
+        """Whether a batch of one sample would lose its dim."""
+        operand = argument_of(op, "self")
+        return any(isinstance(dim, Size) for dim in self._graph.meta(operand.name).shape)
+
+    def _strategy(self, op: Op) -> Strategy:
+        """What an operator does with its operands as they come."""
+        if op.target == "module":
+            raise _HindranceError(f"{op.module} runs whole")
+        coming = tuple(self._placements[name] for name in input_values(op))
+        choices = [replicate(op)] if all(placement == R for placement in coming) else []
+        choices += [s for s in strategies_of(op, self._graph, self._size) if s.inputs == coming]
+        for strategy in choices:
+            if not strategy.call and self._agrees(op, strategy):
+                return strategy
+        raise _HindranceError(f"{_where(op)} mixes the samples of a batch")
+
+    def _agrees(self, op: Op, strategy: Strategy) -> bool:
+        """Whether results are cut just where their size depends on the batch's."""
+        for meta, placement in zip(outputs_of(op), strategy.outputs, strict=True):
+            dims = symbolic_dims(meta)
+            if (placement.is_shard and dims != [placement.dim]) or (dims and not placement.is_shard):
+                return False
+        made = P in strategy.outputs and P not in strategy.inputs
+        addend = _ADDENDS.get(base_name(op))
+        if made and addend is not None and isinstance(argument_of(op, addend), Ref):
+            return False  # each microbatch would add it
+        known = base_name(op) in _NATURAL or _reduction(op) is not None
+        return known or type(rule_for(op)).write is Rule.write or _writes_plainly(op, strategy)
+
+    # --- changes ------------------------------------------------------------------------------
+
+    def _rewritten(self, op: Op, strategy: Strategy) -> Iterator[Op]:
+        """The operator for a microbatch, with what divides its result."""
+        made = P in strategy.outputs and P not in strategy.inputs
+        is_mean = base_name(op) == "mean" or _reduction(op) == _MEAN
+        if not (made and is_mean):
+            yield op
+            return
+        assert isinstance(op.output, TensorMeta)
+        divisor = "rt.microbatches"
+        part = replace(op, name=f"{op.name}_of_part")
+        if self._counts_samples(op):
+            if op.output.dtype == "float16":
+                raise _HindranceError(f"{_where(op)} would sum up in float16")
+            target, weight = argument_of(op, "target"), argument_of(op, "weight")
+            name = weight.name if isinstance(weight, Ref) else None
+            ignored = argument_of(op, "ignore_index")
+            self._counts.append(Count(op.name, target.name, name, ignored))
+            part = _with_argument(part, "reduction", _SUM)
+            divisor = f"rt.counts[{op.name!r}]"
+        self._placements[part.name] = P
+        yield part
+        yield replace(op, target="aten.div.Tensor", args=(Ref(part.name), Code(divisor)), kwargs={})
+
+    def _counts_samples(self, op: Op) -> bool:
+        """Whether a mean is over the samples that count."""
+        if argument_of(op, "ignore_index") is None:
+            return False
+        target = self._graph.meta(argument_of(op, "target").name)
+        return not target.dtype.startswith(("float", "bfloat"))
+
+    def _with_whole_sizes(self, op: Op) -> Op:
+        """The operator with numbers that are sizes of the whole batch; shapes stay those of a part."""
+        if not any(_has_size(argument) for argument in (*op.args, *op.kwargs.values())):
+            return op
+        operator = operator_of(op.target)
+        kinds = {} if operator is None else {a.name: str(a.type) for a in operator._schema.arguments}
+        names = list(kinds)
+        symbols = self._graph.symbols
+        args = tuple(
+            argument if _is_shape(kinds.get(name, "")) else _whole_sizes(argument, symbols)
+            for name, argument in zip([*names, *[""] * len(op.args)], op.args, strict=False)
+        )
+        kwargs = {
+            name: argument if _is_shape(kinds.get(name, "")) else _whole_sizes(argument, symbols)
+            for name, argument in op.kwargs.items()
+        }
+        return replace(op, args=args, kwargs=kwargs)
+
+
+def symbolic_dims(meta: TensorMeta) -> list[int]:
+    """The dims whose size depends on the batch's."""
+    return [index for index, dim in enumerate(meta.shape) if isinstance(dim, Size)]
+
+
+def writes_in_place(op: Op) -> bool:
+    """Whether an operator changes an operand, as batch norm does in training."""
+    name = base_name(op)
+    in_place = name.startswith("__i") if name.endswith("__") else name.endswith("_")
+    return in_place or ("_norm" in name and bool(_updates_statistics(op)))
+
+
+def _updates_statistics(op: Op) -> bool:
+    training = argument_of(op, "training")
+    used = argument_of(op, "use_input_stats") if training is None else training
+    return bool(used) and isinstance(argument_of(op, "running_mean"), Ref)
+
+
+def values_of_inputs(graph: Graph) -> set[str]:
+    """The values that follow from inputs, buffers and constants alone, without parameters."""
+    given = [leaf.name for leaf in graph.inputs if leaf.meta is not None]
+    free = {*given, *graph.buffers, *graph.constants}
+    for op in graph.ops:
+        plain = not (is_random(op) or writes_in_place(op) or op.target == "module")
+        if plain and free.issuperset(op.operands()):
+            free.add(op.name)
+    return free
+
+
+def _some_divisor(graph: Graph) -> int:
+    """A number of parts that the traced batch can be cut into."""
+    if len(graph.symbols) != 1:
+        raise _HindranceError("the batch's size is not one that may change")
+    ((name, dim),) = graph.symbols.values()
+    size = graph.metas[name].hints[dim]
+    return next((number for number in range(2, size + 1) if size % number == 0), 2)
+
+
+def _reduction(op: Op) -> int | None:
+    value = argument_of(op, "reduction")
+    return value if isinstance(value, int) else None
+
+
+def _writes_plainly(op: Op, strategy: Strategy) -> bool:
+    """Whether an operator's rule, which may write it otherwise for a part, does not."""
+    codes = [f"x{index}" for index in range(len(op.operands()))]
+    left = list(codes)
+    here = replace(
+        op,
+        args=tuple(bound(argument, left) for argument in op.args),
+        kwargs={name: bound(argument, left) for name, argument in op.kwargs.items()},
+    )
+    writer = OpWriter(1, dict(zip(op.operands(), codes, strict=True)), {})
+    return rule_for(op).write(here, strategy, writer) == writer.call(here)
+
+
+def _has_size(argument: Argument) -> bool:
+    if isinstance(argument, (list, tuple)):
+        return any(map(_has_size, argument))
+    return isinstance(argument, Size)
+
+
+def _is_shape(kind: str) -> bool:
+    """Whether arguments of a type are sizes and places, rather than numbers to compute with."""
+    return "int" in kind.lower()
+
+
+def _whole_sizes(argument: Argument, symbols: Mapping[str, Any]) -> Argument:
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(_whole_sizes(item, symbols) for item in argument)
+    if not isinstance(argument, Size):
+        return argument
+    names = "|".join(map(re.escape, symbols))
+    return Size(re.sub(rf"\b({names})\b", r"(\1 * rt.microbatches)", argument.expr), argument.hint)
+
+
+def _with_argument(op: Op, name: str, value: Argument) -> Op:
+    """The operator with another value of an argument."""
+    operator = operator_of(op.target)
+    assert operator is not None
+    index = [argument.name for argument in operator._schema.arguments].index(name)
+    if index < len(op.args):
+        return replace(op, args=(*op.args[:index], value, *op.args[index + 1 :]))
+    return replace(op, kwargs={**op.kwargs, name: value})
+
+
+def _where(op: Op) -> str:
+    return f"{op.target} ({op.source or op.module or 'forward'})"
+
+
+def output_refs(graph: Graph) -> list[str]:
+    """Names of the values that a graph returns, once each."""
+    return list(dict.fromkeys(refs_in(graph.outputs)))

@@ -1,0 +1,98 @@
+"""What planning decides about a pipeline, as data and as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nnx_nnscaler.pipeline.stages import Arrangement
+from nnx_nnscaler.placement import Placement
+from nnx_nnscaler.plan.program_plan import ProgramPlan, plan_from_text, plan_to_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePlan:
+    """The plan of one graph on the ranks of a unit that are stages.
+
+    Attributes:
+        size: Ranks of the unit.
+        policy: Name of the policy.
+        arrangement: Which rank along the pipe has which stage.
+        cuts: The places at which the second and later stages begin.
+        stages: The plan of every stage, for the ranks that compute it together.
+        seconds: Predicted time of every stage for the traced batch, forward and backward.
+        homes: The rank along the pipe that stores each parameter, by fully qualified name.
+        stored: Says how the ranks of a stage store each parameter.
+        synchronized: Parameters whose gradients the reducer sums over the ranks of a stage.
+        divisible: As in `ProgramPlan`; of a microbatch.
+        microbatches: How many microbatches are wished for; a batch is cut into so many or fewer.
+        reason: Why it and no other.
+        notes: What the user should hear once.
+    """
+
+    size: int
+    policy: str
+    arrangement: Arrangement
+    cuts: tuple[int, ...]
+    stages: tuple[ProgramPlan, ...]
+    seconds: tuple[float, ...]
+    homes: Mapping[str, int]
+    stored: Mapping[str, Placement]
+    synchronized: frozenset[str] = frozenset()
+    divisible: tuple[tuple[str, int], ...] = ()
+    microbatches: int = 1
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def conditions(self) -> tuple[tuple[str, int], ...]:
+        """Sizes that must be multiples of a number: a batch is cut into fewer microbatches, down to one."""
+        return self.divisible
+
+    @property
+    def bubble(self) -> float:
+        """The share of the time in which the longest stage's rank waits, under GPipe or 1F1B."""
+        waiting = self.arrangement.ranks - 1
+        return waiting / (waiting + self.microbatches * self.arrangement.stages / self.arrangement.ranks)
+
+
+def pipeline_plan_to_text(plan: PipelinePlan) -> str:
+    """The plan as JSON."""
+    head = {
+        "size": plan.size,
+        "policy": plan.policy,
+        "arrangement": plan.arrangement._asdict(),
+        "cuts": plan.cuts,
+        "seconds": plan.seconds,
+        "microbatches": plan.microbatches,
+        "reason": plan.reason,
+        "notes": plan.notes,
+        "divisible": plan.divisible,
+        "synchronized": sorted(plan.synchronized),
+        "homes": dict(plan.homes),
+        "stored": {name: str(placement) for name, placement in plan.stored.items()},
+        "stages": [json.loads(plan_to_text(stage)) for stage in plan.stages],
+    }
+    lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def pipeline_plan_from_text(text: str) -> PipelinePlan:
+    """The plan that `pipeline_plan_to_text` wrote."""
+    read = json.loads(text)
+    return PipelinePlan(
+        size=read["size"],
+        policy=read["policy"],
+        arrangement=Arrangement(**read["arrangement"]),
+        cuts=tuple(read["cuts"]),
+        stages=tuple(plan_from_text(json.dumps(stage)) for stage in read["stages"]),
+        seconds=tuple(read["seconds"]),
+        homes=read["homes"],
+        stored={name: Placement.parse(text) for name, text in read["stored"].items()},
+        synchronized=frozenset(read["synchronized"]),
+        divisible=tuple((expression, number) for expression, number in read["divisible"]),
+        microbatches=read["microbatches"],
+        reason=read["reason"],
+        notes=tuple(read["notes"]),
+    )

@@ -1,0 +1,403 @@
+"""The cut of a graph into stages: where it is made, what crosses it, and which rank has which stage.
+
+A cut lies between two operators of the traced order. What follows from inputs, buffers and constants alone,
+such as masks, is cheap, and computed by every stage that needs it; all else crosses the cuts. The search is
+exact: among all cuts whose longest stage is as short as can be, up to 2 %, it finds the one that sends the
+fewest bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nnx_core.errors import PlanError, UnsupportedError
+from nnx_nnscaler.cost.model import CostModel, Stored, bytes_of
+from nnx_nnscaler.ir import Graph, Input, Op, Ref, TensorMeta
+from nnx_nnscaler.pipeline.microbatches import (
+    base_name,
+    output_refs,
+    values_of_inputs,
+    writes_in_place,
+)
+from nnx_nnscaler.placement import R
+from nnx_nnscaler.rules.rule import replicate
+
+_HEAVY = frozenset(
+    [
+        "linear",
+        "matmul",
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "einsum",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "convolution",
+    ]
+)
+_SLACK = 1.02
+"""How much longer than need be the longest stage may become to send fewer bytes."""
+_MOST_PLACES = 600
+"""Places of cuts above which only those between submodules are looked at."""
+
+
+class Arrangement(NamedTuple):
+    """Which rank along the pipe has which stage.
+
+    Attributes:
+        ranks: Ranks along the pipe.
+        stages: Stages, a multiple of the ranks.
+        v_shaped: True if the ranks' second stages are in reverse order, so that the first has the last one.
+    """
+
+    ranks: int
+    stages: int
+    v_shaped: bool = False
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that has a stage.
+
+        Example:
+            >>> [Arrangement(2, 4).rank_of(stage) for stage in range(4)]
+            [0, 1, 0, 1]
+            >>> [Arrangement(2, 4, v_shaped=True).rank_of(stage) for stage in range(4)]
+            [0, 1, 1, 0]
+        """
+        loop, place = divmod(stage, self.ranks)
+        return self.ranks - 1 - place if self.v_shaped and loop % 2 else place
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a rank, in order."""
+        return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage.
+
+    Attributes:
+        number: Its place in the pipeline.
+        graph: What it computes. Its outputs are a tuple of values.
+        arguments: Names of what it is called with: inputs of the model, and values that other stages give.
+        gives: Names of the values that it returns.
+        writes: Fully qualified names of the buffers that it writes.
+    """
+
+    number: int
+    graph: Graph
+    arguments: tuple[str, ...]
+    gives: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+# --- where stages begin ---------------------------------------------------------------------------
+
+
+class StageCosts(NamedTuple):
+    """What a cut costs, by the place of the operator that a stage begins with.
+
+    Attributes:
+        seconds: Time of all operators before a place.
+        sent: Bytes that cross a place.
+        may: Whether a stage may begin there.
+    """
+
+    seconds: NDArray[np.float64]
+    sent: NDArray[np.float64]
+    may: NDArray[np.bool_]
+
+
+class Outline:
+    """The operators of a graph in the order in which stages take them.
+
+    Args:
+        graph: The graph for one microbatch.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.free = _light(graph, values_of_inputs(graph))
+        self.ops = [op for op in graph.ops if op.name not in self.free]
+        self.place = {op.name: index for index, op in enumerate(self.ops)}
+
+    @cached_property
+    def _last_use(self) -> dict[str, int]:
+        """The place of the last operator that uses a value; beyond all for what is returned."""
+        found = {name: index for index, op in enumerate(self.ops) for name in op.operands()}
+        return found | dict.fromkeys(output_refs(self.graph), len(self.ops))
+
+    def costs(self, model: CostModel) -> StageCosts:
+        """What each cut costs."""
+        prices = model.prices(self.graph, size=1)
+        seconds = np.zeros(len(self.ops) + 1)
+        seen: set[str] = set()
+        for index, op in enumerate(self.ops):
+            price = 0.0 if op.target == "getitem" else prices.operator(op, replicate(op)).seconds
+            for name in op.operands():
+                if name in self.graph.parameters and name not in seen:
+                    seen.add(name)
+                    price += prices.parameter(self.graph.metas[name], Stored(R)).seconds
+            seconds[index + 1] = seconds[index] + price
+        return StageCosts(seconds, self._sent(), self.may_begin())
+
+    def _sent(self) -> NDArray[np.float64]:
+        change = np.zeros(len(self.ops) + 2)
+        for index, op in enumerate(self.ops):
+            last = self._last_use.get(op.name, index)
+            if isinstance(op.output, TensorMeta) and last > index:
+                nbytes = float(np.prod(op.output.hints)) * bytes_of(op.output.dtype)
+                change[index + 1] += nbytes
+                change[min(last, len(self.ops)) + 1] -= nbytes
+        return np.asarray(np.cumsum(change)[: len(self.ops) + 1])
+
+    def may_begin(self) -> NDArray[np.bool_]:
+        """Whether a stage may begin at each place."""
+        may = np.ones(len(self.ops) + 1, dtype=bool)
+        if len(self.ops) > _MOST_PLACES:
+            for index, (before, op) in enumerate(pairwise(self.ops), start=1):
+                may[index] = before.module != op.module
+        for index, op in enumerate(self.ops):
+            if op.target == "getitem":
+                may[self.place[op.args[0].name] + 1 : index + 1] = False
+        for buffer in self.graph.buffers:
+            touching = [i for i, op in enumerate(self.ops) if buffer in op.operands()]
+            if any(writes_in_place(self.ops[index]) for index in touching):
+                may[touching[0] + 1 : touching[-1] + 1] = False
+        may[0] = may[-1] = False
+        return may
+
+    def place_of_module(self, name: str) -> int:
+        """The place of the first operator of a submodule.
+
+        Raises:
+            PlanError: It has none.
+        """
+        for index, op in enumerate(self.ops):
+            if op.module == name or op.module.startswith(f"{name}."):
+                return index
+        modules = list(dict.fromkeys(op.module for op in self.ops if op.module))
+        raise PlanError(
+            f"stage_cuts names {name!r}, which computes nothing.",
+            remedy=f"Use names of submodules, such as {', '.join(modules[:4])}.",
+        )
+
+
+def _light(graph: Graph, free: set[str]) -> set[str]:
+    """Of what needs no parameter, the operators that every stage may repeat: all before a heavy one."""
+    light = free - {op.name for op in graph.ops}
+    for op in graph.ops:
+        if op.name in free and base_name(op) not in _HEAVY and light.issuperset(op.operands()):
+            light.add(op.name)
+    return light & {op.name for op in graph.ops}
+
+
+def choose_cuts(costs: StageCosts, stages: int, *, foreign: NDArray[np.float64] | None = None) -> list[int]:
+    """Where stages begin, so that the longest is as short as can be, and then the fewest bytes cross.
+
+    Args:
+        costs: What cuts cost.
+        stages: The number of stages.
+        foreign: Where parameters lie already, the bytes of those that each stage's rank does not store, up to
+            each place; they count first. Shape (stages, places).
+
+    Returns:
+        The places at which the second and later stages begin.
+
+    Raises:
+        PlanError: There are too few places.
+    """
+    places = [0, *np.flatnonzero(costs.may).tolist(), len(costs.may) - 1]
+    if len(places) < stages + 1:
+        raise PlanError(
+            f"the model can be cut into {len(places) - 1} stages, and {stages} are asked for.",
+            remedy=f"Set pipeline_nstages to {len(places) - 1} or less.",
+        )
+    at = np.array(places)
+    taken = costs.seconds[at][None, :] - costs.seconds[at][:, None]  # from a place to a later one
+    sent = costs.sent[at]
+    if foreign is not None:
+        spans = [row[at][None, :] - row[at][:, None] for row in foreign]
+        return [places[index] for index in _search(spans, taken, sent)]
+    longest = _shortest_longest(taken, stages)
+    bound = np.where(taken <= longest * _SLACK, 0.0, np.inf)
+    return [places[index] for index in _search([bound] * stages, taken, sent)]
+
+
+def _shortest_longest(taken: NDArray[np.float64], stages: int) -> float:
+    """The length of the longest stage of the best cut."""
+    best = taken[0].copy()
+    best[0] = np.inf
+    upper = np.triu(np.ones_like(taken, dtype=bool), k=1)
+    for _ in range(stages - 1):
+        best = np.where(upper, np.maximum(best[:, None], taken), np.inf).min(axis=0)
+    return float(best[-1])
+
+
+def _search(
+    spans: Sequence[NDArray[np.float64]], taken: NDArray[np.float64], sent: NDArray[np.float64]
+) -> list[int]:
+    """The cuts with the least sum of what each stage spans, then of what is sent, then of squared times."""
+    scale = 1.0 / max(float(sent.max()), 1.0)
+    even = 1e-6 / max(float(taken.max()) ** 2, 1e-30)
+    upper = np.triu(np.ones_like(taken, dtype=bool), k=1)
+    total: NDArray[np.float64] | None = None
+    steps: list[NDArray[np.int64]] = []
+    for span in spans:
+        cost = np.where(upper, span * 1e3 + even * taken**2, np.inf)
+        if total is None:
+            total = cost[0]
+            continue
+        combined = (total + sent * scale)[:, None] + cost
+        steps.append(np.asarray(combined.argmin(axis=0)))
+        total = combined.min(axis=0)
+    cuts = []
+    place = len(sent) - 1
+    for step in reversed(steps):
+        place = int(step[place])
+        cuts.append(place)
+    return cuts[::-1]
+
+
+def foreign_bytes(
+    outline: Outline, homes: Mapping[str, int], arrangement: Arrangement
+) -> NDArray[np.float64]:
+    """Bytes of parameters that each stage would have to fetch from another rank, up to each place.
+
+    Args:
+        outline: The operators.
+        homes: The rank along the pipe that stores each parameter, by fully qualified name.
+        arrangement: Which rank has which stage.
+    """
+    graph = outline.graph
+    found = np.zeros((arrangement.stages, len(outline.ops) + 1))
+    for index, op in enumerate(outline.ops):
+        found[:, index + 1] = found[:, index]
+        for name in op.operands():
+            if name in graph.parameters:
+                meta = graph.metas[name]
+                home = homes.get(graph.parameters[name], 0)
+                nbytes = float(np.prod(meta.hints)) * bytes_of(meta.dtype)
+                for stage in range(arrangement.stages):
+                    found[stage, index + 1] += nbytes * (arrangement.rank_of(stage) != home)
+    return found
+
+
+# --- the stages -----------------------------------------------------------------------------------
+
+
+def make_stages(outline: Outline, cuts: Sequence[int]) -> list[Stage]:
+    """The stages that begin at these places.
+
+    Args:
+        outline: The operators.
+        cuts: The places at which the second and later stages begin.
+
+    Raises:
+        UnsupportedError: The model returns a parameter as it is.
+    """
+    graph = outline.graph
+    bounds = [0, *cuts, len(outline.ops)]
+    stage_of = {
+        op.name: number
+        for number, (start, stop) in enumerate(pairwise(bounds))
+        for op in outline.ops[start:stop]
+    }
+    last = len(bounds) - 2
+    returned: dict[int, list[str]] = {}
+    for name in output_refs(graph):
+        if name in graph.parameters:
+            raise UnsupportedError(
+                f"the forward returns the parameter {graph.parameters[name]!r} as it is.",
+                remedy="Read it from the module where it is needed.",
+            )
+        if name in stage_of or name in outline.free:
+            returned.setdefault(stage_of.get(name, last), []).append(name)
+    needs = [
+        _needed(outline, outline.ops[start:stop], returned.get(number, ()))
+        for number, (start, stop) in enumerate(pairwise(bounds))
+    ]
+    crossing = [
+        [name for name in names if stage_of.get(name, number) != number] for number, names in enumerate(needs)
+    ]
+    sent = {name for names in crossing for name in names}
+    stages = []
+    for number, (start, stop) in enumerate(pairwise(bounds)):
+        own = outline.ops[start:stop]
+        gives = [op.name for op in own if op.name in sent and op.name not in returned.get(number, ())]
+        stages.append(
+            _stage(outline, number, own, needs[number], crossing[number], [*returned.get(number, ()), *gives])
+        )
+    return stages
+
+
+def _needed(outline: Outline, ops: Sequence[Op], returned: Sequence[str]) -> list[str]:
+    """All values that operators use, and those that free operators need to make them."""
+    graph = outline.graph
+    wanted = {name: None for op in ops for name in op.operands()} | dict.fromkeys(returned)
+    for op in reversed(graph.ops):
+        if op.name in wanted and op.name in outline.free:
+            wanted |= dict.fromkeys(op.operands())
+    return list(wanted)
+
+
+def _stage(
+    outline: Outline,
+    number: int,
+    own: Sequence[Op],
+    needed: Sequence[str],
+    crossing: Sequence[str],
+    gives: Sequence[str],
+) -> Stage:
+    graph, wanted = outline.graph, set(needed)
+    repeated = {name for name in wanted if name in outline.free}
+    mine = {op.name for op in own}
+    ops = [op for op in graph.ops if op.name in mine or op.name in repeated]
+    of_symbols = {name for name, _ in graph.symbols.values()}
+    given = [
+        leaf.name
+        for leaf in graph.inputs
+        if leaf.meta is not None and (leaf.name in wanted or leaf.name in of_symbols)
+    ]
+    arguments = (*given, *crossing)
+    inputs = [Input(name, graph.meta(name)) for name in arguments]
+    parameters = {name: fqn for name, fqn in graph.parameters.items() if name in wanted}
+    buffers = {name: fqn for name, fqn in graph.buffers.items() if name in wanted}
+    constants = {name: tensor for name, tensor in graph.constants.items() if name in wanted}
+    named = (*parameters, *buffers, *constants)
+    metas = {leaf.name: leaf.meta for leaf in inputs if leaf.meta is not None}
+    written = {name for op in ops if writes_in_place(op) for name in op.operands() if name in buffers}
+    return Stage(
+        number,
+        replace(
+            graph,
+            inputs=inputs,
+            parameters=parameters,
+            buffers=buffers,
+            constants=constants,
+            metas={**metas, **{name: graph.metas[name] for name in named}},
+            ops=ops,
+            outputs=tuple(Ref(name) for name in gives),
+            guards=(),
+        ),
+        arguments,
+        tuple(gives),
+        tuple(sorted(buffers[name] for name in written)),
+    )
+
+
+def homes_of(stages: Sequence[Stage], arrangement: Arrangement) -> dict[str, int]:
+    """The rank along the pipe that stores each parameter: that of the first stage that uses it."""
+    found: dict[str, int] = {}
+    for stage in stages:
+        for fqn in stage.graph.parameters.values():
+            found.setdefault(fqn, arrangement.rank_of(stage.number))
+    return found

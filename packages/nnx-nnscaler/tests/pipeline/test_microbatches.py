@@ -1,0 +1,96 @@
+"""What becomes of values when a batch is cut, and what cannot be cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nnx_core.errors import UnsupportedError
+from nnx_nnscaler.ir import Graph
+from nnx_nnscaler.pipeline.microbatches import Microbatches, cut_batch, draw_masks_first
+from nnx_nnscaler.placement import P, R, S
+from nnx_nnscaler.trace import trace_forward
+
+
+class Scores(nn.Module):
+    """A forward of any kind over a linear layer."""
+
+    def __init__(self, forward: object) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(0.5)
+        self.function = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)  # type: ignore[operator, no-any-return]
+
+
+def graph_of(forward: object) -> Graph:
+    return trace_forward(Scores(forward), (torch.randn(8, 4),), {})
+
+
+def cut(forward: object) -> Microbatches:
+    return cut_batch(graph_of(forward))
+
+
+def returned(found: Microbatches) -> object:
+    return found.placements[found.graph.outputs.name]
+
+
+def test_samples_are_cut_sums_are_summands_and_what_has_no_batch_is_equal() -> None:
+    assert returned(cut(lambda m, x: m.layer(x).relu())) == S(0)
+    assert returned(cut(lambda m, x: m.layer(x).t())) == S(1)
+    assert returned(cut(lambda m, x: m.layer(x).sum())) == P
+    assert returned(cut(lambda m, x: m.layer.weight * 2)) == R
+
+
+def test_means_are_divided_by_the_number_of_microbatches() -> None:
+    found = cut(lambda m, x: m.layer(x).mean())
+    assert returned(found) == P
+    assert found.graph.ops[-1].args[1].text == "rt.microbatches"
+
+
+def test_means_over_classes_are_divided_by_the_samples_that_count() -> None:
+    found = cut(lambda m, x: F.cross_entropy(m.layer(x), x.argmax(-1)))
+    (count,) = found.counts
+    assert count.name == found.graph.outputs.name
+    assert count.ignore_index == -100
+
+
+def test_sizes_in_numbers_are_those_of_the_whole_batch() -> None:
+    found = cut(lambda m, x: m.layer(x).sum() / x.shape[0])
+    assert returned(found) == P
+    (divided,) = [op for op in found.graph.ops if op.target.startswith("aten.div")]
+    assert "rt.microbatches" in divided.args[1].expr
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (lambda m, x: F.softmax(m.layer(x), 0), "softmax"),
+        (lambda m, x: m.layer(x) @ m.layer(x).t(), "matmul"),
+        (lambda m, x: m.layer(x).mean().exp(), "exp"),
+        (lambda m, x: m.layer(x).std(0), "std"),
+        (lambda m, x: m.norm(m.layer(x)), "writes in place"),
+        (lambda m, x: m.layer(x) + torch.arange(x.shape[0])[:, None], "arange"),
+    ],
+)
+def test_what_mixes_samples_is_named(forward: object, reason: str) -> None:
+    found = cut(forward)
+    assert reason in found.hindrance
+    assert not found.placements
+
+
+def test_dropout_becomes_a_product_with_a_mask_of_the_whole_batch() -> None:
+    graph, (draw,) = draw_masks_first(graph_of(lambda m, x: m.drop(m.layer(x))))
+    assert draw.p == 0.5
+    assert graph.inputs[-1].name == draw.name
+    assert returned(cut_batch(graph)) == S(0)
+
+
+def test_other_random_numbers_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"draws random numbers"):
+        draw_masks_first(graph_of(lambda m, x: m.layer(x) + torch.rand_like(m.layer(x))))

@@ -1,0 +1,93 @@
+"""The cut is the best there is, and stages get what they need."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from nnx_core.errors import PlanError
+from nnx_nnscaler.cost import CostModel
+from nnx_nnscaler.pipeline.microbatches import cut_batch
+from nnx_nnscaler.pipeline.stages import (
+    Arrangement,
+    Outline,
+    StageCosts,
+    choose_cuts,
+    homes_of,
+    make_stages,
+)
+from nnx_nnscaler.trace import trace_forward
+
+
+class Deep(nn.Module):
+    """Layers with a skip over all of them, and a mask that needs no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x > 0).to(x.dtype)
+        first = y = self.first(x * mask)
+        for layer in self.layers:
+            y = layer(y).relu()
+        return self.last(y + first) * mask
+
+
+def outline() -> Outline:
+    return Outline(cut_batch(trace_forward(Deep(), (torch.randn(8, 4),), {})).graph)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.floats(0.1, 9), min_size=4, max_size=9), st.integers(2, 4), st.data())
+def test_the_longest_stage_is_as_short_as_that_of_any_other_cut(
+    times: list[float], stages: int, data: st.DataObject
+) -> None:
+    sent = data.draw(st.lists(st.integers(1, 100), min_size=len(times) + 1, max_size=len(times) + 1))
+    seconds = np.concatenate([[0.0], np.cumsum(times)])
+    may = np.ones(len(seconds), dtype=bool)
+    may[[0, -1]] = False
+    cuts = choose_cuts(StageCosts(seconds, np.array(sent, dtype=float), may), stages)
+
+    def longest(places: tuple[int, ...]) -> float:
+        bounds = [0, *places, len(times)]
+        return max(float(seconds[stop] - seconds[start]) for start, stop in pairwise(bounds))
+
+    others = list(combinations(range(1, len(times)), stages - 1))
+    best = min(map(longest, others))
+    assert longest(tuple(cuts)) <= 1.02 * best + 1e-12
+    as_short = [places for places in others if longest(places) <= 1.02 * best]
+    assert sum(sent[place] for place in cuts) == min(sum(sent[p] for p in places) for places in as_short)
+
+
+def test_too_many_stages_are_refused_with_the_number_there_can_be() -> None:
+    found = outline()
+    with pytest.raises(PlanError, match=r"can be cut into \d+ stages, and 99 are asked for"):
+        choose_cuts(found.costs(CostModel()), 99)
+
+
+def test_skips_cross_and_what_needs_no_parameter_is_computed_where_it_is_used() -> None:
+    found = outline()
+    cuts = [found.place_of_module("layers.2"), found.place_of_module("layers.4")]
+    first, middle, last = make_stages(found, cuts)
+    assert set(first.graph.parameters.values()) == {
+        f"{name}.{kind}" for name in ("first", "layers.0", "layers.1") for kind in ("weight", "bias")
+    }
+    crossing = set(last.arguments) & set(first.gives)
+    assert len(crossing) == 1, "the skip"
+    assert not crossing & set(middle.arguments)
+    assert any(op.target.startswith("aten.gt") for op in last.graph.ops), "the mask is made again"
+    assert homes_of([first, middle, last], Arrangement(3, 3))["last.weight"] == 2
+
+
+def test_a_submodule_that_computes_nothing_is_named() -> None:
+    with pytest.raises(PlanError, match=r"stage_cuts names 'layers\.9', which computes nothing"):
+        outline().place_of_module("layers.9")
