@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -216,9 +217,11 @@ def release(session: nox.Session) -> None:
 def isolation(session: nox.Session) -> None:
     """Checkpoints alone, the core, and each plugin with what it declares: `nox -s isolation -- nnx-fsdp`.
 
-    One environment serves all of them, as torch is large: before the next plugin comes, everything goes
-    that came with the last.
+    The tests of each, or of those named, are found in its folder without the rest of the repository. One
+    environment serves all of them, as torch is large: before the next plugin comes, everything goes that
+    came with the last.
     """
+    find_tests_alone(session, session.posargs or [*SHARED, *PLUGINS])
     built = {wheel_of(path): path for path in build(session, "wheel")}
     python = new_environment(session, "isolation")
     save_without_lightning(session, python, built["nnx-checkpoint"])
@@ -259,6 +262,16 @@ def compat(session: nox.Session, edge: str) -> None:
     other = "lightning" if edge == "oldest" else lightning
     pip(session, python, "install", "--upgrade", other, f"pytorch-{other}", *built)
     try_one_of_each(session, python)
+
+
+def find_tests_alone(session: nox.Session, names: Sequence[str]) -> None:
+    """Let pytest find the tests of each where its folder is alone: they need nothing of the monorepo's."""
+    for name in names:
+        session.log(f"the tests of {name}, alone")
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(shutil.copytree(PROJECTS[name], Path(place) / name))
+            with session.chdir(folder):
+                run(session, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider")
 
 
 def save_without_lightning(session: nox.Session, python: str, wheel: str) -> None:

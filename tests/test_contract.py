@@ -19,8 +19,8 @@ from jobs.contract_jobs import (
     scaled_under_fabric,
     train_with_engines,
 )
-from jobs.training import Run
 from nnx_conformance.pool import WorkerPool
+from nnx_test_helpers.training import Run
 
 ENGINES = ["column_parallel", "flat_masters"]
 CASES: dict[str, dict[str, Any]] = {

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from jobs.damage_jobs import resume_error, save_on_a_full_disk
-from jobs.training import Run, train
 from nnx_conformance.pool import WorkerPool
+from nnx_test_helpers.training import Run, train
 
 RUN = Run(options={"min_num_params": 100}, steps=2)
 

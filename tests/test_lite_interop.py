@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from jobs import lite_jobs as jobs
-from jobs.resume_jobs import Seen
 from nnx_conformance.pool import WorkerPool
+from nnx_test_helpers.resume_jobs import Seen
 
 PACKAGES = {"fsdp_auto": "nnx_fsdp", "nnscaler": "nnx_nnscaler", "colossalai": "nnx_colossalai"}
 STRATEGIES = ["ddp", *PACKAGES]

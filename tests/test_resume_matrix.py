@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 import nnx_checkpoint
-from jobs.resume_jobs import Seen, run_cell
-from jobs.training import Run
 from nnx_conformance.pool import WorkerPool
+from nnx_test_helpers.resume_jobs import Seen, run_cell
+from nnx_test_helpers.training import Run
 
 FULL = os.environ.get("NNX_MATRIX") == "full"
 STEP, STEPS = 2, 3

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nnx
 from jobs import engines
-from jobs.training import Net, Outcome, Run, make_trainer, train
 from nnx_core.errors import DisagreementError
+from nnx_test_helpers.training import Net, Outcome, Run, make_trainer, train
 
 
 def train_with_engines(run: Run) -> Outcome:

@@ -8,8 +8,8 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 import nnx_checkpoint
-from jobs.training import MODELS, Run, make_trainer
 from nnx_core.errors import CheckpointError
+from nnx_test_helpers.training import MODELS, Run, make_trainer
 
 
 def resume_error(run: Run) -> str:

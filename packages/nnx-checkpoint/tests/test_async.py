@@ -18,12 +18,12 @@ import torch
 
 import nnx
 import nnx_checkpoint
-from jobs import async_jobs, checkpoint_jobs
 from nnx_checkpoint import inflight, writer
 from nnx_checkpoint.shard import shard_of
 from nnx_checkpoint.writer import Arena
 from nnx_conformance.pool import JobError, WorkerPool
 from nnx_core.errors import CheckpointError
+from nnx_test_helpers import async_jobs, checkpoint_jobs
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ import torch
 import xxhash
 
 import nnx_checkpoint
-from jobs.training import Run, train
 from nnx_checkpoint import manifest as manifest_module
 from nnx_checkpoint.shard import shard_of
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import CheckpointError
+from nnx_test_helpers.training import Run, train
 
 
 def load_everything(path: Path) -> None:

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import nnx_checkpoint
-from jobs import checkpoint_jobs
 from nnx_checkpoint.manifest import FileEntry, Manifest
 from nnx_checkpoint.shard import Box, Shard, shard_of
 from nnx_checkpoint.storage import files
@@ -27,6 +26,7 @@ from nnx_checkpoint.storage.locations import LocalPlace, place_of
 from nnx_checkpoint.transaction import begin
 from nnx_conformance.pool import JobError, WorkerPool
 from nnx_core.errors import CheckpointError
+from nnx_test_helpers import checkpoint_jobs
 
 
 def names(path: Path) -> set[str]:

@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 import nnx_checkpoint
-from jobs import checkpoint_jobs
+from nnx_test_helpers import checkpoint_jobs
 
 VERSIONS = [(1, 0), (1, 1)]
 KINDS = {"float32": "<f4", "float64": "<f8", "int16": "<i2", "int64": "<i8", "bfloat16": "<u2"}

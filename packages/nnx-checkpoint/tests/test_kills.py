@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "benchmarks" / "kill_saves.py"
+from nnx_test_helpers.repository import from_repository
+
+SCRIPT = from_repository(__file__, "benchmarks/kill_saves.py")
 
 
 def run(*arguments: str, path: Path) -> dict[str, Any]:

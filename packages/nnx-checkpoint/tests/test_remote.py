@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import nnx_checkpoint
-from jobs import checkpoint_jobs, remote_jobs, remote_training_jobs
+from jobs import remote_jobs, remote_training_jobs
 from jobs.remote_jobs import Unreachable, keys
-from jobs.training import Run
 from nnx_checkpoint.index import Piece, TensorEntry
 from nnx_checkpoint.manifest import Manifest
 from nnx_checkpoint.reader import Fetcher, PlainFiles, Wanted
@@ -24,6 +23,8 @@ from nnx_checkpoint.storage.locations import LocalPlace, place_of
 from nnx_checkpoint.transaction import begin
 from nnx_conformance.pool import JobError, WorkerPool
 from nnx_core.errors import CheckpointError
+from nnx_test_helpers import checkpoint_jobs
+from nnx_test_helpers.training import Run
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import nnx_checkpoint
-from jobs import checkpoint_jobs
 from nnx_checkpoint.shard import Box, Shard, shard_of
 from nnx_conformance.pool import WorkerPool
+from nnx_test_helpers import checkpoint_jobs
 
 SIZES = (1, 2, 3)
 

@@ -29,6 +29,7 @@ from nnx_checkpoint.rankfile import StoredBox, file_order
 from nnx_checkpoint.shard import Shard, shard_of
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import CheckpointError
+from nnx_test_helpers.repository import from_repository
 
 SAVE_ID = "20260102T030405.678901-0123abcd"
 BLOCK = 16
@@ -515,7 +516,7 @@ def test_a_file_may_hold_several_cells_of_a_tensor_and_whole_tensors_between() -
 
 
 def test_the_example_of_the_specification_is_an_index() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "checkpoint-format.md").read_text()
+    text = from_repository(__file__, "docs/checkpoint-format.md").read_text()
     raw = text.split("## index.json")[1].split("```json\n")[1].split("```")[0]
     files = {
         "r00000.safetensors": FileEntry(4208, "", 4096),

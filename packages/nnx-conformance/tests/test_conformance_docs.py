@@ -8,8 +8,9 @@ from pathlib import Path
 
 from nnx_conformance.check import GROUPS, Check, all_checks
 from nnx_conformance.report import Report, Result
+from nnx_test_helpers.repository import from_repository
 
-PAGE = Path(__file__).parents[3] / "docs" / "conformance.md"
+PAGE = from_repository(__file__, "docs/conformance.md")
 TABLES = re.compile(r"(<!-- checks: [^\n]* -->\n).*?(<!-- end of checks -->)", re.DOTALL)
 ABOUT = {
     "numbers": "Training gives the numbers of one process.",

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from jobs import async_jobs, checkpoint_jobs
 from jobs.unit_jobs import Whole
 from nnx_checkpoint.collective import (
     all_arrive,
@@ -29,6 +28,7 @@ from nnx_core.errors import DisagreementError
 from nnx_core.shares import SharedBatches, make_shares
 from nnx_core.used import CollectiveOrder, used_anywhere
 from nnx_core.watch import Watch
+from nnx_test_helpers import async_jobs, checkpoint_jobs
 
 
 def reduce_on_the_default_group() -> None:

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from nnx_core.errors import OptionError
 from nnx_deepspeed.config import make_config
 from nnx_deepspeed.options import DeepSpeedOptions
+from nnx_test_helpers.repository import from_repository
 
 
 def config_of(bf16: bool = False, **options: Any) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def test_an_option_of_another_kind_is_refused_by_name(option: dict[str, Any]) ->
 
 def test_every_argument_of_lightnings_strategy_is_an_option_or_refused_by_the_page() -> None:
     options = set(DeepSpeedOptions.__dataclass_fields__)
-    page = Path(__file__).parents[3] / "docs" / "backends" / "deepspeed.md"
+    page = from_repository(__file__, "docs/backends/deepspeed.md")
     explained = page.read_text(encoding="utf-8")
     for name in set(inspect.signature(DeepSpeedStrategy.__init__).parameters) - {"self"}:
         assert f"`{name}`" in explained, f"docs/backends/deepspeed.md says nothing about {name}"

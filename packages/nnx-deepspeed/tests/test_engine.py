@@ -23,14 +23,14 @@ from jobs.deepspeed_jobs import (
     train_in_other_orders,
     train_twice,
 )
-from jobs.engine_resume_jobs import run_and_save, tensors_of
-from jobs.training import Run
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import UnsupportedError
 from nnx_deepspeed import engine, partitions
 from nnx_deepspeed._deepspeed_compat import prepare_operators
 from nnx_deepspeed.config import refuse_unfit, with_fitting_buckets
 from nnx_deepspeed.unused import allows_gaps
+from nnx_test_helpers.engine_resume_jobs import run_and_save, tensors_of
+from nnx_test_helpers.training import Run
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from jobs.deepspeed_native_jobs import FIXTURES, resume_native
-from jobs.training import Run
 from nnx_conformance.pool import WorkerPool
+from nnx_test_helpers.training import Run
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from jobs.engine_resume_jobs import linear_after
-from jobs.training import Run
 from nnx_conformance.pool import WorkerPool
-from resuming import Cell, Resuming, check_that_all_meet, pairs
+from nnx_test_helpers.engine_resume_jobs import linear_after
+from nnx_test_helpers.resuming import Cell, Resuming, check_that_all_meet, pairs
+from nnx_test_helpers.training import Run
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 

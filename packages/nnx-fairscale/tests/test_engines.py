@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from jobs.fairscale_jobs import Layer, Loop, patched_names, save_shards, train, train_with_fairscale_alone
-from jobs.weight_jobs import Remembering, Surgeon, refused
 from nnx_checkpoint import open_checkpoint
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import CheckpointError
+from nnx_test_helpers.weight_jobs import Remembering, Surgeon, refused
 
 pytest.importorskip("fairscale", reason="fairscale is not installed")
 

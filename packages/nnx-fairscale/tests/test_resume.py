@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 
 from nnx_conformance.pool import WorkerPool
-from resuming import Cell, Resuming, check_that_all_meet, pairs
+from nnx_test_helpers.resuming import Cell, Resuming, check_that_all_meet, pairs
 
 pytest.importorskip("fairscale", reason="fairscale is not installed")
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from jobs.training import Outcome, Run, train
 from nnx_conformance.pool import WorkerPool
+from nnx_test_helpers.training import Outcome, Run, train
 
 BLOCKS = {"min_num_params": 100}
 """Small enough that the three blocks of the test model become units."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from jobs.resume_jobs import Seen, run_cell
-from jobs.training import Run
 from nnx_conformance.pool import WorkerPool
+from nnx_test_helpers.resume_jobs import Seen, run_cell
+from nnx_test_helpers.training import Run
 
 STEP, STEPS = 1, 2
 UNITS = {"min_num_params": 100}

@@ -19,9 +19,9 @@ from jobs.fsdp_jobs import (
     train_and_look,
     train_twice,
 )
-from jobs.training import Block, Outcome, Run, train
 from nnx_conformance.pool import WorkerPool
 from nnx_fsdp.options import MixedPrecision
+from nnx_test_helpers.training import Block, Outcome, Run, train
 
 BLOCKS = {"min_num_params": 100}
 UNITS = ["", "blocks.0", "blocks.1", "blocks.2"]

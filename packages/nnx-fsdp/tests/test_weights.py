@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from jobs.weight_jobs import Attached, Differentiated, Surgeon, Written, refused, train
 from nnx_conformance.check import expect_same_run
 from nnx_conformance.pool import WorkerPool
+from nnx_test_helpers.weight_jobs import Attached, Differentiated, Surgeon, Written, refused, train
 
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "a root": ("fsdp_auto", {}),

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 
 import nnx
 from nnx_checkpoint.cli.ckpt import app
+from nnx_test_helpers.repository import from_repository
 
-PAGE = Path(__file__).parents[4] / "docs" / "checkpoints.md"
+PAGE = from_repository(__file__, "docs/checkpoints.md")
 COMMANDS = re.findall(r"```console\n\$ nnx ckpt (.*?)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 

@@ -18,14 +18,14 @@ import torch
 
 import nnx_checkpoint
 from jobs.foreign_jobs import resume_stock
-from jobs.resume_jobs import run_cell
 from jobs.rich_checkpoint import differences, save_rich
-from jobs.training import Run
 from nnx_checkpoint.formats import get_format, writable
 from nnx_checkpoint.shard import Box, shard_of
 from nnx_checkpoint.slabs import SLAB, read_in_order, row_boxes
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import CheckpointError
+from nnx_test_helpers.resume_jobs import run_cell
+from nnx_test_helpers.training import Run
 
 # --- exact ----------------------------------------------------------------------------------------
 

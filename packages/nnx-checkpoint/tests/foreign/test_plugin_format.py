@@ -14,13 +14,17 @@ import nnx_checkpoint
 from nnx_checkpoint.formats import specs
 from nnx_checkpoint.shard import shard_of
 from nnx_core.errors import CheckpointError
-
-DOCS = Path(__file__).parents[4] / "docs" / "plugins.md"
+from nnx_test_helpers.repository import from_repository
 
 
 def documented() -> tuple[str, str]:
     """The two files of the example in the documentation."""
-    section = DOCS.read_text().partition("## A checkpoint format")[2].partition("\n## ")[0]
+    section = (
+        from_repository(__file__, "docs/plugins.md")
+        .read_text()
+        .partition("## A checkpoint format")[2]
+        .partition("\n## ")[0]
+    )
     plugin, module = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     return plugin, module
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from jobs.colossalai_resume_jobs import Exact, run_cell
-from jobs.training import Run
 from nnx_conformance.pool import WorkerPool
+from nnx_test_helpers.training import Run
 
 Cell = tuple[str, int]
 

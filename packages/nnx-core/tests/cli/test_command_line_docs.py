@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nnx_checkpoint.cli.command import _application, main
 from nnx_core.plugins import inventory
+from nnx_test_helpers.repository import from_repository
 
-PAGE = Path(__file__).parents[4] / "docs" / "command-line.md"
+PAGE = from_repository(__file__, "docs/command-line.md")
 COMMANDS = re.findall(r"```console\n\$ nnx (.*?)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 OURS = {"nnx-fsdp", "nnx-nnscaler", "nnx-colossalai", "nnx-deepspeed", "nnx-tiny"}
 """What is installed where the page was printed: all but nnx-fairscale."""

@@ -21,14 +21,14 @@ from nnx_conformance.check import Reference
 from nnx_conformance.runner import Session, select_checks
 from nnx_core.cli.new import Given, run
 from nnx_core.spec import API_VERSION
+from nnx_test_helpers.repository import from_repository
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).parents[4]
-PAGE = ROOT / "docs/writing-a-backend.md"
+HERE = Path(__file__).parents[2]
 LONGEST = "a" * 15 + "-" + "b" * 16
 PROJECTS = {
     "nnx-mine": Given(distribution="nnx-mine", strategy="mine", kind="backend", author=""),
@@ -143,11 +143,11 @@ def test_a_rendered_project_is_clean_and_complete(rendered, name):
         text = (project / file).read_text(encoding="utf-8")
         assert "{%" not in text
         assert "{{" not in text.replace("${{ matrix.python }}", "")
-        assert str(ROOT) not in text
+        assert str(HERE) not in text and str(Path.cwd()) not in text
 
 
 def test_the_rendered_dependency_is_this_minor_version_of_the_core(rendered):
-    core = tomllib.loads((ROOT / "packages/nnx-core/pyproject.toml").read_text())["project"]
+    core = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]
     major, minor, _ = core["version"].split(".")
     project = tomllib.loads((rendered / "nnx-mine/pyproject.toml").read_text())["project"]
     assert project["dependencies"] == [f"nnx-core>={major}.{minor},<{major}.{int(minor) + 1}"]
@@ -157,7 +157,7 @@ def test_the_rendered_dependency_is_this_minor_version_of_the_core(rendered):
 def test_the_catalog_takes_the_rendered_entry(rendered, tmp_path):
     if sys.version_info < (3, 11):
         pytest.skip("the build script needs Python 3.11")
-    build_index = test_module(ROOT / "registry/build_index.py")
+    build_index = test_module(from_repository(__file__, "registry/build_index.py"))
     for name in PROJECTS:
         shutil.copy(rendered / name / "catalog" / f"{name}.toml", tmp_path)
     index = build_index.build(tmp_path)
@@ -216,9 +216,13 @@ def test_the_tests_of_the_rendered_backend_pass(rendered, site, import_from):
 # --- the tutorial ---
 
 
+def page():
+    return from_repository(__file__, "docs/writing-a-backend.md").read_text()
+
+
 def follow_the_page(project):
     """Make the changes that the tutorial says, in the files that the titles of its blocks name."""
-    blocks = re.findall(r'^```python title="([^"]+)"\n(.*?)^```$', PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r'^```python title="([^"]+)"\n(.*?)^```$', page(), re.MULTILINE | re.DOTALL)
     for title, text in blocks:
         name, _, place = title.partition(", ")
         file = project / name
@@ -270,7 +274,7 @@ def test_the_lines_that_the_tutorial_prints_are_those_of_the_command(command, tm
     monkeypatch.chdir(tmp_path)
     code, output, _ = command("nnx-mine", "--defaults")
     assert code == 0
-    assert output in PAGE.read_text()
+    assert output in page()
 
 
 # --- what it asks and refuses ---

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from nnx_checkpoint.cli.command import main
 from nnx_core.cli.search import PAGES
 from nnx_core.plugins import refresh
+from nnx_test_helpers.repository import from_repository
 
 Search = Callable[..., tuple[int, str, str]]
 
@@ -133,7 +133,7 @@ def test_what_has_more_of_the_words_goes_first(found: Callable[..., list[str]]) 
 
 
 def test_pages_that_are_found_exist() -> None:
-    assert [page for page in PAGES if not (Path(__file__).parents[4] / page).is_file()] == []
+    assert [page for page in PAGES if not from_repository(__file__, page).is_file()] == []
 
 
 def test_names_of_the_past_come_last_unless_one_was_asked_for(search: Search) -> None:

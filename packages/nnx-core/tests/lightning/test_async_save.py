@@ -22,10 +22,10 @@ from jobs.async_training_jobs import (
     verified,
 )
 from jobs.lightning_checkpoint_jobs import keep_best
-from jobs.training import Run, train
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import OptionError
 from nnx_core.options import CommonOptions
+from nnx_test_helpers.training import Run, train
 
 RUN = Run(options=ASYNC, steps=6, groups=2)
 DDP = replace(RUN, strategy="ddp", options={})

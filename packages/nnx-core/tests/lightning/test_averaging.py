@@ -22,9 +22,9 @@ from jobs.averaging_jobs import (
     resume_without,
     save_afterwards,
 )
-from jobs.lightning_jobs import OPTIONS
-from jobs.training import MODELS, Run
 from nnx_conformance.pool import JobError, WorkerPool
+from nnx_test_helpers.lightning_jobs import OPTIONS
+from nnx_test_helpers.training import MODELS, Run
 
 RUN = Run(options=OPTIONS, steps=4, validate_every=2, groups=2)
 ALONE = replace(RUN, strategy="auto", options={}, devices=1)

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
-from jobs.fabric_jobs import (
+from nnx_conformance import Subject
+from nnx_conformance import training as conformance
+from nnx_conformance.pool import WorkerPool
+from nnx_conformance.subject import REFERENCE
+from nnx_test_helpers.fabric_jobs import (
     accumulate,
     adversarial,
     build_empty,
@@ -23,13 +27,9 @@ from jobs.fabric_jobs import (
     setup_apart,
     setup_together,
 )
-from jobs.lightning_jobs import OPTIONS
-from jobs.resume_jobs import run_cell
-from jobs.training import Run
-from nnx_conformance import Subject
-from nnx_conformance import training as conformance
-from nnx_conformance.pool import WorkerPool
-from nnx_conformance.subject import REFERENCE
+from nnx_test_helpers.lightning_jobs import OPTIONS
+from nnx_test_helpers.resume_jobs import run_cell
+from nnx_test_helpers.training import Run
 
 
 def test_setup_with_an_optimizer_built_before_trains_like_one_process(pool: WorkerPool) -> None:

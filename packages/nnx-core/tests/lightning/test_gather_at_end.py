@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import nnx
-from jobs.training import Net, Run, digest_of, make_trainer
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import NnxError
 from nnx_core.modules import move_states
+from nnx_test_helpers.training import Net, Run, digest_of, make_trainer
 
 STRATEGIES = ["fsdp_auto", "nnx_deepspeed_3", "nnscaler_zero", "colossalai", "tiny", "fairscale_fsdp"]
 

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.lightning_jobs import OPTIONS
-from jobs.training import Run
 from jobs.unit_jobs import (
     OPTIMIZERS,
     SHAPES,
@@ -31,6 +29,8 @@ from nnx_core.gradients import (
     clip_gradients_by_value,
     refuse_complex_clamp,
 )
+from nnx_test_helpers.lightning_jobs import OPTIONS
+from nnx_test_helpers.training import Run
 
 INF = float("inf")
 

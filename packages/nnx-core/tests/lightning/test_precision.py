@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import nnx_checkpoint as storage
-from jobs.lightning_jobs import OPTIONS
 from jobs.precision_jobs import START, scaled, scaled_in_fabric, with_precision
-from jobs.training import Run
 from nnx_conformance.pool import WorkerPool
+from nnx_test_helpers.lightning_jobs import OPTIONS
+from nnx_test_helpers.training import Run
 
 # For each: the dtypes of input, hidden activations and weights while training, and how closely losses agree.
 PRECISIONS: dict[str, tuple[str, str, str, float]] = {

@@ -9,11 +9,11 @@ import pytest
 
 import nnx_checkpoint as storage
 from jobs.async_training_jobs import ASYNC
-from jobs.lightning_jobs import OPTIONS
 from jobs.slurm_jobs import train_under_slurm
-from jobs.training import Run
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import CheckpointError
+from nnx_test_helpers.lightning_jobs import OPTIONS
+from nnx_test_helpers.training import Run
 
 
 @pytest.mark.parametrize("options", [OPTIONS, ASYNC], ids=["waiting", "in the background"])

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from jobs.lightning_jobs import (
+from jobs.trainer_edge_jobs import (
+    explode,
+    fail_and_go_on,
+    fail_on_one_rank,
+    fit_early_optimizer,
+    synchronized_batch_norm,
+)
+from nnx_conformance.pool import JobError, WorkerPool
+from nnx_test_helpers.lightning_jobs import (
     OPTIONS,
     SAMPLES,
     call_collectives,
@@ -18,15 +26,7 @@ from jobs.lightning_jobs import (
     log_and_gather,
     save_when_fit_is_over,
 )
-from jobs.trainer_edge_jobs import (
-    explode,
-    fail_and_go_on,
-    fail_on_one_rank,
-    fit_early_optimizer,
-    synchronized_batch_norm,
-)
-from jobs.training import Run, train
-from nnx_conformance.pool import JobError, WorkerPool
+from nnx_test_helpers.training import Run, train
 
 
 def _alone(run: Run) -> Run:

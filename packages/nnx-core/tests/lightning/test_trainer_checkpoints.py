@@ -24,10 +24,10 @@ from jobs.lightning_checkpoint_jobs import (
     save_at_once,
     save_weights_only,
 )
-from jobs.lightning_jobs import OPTIONS
-from jobs.training import Run, train
 from nnx_checkpoint.naming import RANKS
 from nnx_conformance.pool import WorkerPool
+from nnx_test_helpers.lightning_jobs import OPTIONS
+from nnx_test_helpers.training import Run, train
 
 RUN = Run(options=OPTIONS, steps=6, groups=2)
 ALONE = replace(RUN, strategy="auto", options={}, devices=1)

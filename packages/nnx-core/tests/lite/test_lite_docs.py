@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import lightning.fabric as lightning_fabric_module
@@ -21,8 +20,9 @@ from nnx_core.lightning.lite.facade import FLAGS, TRANSLATED, fabric_arguments
 from nnx_core.lightning.lite.hardware import ACCELERATORS, GONE_ACCELERATORS
 from nnx_core.lightning.lite.plugins import OLD_PRECISIONS, PRECISIONS
 from nnx_core.lite import Lite
+from nnx_test_helpers.repository import from_repository
 
-PAGE = Path(__file__).parents[4] / "docs" / "lite.md"
+PAGE = from_repository(__file__, "docs/lite.md")
 OLD_METHODS = {
     *(
         "run",

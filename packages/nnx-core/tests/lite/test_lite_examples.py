@@ -14,9 +14,9 @@ from jobs.lite_jobs import run_blocks, run_stage, stage
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import NnxError
 from nnx_core.lite import DeepSpeedPlugin, LightningLite
+from nnx_test_helpers.repository import from_repository
 
-ROOT = Path(__file__).parents[4]
-PAGE = ROOT / "docs" / "migration" / "lightninglite.md"
+PAGE = from_repository(__file__, "docs/migration/lightninglite.md")
 STAGES = ("stage2_lite", "stage3_fabric", "stage4_trainer")
 EPOCHS = 2
 IMPORTS = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.lite_jobs import EXAMPLES, Training, plain, run_stage, scripted
+from jobs.lite_jobs import Training, examples, plain, run_stage, scripted
 from nnx_conformance.pool import WorkerPool
 
 STRATEGIES = ["ddp", "fsdp_auto"]
@@ -35,7 +35,7 @@ def test_a_loop_under_lite_gives_the_losses_of_the_plain_loop_also_when_it_resum
 
 
 def test_a_script_that_uses_lite_starts_its_own_processes(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "stage2_lite.py"), "--devices=2", "--strategy=ddp"]
+    command = [sys.executable, str(examples() / "stage2_lite.py"), "--devices=2", "--strategy=ddp"]
     settings = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     done = subprocess.run(
         command,

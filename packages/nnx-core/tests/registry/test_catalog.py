@@ -2,15 +2,15 @@ import importlib.util
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
 from nnx_core.catalog import historical, known
 from nnx_core.plugins import inventory
 from nnx_core.spec import LIGHTNING_NAMES
+from nnx_test_helpers.repository import from_repository
 
-CATALOG = Path(__file__).parents[4] / "registry"
+CATALOG = from_repository(__file__, "registry")
 OFFICIAL = """
 distribution = "acme"
 tier = "community"

@@ -13,10 +13,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 
 from jobs.nnscaler_strategy_jobs import dtypes_with_masters, interrupted, trained_with_the_class
-from jobs.training import Run, train
 from nnx_conformance.pool import JobError, WorkerPool
 from nnx_core.errors import OptionError
 from nnx_nnscaler import ComputeConfig, NnScalerPrecision, NnScalerStrategy
+from nnx_test_helpers.training import Run, train
 
 
 def test_the_original_constructor_makes_a_strategy_of_the_trainer_in_use():

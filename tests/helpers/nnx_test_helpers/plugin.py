@@ -1,0 +1,58 @@
+"""The plugin of pytest: fixtures that every package's tests have, and the place of their jobs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from nnx_test_helpers.sites import clean_names, run_python, site
+
+__all__ = ["clean_names", "out_of_the_world", "pool", "pytest_configure", "run_python", "site"]
+
+_SET_BY_LAUNCHERS = (
+    *("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("NODE_RANK", "GROUP_RANK", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"),
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Know the mark, and let tests and their worker processes import what is in ``tests/jobs``.
+
+    A package's folder has no settings of its own: pytest would read them in place of the monorepo's.
+    """
+    sys.path.insert(0, str(config.rootpath / "tests"))
+    where = "left to `nox -s full` and to shares of it (see tests/turns.py)"
+    config.addinivalue_line("markers", f"full: makes a matrix complete; {where}")
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Up to four worker processes that stay warm for the whole session, the conformance suite's too."""
+    from nnx_conformance.pool import shared_pool
+
+    return shared_pool()
+
+
+@pytest.fixture(autouse=True)
+def out_of_the_world() -> Iterator[None]:
+    """Begin and end a test without a launcher's variables, and leave the process group that it made.
+
+    Scripts that tests start would inherit the port, find it taken, and wait. What a fixture of a module or
+    of the session has trained in this process is cleared away, too: hence also before the test.
+    """
+    import torch.distributed as dist
+
+    _forget_the_launcher()
+    was_in_a_world = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not was_in_a_world:
+        dist.destroy_process_group()
+    _forget_the_launcher()
+
+
+def _forget_the_launcher() -> None:
+    for name in _SET_BY_LAUNCHERS:
+        os.environ.pop(name, None)

@@ -1,1 +1,0 @@
-"""Functions that worker processes run by name; one module per subject."""
