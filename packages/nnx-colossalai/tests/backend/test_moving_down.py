@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from jobs.simulated_device import SimDevice
 from nnx_colossalai.backend import ColossalAIBackend
-from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.errors import DeviceMemoryError
 from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.plan.spec import Tier

@@ -10,8 +10,8 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 import nnx
+from jobs.simulated_device import SimDevice
 from nnx_colossalai.backend import ColossalAIBackend
-from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.options import ColossalAIOptions
 from nnx_conformance.pool import WorkerPool
 from nnx_core.backend import ParallelContext

@@ -24,8 +24,8 @@ from jobs.colossalai_local import (
     same_bits,
     units_of,
 )
+from jobs.simulated_device import SimDevice
 from nnx_colossalai.chunks.local import LocalEngine
-from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext
 

@@ -22,9 +22,9 @@ from jobs.colossalai_local import (
     refresh,
     same_bits,
 )
+from jobs.simulated_device import SimDevice
 from nnx_colossalai.chunks.local_gradients import Gradients, Slot
 from nnx_colossalai.device import HostDevice
-from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.plan.spec import Tier
 
 each_tier = pytest.mark.parametrize("tier", TIERS, ids=lambda one: one.value)

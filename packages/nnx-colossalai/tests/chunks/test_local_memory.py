@@ -18,8 +18,8 @@ from jobs.colossalai_local import (
     refresh,
     same_bits,
 )
+from jobs.simulated_device import SimDevice
 from nnx_colossalai.chunks.local_gradients import segments_of
-from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.errors import DeviceMemoryError
 from nnx_colossalai.plan.spec import Tier
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from jobs import colossalai_sharded_jobs as jobs
+from jobs.simulated_device import SimDevice
 from nnx_colossalai._torch_compat import Gathered
 from nnx_colossalai.chunks.sharded import ShardedChunk
-from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.plan.spec import Tier
 from nnx_conformance.pool import WorkerPool
 

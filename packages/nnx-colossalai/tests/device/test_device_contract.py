@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from jobs.simulated_device import SimDevice
 from nnx_colossalai.device import Device, HostDevice, make_device
 from nnx_colossalai.device.device import host_memory
-from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.errors import DeviceMemoryError
 from nnx_core.backend import ParallelContext
 from nnx_core.errors import UnsupportedError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import gc
 import random
 import threading
@@ -11,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from nnx_colossalai.device import simulated
-from nnx_colossalai.device.simulated import SimDevice
+from jobs import simulated_device
+from jobs.simulated_device import SimDevice
 from nnx_colossalai.errors import DeviceMemoryError
 
 
@@ -178,7 +179,7 @@ def test_a_copy_takes_as_long_as_its_bytes_need() -> None:
 def test_delays_depend_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def delays(seed: int | None) -> list[float]:
         slept: list[float] = []
-        monkeypatch.setattr(simulated.time, "sleep", slept.append)
+        monkeypatch.setattr(simulated_device.time, "sleep", slept.append)
         device = SimDevice(delays=seed, max_delay=0.5)
         weights, host = device.empty(1, torch.float32), device.host_empty(1, torch.float32)
         for _ in range(20):
@@ -204,7 +205,7 @@ def test_a_copy_that_fails_says_so_to_whoever_waits(device: SimDevice) -> None:
 
 
 def test_a_wait_that_cannot_end_does_not_hang(device: SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulated, "_WAIT_LIMIT", 0.05)
+    monkeypatch.setattr(simulated_device, "_WAIT_LIMIT", 0.05)
     with device.paused(), pytest.raises(TimeoutError, match="not over after"):
         device.compute_waits(device.copy(device.empty(8, torch.float32), on_host(device, 1)))
 
@@ -289,3 +290,7 @@ def test_a_schedule_with_a_fault_is_wrong_under_some_delays(fault: str) -> None:
         sums.append(streamed_sum(device, layers, wait=fault != "no wait", reuse=fault == "buffer reused"))
         device.close()
     assert any(total != 8 * 15 for total in sums)
+
+
+def test_the_example_in_its_docstring_is_true():
+    assert doctest.testmod(simulated_device) == (0, 6)

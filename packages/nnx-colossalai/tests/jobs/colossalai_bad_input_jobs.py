@@ -76,7 +76,7 @@ def fit(
     options = {"min_num_params": 100, **options}
     callbacks: list[Callback] = []
     if capacity is not None:
-        from nnx_colossalai.device.simulated import SimDevice
+        from jobs.simulated_device import SimDevice
 
         device = SimDevice(capacity, delays=1)
         options["device"] = device

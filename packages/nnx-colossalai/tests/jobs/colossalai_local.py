@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jobs.simulated_device import SimDevice
 from nnx_colossalai.chunks.chunk import Unit
 from nnx_colossalai.chunks.local import LocalEngine
-from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext
 

@@ -28,8 +28,8 @@ from jobs.colossalai_mix_model import (
     states_of,
     whole,
 )
+from jobs.simulated_device import SimDevice
 from nnx_colossalai.backend import ColossalAIBackend
-from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.options import ColossalAIOptions
 from nnx_core.backend import ParallelContext
 from nnx_core.errors import UnsupportedError

@@ -77,6 +77,6 @@ def run_cell(run: Run, step: int, simulated: int | None = None) -> Exact:
 
 def simulated_device(seed: int) -> Any:
     """Copies take random times, so that a wait that is missing shows as another hash."""
-    from nnx_colossalai.device.simulated import SimDevice
+    from jobs.simulated_device import SimDevice
 
     return SimDevice(DEVICE_BYTES, delays=seed)

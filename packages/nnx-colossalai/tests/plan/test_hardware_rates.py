@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from jobs.colossalai_plan_jobs import hardware_of_ranks
+from jobs.simulated_device import SimDevice
 from nnx_colossalai.device import HostDevice
-from nnx_colossalai.device.simulated import SimDevice
 from nnx_colossalai.plan import hardware as module
 from nnx_colossalai.plan.hardware import (
     Rates,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from jobs.colossalai_local import Layer, Layers, inputs, lay_out, optimizer_of, refresh
-from nnx_colossalai.device.simulated import SimDevice
+from jobs.simulated_device import SimDevice
 from nnx_colossalai.plan.cost import MemoryModel
 from nnx_colossalai.plan.schedule import work
 from nnx_colossalai.plan.spec import Group, ModelSpec, Tier

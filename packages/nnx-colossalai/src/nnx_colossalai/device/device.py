@@ -1,9 +1,9 @@
 """The device as the engine uses it: memory with a budget, a copy lane beside the computing one, events.
 
-Three implement it: `HostDevice` (the host is the device: CPU training),
-`nnx_colossalai.device.cuda.CudaDevice` and `nnx_colossalai.device.simulated.SimDevice`, a host with a byte
-budget, a bandwidth and random delays, on which a wait that is missing shows as wrong numbers. The engine
-never calls ``torch.cuda`` itself.
+Two implement it: `HostDevice` (the host is the device: CPU training) and
+`nnx_colossalai.device.cuda.CudaDevice`. The tests have a third, a host with a byte budget, a bandwidth and
+random delays, on which a wait that is missing shows as wrong numbers. The engine never calls ``torch.cuda``
+itself.
 """
 
 from __future__ import annotations
