@@ -10,6 +10,7 @@ This file owns the threads; they end with `SimDevice.close`, or when the device 
 
 from __future__ import annotations
 
+import atexit
 import random
 import threading
 import time
@@ -165,8 +166,9 @@ class SimDevice(Device[SimEvent]):
             threading.Thread(target=lane.run, name=f"sim-{direction.value}", daemon=True)
             for direction, lane in self._lanes.items()
         ]
-        for thread in self._threads:
+        for thread, lane in zip(self._threads, self._lanes.values(), strict=True):
             thread.start()
+            _at_work[thread] = lane
         self._stop = weakref.finalize(self, _stop, list(self._lanes.values()))
 
     @property
@@ -283,6 +285,23 @@ class SimDevice(Device[SimEvent]):
 def _stop(lanes: Sequence[_Lane]) -> None:
     for lane in lanes:
         lane.copies.put(None)
+
+
+_at_work: weakref.WeakKeyDictionary[threading.Thread, _Lane] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Wait for the lanes of devices that nobody closed.
+
+    A thread that lets a tensor go while the interpreter is taken down aborts the process.
+    """
+    lanes = dict(_at_work)
+    for lane in lanes.values():
+        lane.open.set()
+    _stop(list(lanes.values()))
+    for thread in lanes:
+        thread.join(_WAIT_LIMIT)
 
 
 def _new(numel: int, dtype: torch.dtype) -> Tensor:
