@@ -89,11 +89,11 @@ def _answer(message: bytes) -> bytes:
         reply = pickle.dumps((True, _execute(job)))
     except (Exception, SystemExit, KeyboardInterrupt):
         reply = pickle.dumps((False, traceback.format_exc()))
-    faulthandler.cancel_dump_traceback_later()
     try:
         _clean_up(environment, directory)
     except Exception:
         reply = pickle.dumps((False, "while cleaning up after the job:\n" + traceback.format_exc()))
+    faulthandler.cancel_dump_traceback_later()
     sys.stdout.flush()
     sys.stderr.flush()
     return reply

@@ -1,4 +1,7 @@
-"""Modules of every make: their parameters, layers and buffers, and how they are built."""
+"""Structure: modules of every make train as in one process, and are what they were afterwards.
+
+Their parameters, layers and buffers, and how they are built.
+"""
 
 from __future__ import annotations
 
