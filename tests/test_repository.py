@@ -117,6 +117,20 @@ def test_every_package_is_listed_in_the_requirements_and_searched_for_tests(pack
     assert f"packages/{package.name}/tests" in paths
 
 
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_the_tests_of_a_package_use_jobs_of_its_own_and_no_others(package):
+    own = {path.stem for path in package.glob("tests/jobs/*.py")}
+    used = set()
+    for path in package.glob("tests/**/*.py"):
+        imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        for node in imports:
+            if node.module == "jobs":
+                used |= {alias.name for alias in node.names}
+            elif node.module and node.module.startswith("jobs."):
+                used.add(node.module.removeprefix("jobs."))
+    assert used <= own
+
+
 def test_the_changelog_has_an_entry_for_the_version():
     version = project(PACKAGES[0])["version"]
     assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
