@@ -348,7 +348,7 @@ class Traces:
     """Counts how often something is traced and planned."""
 
     def __init__(self, monkeypatch):
-        import nnx_nnscaler.programs as compiling
+        import nnx_nnscaler.compiler as compiling
 
         self.traced = self.planned = 0
         original = compiling.trace_forward
