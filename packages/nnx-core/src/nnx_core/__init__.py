@@ -31,13 +31,14 @@ if TYPE_CHECKING:
     from nnx_core.plugins.hookspecs import hookimpl
     from nnx_core.random_state import RandomState
     from nnx_core.registry import StrategyRegistry
-    from nnx_core.spec import Capabilities, CheckpointFormatSpec, StrategySpec
+    from nnx_core.spec import Capabilities, CheckpointFormatSpec, LauncherSpec, StrategySpec
 
     __version__: str
 
 __all__ = [
     "Capabilities",
     "CheckpointFormatSpec",
+    "LauncherSpec",
     "StrategySpec",
     "hookimpl",
     "StrategyRegistry",
@@ -64,6 +65,7 @@ __all__ = [
 _HOME = {
     "Capabilities": "nnx_core.spec",
     "CheckpointFormatSpec": "nnx_core.spec",
+    "LauncherSpec": "nnx_core.spec",
     "StrategySpec": "nnx_core.spec",
     "hookimpl": "nnx_core.plugins.hookspecs",
     "StrategyRegistry": "nnx_core.registry",

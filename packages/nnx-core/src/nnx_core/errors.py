@@ -16,6 +16,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
     "DisagreementError",
+    "LaunchError",
     "NnxError",
     "OptionError",
     "PlanError",
@@ -24,6 +25,7 @@ __all__ = [
     "StrategyNotFoundError",
     "StrategyNotInstalledError",
     "UnsupportedError",
+    "is_lost_connection",
 ]
 
 
@@ -41,3 +43,21 @@ class OptionError(NnxError, ValueError):
 
 class PlanError(NnxError):
     """No plan fits what was asked for, or a stored plan does not fit the model or the world."""
+
+
+class LaunchError(NnxError, RuntimeError):
+    """The processes of a run could not be started, or were lost once too often."""
+
+
+_LOST_CONNECTIONS = ("Connection reset by peer", "Connection closed by peer", "caused pair closure")
+"""What gloo says where a rank is gone."""
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether this is what gloo raises where another rank is gone.
+
+    Example:
+        >>> is_lost_connection(RuntimeError("... Connection closed by peer [127.0.0.1]:21934"))
+        True
+    """
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_CONNECTIONS)

@@ -27,6 +27,7 @@ __all__ = [
     "LIGHTNING_NAMES",
     "Capabilities",
     "CheckpointFormatSpec",
+    "LauncherSpec",
     "StrategySpec",
     "import_reference",
     "name_remarks",
@@ -199,6 +200,34 @@ class StrategySpec:
             "api_version": list(self.api_version),
             "options": self.options,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherSpec:
+    """A way of starting the processes of a run, as a plugin declares it.
+
+    Attributes:
+        name: What users write in ``nnx.strategy(..., launcher="...")`` and after ``nnx run --on``.
+        target: ``"pkg.module:Class"`` of a `nnx_core.launcher.Launcher`.
+        description: One line that says what it is.
+        needs: The modules that it imports, by the names that ``pip install`` knows them under.
+        api_version: The version of this API that the plugin was written for.
+
+    Example:
+        >>> LauncherSpec("ray", "nnx_ray.launcher:RayLauncher", needs={"ray": "ray[train]"}).name
+        'ray'
+    """
+
+    name: str
+    target: str
+    description: str = field(default="", kw_only=True)
+    needs: Mapping[str, str] = field(default_factory=dict, hash=False, kw_only=True)
+    api_version: tuple[int, int] = field(default=(1, 0), kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        check_reference(self.target, name=self.name, what="target")
+        check_version(self.api_version, name=self.name)
 
 
 def name_remarks(name: str) -> list[str]:

@@ -27,6 +27,7 @@ def add_commands(app: typer.Typer) -> None:
     app.command("conformance", context_settings=anything)(ask_for_conformance)
     app.command("new")(create_plugin)
     app.command("schema")(print_schema)
+    app.command("run", context_settings={"allow_interspersed_args": False})(start_script)
 
 
 def ask_for_conformance() -> None:
@@ -141,3 +142,26 @@ def print_schema(
     from nnx_core.cli.schema import run
 
     raise typer.Exit(run(command or []))
+
+
+def start_script(
+    command: Annotated[
+        list[str] | None, typer.Argument(help="The script and its arguments, after `--`.", show_default=False)
+    ] = None,
+    *,
+    on: Annotated[str, typer.Option("--on", help="ray, torchrun, slurm, or the launcher of a plugin.")],
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="How many nodes there are.")] = 1,
+    devices: Annotated[int, typer.Option("--devices", min=1, help="How many processes a node has.")] = 1,
+    options: Annotated[
+        list[str] | None,
+        typer.Option("--option", help="An option of the launcher, as name=value; several may be given."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started.")] = False,
+) -> None:
+    """Start a script in every process of a run, on one node or several."""
+    from nnx_core.cli.run import run_script
+
+    given = options or []
+    raise typer.Exit(
+        run_script(on, command or [], nodes=nodes, devices=devices, options=given, dry_run=dry_run)
+    )

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial, wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,38 @@ def make_launcher(root: str, strategy: Any, *, start_method: str, num_processes:
     if start_method == "popen":
         return launchers._SubprocessScriptLauncher(strategy.cluster_environment, num_processes, num_nodes)
     return launchers._MultiProcessingLauncher(strategy, start_method=start_method)
+
+
+def set_cluster_environment(root: str, strategy: Any, name: str, trainer: Any = None) -> None:
+    """Give a strategy, and the Trainer that has it, one of Lightning's own cluster environments.
+
+    Upstream: ``trainer._accelerator_connector.cluster_environment``.
+    """
+    environment = getattr(importlib.import_module(f"{root}.plugins.environments"), name)()
+    strategy.cluster_environment = environment
+    if trainer is not None:
+        trainer._accelerator_connector.cluster_environment = environment
+
+
+def capture_global_state() -> Any:
+    """Random state and torch's flags, which another process takes over with ``restore()``.
+
+    Upstream: ``fabric.strategies.launchers.multiprocessing._GlobalStateSnapshot``.
+    """
+    fabric = "lightning.fabric" if find_spec("lightning") else "lightning_fabric"
+    launchers = importlib.import_module(f"{fabric}.strategies.launchers.multiprocessing")
+    return launchers._GlobalStateSnapshot.capture()
+
+
+def handle_interrupt(root: str, trainer: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call what a Trainer implements, and tear down after an error as ``trainer.fit`` does.
+
+    Upstream: ``trainer.call._call_and_handle_interrupt``, of Trainer's trees only.
+    """
+    if trainer is None:
+        return function(*args, **kwargs)
+    call = importlib.import_module(f"{root}.trainer.call")
+    return call._call_and_handle_interrupt(trainer, function, *args, **kwargs)
 
 
 def make_optimizers(root: str, module: Any) -> tuple[list[Any], list[Any]]:

@@ -7,10 +7,14 @@ postponed here.
 
 import importlib
 import sys
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from nnx_core.lightning.namespaces import NAMESPACES, get_namespace
+from nnx_core.errors import OptionError
+from nnx_core.launcher import Launcher, make_launcher
+from nnx_core.lightning.namespaces import NAMESPACES, Namespace, get_namespace
 from nnx_core.lightning.registration import make_strategy
+from nnx_core.plugins import inventory
 from nnx_core.registry import StrategyRegistry
 
 KnownName = Literal[
@@ -33,25 +37,49 @@ else:
     Strategy = importlib.import_module(f"{default_namespace()}.strategies").Strategy
 
 
-def strategy(name: KnownName | str, *, namespace: str | None = None, **overrides: Any) -> Strategy:
+def strategy(
+    name: KnownName | str,
+    *,
+    namespace: str | None = None,
+    launcher: str | Launcher | None = None,
+    **overrides: Any,
+) -> Strategy:
     """Build a strategy by its name, with options.
 
     Args:
         name: A name that `nnx list` shows, or one of Lightning's own.
         namespace: ``lightning.pytorch``, ``lightning.fabric``, ``pytorch_lightning`` or
             ``lightning_fabric``; by default the one that is imported, Trainer's before Fabric's.
-        **overrides: Options of the strategy; they win over what it was registered with.
+        launcher: What starts the processes, such as ``"ray"``; by default Lightning does.
+        **overrides: Options of the strategy; they win over what it was registered with. Those of the
+            launcher are given in the same way.
 
     Raises:
         StrategyNotInstalledError: The catalog knows the name, but its distribution is missing.
         StrategyNotFoundError: The name is unknown; the message suggests the nearest one.
-        OptionError: An option, or the namespace, is unknown or not valid.
+        OptionError: An option, the namespace or the launcher is unknown or not valid.
+        LaunchError: What the launcher needs is not installed.
 
     Example:
         >>> type(strategy("ddp", find_unused_parameters=True)).__name__
         'DDPStrategy'
     """
     space = get_namespace(namespace or default_namespace())
+    if launcher is None:
+        return _build(name, space, overrides)
+    found, rest = make_launcher(launcher, overrides) if isinstance(launcher, str) else (launcher, overrides)
+    try:
+        built = _build(name, space, rest)
+    except (OptionError, TypeError) as error:
+        raise OptionError(
+            f"{getattr(error, 'message', error)}",
+            remedy=f"{getattr(error, 'remedy', '')} The launcher's own options are "
+            f"{', '.join(item.name for item in fields(found.Options))}.".strip(),
+        ) from error
+    return _launched(built, name, found, space=space, gather=rest.get("gather_at_end"))
+
+
+def _build(name: str, space: Namespace, overrides: dict[str, Any]) -> Strategy:
     module = importlib.import_module(f"{space.name}.strategies")
     registry = module.STRATEGY_REGISTRY if space.is_fabric else module.StrategyRegistry
     if name not in StrategyRegistry and name in registry:
@@ -60,3 +88,21 @@ def strategy(name: KnownName | str, *, namespace: str | None = None, **overrides
     if name not in StrategyRegistry:
         raise StrategyRegistry.explain(name, also_known=tuple(registry))
     return make_strategy(name, namespace=space.name, overrides=overrides)  # type: ignore[no-any-return]
+
+
+def _launched(
+    built: Strategy, name: str, launcher: Launcher, *, space: Namespace, gather: str | None
+) -> Strategy:
+    from nnx_core.lightning.launcher import use_launcher
+
+    packages = ["torch", "lightning" if space.name.startswith("lightning.") else "pytorch-lightning"]
+    packages += ["nnx-core", "nnx-checkpoint"]
+    if name in StrategyRegistry:
+        shards = StrategyRegistry.get(name).capabilities.shards_parameters
+        packages += [inventory().owners[name].partition(" ")[0]] if name in inventory().owners else []
+    else:
+        shards = not name.startswith("ddp")
+    gathers = None if gather is None else gather != "none"
+    return use_launcher(  # type: ignore[no-any-return]
+        built, launcher, root=space.name, shards=shards, gathers=gathers, packages=tuple(packages)
+    )

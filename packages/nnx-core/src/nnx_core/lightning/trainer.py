@@ -23,7 +23,7 @@ from nnx_checkpoint.inflight import settle_quietly, take_error
 from nnx_checkpoint.state import OptimizerState, repoint_optimizer
 from nnx_checkpoint.writer import poll
 from nnx_core.backend import Backend
-from nnx_core.errors import CheckpointError, UnsupportedError
+from nnx_core.errors import CheckpointError, UnsupportedError, is_lost_connection
 from nnx_core.lightning.averaging import Averages
 from nnx_core.lightning.checkpoint import (
     load_lightning_checkpoint,
@@ -192,8 +192,6 @@ def put_back(module: nn.Module, originals: Mapping[str, nn.Module]) -> None:
 
 log = logging.getLogger("nnx.lightning")
 
-_LOST_CONNECTIONS = ("Connection reset by peer", "Connection closed by peer", "caused pair closure")
-"""What gloo says where a rank is gone."""
 _TIME_TO_FAIL_TOGETHER = 5.0
 """Seconds after an error in which the other ranks must have failed as well to count as failing together."""
 
@@ -377,7 +375,7 @@ class TrainerAdapter(ParallelProcesses):
     def on_exception(self, exception: BaseException) -> None:
         """Remember for `teardown` that this rank may be alone, and say so where gloo's error does not."""
         self._has_failed = True
-        if isinstance(exception, RuntimeError) and any(text in str(exception) for text in _LOST_CONNECTIONS):
+        if is_lost_connection(exception):
             log.error(
                 "Rank %d lost another rank in a collective: that rank's process has ended or hangs, or its "
                 "machine cannot be reached. Its own output has the cause. Start from the last checkpoint.",

@@ -11,8 +11,17 @@ hooks, `discovery` for how plugins are visited, `guard` for one plugin's turn, `
 kept of it.
 """
 
-from nnx_core.plugins.discovery import Inventory, checkpoint_formats, inventory, refresh
+from nnx_core.plugins.discovery import Inventory, checkpoint_formats, inventory, launchers, refresh
 from nnx_core.plugins.guard import Plugin, Problem
 from nnx_core.plugins.hookspecs import hookimpl
 
-__all__ = ["Inventory", "Plugin", "Problem", "checkpoint_formats", "hookimpl", "inventory", "refresh"]
+__all__ = [
+    "Inventory",
+    "Plugin",
+    "Problem",
+    "checkpoint_formats",
+    "hookimpl",
+    "inventory",
+    "launchers",
+    "refresh",
+]

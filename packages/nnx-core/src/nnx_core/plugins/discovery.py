@@ -14,18 +14,20 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
+from typing import TypeVar
 
 import pluggy
 
 from nnx_core.errors import PluginError
 from nnx_core.plugins.guard import Plugin, Problem, RefusedError, Status, call, load, new_manager
-from nnx_core.spec import LIGHTNING_NAMES, CheckpointFormatSpec, StrategySpec
+from nnx_core.spec import LIGHTNING_NAMES, CheckpointFormatSpec, LauncherSpec, StrategySpec
 
-__all__ = ["Inventory", "checkpoint_formats", "inventory", "refresh"]
+__all__ = ["Inventory", "checkpoint_formats", "inventory", "launchers", "refresh"]
 
 GROUP = "nnx"
 Visited = tuple[EntryPoint, Plugin]
 """An entry point, and what is known of it before it is imported."""
+Declared = TypeVar("Declared", CheckpointFormatSpec, LauncherSpec)
 Ask = Callable[[Sequence[Visited]], Iterable[list[StrategySpec] | RefusedError]]
 
 
@@ -87,17 +89,27 @@ def refresh() -> Inventory:
 
 def checkpoint_formats() -> dict[str, CheckpointFormatSpec]:
     """The checkpoint formats of all plugins, by name; a failing plugin adds a `Problem`."""
+    return _declared("nnx_checkpoint_formats", CheckpointFormatSpec)
+
+
+def launchers() -> dict[str, LauncherSpec]:
+    """The launchers of all plugins, by name; a failing plugin adds a `Problem`."""
+    return _declared("nnx_launchers", LauncherSpec)
+
+
+def _declared(hook: str, wanted: type[Declared]) -> dict[str, Declared]:
+    """What the plugins return from a hook, by name; the first distribution by name keeps a name."""
     found = inventory()
-    formats: dict[str, CheckpointFormatSpec] = {}
+    specs: dict[str, Declared] = {}
     for plugin in [plugin for plugin in found.plugins if plugin.status == "ok"]:
         try:
-            for spec in call(found._manager, plugin, "nnx_checkpoint_formats", CheckpointFormatSpec):
-                formats.setdefault(spec.name, spec)
+            for spec in call(found._manager, plugin, hook, wanted):
+                specs.setdefault(spec.name, spec)
         except RefusedError as refused:
             problem = _problem(plugin, refused)
             if problem not in found.problems:
                 found.problems.append(problem)
-    return formats
+    return specs
 
 
 def _discover(found: Iterable[EntryPoint]) -> Inventory:

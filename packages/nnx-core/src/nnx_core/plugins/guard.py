@@ -18,7 +18,7 @@ import pluggy
 
 from nnx_core.errors import NnxError
 from nnx_core.plugins import hookspecs
-from nnx_core.spec import API_VERSION, CheckpointFormatSpec, StrategySpec
+from nnx_core.spec import API_VERSION, CheckpointFormatSpec, LauncherSpec, StrategySpec
 
 __all__ = [
     "Plugin",
@@ -236,7 +236,7 @@ def _check_hooks(manager: pluggy.PluginManager, module: Any) -> None:
         )
 
 
-def _check_spec(spec: StrategySpec | CheckpointFormatSpec) -> None:
+def _check_spec(spec: StrategySpec | CheckpointFormatSpec | LauncherSpec) -> None:
     major, minor = spec.api_version
     if major != API_VERSION[0] or minor > API_VERSION[1]:
         older = (major, minor) < API_VERSION

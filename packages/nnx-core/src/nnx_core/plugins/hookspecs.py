@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pluggy
 
-from nnx_core.spec import CheckpointFormatSpec, StrategySpec
+from nnx_core.spec import CheckpointFormatSpec, LauncherSpec, StrategySpec
 
 PROJECT = "nnx"
 
@@ -21,3 +21,8 @@ def nnx_strategies() -> list[StrategySpec]:  # type: ignore[empty-body]
 @hookspec
 def nnx_checkpoint_formats() -> list[CheckpointFormatSpec]:  # type: ignore[empty-body]
     """The foreign checkpoint formats that this plugin can read or write. Called when one is needed."""
+
+
+@hookspec
+def nnx_launchers() -> list[LauncherSpec]:  # type: ignore[empty-body]
+    """The ways of starting processes that this plugin provides. Called when one is asked for."""

@@ -1,0 +1,228 @@
+"""Launchers: what starts the processes of a run where neither the user nor Lightning does.
+
+A launcher is a small class that a plugin names in a `LauncherSpec`. It gets a `Job`, starts a process for
+each device of each node, sets torchrun's variables in it, and calls the job's work there:
+`nnx_core.lightning.launcher` makes one of a Trainer's run. A launcher may also start a script, for
+``nnx run --on NAME``. This module imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from importlib.util import find_spec
+from typing import Any, ClassVar, Literal
+
+from nnx_core.errors import LaunchError, NnxError, OptionError, PluginError
+from nnx_core.options import check_options, option
+from nnx_core.plugins import launchers
+from nnx_core.spec import LauncherSpec, import_reference
+
+__all__ = ["Job", "Launcher", "LauncherOptions", "Work", "last_committed", "make_launcher", "variables"]
+
+_PACKAGES = {"ray": "nnx-ray"}
+"""Which distribution brings a launcher that is not installed."""
+_OURS = (
+    LauncherSpec("slurm", "nnx_core.cli.run:Slurm", description="scripts, by srun"),
+    LauncherSpec("torchrun", "nnx_core.cli.run:Torchrun", description="scripts, by torchrun"),
+)
+
+
+# --- what a launcher is given ---------------------------------------------------------------------
+
+
+class Work(ABC):
+    """What each process of a run does. It travels to the processes pickled, by value where need be."""
+
+    @abstractmethod
+    def __call__(self, told: Callable[[str, str], None], resume_from: str | None = None) -> Any:
+        """Do it, in a process in which torchrun's variables are set.
+
+        Args:
+            told: Takes what the run's other side should know at once: ``("save", path)`` on rank 0 when it
+                begins to save, and ``("failed", text)`` on any rank that fails, before it waits for others.
+            resume_from: The checkpoint that is resumed in place of what the user asked for.
+
+        Returns:
+            What rank 0 brings back; None on the others.
+        """
+
+    @abstractmethod
+    def parts(self) -> Iterable[tuple[str, Any]]:
+        """What travels, piece by piece with a name for each, to say which piece cannot be pickled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run, as a launcher sees it.
+
+    Attributes:
+        work: The work of each process.
+        nodes: How many nodes there are.
+        devices: How many processes each node has.
+        device_type: The type of each process's device, such as ``"cpu"`` or ``"cuda"``.
+        packages: The distributions that must have the same version everywhere.
+    """
+
+    work: Work
+    nodes: int
+    devices: int
+    device_type: str
+    packages: tuple[str, ...] = ()
+
+
+def variables(
+    rank: int, *, nodes: int, devices: int, address: str, port: int, run: str = "nnx"
+) -> dict[str, str]:
+    """Torchrun's variables for one process, by which Lightning knows that it need not start any.
+
+    Args:
+        rank: The global rank; ranks of a node follow one another.
+        nodes: How many nodes there are.
+        devices: How many processes each node has.
+        address: The address of rank 0's node.
+        port: A port that is free there.
+        run: A name for the run.
+
+    Example:
+        >>> variables(5, nodes=2, devices=4, address="10.0.0.1", port=29500)["GROUP_RANK"]
+        '1'
+    """
+    node, local = divmod(rank, devices)
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": local,
+        "WORLD_SIZE": nodes * devices,
+        "LOCAL_WORLD_SIZE": devices,
+        "GROUP_RANK": node,
+        "NODE_RANK": node,
+        "GROUP_WORLD_SIZE": nodes,
+        "MASTER_PORT": port,
+    }
+    texts = {name: str(number) for name, number in numbers.items()}
+    return {**texts, "MASTER_ADDR": address, "TORCHELASTIC_RUN_ID": run}
+
+
+def last_committed(paths: Sequence[str]) -> tuple[str, int] | None:
+    """The last checkpoint that can be resumed, and the step it was saved after; None if there is none.
+
+    Args:
+        paths: Where saves were begun, in that order; some were not committed, or were removed since.
+    """
+    from nnx_checkpoint import open_checkpoint
+
+    for path in dict.fromkeys(reversed(paths)):
+        try:
+            trainer = open_checkpoint(path).tree(None, lambda name: None)["trainer"]
+            return path, int(trainer["global_step"])
+        except (NnxError, OSError, KeyError, TypeError):
+            continue
+    return None
+
+
+# --- launchers ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherOptions:
+    """Options of every launcher; one with more of them extends this class."""
+
+    weights: Literal["auto", "rank0", "none"] = option(
+        "auto",
+        help="Whether the process that calls `fit` gets the whole weights back from rank 0: 'auto' is 'none' "
+        "for strategies that shard parameters, whose checkpoints have them.",
+        choices=("auto", "rank0", "none"),
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+class Launcher(ABC):
+    """Starts the processes of a run.
+
+    Args:
+        options: An instance of the class's `Options`. Nothing else may be kept that cannot be pickled.
+    """
+
+    Options: ClassVar[type[LauncherOptions]] = LauncherOptions
+
+    def __init__(self, options: LauncherOptions | None = None) -> None:
+        self.options = options or self.Options()
+
+    @abstractmethod
+    def run(self, job: Job) -> Any:
+        """Do a job's work in every process, and return what rank 0's returns.
+
+        However it ends, by Ctrl-C too, no process is left. What the rank that failed first raised is raised
+        here, with its traceback as the cause.
+        """
+
+    def run_script(self, command: Sequence[str], *, nodes: int, devices: int) -> int:
+        """Run a command in every process, and return an exit code for the shell.
+
+        Args:
+            command: The program and its arguments.
+            nodes: How many nodes there are.
+            devices: How many processes each node has.
+        """
+        raise LaunchError(f"{type(self).__name__} starts no scripts.", remedy="Run the script with python.")
+
+    def describe(self, command: Sequence[str], *, nodes: int, devices: int) -> str:
+        """What `run_script` would do, in a line."""
+        return f"{' '.join(command)}   # {nodes} x {devices} processes"
+
+
+def make_launcher(name: str, options: Mapping[str, Any]) -> tuple[Launcher, dict[str, Any]]:
+    """Build a launcher by its name.
+
+    Args:
+        name: What a plugin has declared, or ``torchrun`` or ``slurm``.
+        options: Options; those that are not the launcher's are given back.
+
+    Returns:
+        The launcher, and the options that are left.
+
+    Raises:
+        OptionError: There is no such launcher, or an option has a wrong value.
+        LaunchError: What it needs is not installed.
+    """
+    known = {spec.name: spec for spec in (*_OURS, *launchers().values())}
+    if name not in known:
+        raise _unknown(name, sorted(known))
+    spec = known[name]
+    for module, package in spec.needs.items():
+        if find_spec(module) is None:
+            raise LaunchError(
+                f"launcher={name!r} needs {package}, which is not installed.",
+                remedy=f"Run `pip install '{package}'`.",
+            )
+    cls = import_reference(spec.target, what=f"launcher {name!r}")
+    if not (isinstance(cls, type) and issubclass(cls, Launcher)):
+        raise PluginError(
+            f"launcher {name!r} is declared as {spec.target!r}, which is no nnx_core.launcher.Launcher.",
+            remedy="Upgrade or remove the plugin that declares it.",
+        )
+    names = {item.name for item in fields(cls.Options)}
+    own = {key: value for key, value in options.items() if key in names}
+    return cls(cls.Options(**own)), {key: value for key, value in options.items() if key not in names}
+
+
+def _unknown(name: str, known: Sequence[str]) -> OptionError:
+    if name in _PACKAGES:
+        return LauncherNotInstalledError(
+            f"launcher={name!r} is provided by the package {_PACKAGES[name]}, which is not installed.",
+            remedy=f"Run `pip install {_PACKAGES[name]}`.",
+        )
+    near = get_close_matches(str(name), [*known, *_PACKAGES], n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    return OptionError(
+        f"launcher={name!r} is unknown.",
+        remedy=f"{hint}Use one of {', '.join(map(repr, sorted({*known, *_PACKAGES})))}.",
+    )
+
+
+class LauncherNotInstalledError(OptionError, ImportError):
+    """The launcher is known, but its distribution is not installed."""

@@ -1,0 +1,320 @@
+"""A Trainer's or Fabric's run as the work of a launcher: how it travels, and what comes back.
+
+Trainer, strategy, module and loaders travel as one object, so that each process has one copy of each, as
+those refer to one another. The process that called `fit` trains nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+
+from nnx_core.errors import LaunchError, OptionError, UnsupportedError
+from nnx_core.launcher import Job, Launcher, Work
+from nnx_core.lightning.compat import capture_global_state, handle_interrupt, set_cluster_environment
+from nnx_core.lightning.processes import ParallelProcesses
+from nnx_core.modules import allocate_again, leave_on_meta
+
+__all__ = ["use_launcher"]
+
+log = logging.getLogger("nnx.lightning")
+_OF_CHECKPOINTS = (
+    *("best_model_path", "best_model_score", "last_model_path", "dirpath"),
+    *("best_k_models", "kth_best_model_path", "kth_value", "current_score"),
+)
+"""What callbacks that save learn in the processes, and users read where `fit` was called."""
+
+
+def use_launcher(
+    strategy: Any,
+    launcher: Launcher,
+    *,
+    root: str,
+    shards: bool,
+    gathers: bool | None,
+    packages: tuple[str, ...],
+) -> Any:
+    """Let a strategy's processes be started by a launcher, unless something has started this one.
+
+    Args:
+        strategy: A strategy for Trainer or Fabric.
+        launcher: The launcher.
+        root: The root of Lightning's tree, such as ``"lightning.pytorch"``.
+        shards: Whether ranks hold parts of the parameters.
+        gathers: Whether the user asked for the weights to be gathered at the end; None if nothing was said.
+        packages: The distributions that must have the same version everywhere.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        OptionError: The strategy has one process, or its weights cannot be brought back.
+    """
+    # Torchrun, `nnx run` and Ray Train have the last word; Lightning's own launcher sets no RANK.
+    if {"RANK", "LOCAL_RANK"} <= os.environ.keys():
+        return strategy
+    if not hasattr(strategy, "num_processes"):
+        raise OptionError(
+            f"{type(strategy).__name__} is a strategy of one process, which needs no launcher.",
+            remedy="Leave `launcher` out, or choose a strategy for several processes, such as 'ddp'.",
+        )
+    ours = isinstance(strategy, ParallelProcesses)
+    wanted = launcher.options.weights
+    if wanted == "rank0" and shards and not ours:
+        raise OptionError(
+            f"weights='rank0' is not possible with {type(strategy).__name__}, which does not gather them.",
+            remedy="Save a checkpoint, which has them, or use 'fsdp_auto'.",
+        )
+    brings = wanted == "rank0" or (wanted == "auto" and (gathers if gathers is not None else not shards))
+    if isinstance(strategy, ParallelProcesses) and (gathers is None or wanted != "auto"):
+        strategy.common = replace(strategy.common, gather_at_end="rank0" if brings else "none")
+        strategy.backend.gather_at_end = strategy.common.gather_at_end
+    set_cluster_environment(root, strategy, "LightningEnvironment")
+    made = LightningLauncher(strategy, launcher, root=root, brings_weights=brings, packages=packages)
+    strategy._configure_launcher = partial(setattr, strategy, "_launcher", made)
+    return strategy
+
+
+class LightningLauncher:
+    """What Lightning calls to start processes; in the processes themselves there is none.
+
+    Args:
+        strategy: The strategy that it belongs to.
+        launcher: The launcher that does it.
+        root: The root of Lightning's tree.
+        brings_weights: Whether rank 0's weights come back.
+        packages: The distributions that must have the same version everywhere.
+    """
+
+    is_interactive_compatible = True
+
+    def __init__(
+        self, strategy: Any, launcher: Launcher, *, root: str, brings_weights: bool, packages: tuple[str, ...]
+    ) -> None:
+        self.strategy, self.launcher, self.root = strategy, launcher, root
+        self.brings_weights, self.packages = brings_weights, packages
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Call a function in every process.
+
+        Args:
+            function: Trainer's own implementation of `fit` and the like, or what Fabric is to launch.
+            *args: Its arguments.
+            trainer: The Trainer that takes over what rank 0 brings back.
+            **kwargs: Further arguments of the function.
+        """
+        strategy = self.strategy
+        bound = signature(function).bind(*args, **kwargs)
+        if (
+            trainer is not None
+            and _is_left(trainer.lightning_module)
+            and not bound.arguments.get("ckpt_path")
+        ):
+            raise UnsupportedError(
+                "a run begins with the weights that the module has, and those of its last run stayed in the "
+                "processes of the launcher.",
+                remedy="Pass `ckpt_path`, or let the run before bring them back: weights='rank0'.",
+            )
+        run = LightningRun(self.root, strategy, function, dict(bound.arguments), trainer, self.brings_weights)
+        job = Job(
+            work=run,
+            nodes=strategy.num_nodes,
+            devices=strategy.num_processes,
+            device_type=strategy.root_device.type,
+            packages=self.packages,
+        )
+        outcome: Outcome = self.launcher.run(job)
+        if trainer is not None:
+            _take_over(outcome, trainer)
+        return outcome.result
+
+    def kill(self, signum: int) -> None:
+        """Nothing: `Launcher.run` leaves no process behind, however it ends."""
+
+
+@dataclass
+class Outcome:
+    """What rank 0 brings back.
+
+    Attributes:
+        result: What the function returned.
+        state: The Trainer's state.
+        metrics: The metrics that callbacks see.
+        progress: How far the fit loop came.
+        checkpoints: What callbacks that save know, in the order of the callbacks.
+        weights: The whole weights; None where they stay.
+    """
+
+    result: Any
+    state: Any = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    progress: dict[str, Any] = field(default_factory=dict)
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    weights: dict[str, Any] | None = None
+
+
+class LightningRun(Work):
+    """Calls a function of Lightning's in a process, as rank whatever the variables say.
+
+    Args:
+        root: The root of Lightning's tree.
+        strategy: The strategy.
+        function: The function.
+        arguments: Its arguments by name.
+        trainer: The Trainer that the function belongs to; None for Fabric.
+        brings_weights: Whether rank 0's weights come back.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        strategy: Any,
+        function: Callable[..., Any],
+        arguments: dict[str, Any],
+        trainer: Any,
+        brings_weights: bool,
+    ) -> None:
+        self.root, self.strategy, self.function, self.arguments = root, strategy, function, arguments
+        self.trainer, self.brings_weights = trainer, brings_weights
+        self.global_state = capture_global_state()
+        self.left = trainer is not None and _is_left(trainer.lightning_module)
+
+    def __call__(self, told: Callable[[str, str], None], resume_from: str | None = None) -> Outcome | None:
+        """Call the function."""
+        strategy, trainer = self.strategy, self.trainer
+        self.global_state.restore()
+        set_cluster_environment(self.root, strategy, "TorchElasticEnvironment", trainer)
+        strategy._launcher = None
+        strategy.set_world_ranks()
+        rank = int(os.environ["RANK"])
+        if self.left:  # a checkpoint has the values; pickling has lost the mark
+            leave_on_meta(trainer.lightning_module)
+            if not isinstance(strategy, ParallelProcesses):
+                allocate_again(trainer.lightning_module)
+        if resume_from is not None and self._fits:
+            self.arguments["ckpt_path"] = resume_from
+        if rank == 0 and self._fits:
+            strategy.save_checkpoint = _telling_of_saves(strategy.save_checkpoint, told)
+        function = _telling_of_errors(self.function, told)
+        bound = signature(self.function).bind_partial()
+        bound.arguments.update(self.arguments)
+        result = handle_interrupt(self.root, trainer, function, *bound.args, **bound.kwargs)
+        return self._outcome(result) if rank == 0 else None
+
+    def parts(self) -> Iterable[tuple[str, Any]]:
+        """The arguments, the Trainer's callbacks and loggers, and everything."""
+        for name, value in self.arguments.items():
+            if isinstance(value, nn.Module):
+                named = ((f"the module's attribute {key!r}", each) for key, each in vars(value).items())
+                yield from (pair for pair in named if pair[0] != "the module's attribute '_trainer'")
+            yield f"the argument {name!r}", value
+        if self.trainer is not None:
+            yield from ((f"the callback {type(each).__name__}", each) for each in self.trainer.callbacks)
+            yield from ((f"the logger {type(each).__name__}", each) for each in self.trainer.loggers)
+        yield "the run", self
+
+    @property
+    def _fits(self) -> bool:
+        return self.trainer is not None and self.trainer.state.fn == "fit"
+
+    def _outcome(self, result: Any) -> Outcome:
+        trainer = self.trainer
+        if trainer is None:
+            return Outcome(result)
+        weights = None
+        if self._fits and self.brings_weights:
+            weights = {name: _on_host(value) for name, value in trainer.lightning_module.state_dict().items()}
+        return Outcome(
+            result,
+            state=trainer.state,
+            metrics={name: _on_host(value) for name, value in trainer.callback_metrics.items()},
+            progress=_progress(trainer),
+            checkpoints=[_of_callback(callback) for callback in trainer.checkpoint_callbacks],
+            weights=weights,
+        )
+
+
+def _take_over(outcome: Outcome, trainer: Any) -> None:
+    """Let the Trainer that called for the run look as if it had trained."""
+    fitted = trainer.state.fn == "fit"
+    trainer.state = outcome.state
+    trainer.callback_metrics.update(outcome.metrics)
+    for callback, known in zip(trainer.checkpoint_callbacks, outcome.checkpoints, strict=True):
+        vars(callback).update(known)
+    if not fitted:
+        return
+    trainer.fit_loop.load_state_dict(outcome.progress)
+    module = trainer.lightning_module
+    if outcome.weights is None:
+        _leave(module)
+        return
+    vars(module).pop("_nnx_left", None)
+    allocate_again(module)
+    if set(outcome.weights) != set(module.state_dict()):
+        module.configure_model()
+    try:
+        module.load_state_dict(outcome.weights)
+    except RuntimeError as error:
+        _leave(module)
+        raise LaunchError(
+            f"the run has ended well, but its weights do not fit the module here: {error}.",
+            remedy="Read them from a checkpoint, and pass weights='none'.",
+        ) from error
+
+
+def _leave(module: nn.Module) -> None:
+    """What the module has is not what was trained: let nobody take it for that."""
+    leave_on_meta(module)
+    vars(module)["_nnx_left"] = True  # of a module that `configure_model` builds there is nothing here
+
+
+def _is_left(module: nn.Module) -> bool:
+    return "_nnx_left" in vars(module)
+
+
+def _telling_of_saves(save: Callable[..., Any], told: Callable[[str, str], None]) -> Callable[..., Any]:
+    def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        if "optimizer_states" in checkpoint:  # one of weights only cannot be resumed
+            path = os.fspath(filepath)
+            told("save", path if "://" in path else os.path.abspath(path))  # noqa: PTH100 - may be no path
+        return save(checkpoint, filepath, *args, **kwargs)
+
+    return save_checkpoint
+
+
+def _telling_of_errors(function: Callable[..., Any], told: Callable[[str, str], None]) -> Callable[..., Any]:
+    """The function, but an error is told before the teardown, which may wait for other ranks."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            told("failed", traceback.format_exc())
+            raise
+
+    return call
+
+
+def _progress(trainer: Any) -> dict[str, Any]:
+    """The counters of the fit loop, without what loaders and users keep there."""
+    state = trainer.fit_loop.state_dict()
+    return {
+        name: value for name, value in state.items() if not name.endswith(("state_dict", "combined_loader"))
+    }
+
+
+def _of_callback(callback: Any) -> dict[str, Any]:
+    return {name: _on_host(getattr(callback, name)) for name in _OF_CHECKPOINTS if hasattr(callback, name)}
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
