@@ -127,22 +127,25 @@ def _history_section(historical: list[dict[str, Any]]) -> list[str]:
 
 
 def _ours() -> list[dict[str, Any]]:
-    """What the plugins of this repository say of themselves."""
-    projects = [*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("examples/*/pyproject.toml")]
+    """What the plugins of this repository say of themselves; one that has no strategy is left out."""
+    paths = [*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("examples/*/pyproject.toml")]
+    projects = [(path.parent, _toml(path)) for path in paths]
     return [
-        _of_project(path.parent, project)
-        for path in projects
-        if "nnx" in (project := _toml(path))["project"].get("entry-points", {})
+        _of_project(folder, project)
+        for folder, project in projects
+        if any(hasattr(module, "nnx_strategies") for module in _modules(project))
+    ]
+
+
+def _modules(project: dict[str, Any]) -> list[Any]:
+    return [
+        import_module(name) for name in project["project"].get("entry-points", {}).get("nnx", {}).values()
     ]
 
 
 def _of_project(folder: Path, project: dict[str, Any]) -> dict[str, Any]:
     about, is_example = project["project"], folder.parent.name == "examples"
-    specs: list[StrategySpec] = [
-        spec
-        for module in about["entry-points"]["nnx"].values()
-        for spec in import_module(module).nnx_strategies()
-    ]
+    specs: list[StrategySpec] = [spec for module in _modules(project) for spec in module.nnx_strategies()]
     (api,) = {".".join(map(str, spec.api_version)) for spec in specs}
     (docs,) = {spec.docs_url for spec in specs}
     content = {

@@ -1,0 +1,41 @@
+"""Clusters of real raylets on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ["RAY_AUTH_MODE"] = "disabled"  # before Ray is imported, which would write a token into the home
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
+TESTS = Path(__file__).parents[3] / "tests"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Three raylets of two CPUs each, and a head that has none; this process is connected to them."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [before, str(TESTS)]))
+    made = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 0, "include_dashboard": False},
+        shutdown_at_exit=False,
+    )
+    try:
+        for _ in range(3):
+            made.add_node(num_cpus=2)
+        ray.init(address=made.address, log_to_driver=False)
+        yield made
+    finally:
+        os.environ["PYTHONPATH"] = before
+        ray.shutdown()
+        made.shutdown()
+        sys.stdout.flush()
