@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
@@ -214,8 +214,7 @@ class LightningRun(Work):
         """The arguments, the Trainer's callbacks and loggers, and everything."""
         for name, value in self.arguments.items():
             if isinstance(value, nn.Module):
-                named = ((f"the module's attribute {key!r}", each) for key, each in vars(value).items())
-                yield from (pair for pair in named if pair[0] != "the module's attribute '_trainer'")
+                yield from _attributes(value)
             yield f"the argument {name!r}", value
         if self.trainer is not None:
             yield from ((f"the callback {type(each).__name__}", each) for each in self.trainer.callbacks)
@@ -279,6 +278,14 @@ def _leave(module: nn.Module) -> None:
 
 def _is_left(module: nn.Module) -> bool:
     return "_nnx_left" in vars(module)
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, part in module.named_modules():
+        owner = f"the module's {name!r}, its" if name else "the module's"
+        for key, value in vars(part).items():
+            if key not in ("_modules", "_trainer"):
+                yield f"{owner} attribute {key!r}", value
 
 
 def _telling_of_saves(save: Callable[..., Any], told: Callable[[str, str], None]) -> Callable[..., Any]:
