@@ -300,6 +300,7 @@ class ParallelProcesses(ABC):
 
     def _join_process_group(self) -> None:
         if dist.is_initialized():
+            self._fit_into_process_group()
             return
         os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
         os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
@@ -324,6 +325,19 @@ class ParallelProcesses(ABC):
             dist.all_reduce(fewest, op=dist.ReduceOp.MIN)
             if int(fewest) != torch.get_num_threads():
                 torch.set_num_threads(int(fewest))
+
+    def _fit_into_process_group(self) -> None:
+        """Refuse a process group that somebody else, such as Ray Train, has made for other ranks."""
+        seen = f"rank {of_process(self.global_rank)} of {of_process(self.world_size)}"
+        real = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+        if seen != real:
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or dist.get_world_size()
+            raise UnsupportedError(
+                f"this process is {real} in its process group, and {seen} for Lightning, with "
+                f"devices={self.num_processes} and num_nodes={self.num_nodes}.",
+                remedy=f"Pass devices={local}, num_nodes={dist.get_world_size() // local}; every node must "
+                "have the same number of processes.",
+            )
 
     @property
     def process_group_backend(self) -> str:

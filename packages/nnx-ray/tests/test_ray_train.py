@@ -1,0 +1,55 @@
+"""Inside of Ray Train: a `TorchTrainer` whose function trains with strategies of ours, by their names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.ray_jobs import Logging, ranks_of, steps_of, train_in_ray_train
+from nnx_conformance.subject import Subject
+from nnx_conformance.task import Task
+from nnx_conformance.training import make_trainer
+
+STRATEGIES = (
+    *("fsdp_auto", "ddp", "fsdp_hybrid", "nnscaler_deduped", "nnscaler_zero", "colossalai"),
+    *("nnx_deepspeed_2", "fairscale_fsdp"),
+)
+
+
+def run(strategy: str, folder: Path, *, devices: int = 1, nodes: int = 2, says: int | None = None) -> Any:
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    config = {"folder": str(folder), "strategy": strategy, "steps": 3, "nodes": nodes}
+    return TorchTrainer(
+        train_in_ray_train,
+        train_loop_config={**config, "devices": says or devices},
+        scaling_config=ScalingConfig(num_workers=nodes * devices, placement_strategy="STRICT_SPREAD"),
+        run_config=RunConfig(name="run", storage_path=str(folder / "ray")),
+    ).fit()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_trains_in_ray_train_as_one_process_does(
+    strategy: str, cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(strategy, tmp_path)
+    task = Task(steps=3, clip=0.5, optimizer="adamw", model=Logging)
+    alone = task.module()
+    make_trainer(Subject("fsdp_auto"), task, devices=1).fit(alone)
+    assert [line["loss"] for line in steps_of(tmp_path)] == pytest.approx(alone.losses, rel=1e-4)
+    assert [(who["rank"], who["node"]) for who in ranks_of(tmp_path)] == [(0, 0), (1, 1)]
+    assert (tmp_path / "end.ckpt" / "manifest.json").is_file()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_trainer_that_counts_other_processes_than_ray_train_is_told_the_numbers(
+    cluster: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(Exception, match=r"Pass devices=1, num_nodes=2"):
+        run("fsdp_auto", tmp_path, says=2)
