@@ -42,6 +42,11 @@ SHARED = ["nnx-checkpoint", "nnx-core", "nnx-conformance"]
 """What engines stand on, each on the one before."""
 PLUGINS = [name for name in PROJECTS if name not in SHARED]
 
+NEEDED_WITH_GPUS = [
+    name for name, folder in PROJECTS.items() if folder.parent.name == "packages" and name != "nnx-ray"
+]
+"""What benchmarks/gpu use."""
+
 QUICK_CHECKS = ("losses_float32", "losses_go_on", "light_plugin")
 """Trains, saves, resumes, and lists without importing an engine: what shows whether an installation works."""
 CHOOSE = """
@@ -53,6 +58,17 @@ for name in sys.argv[1:]:
     print(f"Trainer(strategy={name!r}) has a {type(trainer.strategy).__name__}")
 """
 """Chooses strategies by their names; nothing of ours is imported by hand."""
+LAUNCH = """
+import sys
+from nnx_conformance.subject import Subject
+from nnx_conformance.task import Task
+from nnx_conformance.training import make_trainer
+task = Task(steps=2)
+trainer = make_trainer(Subject("ddp", options={"launcher": sys.argv[1]}), task, devices=2)
+trainer.fit(task.module())
+assert trainer.global_step == 2
+"""
+"""Trains in processes that a launcher starts."""
 BARE_LOOP = """
 import importlib.util, sys
 import torch
@@ -159,8 +175,7 @@ def gpu_wheels(session: nox.Session) -> None:
     place = ROOT / "dist" / "gpu"
     shutil.rmtree(place, ignore_errors=True)
     wheel = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", os.fspath(place))
-    ours = [os.fspath(folder) for name, folder in PROJECTS.items() if folder.parent.name == "packages"]
-    run(session, *wheel, *ours)
+    run(session, *wheel, *(os.fspath(PROJECTS[name]) for name in NEEDED_WITH_GPUS))
     run(session, *wheel, "--no-build-isolation", *sorted(needed_beside_torch()))
     size = sum(path.stat().st_size for path in place.iterdir()) / 2**20
     session.log(f"{len(list(place.iterdir()))} wheels in {place}, {size:.0f} MiB")
@@ -169,7 +184,7 @@ def gpu_wheels(session: nox.Session) -> None:
 def needed_beside_torch() -> set[str]:
     """What our packages, and the tests of devices, need of others: ``name==version``, as installed here."""
     found: dict[str, str] = {}
-    left = [*(name for name, folder in PROJECTS.items() if folder.parent.name == "packages"), "pytest"]
+    left = [*NEEDED_WITH_GPUS, "pytest"]
     left += ["pytest-timeout", "pytest-xdist", "hypothesis"]
     while left:
         name = canonicalize_name(left.pop())
@@ -236,7 +251,11 @@ def isolation(session: nox.Session) -> None:
         session.log(f"{plugin} alone" + (f", with {', '.join(ours[1:])}, which it needs" if ours[1:] else ""))
         install(session, python, *(built[name] for name in [*SHARED, *ours]))
         expect_ours(session, installed(session, python), [*SHARED, *ours])
-        conform(session, python, ask(session, python)[plugin][0])
+        names = ask(session, python)
+        if plugin in names:
+            conform(session, python, names[plugin][0])
+        else:
+            session.run(python, "-I", "-c", LAUNCH, plugin.removeprefix("nnx-"), external=True)
         if plugin == "nnx-fsdp":
             outlive_another_nnx(session, python, built)
         came = sorted(installed(session, python) - shared)

@@ -33,6 +33,12 @@ NOT_RUN: list[Entry] = [
     ("docs/checkpoints.md", "nnx ckpt", _CKPT),
     ("docs/machines.md", "torchrun", "run on two nodes by tests/nodes/test_nodes.py"),
     ("docs/machines.md", "MASTER_ADDR=", "run on two nodes by tests/nodes/test_nodes.py"),
+    (
+        "docs/machines.md",
+        "nnx run --on ray",
+        "run on three raylets by packages/nnx-ray/tests/test_bad_input.py",
+    ),
+    ("docs/machines.md", "ray start", "starts a cluster that stays; tests start theirs"),
     ("docs/recipes.md", "srun python train.py", "needs a cluster; tests set SLURM's variables"),
     (
         "docs/command-line.md",
@@ -45,6 +51,7 @@ NOT_RUN: list[Entry] = [
 """Shell commands, and Python blocks."""
 
 NOT_COMPARED: list[Entry] = [
+    ("docs/machines.md", "TorchTrainer(", "run by packages/nnx-ray/tests/test_ray_train.py"),
     ("docs/machines.md", "CheckpointError:", "an error that tests/nodes/test_nodes.py brings about"),
     ("docs/checkpoint-format.md", "last.ckpt/", "an overview of the files, which the page's reader opens"),
     ("docs/checkpoint-format.md", "{", "the first bytes of a manifest, which the page's reader checks"),

@@ -14,7 +14,7 @@ from nnx_test_helpers.repository import from_repository
 
 PAGE = from_repository(__file__, "docs/command-line.md")
 COMMANDS = re.findall(r"```console\n\$ nnx (.*?)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-OURS = {"nnx-fsdp", "nnx-nnscaler", "nnx-colossalai", "nnx-deepspeed", "nnx-tiny"}
+OURS = {"nnx-fsdp", "nnx-nnscaler", "nnx-colossalai", "nnx-deepspeed", "nnx-ray", "nnx-tiny"}
 """What is installed where the page was printed: all but nnx-fairscale."""
 
 

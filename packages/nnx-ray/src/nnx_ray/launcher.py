@@ -22,7 +22,7 @@ from nnx_ray.worker import Ended, Journal
 __all__ = ["RankTracebackError", "RayLauncher"]
 
 log = logging.getLogger("nnx.ray")
-_TIME_FOR_THE_CAUSE = 12.0
+_TIME_FOR_THE_CAUSE = 6.0
 """Seconds in which the loss that others only noticed must become known."""
 
 
