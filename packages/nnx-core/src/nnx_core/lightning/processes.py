@@ -274,9 +274,11 @@ class ParallelProcesses(ABC):
 
     def setup_environment(self) -> None:
         """Join the process group and set the backend up. Collective."""
+        self.set_world_ranks()
+        if dist.is_initialized():
+            self._fit_into_process_group()
         self.accelerator.setup_device(self.root_device)
         reset_seed(self.root)
-        self.set_world_ranks()
         self._join_process_group()
         if not self._backend_is_set_up:
             end_run()
@@ -300,7 +302,6 @@ class ParallelProcesses(ABC):
 
     def _join_process_group(self) -> None:
         if dist.is_initialized():
-            self._fit_into_process_group()
             return
         os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
         os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
@@ -330,7 +331,7 @@ class ParallelProcesses(ABC):
         """Refuse a process group that somebody else, such as Ray Train, has made for other ranks."""
         seen = f"rank {of_process(self.global_rank)} of {of_process(self.world_size)}"
         real = f"rank {dist.get_rank()} of {dist.get_world_size()}"
-        if seen != real:
+        if seen != real or self.local_rank >= self.num_processes:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or dist.get_world_size()
             raise UnsupportedError(
                 f"this process is {real} in its process group, and {seen} for Lightning, with "
