@@ -57,17 +57,8 @@ class RayLauncher(Launcher):
         self._connect(job.nodes, job.devices, job.device_type)
         journal = _new_journal()
         for failures in range(self.options.max_failures + 1):
-            crew = Crew(
-                self.options,
-                nodes=job.nodes,
-                devices=job.devices,
-                device_type=job.device_type,
-                packages=job.packages,
-            )
             try:
-                log.info("ray: %s", crew)
-                resume_from = self._resume_from(crew, journal) if failures else None
-                return _work(crew, ray.put(pickled), resume_from, journal)
+                return self._attempt(job, pickled, journal, again=failures > 0)
             except _LostError as lost:
                 left = self.options.max_failures - failures
                 if not left:
@@ -76,9 +67,25 @@ class RayLauncher(Launcher):
                         remedy="Look for the reason in Ray's logs, and start again from the last checkpoint.",
                     ) from lost
                 log.warning("ray: %s Starting again; %d more failures are accepted.", lost, left - 1)
-            finally:
-                crew.end()
         raise AssertionError("the last attempt returns or raises")
+
+    def _attempt(self, job: Job, pickled: bytes, journal: Any, *, again: bool) -> Any:
+        """Start all processes once. What is lost while they start again is lost as it is later."""
+        size = {"nodes": job.nodes, "devices": job.devices}
+        try:
+            crew = Crew(self.options, **size, device_type=job.device_type, packages=job.packages)
+        except LaunchError as error:
+            if again and isinstance(error.__cause__, RayError):
+                raise _LostError(str(error)) from error
+            raise
+        try:
+            log.info("ray: %s", crew)
+            resume_from = self._resume_from(crew, journal) if again else None
+            return _work(crew, ray.put(pickled), resume_from, journal)
+        except RayError as error:
+            raise _LostError(f"a process was lost as it began: {_first_line(error)}") from error
+        finally:
+            crew.end()
 
     def run_script(self, command: Sequence[str], *, nodes: int, devices: int) -> int:
         """Run a command in actors; when one fails, the others are ended.
