@@ -88,9 +88,9 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def ranks_of(folder: Path) -> list[dict[str, Any]]:
-    """Who the ranks are, of the last start."""
+    """Who the ranks are, of the last start; by their nodes, as plan units share the rank that they show."""
     found = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
-    return sorted(found, key=lambda who: int(who["rank"]))
+    return sorted(found, key=lambda who: (who["node"], who["local"]))
 
 
 def train_in_ray_train(config: dict[str, Any]) -> None:
