@@ -13,7 +13,7 @@ import pytest
 os.environ["RAY_AUTH_MODE"] = "disabled"  # before Ray is imported, which would write a token into the home
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
-TESTS = Path(__file__).parents[3] / "tests"
+TESTS = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
