@@ -57,7 +57,7 @@ Cell = tuple[str, int]
 
 
 def sizes_of(strategy: str) -> tuple[int, ...]:
-    """World sizes at which a strategy runs; hybrids need pairs, and the model has stages for so many ranks."""
+    """World sizes at which a strategy runs; hybrids need pairs."""
     return (2, 4) if strategy in ("fsdp_hybrid", "nnscaler_hybrid") else (1, 2, 3, 4)
 
 

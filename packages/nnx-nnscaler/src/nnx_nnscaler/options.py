@@ -237,7 +237,7 @@ class NnScalerOptions:
     pp_size: int | None = option(
         None,
         help="Ranks of a unit that work on different stages at the same time. By default all with policy "
-        "'pp', and 2 with policy 'hybrid'.",
+        "'pp', and with 'hybrid' 2, or the least number that divides them.",
         types=(int,),
     )
     pipeline_nstages: int | None = option(
@@ -404,7 +404,8 @@ class NnScalerOptions:
         """
         if self.policy not in PIPELINES or unit_size == 1:
             return 1, 1
-        ranks = self.pp_size or (unit_size if self.policy == "pp" else 2)
+        divisor = next(number for number in range(2, unit_size + 1) if unit_size % number == 0)
+        ranks = self.pp_size or (unit_size if self.policy == "pp" else divisor)
         if unit_size % ranks or (self.policy == "pp" and ranks != unit_size):
             raise OptionError(
                 f"pp_size={ranks} with units of {unit_size} ranks and policy={self.policy!r}.",

@@ -17,6 +17,7 @@ from nnx_nnscaler.pipeline.stages import (
     Arrangement,
     Outline,
     Stage,
+    StageCosts,
     choose_cuts,
     foreign_bytes,
     homes_of,
@@ -131,13 +132,7 @@ def plan_pipeline(
     prepared = prepare(graph)
     outline, arrangement = prepared.outline, options.arrangement
     prices = outline.costs(costs)
-    if options.cuts:
-        cuts = _named_cuts(outline, options.cuts)
-    elif layout is not None:
-        foreign = foreign_bytes(outline, layout.homes or {}, arrangement)
-        cuts = choose_cuts(prices, arrangement.stages, foreign=foreign)
-    else:
-        cuts = choose_cuts(prices, arrangement.stages)
+    cuts = _cuts(outline, prices, options, layout)
     stages = make_stages(outline, cuts)
     homes = homes_of(stages, arrangement) if layout is None else layout.homes or {}
     plans, known = _plan_stages(
@@ -163,6 +158,20 @@ def plan_pipeline(
         else (),
     )
     return replace(found, reason=_explained(found, outline))
+
+
+def _cuts(
+    outline: Outline, prices: StageCosts, options: PipelineOptions, layout: FixedLayout | None
+) -> list[int]:
+    """Where stages begin: as named, or near the parameters that lie already, or as is fastest."""
+    if options.cuts:
+        return _named_cuts(outline, options.cuts)
+    stages = options.arrangement.stages
+    if layout is None:
+        return choose_cuts(prices, stages)
+    return choose_cuts(
+        prices, stages, foreign=foreign_bytes(outline, layout.homes or {}, options.arrangement)
+    )
 
 
 def _named_cuts(outline: Outline, names: Sequence[str]) -> list[int]:
