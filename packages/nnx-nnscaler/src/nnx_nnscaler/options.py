@@ -371,6 +371,11 @@ class NnScalerOptions:
         elif self.stage_cuts is not None:
             _set(self, "stage_cuts", tuple(self.stage_cuts))
         if self.policy not in PIPELINES:
+            if self.config.use_end2end:
+                raise OptionError(
+                    f"use_end2end=True with policy={self.policy!r}, which has no stages.",
+                    remedy="Leave it out: forward may return anything, and the loss is computed as you wrote it.",
+                )
             for name in (*_PIPELINE_FIELDS[:4], "stage_cuts"):
                 value = getattr(self, name)
                 if value is not None:

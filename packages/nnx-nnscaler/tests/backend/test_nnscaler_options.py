@@ -73,11 +73,12 @@ def test_a_mapping_and_a_compute_config_say_the_same():
         ({"plan_ngpus": "2"}, r"plan_ngpus='2' is of type str"),
         ({"plan_ngpus": 3, "runtime_ngpus": 4}, r"plan_ngpus=3 does not divide runtime_ngpus=4"),
         ({"trace_strategy": "fast"}, r"trace_strategy='fast' is not allowed"),
-        ({"use_end2end": True}, r"use_end2end=True is for pipeline plans.*forward may return anything"),
+        ({"use_end2end": True}, r"use_end2end=True with policy='autodist', which has no stages"),
         ({"zero_ngroups": 2}, r"zero_ngroups=2 without use_zero"),
         ({"zero_use_reduce_scatter": True}, r"zero_use_reduce_scatter=True without use_zero"),
         ({"reducer_bucket_cap_mb": -1}, r"reducer_bucket_cap_mb=-1 is not positive"),
-        ({"pas_config": {"pipeline_nmicros": 4}}, r"pas_config\['pipeline_nmicros'\] is for pipeline plans"),
+        ({"pas_config": {"pipeline_nmicros": 4}}, r"pipeline_nmicros=4 with policy='autodist'"),
+        ({"pas_config": {"max_pipeline_bubble_ratio": 0.2}}, r"Set `pipeline_nmicros`"),
         ({"pas_config": {"update_freq": 4}}, r"Trainer accumulates gradients.*accumulate_grad_batches"),
         ({"pas_config": {"use_bf16": True}}, r"the precision is Trainer's.*bf16-mixed"),
         ({"pas_config": {"mem_constrain": 4}}, r"pas_config has no field.*Did you mean 'mem_constraint'"),
@@ -93,8 +94,14 @@ def test_a_compute_config_that_makes_no_sense_is_refused_with_a_remedy(fields, m
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy": "pp"}, r"policy='pp' plans a pipeline, which this version does not"),
-        ({"pas_policy": "hybrid"}, r"policy='hybrid' plans a pipeline"),
+        ({"policy": "pp", "save_plan": "x"}, r"save_plan with policy='pp'"),
+        ({"policy": "pp", "pipeline_scheduler": "fast"}, r"pipeline_scheduler='fast' is not allowed"),
+        ({"policy": "pp", "pipeline_nstages": 0}, r"pipeline_nstages=0 is not positive"),
+        (
+            {"policy": "hybrid", "pipeline_nstages": 4, "stage_cuts": ["a"]},
+            r"stage_cuts names 1 submodules, and 4 stages need 3",
+        ),
+        ({"stage_cuts": ["a"]}, r"stage_cuts=\('a',\) with policy='autodist', which has no stages"),
         ({"policy": "autodis"}, r"policy='autodis' is not allowed"),
         ({"policy": "zero", "use_zero": False}, r"policy='zero' contradicts use_zero=False"),
         ({"zero_ngroups": 2}, r"zero_ngroups=2 without use_zero"),
@@ -109,6 +116,36 @@ def test_options_that_make_no_sense_are_refused_with_a_remedy(options, message):
     with pytest.raises(OptionError, match=message) as caught:
         NnScalerOptions(**options)
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("options", "unit", "expected"),
+    [
+        ({}, 4, (4, 4)),
+        ({"pipeline_nstages": 8}, 4, (4, 8)),
+        ({"stage_cuts": ["b", "c", "d"]}, 2, (2, 4)),
+        ({"policy": "hybrid"}, 6, (2, 2)),
+        ({"policy": "hybrid"}, 9, (3, 3)),
+        ({"policy": "hybrid", "compute_config": {"pas_config": {"pp_size": 4}}}, 8, (4, 4)),
+        ({}, 1, (1, 1)),
+    ],
+)
+def test_the_shape_of_a_pipeline_follows_from_the_unit(options, unit, expected):
+    assert NnScalerOptions(**{"policy": "pp", **options}).pipe_shape(unit) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_nstages": 6}, r"6 stages cannot be dealt out to 4 ranks evenly"),
+        ({"pp_size": 2}, r"pp_size=2 with units of 4 ranks and policy='pp'"),
+        ({"policy": "hybrid", "pp_size": 3}, r"pp_size=3 with units of 4 ranks"),
+        ({"pipeline_nmicros": 2}, r"pipeline_nmicros=2 is less than the 4 ranks along the pipe"),
+    ],
+)
+def test_a_pipeline_that_does_not_fit_its_unit_is_refused(options, message):
+    with pytest.raises(OptionError, match=message):
+        NnScalerOptions(**{"policy": "pp", **options}).pipe_shape(4)
 
 
 def test_sizes_that_do_not_fit_the_world_are_refused():

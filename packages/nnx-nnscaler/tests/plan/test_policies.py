@@ -88,8 +88,8 @@ def test_a_policy_that_nobody_knows_is_refused() -> None:
 
 
 @pytest.mark.parametrize("policy", ["pp", "hybrid"])
-def test_pipelines_are_said_to_come_later(policy: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{policy!r} plans a pipeline, which is for a later version"):
+def test_a_pipeline_is_not_one_program(policy: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{policy!r} plans a pipeline, which is not one program"):
         planned(mlp(), policy)
 
 

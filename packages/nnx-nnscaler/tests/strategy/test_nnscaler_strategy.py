@@ -69,7 +69,7 @@ def test_it_and_its_precision_are_of_the_copy_of_lightning_that_is_in_use():
     ("arguments", "message"),
     [
         ({"state_dict_type": "full"}, r"state_dict_type='full' is not allowed"),
-        ({"pas_policy": "pp"}, r"policy='pp' plans a pipeline"),
+        ({"pas_policy": "pq"}, r"policy='pq' is not allowed"),
         ({"gen_savdir": "x"}, r"'nnscaler' has no option 'gen_savdir'\. Did you mean 'gen_savedir'"),
     ],
 )
