@@ -2,11 +2,49 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+__all__ = [
+    "all_gather_into",
+    "reduce_scatter_into",
+    "schedule_actions",
+    "stage_backward_input",
+    "stage_backward_weight",
+]
 
 # torch 2.13 calls them all_gather_single and reduce_scatter_single, and warns about the names that 2.11 has.
 _new: Any = dist
 all_gather_into = getattr(_new, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_into = getattr(_new, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def schedule_actions(
+    schedule: str, ranks: int, microbatches: int, stages_per_rank: int
+) -> list[list[tuple[str, int, int]]]:
+    """What each rank does in one of torch's pipeline schedules: ``("F", stage, microbatch)`` and so on.
+
+    Raises:
+        ValueError: The schedule does not take these numbers.
+        AssertionError: Likewise.
+    """
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    def flat(action: Any) -> list[tuple[str, int, int]]:
+        if action is None or action.computation_type.value == "REDUCE_GRAD":
+            return []
+        if action.sub_actions is not None:
+            return [one for part in action.sub_actions for one in flat(part)]
+        return [(action.computation_type.value, action.stage_index, action.microbatch_index)]
+
+    # All that a schedule reads of a stage when it makes its order.
+    sizes = {"group_rank": 0, "group_size": ranks, "num_stages": ranks * stages_per_rank}
+    stages: Any = [
+        SimpleNamespace(**sizes, stage_index=number * ranks, submod=None, has_backward=True)
+        for number in range(stages_per_rank)
+    ]
+    order: Any = get_schedule_class(schedule)(stages, microbatches)
+    return [[one for action in order.pipeline_order[rank] for one in flat(action)] for rank in range(ranks)]

@@ -32,7 +32,7 @@ from nnx_nnscaler.compiler import (
 from nnx_nnscaler.cost.hardware import calibrated
 from nnx_nnscaler.cost.model import CostModel
 from nnx_nnscaler.ir import Graph
-from nnx_nnscaler.options import NnScalerOptions
+from nnx_nnscaler.options import V_SHAPED, NnScalerOptions
 from nnx_nnscaler.pipeline.plan import PipelinePlan
 from nnx_nnscaler.pipeline.planning import PipelineOptions, plan_pipeline
 from nnx_nnscaler.pipeline.program import PipelineForm
@@ -181,10 +181,11 @@ def _pipeline(options: NnScalerOptions, axes: Axes) -> PipelineOptions:
     """What is asked of a pipeline in units of this size."""
     ranks, stages = options.pipe_shape(axes.unit_size)
     return PipelineOptions(
-        Arrangement(ranks, stages),
+        Arrangement(ranks, stages, options.schedule in V_SHAPED),
         options.pipeline_nmicros,
         tuple(options.stage_cuts or ()),
         inner=axes.unit_size // ranks,
+        schedule=options.schedule,
     )
 
 

@@ -196,7 +196,18 @@ def _unknown(owner: str, key: Any, known: list[str]) -> OptionError:
 
 POLICIES = ("dp", "zero", "tp", "data", "autodist", "pp", "hybrid")
 PIPELINES = ("pp", "hybrid")
-SCHEDULES = ("gpipe", "looped_bfs")
+SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "looped_bfs": "LoopedBFS",
+    "zero_bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+"""Schedules of pipelines, and what torch calls them."""
+V_SHAPED = ("zbv", "dualpipev")
+"""Schedules in which the first rank has the first and the last of two stages for each rank."""
 _GIB = 1024**3
 
 
@@ -254,7 +265,8 @@ class NnScalerOptions:
     )
     pipeline_scheduler: str | None = option(
         None,
-        help="The order in which a rank works on stages and microbatches.",
+        help="The order in which a rank works on stages and microbatches: 'gpipe', which is the default and "
+        "goes forward with a whole batch before it goes back, or another if forwards return their loss.",
         choices=(*SCHEDULES, None),
     )
     stage_cuts: Sequence[str] | str | None = option(
@@ -374,7 +386,7 @@ class NnScalerOptions:
             if self.config.use_end2end:
                 raise OptionError(
                     f"use_end2end=True with policy={self.policy!r}, which has no stages.",
-                    remedy="Leave it out: forward may return anything, and the loss is computed as you wrote it.",
+                    remedy="Leave it out: forward may return anything; the loss is computed as you wrote it.",
                 )
             for name in (*_PIPELINE_FIELDS[:4], "stage_cuts"):
                 value = getattr(self, name)
@@ -416,12 +428,15 @@ class NnScalerOptions:
                 f"pp_size={ranks} with units of {unit_size} ranks and policy={self.policy!r}.",
                 remedy="With 'pp' it is plan_ngpus, with 'hybrid' a divisor of it.",
             )
-        stages = self.pipeline_nstages or (ranks if self.stage_cuts is None else len(self.stage_cuts) + 1)
+        each = 1 if self.schedule in ("gpipe", "1f1b", "zero_bubble") else 2
+        chosen = ranks * each if self.stage_cuts is None else len(self.stage_cuts) + 1
+        stages = self.pipeline_nstages or chosen
         if stages % ranks:
             raise OptionError(
                 f"{stages} stages cannot be dealt out to {ranks} ranks evenly.",
                 remedy=f"Set pipeline_nstages, or stage_cuts, to a multiple of {ranks}.",
             )
+        self._check_schedule(stages // ranks)
         if self.pipeline_nmicros is not None and self.pipeline_nmicros < ranks:
             raise OptionError(
                 f"pipeline_nmicros={self.pipeline_nmicros} is less than the {ranks} ranks along the pipe, of "
@@ -429,6 +444,27 @@ class NnScalerOptions:
                 remedy=f"Set it to {ranks} or more, or leave it out.",
             )
         return ranks, stages
+
+    @property
+    def schedule(self) -> str:
+        """`pipeline_scheduler`, or what it is by default."""
+        return self.pipeline_scheduler or "gpipe"
+
+    def _check_schedule(self, each: int) -> None:
+        """Refuse a number of stages for each rank that the schedule has no order for."""
+        schedule = self.schedule
+        wanted = "1" if schedule == "1f1b" else "2" if schedule in V_SHAPED else "2 or more"
+        fits = {"1": each == 1, "2": each == 2, "2 or more": each > 1}[wanted]
+        if schedule not in ("gpipe", "zero_bubble") and not fits:
+            raise OptionError(
+                f"pipeline_scheduler={schedule!r} with {each} stages for each rank, and it takes {wanted}.",
+                remedy="Change pipeline_nstages, or use '1f1b' for one stage each, 'interleaved' for more.",
+            )
+        if self.recompute and schedule in ("zero_bubble", *V_SHAPED):
+            raise OptionError(
+                f"recompute with pipeline_scheduler={schedule!r}, which computes gradients in two turns.",
+                remedy="Use 'interleaved' or '1f1b'.",
+            )
 
     @property
     def config(self) -> ComputeConfig:

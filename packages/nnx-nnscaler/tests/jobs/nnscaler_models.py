@@ -31,6 +31,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     devices: int = 1
     steps: int = 10
+    clip: float | None = None
 
 
 class Batches(Dataset[Batch]):
@@ -303,6 +304,51 @@ class T5(Model):
         return self.net(input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=False)
 
 
+class UNet(Model):
+    """Skips from the way down to the way up, and a forward that returns its loss."""
+
+    def build(self) -> None:
+        self.into = nn.Conv2d(3, 8, 3, padding=1)
+        self.down = nn.ModuleList([nn.Conv2d(8, 16, 3, 2, 1), nn.Conv2d(16, 32, 3, 2, 1)])
+        self.middle = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU())
+        self.up = nn.ModuleList([nn.ConvTranspose2d(32, 16, 2, 2), nn.ConvTranspose2d(32, 8, 2, 2)])
+        self.out = nn.Conv2d(16, 3, 3, padding=1)
+
+    def make_batch(self, generator: torch.Generator) -> Batch:
+        return {"x": torch.randn(GLOBAL_BATCH, 3, 8, 8, generator=generator)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = [self.into(x).relu()]
+        for layer in self.down:
+            kept.append(layer(kept[-1]).relu())
+        y = self.middle(kept.pop())
+        for layer in self.up:
+            y = torch.cat([layer(y).relu(), kept.pop()], 1)
+        return F.mse_loss(self.out(y), x)
+
+    def loss(self, batch: Batch) -> Tensor:
+        return self(**batch)
+
+
+class GPTWithLoss(GPT):
+    """A forward that returns its loss beside the scores; `GPT` computes it in the step."""
+
+    def build(self) -> None:
+        super().build()
+        for module in self.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        scores = super().forward(ids)
+        return {"loss": F.cross_entropy(scores[:, :-1].flatten(0, 1), ids[:, 1:].flatten()), "scores": scores}
+
+    def loss(self, batch: Batch) -> Tensor:
+        return self(batch["ids"])["loss"]
+
+
+LOSS_IN_FORWARD: dict[str, Callable[[int], Model]] = {"unet": UNet, "gpt_with_loss": GPTWithLoss}
+"""Models besides, for pipelines."""
 MODELS: dict[str, Callable[[int], Model]] = {
     "mlp": MLP,
     "cnn": CNN,
@@ -319,7 +365,7 @@ MODELS: dict[str, Callable[[int], Model]] = {
 def losses_of(case: Case) -> tuple[list[float], list[float]]:
     """Train a model; the losses of every step, and those of two batches on which it is validated."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    module = MODELS[case.model](case.steps)
+    module = (MODELS | LOSS_IN_FORWARD)[case.model](case.steps)
     trainer = Trainer(
         strategy=make_strategy(case.strategy, case.options),
         accelerator="cpu",
@@ -332,6 +378,7 @@ def losses_of(case: Case) -> tuple[list[float], list[float]]:
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
+        gradient_clip_val=case.clip,
     )
     trainer.fit(module)
     return module.losses, module.validated

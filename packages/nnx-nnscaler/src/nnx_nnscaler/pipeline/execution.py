@@ -20,7 +20,7 @@ from torch.autograd import Variable
 from nnx_checkpoint.collective import wait_for_collective
 from nnx_core.errors import UnsupportedError
 
-_BACKWARD = 1 << 30
+BACKWARD = 1 << 30
 """Added to the tag of what goes back."""
 
 
@@ -117,7 +117,7 @@ class _Send(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative()
         flowing = [look for look in ctx.looks if look.flows]
-        found = iter(ctx.line.receive(flowing, ctx.to, ctx.tag + _BACKWARD))
+        found = iter(ctx.line.receive(flowing, ctx.to, ctx.tag + BACKWARD))
         gradients = [next(found) if look.flows else None for look in ctx.looks]
         return None, None, None, None, gradient, *gradients
 
@@ -140,7 +140,7 @@ class _Receive(torch.autograd.Function):
         flowing = [
             _as(gradient, look) for gradient, look in zip(gradients, ctx.looks, strict=True) if look.flows
         ]
-        ctx.line.send(flowing, ctx.source, ctx.tag + _BACKWARD)
+        ctx.line.send(flowing, ctx.source, ctx.tag + BACKWARD)
         Variable._execution_engine.queue_callback(ctx.line.settle)
         return None, None, None, None, None
 
@@ -189,14 +189,21 @@ class Passage:
 
     Args:
         line: The ranks.
+        records: True if gradients go back the same way.
     """
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Line, *, records: bool) -> None:
         self._line = line
         self._start: Tensor | None = None
-        if torch.is_grad_enabled():
+        if records:
             self._start = torch.zeros((), device=line.device, requires_grad=True)
         self._token = self._start
+
+    @property
+    def token(self) -> Tensor:
+        """What all that was sent hangs on."""
+        assert self._token is not None, "nothing is recorded"
+        return self._token
 
     def send(self, tensors: Sequence[Tensor], looks: Sequence[Look], to: int, tag: int) -> None:
         """Send values to another rank, so that their gradients come back."""

@@ -26,6 +26,8 @@ class PipelinePlan:
         stored: Says how the ranks of a stage store each parameter.
         synchronized: Parameters whose gradients the reducer sums over the ranks of a stage.
         divisible: As in `ProgramPlan`; of a microbatch.
+        schedule: The order in which ranks work, by a name of `nnx_nnscaler.options.SCHEDULES`.
+        loss: The value that is the forward's loss, where the schedule needs it.
         microbatches: How many microbatches are wished for; a batch is cut into so many or fewer.
         reason: Why it and no other.
         notes: What the user should hear once.
@@ -41,6 +43,8 @@ class PipelinePlan:
     stored: Mapping[str, Placement]
     synchronized: frozenset[str] = frozenset()
     divisible: tuple[tuple[str, int], ...] = ()
+    schedule: str = "gpipe"
+    loss: str = ""
     microbatches: int = 1
     reason: str = ""
     notes: tuple[str, ...] = ()
@@ -65,6 +69,8 @@ def pipeline_plan_to_text(plan: PipelinePlan) -> str:
         "arrangement": plan.arrangement._asdict(),
         "cuts": plan.cuts,
         "seconds": plan.seconds,
+        "schedule": plan.schedule,
+        "loss": plan.loss,
         "microbatches": plan.microbatches,
         "reason": plan.reason,
         "notes": plan.notes,
@@ -92,6 +98,8 @@ def pipeline_plan_from_text(text: str) -> PipelinePlan:
         stored={name: Placement.parse(text) for name, text in read["stored"].items()},
         synchronized=frozenset(read["synchronized"]),
         divisible=tuple((expression, number) for expression, number in read["divisible"]),
+        schedule=read["schedule"],
+        loss=read["loss"],
         microbatches=read["microbatches"],
         reason=read["reason"],
         notes=tuple(read["notes"]),

@@ -13,6 +13,7 @@ from nnx_nnscaler.cost.model import CostModel, Stored
 from nnx_nnscaler.ir import Graph, hint_of
 from nnx_nnscaler.pipeline.microbatches import Draw, Microbatches, cut_batch, draw_masks_first
 from nnx_nnscaler.pipeline.plan import PipelinePlan
+from nnx_nnscaler.pipeline.schedules import loss_of
 from nnx_nnscaler.pipeline.stages import (
     Arrangement,
     Outline,
@@ -41,6 +42,7 @@ class PipelineOptions(NamedTuple):
         cuts: Names of the submodules that the second and later stages begin with; empty to have them chosen.
         policy: How the ranks of a stage share its operators.
         inner: Ranks of a stage.
+        schedule: The order in which ranks work.
     """
 
     arrangement: Arrangement
@@ -48,6 +50,7 @@ class PipelineOptions(NamedTuple):
     cuts: tuple[str, ...] = ()
     policy: str | Policy = "autodist"
     inner: int = 1
+    schedule: str = "gpipe"
 
 
 # --- planning -------------------------------------------------------------------------------------
@@ -138,7 +141,8 @@ def plan_pipeline(
     plans, known = _plan_stages(
         stages, options, layout=layout, costs=costs, constraints=constraints, units=units, zero=zero
     )
-    wished = _wished_microbatches(prepared, options, layout)
+    loss = loss_of(graph, prepared.cut)
+    notes = _notes(prepared, options.schedule, loss)
     bounds = [0, *cuts, len(outline.ops)]
     seconds = [float(prices.seconds[stop] - prices.seconds[start]) for start, stop in pairwise(bounds)]
     found = PipelinePlan(
@@ -152,12 +156,24 @@ def plan_pipeline(
         stored={name: stored.placement for name, stored in known.items()},
         synchronized=frozenset(name for name, stored in known.items() if stored.synchronized),
         divisible=tuple(sorted({item for plan in plans for item in plan.divisible})),
-        microbatches=wished,
-        notes=(f"the batch goes through the stages whole: {prepared.cut.hindrance}",)
-        if prepared.cut.hindrance
-        else (),
+        schedule=options.schedule,
+        loss=loss or "",
+        microbatches=_wished_microbatches(prepared, options, layout),
+        notes=notes,
     )
     return replace(found, reason=_explained(found, outline))
+
+
+def _notes(prepared: Prepared, schedule: str, loss: str | None) -> tuple[str, ...]:
+    """What the user should hear of how a batch goes through the stages."""
+    hindrance = prepared.cut.hindrance
+    notes = [f"the batch goes through the stages whole: {hindrance}"] if hindrance else []
+    if schedule != "gpipe" and prepared.graph.training and (hindrance or loss is None):
+        reason = (
+            "the batch is not cut" if hindrance else "the forward does not return one loss of all samples"
+        )
+        notes.append(f"all goes forward before it goes back, instead of {schedule!r}: {reason}")
+    return tuple(notes)
 
 
 def _cuts(

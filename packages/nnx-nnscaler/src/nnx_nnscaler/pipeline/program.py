@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,16 @@ from nnx_nnscaler.codegen.emit import emit, inputs_of
 from nnx_nnscaler.codegen.store import Entry, Program, load_program
 from nnx_nnscaler.compiler import ProgramForm
 from nnx_nnscaler.cost.model import CostModel
-from nnx_nnscaler.ir import Graph, Input, Ref, TensorMeta
-from nnx_nnscaler.pipeline.execution import Line, Look, Passage
+from nnx_nnscaler.ir import Graph, Input, Ref
+from nnx_nnscaler.pipeline.call import Call, Lineup, StageRuntime, look_of
 from nnx_nnscaler.pipeline.microbatches import (
     Count,
     output_refs,
 )
 from nnx_nnscaler.pipeline.plan import PipelinePlan, pipeline_plan_from_text, pipeline_plan_to_text
 from nnx_nnscaler.pipeline.planning import prepare
+from nnx_nnscaler.pipeline.schedules import Action, Turns, actions
 from nnx_nnscaler.pipeline.stages import (
-    Stage,
     make_stages,
 )
 from nnx_nnscaler.placement import P, Placement, R
@@ -86,34 +86,6 @@ def _sections(source: str) -> list[str]:
 # --- running --------------------------------------------------------------------------------------
 
 
-class StageRuntime(Runtime):
-    """The runtime of one call.
-
-    Attributes:
-        microbatches: Into how many the batch is cut.
-        counts: By the name of an operator, the number of samples that count in the whole batch.
-    """
-
-    microbatches: int = 1
-    counts: Mapping[str, Tensor]
-
-
-class Bundle(NamedTuple):
-    """What one stage gives a rank.
-
-    Attributes:
-        stage: The stage that gives it.
-        rank: The rank that gets it.
-        consumer: The first stage of that rank that needs some of it.
-        names: The values.
-    """
-
-    stage: int
-    rank: int
-    consumer: int
-    names: tuple[str, ...]
-
-
 class PipelineProgram:
     """A program that is called as any other one.
 
@@ -132,78 +104,16 @@ class PipelineProgram:
         self.plan = plan
         self.cut = prepared.cut
         self.graph = prepared.cut.graph
-        self.stages = make_stages(prepared.outline, plan.cuts)
         self._draws = prepared.draws
         self._inputs = inputs_of(graph)
-        self._pipe = pipe
-        self._rank = dist.get_rank(pipe)
-        self._own = plan.arrangement.stages_of(self._rank)
         sections = _sections(source)
-        self._programs = {number: load_program(sections[number], path=path) for number in self._own}
-        self._bundles = self._all_bundles()
-        self._lent = self._all_lent()
+        own = plan.arrangement.stages_of(dist.get_rank(pipe))
+        programs = {number: load_program(sections[number], path=path) for number in own}
+        stages = make_stages(prepared.outline, plan.cuts)
+        self.lineup = Lineup(self.graph, plan, stages, programs, pipe)
         self._counter = _counting_program(prepared.graph, prepared.cut.counts, self._inputs)
         self._returned = [name for name in output_refs(self.graph) if name not in self._inputs]
         self._output = _output_program(self.graph, self._inputs, self._returned)
-        self._flowing_for: tuple[tuple[bool, ...], list[bool]] = ((), [])
-        self._parameters: list[nn.Parameter] | None = None
-
-    # --- what passes --------------------------------------------------------------------------
-
-    def _all_bundles(self) -> list[Bundle]:
-        """What passes between ranks, by the stage that gives it."""
-        rank_of = self.plan.arrangement.rank_of
-        found = []
-        for stage in self.stages:
-            for rank in range(self.plan.arrangement.ranks):
-                needing = [
-                    other
-                    for other in self.stages[stage.number + 1 :]
-                    if rank_of(other.number) == rank and set(stage.gives) & set(other.arguments)
-                ]
-                if needing and rank != rank_of(stage.number):
-                    wanted = {name for other in needing for name in other.arguments}
-                    names = tuple(name for name in stage.gives if name in wanted)
-                    found.append(Bundle(stage.number, rank, needing[0].number, names))
-        return found
-
-    def _all_lent(self) -> list[tuple[str, int, int]]:
-        """Parameters that a rank uses and another stores: name, who stores it and who uses it."""
-        rank_of = self.plan.arrangement.rank_of
-        users = {
-            (fqn, self.plan.homes.get(fqn, 0), rank_of(stage.number)): None
-            for stage in self.stages
-            for fqn in stage.graph.parameters.values()
-        }
-        return [lent for lent in users if lent[1] != lent[2]]
-
-    def _flowing(self, root: nn.Module) -> list[bool]:
-        """Whether a gradient flows into what each stage gives, for the parameters that are trained now."""
-        if self._parameters is None:
-            named = dict(root.named_parameters(remove_duplicate=False))
-            names = [fqn for stage in self.stages for fqn in stage.graph.parameters.values()]
-            self._parameters = [named[fqn] for fqn in names]
-        trained = tuple([parameter.requires_grad for parameter in self._parameters])
-        if self._flowing_for[0] != trained:
-            of_name = iter(trained)
-            found: list[bool] = []
-            for stage in self.stages:
-                own = [next(of_name) for _ in stage.graph.parameters]
-                before = [
-                    flows
-                    for other, flows in zip(self.stages, found, strict=False)
-                    if set(other.gives) & set(stage.arguments)
-                ]
-                found.append(any(own) or any(before))
-            self._flowing_for = trained, found
-        return self._flowing_for[1]
-
-    def _look(self, meta: TensorMeta, symbols: Mapping[str, int], flows: bool) -> Look:
-        shape = tuple(
-            dim if isinstance(dim, int) else eval(dim.expr, {}, dict(symbols)) for dim in meta.shape
-        )
-        dtype = getattr(torch, meta.dtype)
-        return Look(shape, dtype, flows and (dtype.is_floating_point or dtype.is_complex))
 
     # --- one call -----------------------------------------------------------------------------
 
@@ -218,34 +128,49 @@ class PipelineProgram:
         """What the forward returns for these inputs, on every rank of the unit."""
         inputs = dict(zip(self._inputs, tensors, strict=True))
         symbols = {name: inputs[leaf].shape[dim] for name, (leaf, dim) in self.graph.symbols.items()}
-        count = self.microbatches_of(symbols)
+        count, order = self.order_for(symbols)
         inputs |= self._drawn(symbols, rt.device)
         runtime = StageRuntime(rt.communicator, rt.device)
         runtime.microbatches = count
         runtime.counts = self._counted(rt, root, weights, constants, inputs)
-        call = _Call(self, runtime, root, weights, constants, symbols)
-        local = call.run(self._microbatches(inputs, count))
-        return self._result(call, local, inputs)
+        call = Call(self.lineup, runtime, root, weights, constants, symbols, in_turns=order is not None)
+        local = self._microbatches(inputs, count)
+        if order is None:
+            call.run(local)
+            return self._result(call, local, inputs, None)
+        turns = Turns(call, local, self.plan.loss, self.plan.schedule, keeps=frozenset(self._returned))
+        turns.run(order)
+        return self._result(call, local, inputs, turns)
 
-    def microbatches_of(self, symbols: Mapping[str, int]) -> int:
-        """Into how many microbatches a batch of that size is cut."""
-        if self.cut.hindrance:
-            return 1
-        ((symbol, batch),) = symbols.items()
-        for count in range(min(self.plan.microbatches, batch), 1, -1):
-            if batch % count or batch // count < self.cut.at_least:
-                continue
-            part = {symbol: batch // count}
-            if all(eval(size, {}, part) % number == 0 for size, number in self.plan.divisible):
-                return count
-        return 1
+    def order_for(self, symbols: Mapping[str, int]) -> tuple[int, tuple[Action, ...] | None]:
+        """The number of microbatches, and what this rank does in turns; None for GPipe's order."""
+        plan = self.plan
+        counts = list(self._possible_counts(symbols))
+        in_turns = plan.schedule != "gpipe" and plan.loss and not self.cut.hindrance
+        if in_turns and torch.is_grad_enabled() and not _scales():
+            for count in counts:
+                found = actions(plan.schedule, plan.arrangement.ranks, plan.arrangement.stages, count)
+                if found is not None:
+                    return count, found[self.lineup.rank]
+        return counts[0], None
+
+    def _possible_counts(self, symbols: Mapping[str, int]) -> Iterator[int]:
+        """The numbers of microbatches that a batch can be cut into, the best first."""
+        if not self.cut.hindrance:
+            ((symbol, batch),) = symbols.items()
+            for count in range(min(self.plan.microbatches, batch), 1, -1):
+                part = {symbol: batch // count}
+                fits = batch % count == 0 and batch // count >= self.cut.at_least
+                if fits and all(eval(size, {}, part) % number == 0 for size, number in self.plan.divisible):
+                    yield count
+        yield 1
 
     def _drawn(self, symbols: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
         """Masks for the whole batch: every rank draws all, as one process would, and keeps its own."""
-        needed = {name for number in self._own for name in self.stages[number].arguments}
+        needed = {name for number in self.lineup.own for name in self.lineup.stages[number].arguments}
         found = {}
         for draw in self._draws:
-            look = self._look(draw.meta, symbols, False)
+            look = look_of(draw.meta, symbols, flows=False)
             mask = F.dropout(torch.ones(look.shape, dtype=look.dtype, device=device), draw.p, training=True)
             if draw.name in needed:
                 found[draw.name] = mask
@@ -284,33 +209,31 @@ class PipelineProgram:
 
     # --- results ------------------------------------------------------------------------------
 
-    def _result(self, call: _Call, local: list[dict[str, Tensor]], inputs: Mapping[str, Tensor]) -> Any:
+    def _result(
+        self, call: Call, local: list[dict[str, Tensor]], inputs: Mapping[str, Tensor], turns: Turns | None
+    ) -> Any:
         owners = {
-            name: self.plan.arrangement.rank_of(stage.number) for stage in self.stages for name in stage.gives
+            name: self.plan.arrangement.rank_of(stage.number)
+            for stage in self.lineup.stages
+            for name in stage.gives
         }
-        flowing = {name: call.flows[stage.number] for stage in self.stages for name in stage.gives}
         shared = [name for name in self._returned if name in owners]
         own = [
-            self._joined(name, [one[name] for one in local]) if owners[name] == self._rank else None
+            self._joined(name, [one[name] for one in local]) if owners[name] == self.lineup.rank else None
             for name in shared
         ]
-        looks = [
-            self._look(
-                self.graph.meta(name), call.symbols, flowing[name] and self.graph.meta(name).differentiable
-            )
-            for name in shared
-        ]
-        values = dict(
-            zip(shared, call.passage.share(own, looks, [owners[name] for name in shared]), strict=True)
-        )
+        looks = [call.look(name, call.symbols) for name in shared]
+        found = call.between.share(own, looks, [owners[name] for name in shared])
+        values = dict(zip(shared, found, strict=True))
+        if turns is not None:
+            values |= turns.results({name: values[name] for name in shared if name in call.flows})
         self._share_written(call)
         values |= {
             name: call.weights[fqn] for name, fqn in self.graph.buffers.items() if name in self._returned
         }
         values |= {name: call.constants[name] for name in self._returned if name in self.graph.constants}
-        return self._output(
-            call.runtime, call.root, {}, {}, *[{**inputs, **values}[name] for name in self._output_names]
-        )
+        named = {**inputs, **values}
+        return self._output(call.runtime, call.root, {}, {}, *[named[name] for name in self._output_names])
 
     @property
     def _output_names(self) -> list[str]:
@@ -325,13 +248,21 @@ class PipelineProgram:
             return torch.stack(parts).sum(0)
         return _put_together(parts, placement)
 
-    def _share_written(self, call: _Call) -> None:
+    def _share_written(self, call: Call) -> None:
         """Give all ranks the buffers that stages have written."""
         with torch.no_grad():
-            for stage in self.stages:
+            for stage in self.lineup.stages:
                 for fqn in stage.writes:
                     home = self.plan.arrangement.rank_of(stage.number)
-                    dist.broadcast(call.weights[fqn], group=self._pipe, group_src=home)
+                    dist.broadcast(call.weights[fqn], group=self.lineup.pipe, group_src=home)
+
+
+def _scales() -> bool:
+    """Whether the loss is scaled before its backward, so that gradients of the loss as it is may be lost."""
+    return any(
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+        for device in ("cpu", "cuda")
+    )
 
 
 def _put_together(parts: list[Tensor], placement: Placement) -> Tensor:
@@ -339,116 +270,6 @@ def _put_together(parts: list[Tensor], placement: Placement) -> Tensor:
         return torch.cat(parts, placement.dim)
     grouped = [torch.unflatten(part, placement.dim, (placement.groups, -1)) for part in parts]
     return torch.cat(grouped, placement.dim + 1).flatten(placement.dim, placement.dim + 1)
-
-
-class _Call:
-    """One call of a pipeline on one rank.
-
-    Attributes:
-        passage: What it sends and receives.
-        flows: Whether a gradient flows into what each stage gives.
-        symbols: Sizes of the whole batch.
-    """
-
-    def __init__(
-        self,
-        program: PipelineProgram,
-        runtime: StageRuntime,
-        root: nn.Module,
-        weights: Mapping[str, Tensor],
-        constants: Mapping[str, Tensor],
-        symbols: Mapping[str, int],
-    ) -> None:
-        self.program = program
-        self.runtime = runtime
-        self.root = root
-        self.weights = weights
-        self.constants = constants
-        self.symbols = symbols
-        self.flows = program._flowing(root)
-        self.passage = Passage(Line(program._pipe, runtime.device))
-        self._part = {name: size // runtime.microbatches for name, size in symbols.items()}
-
-    def run(self, microbatches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """All stages of this rank on all microbatches, in GPipe's order; the values that they have then."""
-        weights = _Borrowed(self.weights, self._borrow())
-        for number in self.program._own:
-            stage = self.program.stages[number]
-            for index, values in enumerate(microbatches):
-                self._receive(stage, index, values)
-                arguments = [values[name] for name in stage.arguments]
-                given = self.program._programs[number](
-                    self.runtime, self.root, weights, self.constants, *arguments
-                )
-                values |= dict(zip(stage.gives, given, strict=True))
-                self._send(stage, index, values)
-        return microbatches
-
-    def _tag(self, stage: int, microbatch: int) -> int:
-        program = self.program
-        most = 1 + max((len(other.gives) for other in program.stages), default=0)
-        return len(program._lent) + (stage * self.runtime.microbatches + microbatch) * most
-
-    def _looks(self, bundle: Bundle) -> list[Look]:
-        graph, flows = self.program.graph, self.flows[bundle.stage]
-        metas = [graph.meta(name) for name in bundle.names]
-        return [self.program._look(meta, self._part, flows and meta.differentiable) for meta in metas]
-
-    def _receive(self, stage: Stage, index: int, values: dict[str, Tensor]) -> None:
-        for bundle in self.program._bundles:
-            if bundle.rank == self.program._rank and bundle.consumer == stage.number:
-                source = self.program.plan.arrangement.rank_of(bundle.stage)
-                tag = self._tag(bundle.stage, index)
-                found = self.passage.receive(self._looks(bundle), source, tag)
-                values |= dict(zip(bundle.names, found, strict=True))
-
-    def _send(self, stage: Stage, index: int, values: Mapping[str, Tensor]) -> None:
-        for bundle in self.program._bundles:
-            if bundle.stage == stage.number:
-                tensors = [values[name] for name in bundle.names]
-                self.passage.send(tensors, self._looks(bundle), bundle.rank, self._tag(stage.number, index))
-
-    def _borrow(self) -> dict[str, Tensor]:
-        """Parameters that other ranks store; their gradients go back there."""
-        program = self.program
-        named = dict(self.root.named_parameters(remove_duplicate=False)) if program._lent else {}
-        found = {}
-        for number, (fqn, home, user) in enumerate(program._lent):
-            if program._rank not in (home, user):
-                continue
-            description = _logical(named[fqn])
-            placement = program.plan.stored.get(fqn, R)
-            shape = placement.local_shape(description.shape, self.runtime.size)
-            look = Look(tuple(shape), description.dtype, named[fqn].requires_grad)
-            if program._rank == home:
-                self.passage.send([self.weights[fqn]], [look], user, number)
-            else:
-                (found[fqn],) = self.passage.receive([look], home, number)
-        return found
-
-
-def _logical(parameter: nn.Parameter) -> Tensor:
-    """A tensor without storage that looks as a parameter does in one process."""
-    part = getattr(parameter, "_part", None)
-    return parameter if part is None else part.description
-
-
-class _Borrowed(Mapping[str, Tensor]):
-    """Weights of this rank, and those that it got from others."""
-
-    def __init__(self, weights: Mapping[str, Tensor], borrowed: Mapping[str, Tensor]) -> None:
-        self._weights = weights
-        self._borrowed = borrowed
-
-    def __getitem__(self, name: str) -> Tensor:
-        found = self._borrowed.get(name)
-        return self._weights[name] if found is None else found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
 
 
 # --- programs beside the stages -------------------------------------------------------------------

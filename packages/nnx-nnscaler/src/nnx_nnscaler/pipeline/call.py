@@ -1,0 +1,303 @@
+"""One call of a pipeline on one rank: what its stages compute, and what passes to and from other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nnx_nnscaler.codegen.store import Program
+from nnx_nnscaler.ir import Graph, TensorMeta
+from nnx_nnscaler.pipeline.execution import BACKWARD, Line, Look, Passage
+from nnx_nnscaler.pipeline.plan import PipelinePlan
+from nnx_nnscaler.pipeline.stages import Stage
+from nnx_nnscaler.placement import R
+from nnx_nnscaler.runtime.functions import Runtime
+
+
+class StageRuntime(Runtime):
+    """The runtime of one call.
+
+    Attributes:
+        microbatches: Into how many the batch is cut.
+        counts: By the name of an operator, the number of samples that count in the whole batch.
+    """
+
+    microbatches: int = 1
+    counts: Mapping[str, Tensor]
+
+
+class Bundle(NamedTuple):
+    """What one stage gives a rank.
+
+    Attributes:
+        stage: The stage that gives it.
+        rank: The rank that gets it.
+        consumer: The first stage of that rank that needs some of it.
+        names: The values.
+    """
+
+    stage: int
+    rank: int
+    consumer: int
+    names: tuple[str, ...]
+
+
+class Lineup:
+    """What all calls of a pipeline have in common on one rank.
+
+    Args:
+        graph: The graph of a microbatch.
+        plan: The plan.
+        stages: The stages.
+        programs: The programs of this rank's stages, by number.
+        pipe: The ranks along the pipe.
+
+    Attributes:
+        rank: This rank's place along the pipe.
+        own: The numbers of its stages.
+        bundles: What passes between ranks.
+        lent: Parameters that a rank uses and another stores: name, who stores it and who uses it.
+        most_given: More than any stage gives.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        plan: PipelinePlan,
+        stages: Sequence[Stage],
+        programs: Mapping[int, Program],
+        pipe: dist.ProcessGroup,
+    ) -> None:
+        self.graph = graph
+        self.plan = plan
+        self.stages = stages
+        self.programs = programs
+        self.pipe = pipe
+        self.rank = dist.get_rank(pipe)
+        self.own = plan.arrangement.stages_of(self.rank)
+        self.bundles = self._all_bundles()
+        self.lent = self._all_lent()
+        self.most_given = 1 + max((len(stage.gives) for stage in stages), default=0)
+        self._flowing_for: tuple[tuple[bool, ...], list[bool]] = ((), [])
+        self._parameters: list[nn.Parameter] | None = None
+
+    def _all_bundles(self) -> list[Bundle]:
+        """What passes between ranks, by the stage that gives it."""
+        rank_of = self.plan.arrangement.rank_of
+        found = []
+        for stage in self.stages:
+            for rank in range(self.plan.arrangement.ranks):
+                needing = [
+                    other
+                    for other in self.stages[stage.number + 1 :]
+                    if rank_of(other.number) == rank and set(stage.gives) & set(other.arguments)
+                ]
+                if needing and rank != rank_of(stage.number):
+                    wanted = {name for other in needing for name in other.arguments}
+                    names = tuple(name for name in stage.gives if name in wanted)
+                    found.append(Bundle(stage.number, rank, needing[0].number, names))
+        return found
+
+    def _all_lent(self) -> list[tuple[str, int, int]]:
+        """Parameters that a rank uses and another stores: name, who stores it and who uses it."""
+        rank_of = self.plan.arrangement.rank_of
+        users = {
+            (fqn, self.plan.homes.get(fqn, 0), rank_of(stage.number)): None
+            for stage in self.stages
+            for fqn in stage.graph.parameters.values()
+        }
+        return [lent for lent in users if lent[1] != lent[2]]
+
+    def flowing(self, root: nn.Module) -> list[bool]:
+        """Whether a gradient flows into what each stage gives, for the parameters that are trained now."""
+        if self._parameters is None:
+            named = dict(root.named_parameters(remove_duplicate=False))
+            names = [fqn for stage in self.stages for fqn in stage.graph.parameters.values()]
+            self._parameters = [named[fqn] for fqn in names]
+        trained = tuple([parameter.requires_grad for parameter in self._parameters])
+        if self._flowing_for[0] != trained:
+            of_name = iter(trained)
+            found: list[bool] = []
+            for stage in self.stages:
+                own = [next(of_name) for _ in stage.graph.parameters]
+                before = [
+                    flows
+                    for other, flows in zip(self.stages, found, strict=False)
+                    if set(other.gives) & set(stage.arguments)
+                ]
+                found.append(any(own) or any(before))
+            self._flowing_for = trained, found
+        return self._flowing_for[1]
+
+
+class Call:
+    """One call of a pipeline on one rank.
+
+    Attributes:
+        lineup: The pipeline.
+        runtime: What programs use.
+        root: The user's module.
+        weights: This rank's weights.
+        constants: The graph's.
+        symbols: Sizes of the whole batch.
+        own: This rank's stages.
+        flows: The names of the values that a gradient flows into.
+        passage: What is sent and received with gradients.
+        between: What passes between stages: the same, or without gradients where these are sent apart.
+    """
+
+    def __init__(
+        self,
+        lineup: Lineup,
+        runtime: StageRuntime,
+        root: nn.Module,
+        weights: Mapping[str, Tensor],
+        constants: Mapping[str, Tensor],
+        symbols: Mapping[str, int],
+        *,
+        in_turns: bool,
+    ) -> None:
+        self.lineup = lineup
+        self.runtime = runtime
+        self.root = root
+        self.constants = constants
+        self.symbols = symbols
+        self.own = [lineup.stages[number] for number in lineup.own]
+        flowing = lineup.flowing(root)
+        self.flows = {
+            name
+            for stage in lineup.stages
+            for name in stage.gives
+            if flowing[stage.number] and lineup.graph.meta(name).differentiable
+        }
+        self._line = Line(lineup.pipe, runtime.device)
+        self.passage = Passage(self._line, records=torch.is_grad_enabled())
+        self.between = Passage(self._line, records=False) if in_turns else self.passage
+        self._part = {name: size // runtime.microbatches for name, size in symbols.items()}
+        self.weights = _Borrowed(weights, self._borrow(weights))
+
+    def run(self, microbatches: list[dict[str, Tensor]]) -> None:
+        """All stages of this rank on all microbatches, in GPipe's order; adds what they give."""
+        for stage in self.own:
+            for index, values in enumerate(microbatches):
+                self.receive(stage, index, values)
+                given = self.compute(stage, self.weights, [values[name] for name in stage.arguments])
+                values |= dict(zip(stage.gives, given, strict=True))
+                self.send(stage, index, values)
+
+    def compute(
+        self, stage: Stage, weights: Mapping[str, Tensor], arguments: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """One stage on one microbatch."""
+        program = self.lineup.programs[stage.number]
+        return list(program(self.runtime, self.root, weights, self.constants, *arguments))
+
+    def receive(self, stage: Stage, index: int, values: dict[str, Tensor]) -> None:
+        """Get what other ranks give to a stage, unless an earlier one of this rank got it."""
+        for bundle in self._incoming(stage):
+            found = self.between.receive(self._looks(bundle), self._giver(bundle), self._tag(bundle, index))
+            values |= dict(zip(bundle.names, found, strict=True))
+
+    def send(self, stage: Stage, index: int, values: Mapping[str, Tensor]) -> None:
+        """Give other ranks what a stage has made."""
+        for bundle in self._outgoing(stage):
+            tensors = [values[name] for name in bundle.names]
+            self.between.send(tensors, self._looks(bundle), bundle.rank, self._tag(bundle, index))
+
+    def receive_gradients(self, stage: Stage, index: int) -> dict[str, list[Tensor]]:
+        """The gradients that other ranks have of what a stage gave them."""
+        found: dict[str, list[Tensor]] = {}
+        for bundle in self._outgoing(stage):
+            looks = {n: look for n, look in zip(bundle.names, self._looks(bundle), strict=True) if look.flows}
+            tensors = self._line.receive(
+                list(looks.values()), bundle.rank, self._tag(bundle, index) + BACKWARD
+            )
+            for name, tensor in zip(looks, tensors, strict=True):
+                found.setdefault(name, []).append(tensor)
+        return found
+
+    def send_gradients(self, stage: Stage, index: int, gradients: dict[tuple[int, str], Tensor]) -> None:
+        """Give back the gradients of what was received for a stage, the first of this rank that uses it."""
+        for bundle in self._incoming(stage):
+            sent = []
+            for name, look in zip(bundle.names, self._looks(bundle), strict=True):
+                if look.flows:
+                    gradient = gradients.pop((index, name), None)
+                    if gradient is None:
+                        gradient = torch.zeros(look.shape, dtype=look.dtype, device=self.runtime.device)
+                    sent.append(gradient)
+            self._line.send(sent, self._giver(bundle), self._tag(bundle, index) + BACKWARD)
+
+    def _incoming(self, stage: Stage) -> list[Bundle]:
+        own = self.lineup.rank
+        return [b for b in self.lineup.bundles if b.rank == own and b.consumer == stage.number]
+
+    def _outgoing(self, stage: Stage) -> list[Bundle]:
+        return [bundle for bundle in self.lineup.bundles if bundle.stage == stage.number]
+
+    def _giver(self, bundle: Bundle) -> int:
+        return self.lineup.plan.arrangement.rank_of(bundle.stage)
+
+    def _tag(self, bundle: Bundle, microbatch: int) -> int:
+        number = bundle.stage * self.runtime.microbatches + microbatch
+        return len(self.lineup.lent) + number * self.lineup.most_given
+
+    def _looks(self, bundle: Bundle) -> list[Look]:
+        return [self.look(name, self._part) for name in bundle.names]
+
+    def look(self, name: str, symbols: Mapping[str, int]) -> Look:
+        """How a value looks for these sizes of the batch."""
+        return look_of(self.lineup.graph.meta(name), symbols, flows=name in self.flows)
+
+    def _borrow(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Parameters that other ranks store; their gradients go back there."""
+        lineup = self.lineup
+        named = dict(self.root.named_parameters(remove_duplicate=False)) if lineup.lent else {}
+        found = {}
+        for number, (fqn, home, user) in enumerate(lineup.lent):
+            if lineup.rank not in (home, user):
+                continue
+            description = _logical(named[fqn])
+            placement = lineup.plan.stored.get(fqn, R)
+            shape = placement.local_shape(description.shape, self.runtime.size)
+            look = Look(tuple(shape), description.dtype, named[fqn].requires_grad)
+            if lineup.rank == home:
+                self.passage.send([weights[fqn]], [look], user, number)
+            else:
+                (found[fqn],) = self.passage.receive([look], home, number)
+        return found
+
+
+def look_of(meta: TensorMeta, symbols: Mapping[str, int], *, flows: bool) -> Look:
+    """How a tensor looks for these sizes of the batch."""
+    shape = tuple(dim if isinstance(dim, int) else eval(dim.expr, {}, dict(symbols)) for dim in meta.shape)
+    dtype = getattr(torch, meta.dtype)
+    return Look(shape, dtype, flows and (dtype.is_floating_point or dtype.is_complex))
+
+
+def _logical(parameter: nn.Parameter) -> Tensor:
+    """A tensor without storage that looks as a parameter does in one process."""
+    part = getattr(parameter, "_part", None)
+    return parameter if part is None else part.description
+
+
+class _Borrowed(Mapping[str, Tensor]):
+    """Weights of this rank, and those that it got from others."""
+
+    def __init__(self, weights: Mapping[str, Tensor], borrowed: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+        self._borrowed = borrowed
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self._borrowed.get(name)
+        return self._weights[name] if found is None else found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)

@@ -1,0 +1,288 @@
+"""Torch's pipeline schedules: microbatches go forward and back in turns, which keeps fewer of them in memory.
+
+That takes the loss inside of the stages. A forward that returns its loss, as those of Hugging Face do, is run
+forward and backward at once: gradients are kept beside the parameters until the user's backward reaches the
+loss, and then multiplied by its gradient. The orders are those of `torch.distributed.pipelining`; what a rank
+sends and receives follows from the stages, so that values may skip stages.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nnx_core.errors import UnsupportedError
+from nnx_nnscaler._torch_compat import schedule_actions, stage_backward_input, stage_backward_weight
+from nnx_nnscaler.ir import Argument, Graph, Make, Ref
+from nnx_nnscaler.options import SCHEDULES
+from nnx_nnscaler.pipeline.call import Call
+from nnx_nnscaler.pipeline.execution import refuse_second_derivative
+from nnx_nnscaler.pipeline.microbatches import Microbatches, output_refs
+from nnx_nnscaler.placement import P
+
+FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
+_SPLIT = ("zero_bubble", "zbv", "dualpipev")
+"""Schedules that compute the gradients of inputs and of weights apart."""
+
+
+class Action(NamedTuple):
+    """What a rank does next.
+
+    Attributes:
+        kind: ``"F"`` forward, ``"B"`` backward, or of that ``"I"`` gradients of inputs, ``"W"`` of weights.
+        stage: The stage.
+        microbatch: The microbatch.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+@lru_cache(maxsize=256)
+def actions(
+    schedule: str, ranks: int, stages: int, microbatches: int
+) -> tuple[tuple[Action, ...], ...] | None:
+    """What each rank does, in order; None where the schedule does not take that many microbatches.
+
+    Args:
+        schedule: A name of `nnx_nnscaler.options.SCHEDULES`.
+        ranks: Ranks along the pipe.
+        stages: Stages of all ranks.
+        microbatches: Microbatches.
+
+    Example:
+        >>> first, last = actions("1f1b", 2, 2, 2)
+        >>> ["".join(map(str, action)) for action in first]
+        ['F00', 'F01', 'B00', 'B01']
+    """
+    if schedule in _SIMPLE:
+        return tuple(
+            _SIMPLE[schedule](ranks - rank, range(rank, stages, ranks), microbatches) for rank in range(ranks)
+        )
+    try:
+        found = schedule_actions(SCHEDULES[schedule], ranks, microbatches, stages // ranks)
+    except (ValueError, AssertionError):
+        return None
+    return tuple(tuple(Action(*action) for action in rank) for rank in found)
+
+
+def _gpipe(left: int, own: Sequence[int], microbatches: int) -> tuple[Action, ...]:
+    """All forward, then all back."""
+    each = range(microbatches)
+    there = [Action(FORWARD, stage, index) for stage in own for index in each]
+    return (*there, *(Action(BACKWARD, stage, index) for _, stage, index in reversed(there)))
+
+
+def _one_forward_one_backward(left: int, own: Sequence[int], microbatches: int) -> tuple[Action, ...]:
+    """As many forward as there are stages from here, then one back and one forward in turns."""
+    (stage,) = own
+    order = [Action(FORWARD, stage, index) for index in range(min(left, microbatches))]
+    for index in range(microbatches):
+        order.append(Action(BACKWARD, stage, index))
+        if index + left < microbatches:
+            order.append(Action(FORWARD, stage, index + left))
+    return tuple(order)
+
+
+_SIMPLE = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}
+"""Torch 2.13 lists no order for its GPipe, and one for its 1F1B that is wrong on all ranks but the first."""
+
+
+# --- the loss -------------------------------------------------------------------------------------
+
+
+def loss_of(graph: Graph, cut: Microbatches) -> str | None:
+    """The value among a forward's results that is its loss; None if there is none.
+
+    That is the only number that all samples add up to, or the one that is returned as ``loss``.
+    """
+    numbers = [
+        name
+        for name in output_refs(graph)
+        if cut.placements.get(name) == P and not graph.meta(name).shape and graph.meta(name).differentiable
+    ]
+    named = [name for name in _named_loss(graph.outputs) if name in numbers]
+    chosen = named or numbers
+    return chosen[0] if len(set(chosen)) == 1 else None
+
+
+def _named_loss(outputs: Argument) -> Iterator[str]:
+    fields = outputs.fields if isinstance(outputs, Make) else outputs
+    if isinstance(fields, dict) and isinstance(fields.get("loss"), Ref):
+        yield fields["loss"].name
+
+
+class _Loss(torch.autograd.Function):
+    """A loss whose gradients are known: they are multiplied by its own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *weights: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivative()
+        if ctx.gradients is None:
+            raise UnsupportedError(
+                "a second backward goes through one forward of a pipeline, whose gradients were used up.",
+                remedy="Add the losses and call backward once, or use pipeline_scheduler='gpipe'.",
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        return None, None, *(None if g is None else g.mul_(gradient.to(g.dtype)) for g in gradients)
+
+
+class _BesideLoss(torch.autograd.Function):
+    """Another result, whose gradient would come too late."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, loss: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise UnsupportedError(
+            "a gradient goes into a result of the forward that is not its loss, when the backward pass of "
+            "the pipeline is over.",
+            remedy="Compute all of the loss in the forward, or use pipeline_scheduler='gpipe'.",
+        )
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+class Turns:
+    """One call of a pipeline on one rank, forward and backward in turns.
+
+    Args:
+        call: The call.
+        microbatches: The values of each microbatch, which what stages give is added to.
+        loss: The name of the loss.
+        schedule: The name of the schedule.
+        keeps: Names of the values that the forward returns; others are freed once they are not needed.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        microbatches: list[dict[str, Tensor]],
+        loss: str,
+        schedule: str,
+        *,
+        keeps: frozenset[str],
+    ) -> None:
+        self._call = call
+        self._values = microbatches
+        self._loss = loss
+        self._keeps = keeps
+        self._splits = schedule in _SPLIT
+        names = {fqn: None for stage in call.own for fqn in stage.graph.parameters.values()}
+        self._weights = {fqn: call.weights[fqn] for fqn in names}
+        self._leaves = {
+            fqn: weight.detach().requires_grad_(weight.requires_grad) for fqn, weight in self._weights.items()
+        }
+        self._used: Any = ChainMap(self._leaves, call.weights)  # type: ignore[arg-type] # it is only read
+        self._given: dict[tuple[int, int], tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
+        self._gradients: dict[tuple[int, str], Tensor] = {}
+        self._later: dict[tuple[int, int], Any] = {}
+
+    def run(self, own: Sequence[Action]) -> None:
+        """Do all that the schedule says."""
+        device = self._call.runtime.device.type
+        for kind, number, index in own:
+            if kind == FORWARD:
+                with torch.enable_grad():
+                    self._forward(number, index)
+            else:
+                with torch.autocast(device, enabled=False):
+                    self._backward(kind, number, index)
+
+    def _forward(self, number: int, index: int) -> None:
+        call, values = self._call, self._values[index]
+        stage = call.lineup.stages[number]
+        call.receive(stage, index, values)
+        flowing = call.flows.intersection(stage.arguments)
+        leaves = {name: values[name].detach().requires_grad_() for name in flowing}
+        arguments = [leaves.get(name, values[name]) for name in stage.arguments]
+        given = call.compute(stage, self._used, arguments)
+        if self._splits:
+            given = [value.clone() for value in given]  # torch detaches them in place, which views refuse
+        made = dict(zip(stage.gives, given, strict=True))
+        values |= {name: value.detach() for name, value in made.items()}
+        self._given[number, index] = leaves, made
+        call.send(stage, index, values)
+
+    def _backward(self, kind: str, number: int, index: int) -> None:
+        stage = self._call.lineup.stages[number]
+        if kind == WEIGHTS:
+            self._finish(number, index)
+            return
+        leaves, made = self._given.pop((number, index))
+        incoming = self._call.receive_gradients(stage, index)
+        outputs, gradients = [], []
+        for name, value in made.items():
+            gradient = self._gradients.pop((index, name), None)
+            for other in incoming.get(name, ()):
+                gradient = other if gradient is None else gradient + other
+            if name == self._loss:
+                one = torch.ones_like(value)
+                gradient = one if gradient is None else gradient + one
+            if gradient is not None and value.requires_grad:
+                outputs.append(value)
+                gradients.append(gradient)
+        if outputs:
+            self._differentiate(kind, (number, index), leaves, outputs, gradients)
+        for name, leaf in leaves.items():
+            if leaf.grad is not None:
+                known = self._gradients.get((index, name))
+                self._gradients[index, name] = leaf.grad if known is None else known + leaf.grad
+        self._call.send_gradients(stage, index, self._gradients)
+        self._free(number, index)
+
+    def _free(self, number: int, index: int) -> None:
+        """Let go of what the microbatch does not need any more: backward has come to this stage."""
+        later = {name for stage in self._call.own if stage.number < number for name in stage.arguments}
+        values, stage = self._values[index], self._call.lineup.stages[number]
+        for name in (*stage.arguments, *stage.gives):
+            if name not in later and name not in self._keeps:
+                values.pop(name, None)
+
+    def _differentiate(
+        self,
+        kind: str,
+        key: tuple[int, int],
+        leaves: Mapping[str, Tensor],
+        outputs: list[Tensor],
+        gradients: list[Tensor],
+    ) -> None:
+        if kind == BACKWARD:
+            torch.autograd.backward(outputs, gradients)
+        elif not leaves:
+            self._later[key] = outputs, gradients
+        else:
+            weights: Any = [leaf for leaf in self._leaves.values() if leaf.requires_grad]
+            _, groups = stage_backward_input(outputs, gradients, list(leaves.values()), iter(weights))
+            self._later[key] = groups
+
+    def _finish(self, number: int, index: int) -> None:
+        """The gradients of weights that were left for later."""
+        left = self._later.pop((number, index), None)
+        if isinstance(left, tuple):
+            torch.autograd.backward(*left)
+        elif left:
+            weights: Any = [leaf for leaf in self._leaves.values() if leaf.requires_grad]
+            stage_backward_weight(iter(weights), left)
+
+    def results(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The results that depend on parameters, as the user's code may differentiate them."""
+        token = self._call.passage.token
+        gradients = [torch.zeros_like(token), *(leaf.grad for leaf in self._leaves.values())]
+        loss: Tensor = _Loss.apply(values[self._loss], gradients, token, *self._weights.values())  # type: ignore[no-untyped-call]
+        found = {name: _BesideLoss.apply(value, loss) for name, value in values.items()}  # type: ignore[no-untyped-call]
+        return {**found, self._loss: loss}
