@@ -20,6 +20,9 @@ import pytest
 import torch
 from torch import nn
 
+from jobs.thread_jobs import threads_of_a_run
+from nnx_conformance.pool import WorkerPool
+
 MODEL = """
     import json, os, sys
     import torch
@@ -180,3 +183,8 @@ print("in a group:", dist.is_initialized())
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.splitlines()[-2:] == ["in a group: True", "in a group at exit: False"]
+
+
+def test_ranks_on_cpu_compute_with_equal_numbers_of_threads(pool: WorkerPool) -> None:
+    """Lightning's launcher leaves rank 0 with fewer, and replicas would drift apart in the last bit."""
+    assert pool.run(threads_of_a_run, "fsdp_auto", world_size=2) == [2, 2]
