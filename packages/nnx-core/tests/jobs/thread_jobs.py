@@ -10,7 +10,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 
 def threads_of_a_run(strategy: str) -> int:
-    """How many threads this rank computes with, after a run that it began with more than the one before it."""
+    """How many threads this rank computes with after a run that it began with more than the one before."""
     torch.set_num_threads(2 + int(os.environ["RANK"]))
     try:
         trainer = Trainer(
