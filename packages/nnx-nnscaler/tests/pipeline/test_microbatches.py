@@ -8,9 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nnx_core.errors import UnsupportedError
+from nnx_nnscaler.codegen.emit import emit, inputs_of
+from nnx_nnscaler.codegen.store import load_program
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.pipeline.microbatches import Microbatches, cut_batch, draw_masks_first
 from nnx_nnscaler.placement import P, R, S
+from nnx_nnscaler.plan.planning import plan_program
+from nnx_nnscaler.runtime.collectives import GroupCommunicator
+from nnx_nnscaler.runtime.functions import Runtime
 from nnx_nnscaler.trace import trace_forward
 
 
@@ -94,3 +99,33 @@ def test_dropout_becomes_a_product_with_a_mask_of_the_whole_batch() -> None:
 def test_other_random_numbers_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"draws random numbers"):
         draw_masks_first(graph_of(lambda m, x: m.layer(x) + torch.rand_like(m.layer(x))))
+
+
+@pytest.mark.parametrize("variant", ["plain", "causal", "masked", "added", "grouped"])
+def test_attention_with_dropout_becomes_its_steps(variant: str) -> None:
+    """Without what is dropped they give what the operator gives."""
+    query, key, value = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8)
+    if variant == "grouped":
+        key, value = key[:, :2], value[:, :2]
+    options: dict[str, object] = {
+        "causal": {"is_causal": True},
+        "masked": {"attn_mask": torch.rand(5, 5) > 0.3},
+        "added": {"attn_mask": torch.randn(5, 5)},
+        "grouped": {"enable_gqa": True},
+    }.get(variant, {})
+
+    class Attention(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, **options)  # type: ignore[arg-type]
+
+    graph, (draw,) = draw_masks_first(trace_forward(Attention(), (query, key, value), {}))
+    assert draw.p == 0.1
+    program = load_program(emit(graph, plan_program(graph, size=1, policy="dp")))
+    given = {
+        **dict(zip(["q", "k", "v"], (query, key, value), strict=True)),
+        draw.name: torch.ones(2, 4, 5, 5),
+    }
+    arguments = [given[name] for name in inputs_of(graph)]
+    found = program(Runtime(GroupCommunicator(None)), None, {}, graph.constants, *arguments)
+    expected = F.scaled_dot_product_attention(query, key, value, **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, expected)

@@ -106,6 +106,7 @@ class PipelineProgram:
         self.graph = prepared.cut.graph
         self._draws = prepared.draws
         self._inputs = inputs_of(graph)
+        self._more = {n: tensor for n, tensor in self.graph.constants.items() if n not in graph.constants}
         sections = _sections(source)
         own = plan.arrangement.stages_of(dist.get_rank(pipe))
         programs = {number: load_program(sections[number], path=path) for number in own}
@@ -130,6 +131,8 @@ class PipelineProgram:
         symbols = {name: inputs[leaf].shape[dim] for name, (leaf, dim) in self.graph.symbols.items()}
         count, order = self.order_for(symbols)
         inputs |= self._drawn(symbols, rt.device)
+        self._more = {name: tensor.to(rt.device) for name, tensor in self._more.items()}
+        constants = {**constants, **self._more}
         runtime = StageRuntime(rt.communicator, rt.device)
         runtime.microbatches = count
         runtime.counts = self._counted(rt, root, weights, constants, inputs)
