@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from jobs.nnscaler_one_op import f, one_op
+from jobs.nnscaler_rule_oracle import check_strategy
 from nnx_nnscaler.rules.registry import strategies_of
-from nnx_nnscaler.rules.verify import check_strategy
 from nnx_nnscaler.runtime.collectives import Communicator, run_as_ranks
 from nnx_nnscaler.runtime.functions import Runtime
 

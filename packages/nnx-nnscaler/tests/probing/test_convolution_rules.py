@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from jobs.nnscaler_one_op import f, one_op
+from jobs.nnscaler_rule_oracle import check_strategy
 from nnx_nnscaler.placement import P, R, S
 from nnx_nnscaler.plan.program_plan import Strategy
 from nnx_nnscaler.rules.registry import strategies_of
-from nnx_nnscaler.rules.verify import check_strategy
 
 CONVOLUTION = {"batch", "output channels", "input channels"}
 LEADING = {"batch", "channels"}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from jobs.nnscaler_one_op import bools, f, ints, one_op
 from jobs.nnscaler_rule_cases import CASES
+from jobs.nnscaler_rule_oracle import _NumberWriter, check_strategy
 from nnx_nnscaler.ir import Ref, Size, TensorMeta
 from nnx_nnscaler.placement import P, R, S
 from nnx_nnscaler.plan.program_plan import Strategy
@@ -18,7 +19,6 @@ from nnx_nnscaler.rules import probe
 from nnx_nnscaler.rules.probe import Trial, runner
 from nnx_nnscaler.rules.registry import rule_for, strategies_of
 from nnx_nnscaler.rules.rule import Rule
-from nnx_nnscaler.rules.verify import _NumberWriter, check_strategy
 
 
 @pytest.fixture(autouse=True)

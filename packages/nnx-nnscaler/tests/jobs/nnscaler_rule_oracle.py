@@ -1,6 +1,6 @@
 """Whether a strategy is right, by trying: a whole operator against its parts on every rank, with gradients.
 
-The self-check, the first use of an annotation, and the tests of the table all come down to `check_strategy`.
+The tests of the table and of annotations come down to `check_strategy`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 # the field writes it so
+import torch.nn.functional as F  # the field writes it so
 from torch import Tensor
 
 from nnx_nnscaler.ir import Argument, Code, Dim, Graph, Op, Ref, Size, TensorMeta, hint_of
