@@ -17,7 +17,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import nnx
-from jobs.ray_jobs import Account, Logging, ranks_of, steps_of
+from jobs.ray_jobs import Account, Logging, ranks_of, steps_of, train_with_fabric
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Task
 from nnx_conformance.training import make_trainer
@@ -188,6 +188,22 @@ def test_a_run_that_is_lost_too_often_ends_with_one_error(cluster: Any, tmp_path
     trainer = trainer_of(tmp_path, 5, account={"dies": (0, 2)}, options={"max_failures": 0})
     with pytest.raises(LaunchError, match=r"rank 0 on .* is lost: .*max_failures=0"):
         trainer.fit(task_of(5).module())
+
+
+@pytest.mark.parametrize("strategy", ["fsdp_auto", pytest.param("ddp", marks=pytest.mark.full)])
+def test_fabric_launches_a_function_in_actors_and_gets_back_what_rank_0_returns(
+    strategy: str, cluster: Any
+) -> None:
+    from lightning.fabric import Fabric
+
+    built = nnx.strategy(strategy, launcher="ray", namespace="lightning.fabric")
+    fabric = Fabric(strategy=built, accelerator="cpu", devices=1, num_nodes=2)
+    with pytest.raises(LaunchError, match=r"no function to run .* `fabric.launch\(train\)`"):
+        fabric.launch()
+    losses, ranks = fabric.launch(train_with_fabric)
+    assert ranks == [0, 0, 2]
+    alone = Fabric(accelerator="cpu", devices=1)
+    assert losses == pytest.approx(alone.launch(train_with_fabric)[0], rel=1e-5)
 
 
 def count(folder: Path) -> int:

@@ -49,8 +49,11 @@ class LaunchError(NnxError, RuntimeError):
     """The processes of a run could not be started, or were lost once too often."""
 
 
-_LOST_CONNECTIONS = ("Connection reset by peer", "Connection closed by peer", "caused pair closure")
-"""What gloo says where a rank is gone."""
+_LOST_CONNECTIONS = (
+    *("Connection reset by peer", "Connection closed by peer", "caused pair closure"),
+    *("for send operation to complete", "for recv operation to complete"),
+)
+"""What gloo says where a rank is gone, or its machine cannot be reached within the timeout."""
 
 
 def is_lost_connection(error: BaseException) -> bool:

@@ -9,20 +9,24 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from nnx_core.errors import LaunchError
 from nnx_core.launcher import variables
 from nnx_ray.options import RayOptions
 from nnx_ray.worker import Place, Worker, versions
 
-__all__ = ["Crew", "Resources", "connect"]
+__all__ = ["Crew", "Resources", "connect", "wait_for_nodes"]
 
 log = logging.getLogger("nnx.ray")
 _OF_A_JOB = ("working_dir", "py_modules")
@@ -99,6 +103,32 @@ def _no_answer(address: str, seen: str) -> LaunchError:
         f"the Ray cluster at {address!r} does not answer: {seen}.",
         remedy="Start it with `ray start --head`, check the address, or leave it out.",
     )
+
+
+def wait_for_nodes(timeout: float) -> None:
+    """Wait until every node that Ray takes for alive answers.
+
+    A placement group that is asked for while a node is gone and Ray has not noticed keeps waiting for it.
+
+    Args:
+        timeout: Seconds to wait at most.
+    """
+    asked: dict[str, Any] = {}
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        for node in alive:
+            if node not in asked:
+                there = NodeAffinitySchedulingStrategy(node, soft=False)
+                ask = ray.remote(_answer).options(num_cpus=0, scheduling_strategy=there)
+                asked[node] = ask.remote()
+        _, silent = ray.wait([asked[node] for node in alive], num_returns=len(alive), timeout=1.0)
+        if not silent:
+            return
+
+
+def _answer() -> None:
+    """What a node does to say that it is there."""
 
 
 class Crew:

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nnx_core.errors import LaunchError, RankLostError, is_lost_connection
 from nnx_core.launcher import Job, Launcher, Work
-from nnx_ray.cluster import Crew, Resources, connect
+from nnx_ray.cluster import Crew, Resources, connect, wait_for_nodes
 from nnx_ray.options import RayOptions
 from nnx_ray.worker import Ended, Journal
 
@@ -72,6 +72,8 @@ class RayLauncher(Launcher):
     def _attempt(self, job: Job, pickled: bytes, journal: Any, *, again: bool) -> Any:
         """Start all processes once. What is lost while they start again is lost as it is later."""
         size = {"nodes": job.nodes, "devices": job.devices}
+        if again:
+            wait_for_nodes(self.options.start_timeout)
         try:
             crew = Crew(self.options, **size, device_type=job.device_type, packages=job.packages)
         except LaunchError as error:
@@ -230,7 +232,8 @@ class _Teller:
 
 def _new_journal() -> Any:
     """A journal on the node of this process, which is there as long as the run has somebody to tell."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    # A soft affinity puts an actor that reserves nothing on any node, with which it would be lost.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return ray.remote(Journal).options(num_cpus=0, scheduling_strategy=here).remote()
 
 

@@ -48,6 +48,14 @@ def set_cluster_environment(root: str, strategy: Any, name: str, trainer: Any = 
         trainer._accelerator_connector.cluster_environment = environment
 
 
+def set_world_ranks(strategy: Any) -> None:
+    """Let a strategy read its rank and the number of ranks from its cluster environment.
+
+    Upstream: ``set_world_ranks`` of Trainer's strategies, and ``_set_world_ranks`` of Fabric's.
+    """
+    (getattr(strategy, "set_world_ranks", None) or strategy._set_world_ranks)()
+
+
 def capture_global_state() -> Any:
     """Random state and torch's flags, which another process takes over with ``restore()``.
 
@@ -67,6 +75,15 @@ def handle_interrupt(root: str, trainer: Any, function: Any, *args: Any, **kwarg
         return function(*args, **kwargs)
     call = importlib.import_module(f"{root}.trainer.call")
     return call._call_and_handle_interrupt(trainer, function, *args, **kwargs)
+
+
+def has_no_code(function: Any) -> bool:
+    """Whether what Fabric launches is nothing: ``fabric.launch()`` without a function.
+
+    Upstream: ``fabric.fabric._do_nothing``, the first argument of a partial of ``Fabric._wrap_with_setup``.
+    """
+    arguments = getattr(function, "args", ())
+    return bool(arguments) and getattr(arguments[0], "__name__", "") == "_do_nothing"
 
 
 def make_optimizers(root: str, module: Any) -> tuple[list[Any], list[Any]]:

@@ -20,7 +20,13 @@ from torch import nn
 
 from nnx_core.errors import LaunchError, OptionError, UnsupportedError
 from nnx_core.launcher import Job, Launcher, Work
-from nnx_core.lightning.compat import capture_global_state, handle_interrupt, set_cluster_environment
+from nnx_core.lightning.compat import (
+    capture_global_state,
+    handle_interrupt,
+    has_no_code,
+    set_cluster_environment,
+    set_world_ranks,
+)
 from nnx_core.lightning.processes import ParallelProcesses
 from nnx_core.modules import allocate_again, leave_on_meta
 
@@ -113,6 +119,12 @@ class LightningLauncher:
             **kwargs: Further arguments of the function.
         """
         strategy = self.strategy
+        if trainer is None and has_no_code(function):
+            raise LaunchError(
+                "`fabric.launch()` has no function to run in the processes of the launcher.",
+                remedy="Pass the code as a function, `fabric.launch(train)`, or start the script with "
+                "`nnx run --on ray -- train.py`.",
+            )
         bound = signature(function).bind(*args, **kwargs)
         if (
             trainer is not None
@@ -194,7 +206,7 @@ class LightningRun(Work):
         self.global_state.restore()
         set_cluster_environment(self.root, strategy, "TorchElasticEnvironment", trainer)
         strategy._launcher = None
-        strategy.set_world_ranks()
+        set_world_ranks(strategy)
         rank = int(os.environ["RANK"])
         if self.left:  # a checkpoint has the values; pickling has lost the mark
             leave_on_meta(trainer.lightning_module)
