@@ -25,7 +25,7 @@ from nodes.laboratory import Laboratory, why_not  # noqa: E402
 
 WIDTH, LAYERS, BATCH = 512, 8, 8
 BYTES = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
-STRATEGIES = ("ddp", "fsdp_auto", "fsdp_hybrid", "nnscaler_dp", "nnscaler_zero")
+STRATEGIES = ("ddp", "fsdp_auto", "fsdp_hybrid", "nnscaler_dp", "nnscaler_zero", "nnscaler_deduped")
 FORMULA = {
     # A ring over four ranks, of which one sends to the other node: an all-reduce sends 2 * 3/4 of everything.
     "ddp": 2 * 3 / 4,
@@ -36,6 +36,8 @@ FORMULA = {
     "nnscaler_zero": 3 * 3 / 4,
     # Two pairs of ranks, each an all-reduce over two of half of everything.
     "fsdp_hybrid": 2 * (2 * 1 / 2) / 2,
+    # A unit is a node, whose ranks split every weight; the gradients of a half are averaged over two units.
+    "nnscaler_deduped": 2 * (2 * 1 / 2) / 2,
 }
 SCRIPT = """
 import json, sys, time
@@ -70,6 +72,9 @@ name = strategy
 if strategy.startswith("fsdp"):
     import nnx
     name = nnx.strategy(strategy, min_num_params=width * width)
+elif strategy == "nnscaler_deduped":
+    import nnx
+    name = nnx.strategy(strategy, plan_ngpus=2)
 Trainer(strategy=name, accelerator="cpu", devices=2, num_nodes=2, max_steps=steps, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[Times()]).fit(Model())

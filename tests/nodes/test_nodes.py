@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 SCRIPT = str(Path(__file__).with_name("train.py"))
 STARTUP = str(Path(__file__).parents[1] / "startup")
+DOCS = Path(__file__).parents[2] / "docs"
 STRATEGIES = (
     *("ddp", "fsdp_auto", "fsdp_hybrid", "nnscaler_deduped", "nnscaler_zero", "colossalai"),
     *("nnx_deepspeed_2", "fairscale_fsdp"),
@@ -46,19 +48,18 @@ def plain(number: int, nodes: int, devices: int) -> tuple[list[str], dict[str, s
     return [], {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "NODE_RANK": str(number)}
 
 
-def slurm(number: int, nodes: int, devices: int) -> tuple[list[str], dict[str, str]]:
-    """What ``srun`` tells each of its tasks, one on each node."""
-    assert devices == 1
-    return [], {
+def slurm(number: int, nodes: int, devices: int, local: int) -> dict[str, str]:
+    """What ``srun`` tells each of its tasks, of which there is one for each device."""
+    return {
         "SLURM_JOB_ID": "4711",
         "SLURM_JOB_NAME": "train",
-        "SLURM_NTASKS": str(nodes),
-        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_NTASKS": str(nodes * devices),
+        "SLURM_NTASKS_PER_NODE": str(devices),
         "SLURM_NNODES": str(nodes),
         "SLURM_NODELIST": f"node[0-{nodes - 1}]",
-        "SLURM_PROCID": str(number),
+        "SLURM_PROCID": str(number * devices + local),
         "SLURM_NODEID": str(number),
-        "SLURM_LOCALID": "0",
+        "SLURM_LOCALID": str(local),
     }
 
 
@@ -141,21 +142,11 @@ def test_training_is_that_of_one_process_and_resumes_on_other_nodes(
 
 
 @pytest.mark.full
-def test_slurm_numbers_nodes_and_ranks_alike(two: Laboratory, alone: dict[str, Any]) -> None:
-    ranks = train(two, slurm, strategy="fsdp_auto")
-    assert [(a["rank"], a["node"], a["local"], a["host"]) for a in ranks] == [
-        (0, 0, 0, "node0"),
-        (1, 1, 0, "node1"),
-    ]
-    assert ranks[0]["losses"] == pytest.approx(alone["losses"][:STEPS], rel=1e-5)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("begins", ["torchrun", "MASTER_ADDR="])
 def test_the_commands_of_the_page_start_all_processes(
     begins: str, two: Laboratory, alone: dict[str, Any]
 ) -> None:
-    lines = (Path(__file__).parents[2] / "docs" / "machines.md").read_text().splitlines()
+    lines = (DOCS / "machines.md").read_text().splitlines()
     command = next(line for line in lines if line.startswith(begins))
     job = json.dumps({"strategy": "fsdp_auto", "steps": STEPS, "nodes": 2, "devices": 2})
     command = command.replace("train.py", f"{SCRIPT} {shlex.quote(job)}")
@@ -169,6 +160,36 @@ def test_the_commands_of_the_page_start_all_processes(
     ]
     ranks = accounts_of([run.wait(120) for run in runs])
     assert [(a["node"], a["local"]) for a in ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert ranks[0]["losses"] == pytest.approx(alone["losses"][:STEPS], rel=1e-5)
+
+
+@pytest.mark.full
+def test_the_slurm_commands_of_the_pages_train_as_tasks_of_srun(
+    two: Laboratory, alone: dict[str, Any]
+) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    asked = re.search(r"`(nnx run --on slurm .*?)`", (DOCS / "machines.md").read_text())
+    script = re.search(r"^srun [^#]*", (DOCS / "recipes.md").read_text(), re.M)
+    assert asked is not None and script is not None
+    words = shlex.split(asked[1].replace(" -- ", " --dry-run -- "))
+    printed = subprocess.run(words, capture_output=True, text=True, check=True, env={"PATH": path})
+    line = " ".join(printed.stdout.split())
+    assert re.fullmatch(r"srun --nodes=2 --ntasks-per-node=4 \S*/python train.py", line)
+    assert script[0].strip() == "srun python train.py"
+    task = script[0].removeprefix("srun ").strip()
+    job = json.dumps({"strategy": "fsdp_auto", "steps": STEPS, "nodes": 2, "devices": 2})
+    task = task.replace("train.py", f"{SCRIPT} {shlex.quote(job)}")
+    usual = {"OMP_NUM_THREADS": "1", "PYTHONPATH": STARTUP, "PATH": path}
+    runs = [  # there is no srun here: the laboratory starts the tasks
+        node.start("sh", "-c", task, env={**usual, **slurm(node.number, 2, 2, local)})
+        for node in two.nodes
+        for local in range(2)
+    ]
+    ranks = accounts_of([run.wait(120) for run in runs])
+    assert [(a["rank"], a["node"], a["local"], a["host"]) for a in ranks] == [
+        *((0, 0, 0, "node0"), (1, 0, 1, "node0")),
+        *((2, 1, 0, "node1"), (3, 1, 1, "node1")),
+    ]
     assert ranks[0]["losses"] == pytest.approx(alone["losses"][:STEPS], rel=1e-5)
 
 

@@ -19,13 +19,16 @@ _SET_BY_LAUNCHERS = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Know the mark, and let tests and their worker processes import what is in ``tests/jobs``.
+    """Know the marks, and let tests and their worker processes import what is in ``tests/jobs``.
 
     A package's folder has no settings of its own: pytest would read them in place of the monorepo's.
     """
     sys.path.insert(0, str(config.rootpath / "tests"))
     where = "left to `nox -s full` and to shares of it (see tests/turns.py)"
     config.addinivalue_line("markers", f"full: makes a matrix complete; {where}")
+    config.addinivalue_line(
+        "markers", "slow: takes minutes; left out by `nox -s nodes` but in NNX_MATRIX=full"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -140,6 +140,24 @@ def test_scripts_are_started_by_torchrun(tmp_path):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
+        (["--on", "slurm"], "srun --nodes=2 --ntasks-per-node=4 {python} train.py --steps 3"),
+        (
+            ["--on", "torchrun", "--option", "master_addr=node0"],
+            "torchrun --nnodes=2 --nproc-per-node=4 --max-restarts=0 --node-rank=0 --master-addr=node0 "
+            "--master-port=29500 train.py --steps 3",
+        ),
+    ],
+)
+def test_a_dry_run_prints_what_would_be_started(words, expected):
+    words = [*words, "--nodes", "2", "--devices", "4", "--dry-run", "--", "train.py", "--steps", "3"]
+    command = [sys.executable, "-m", "nnx", "run", *words]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert printed.split() == expected.format(python=sys.executable).split()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
         (["--on", "torchrun", "--nodes", "2", "--", "a.py"], "no master_addr is given"),
         (["--on", "torchrun"], "no script is given"),
         (["--on", "torchrun", "--option", "node_rank", "--", "a.py"], "--option 'node_rank' has no value"),

@@ -82,7 +82,7 @@ def has_no_code(function: Any) -> bool:
 
     Upstream: ``fabric.fabric._do_nothing``, the first argument of a partial of ``Fabric._wrap_with_setup``.
     """
-    arguments = getattr(function, "args", ())
+    arguments: tuple[Any, ...] = getattr(function, "args", ())
     return bool(arguments) and getattr(arguments[0], "__name__", "") == "_do_nothing"
 
 
