@@ -46,13 +46,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 strategy, steps, width, layers, batch = json.loads(sys.argv[1])
 
+def sent():
+    (line,) = (line for line in open("/proc/net/dev") if "eth0:" in line)
+    return int(line.partition(":")[2].split()[8])
+
 class Times(Callback):
     def on_train_start(self, *_):
         self.last = time.monotonic()
     def on_train_batch_end(self, trainer, *_):
         now = time.monotonic()
         if trainer.is_global_zero:
-            print("STEP", trainer.global_step, now - self.last, flush=True)
+            print("STEP", trainer.global_step, now - self.last, sent(), flush=True)
         self.last = now
 
 class Model(LightningModule):
@@ -98,15 +102,12 @@ def measure(lab: Laboratory, strategy: str, steps: int) -> tuple[float, float]:
         )
         for node in lab.nodes
     ]
-    runs[0].wait_for("STEP 2 ", 300)
-    begun = lab.nodes[0].traffic()[0]
-    runs[0].wait_for(f"STEP {steps} ", 600)
-    sent = lab.nodes[0].traffic()[0] - begun
     for run in runs:
-        ended = run.wait(120)
+        ended = run.wait(600)
         if ended.code:
             raise SystemExit(f"{strategy} ended with {ended.code}:\n{ended.output[-2000:]}")
     lines = [line.split() for line in runs[0].output.splitlines() if line.startswith("STEP ")]
+    sent = int(lines[-1][3]) - int(lines[1][3])
     return median(float(line[2]) for line in lines[2:]), sent / (steps - 2) / BYTES
 
 

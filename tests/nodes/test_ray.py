@@ -180,7 +180,7 @@ def test_a_run_goes_on_on_the_node_that_is_left(tmp_path: Path) -> None:
         cluster_of(lab)
         folder = lab.shared / "run"
         run = start(lab, folder, steps=40, strategy="fsdp_auto", devices=1, seconds=0.2,
-                    options={"timeout": 3})  # fmt: skip
+                    options={"timeout": 6})  # fmt: skip
         wait_for_steps(folder, 5, run)
         assert sorted(who["host"] for who in ranks_of(folder)) == ["node0", "node1"]
         lab.nodes[1].vanish()
