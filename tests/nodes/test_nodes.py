@@ -174,7 +174,7 @@ def test_the_slurm_commands_of_the_pages_train_as_tasks_of_srun(
     words = shlex.split(asked[1].replace(" -- ", " --dry-run -- "))
     printed = subprocess.run(words, capture_output=True, text=True, check=True, env={"PATH": path})
     line = " ".join(printed.stdout.split())
-    assert re.fullmatch(r"srun --nodes=2 --ntasks-per-node=4 \S*/python train.py", line)
+    assert re.fullmatch(r"srun --nodes=2 --ntasks-per-node=4 \S*/python\S* train.py", line)
     assert script[0].strip() == "srun python train.py"
     task = script[0].removeprefix("srun ").strip()
     job = json.dumps({"strategy": "fsdp_auto", "steps": STEPS, "nodes": 2, "devices": 2})
