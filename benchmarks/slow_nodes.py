@@ -76,9 +76,6 @@ name = strategy
 if strategy.startswith("fsdp"):
     import nnx
     name = nnx.strategy(strategy, min_num_params=width * width)
-elif strategy == "nnscaler_deduped":
-    import nnx
-    name = nnx.strategy(strategy, plan_ngpus=2)
 Trainer(strategy=name, accelerator="cpu", devices=2, num_nodes=2, max_steps=steps, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[Times()]).fit(Model())
