@@ -1,0 +1,117 @@
+"""Schedules take the time that is known of them, keep their promises on memory, and are drawn as they run."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+from torch import nn, ones
+
+from nnx_core.errors import OptionError, PlanError
+from nnx_nnscaler.cost import CostModel
+from nnx_nnscaler.pipeline.picture import Action, Step, draw, order, simulate, waiting_share
+from nnx_nnscaler.pipeline.plan import PipelinePlan
+from nnx_nnscaler.pipeline.planning import PipelineOptions, plan_pipeline
+from nnx_nnscaler.pipeline.stages import Arrangement
+from nnx_nnscaler.trace import trace_forward
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def steps_of(schedule: str, arrangement: Arrangement, microbatches: int) -> list[Step]:
+    """One second forward and two backward, for every stage."""
+    stages = arrangement.stages
+    return simulate(order(schedule, arrangement, microbatches), [1.0] * stages, [2.0] * stages)
+
+
+def planned(arrangement: Arrangement, microbatches: int) -> PipelinePlan:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+    graph = trace_forward(model, (ones(8, 8),), {})
+    return plan_pipeline(graph, PipelineOptions(arrangement, microbatches), costs=CostModel())
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_equal_stages_take_the_time_of_all_microbatches_and_of_filling_the_pipe(
+    schedule: str, ranks: int, microbatches: int
+) -> None:
+    steps = steps_of(schedule, Arrangement(ranks, ranks), microbatches)
+    assert max(step.stop for step in steps) == 3 * (microbatches + ranks - 1)
+    assert waiting_share(steps) == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
+
+
+@pytest.mark.parametrize("arrangement", [Arrangement(2, 2), Arrangement(2, 6), Arrangement(3, 6)])
+def test_the_bubble_of_a_plan_is_that_of_equal_stages(arrangement: Arrangement) -> None:
+    plan = planned(arrangement, 4)
+    steps = steps_of("gpipe", arrangement, plan.microbatches)
+    assert waiting_share(steps) == pytest.approx(plan.bubble)
+
+
+def test_the_longest_stage_and_the_way_to_it_decide() -> None:
+    steps = simulate(order("gpipe", Arrangement(2, 2), 4), [1.0, 3.0], [2.0, 6.0])
+    assert max(step.stop for step in steps) == 4 * (3 + 6) + 1 + 2
+    assert waiting_share(steps) == pytest.approx(3 / 39)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "arrangement"),
+    [
+        ("gpipe", Arrangement(3, 3)),
+        ("looped_bfs", Arrangement(2, 4)),
+        ("gpipe", Arrangement(2, 4, v_shaped=True)),
+        ("1f1b", Arrangement(3, 3)),
+    ],
+)
+def test_each_rank_does_all_of_its_stages_once_and_one_thing_at_a_time(
+    schedule: str, arrangement: Arrangement
+) -> None:
+    steps = steps_of(schedule, arrangement, 5)
+    times = {step.action: step for step in steps}
+    assert len(times) == len(steps) == 2 * arrangement.stages * 5
+    for rank in range(arrangement.ranks):
+        own = [step for step in steps if step.rank == rank]
+        assert {step.action.stage for step in own} == set(arrangement.stages_of(rank))
+        assert all(one.stop <= other.start for one, other in pairwise(own))
+    for (direction, stage, index), step in times.items():
+        if direction == "backward":
+            assert times[Action("forward", stage, index)].stop <= step.start
+        before = stage - 1 if direction == "forward" else stage + 1
+        if 0 <= before < arrangement.stages:
+            assert times[Action(direction, before, index)].stop <= step.start
+
+
+@pytest.mark.parametrize(("schedule", "most"), [("gpipe", 9), ("1f1b", 4)])
+def test_one_forward_one_backward_keeps_no_more_microbatches_than_there_are_stages(
+    schedule: str, most: int
+) -> None:
+    kept = peak = 0
+    for action in order(schedule, Arrangement(4, 4), 9)[0]:
+        kept += 1 if action.direction == "forward" else -1
+        peak = max(peak, kept)
+    assert (kept, peak) == (0, most)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_picture_has_a_row_for_each_rank_and_a_box_for_each_action(schedule: str) -> None:
+    plan = planned(Arrangement(2, 2), 4)
+    root = ElementTree.fromstring(draw(plan, schedule))
+    boxes = root.findall(f"{SVG}g")
+    assert sorted(box.attrib["class"] for box in boxes) == ["backward"] * 8 + ["forward"] * 8
+    assert len({box.find(f"{SVG}rect").attrib["y"] for box in boxes}) == 2  # type: ignore[union-attr]
+    title = root.findtext(f"{SVG}title")
+    total = (max(plan.seconds) + min(plan.seconds) / 4) * 1e3
+    assert title is not None
+    assert title.startswith(f"{schedule}, predicted: 2 stages on 2 ranks, 4 microbatches; {total:.3g} ms")
+
+
+def test_what_cannot_be_drawn_is_refused() -> None:
+    plan = planned(Arrangement(2, 4), 4)
+    with pytest.raises(OptionError, match="'zigzag' is not allowed"):
+        draw(plan, "zigzag")
+    with pytest.raises(OptionError, match="'1f1b' with 4 stages on 2 ranks"):
+        draw(plan, "1f1b")
+    backward_first = [[Action("backward", 0, 0), Action("forward", 0, 0)]]
+    with pytest.raises(PlanError, match="standstill before backward of stage 0, microbatch 0"):
+        simulate(backward_first, [1.0], [2.0])
