@@ -3,6 +3,7 @@
     python benchmarks/pipeline_step.py step      two processes: a step against torch.distributed.pipelining
     python benchmarks/pipeline_step.py bubble    one process: the predicted bubble against a replay
     python benchmarks/pipeline_step.py cut       one process: the longest stage against an exhaustive search
+    python benchmarks/pipeline_step.py draw      the pictures of docs/backends/pipelines.md
 
 ``step``: both sides have the same two stages, GPipe's order, the same microbatches and batches, and take
 turns step by step in the same processes. Processor time is the sum over both ranks. By hand it is written
@@ -26,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the name everybody uses)
 
 RANKS = 2
+ASSETS = Path(__file__).resolve().parents[1] / "docs" / "assets"
 BARS = {"step": 1.02, "bubble": 0.10, "cut": 1.05}
 Step = Callable[[Tensor, Tensor], "Tensor | None"]
 """Trains on one batch and returns its loss, on ranks that have it."""
@@ -350,6 +353,24 @@ def best_cut(pieces: Sequence[float], stages: int) -> tuple[float, tuple[int, ..
     )
 
 
+def draw_pictures(arguments: argparse.Namespace) -> int:
+    """Four ranks with one stage each, and with two, as the published figures of a plain CPU have it."""
+    from nnx_nnscaler.cost import CostModel
+    from nnx_nnscaler.pipeline.picture import draw
+    from nnx_nnscaler.pipeline.planning import PipelineOptions, plan_pipeline
+    from nnx_nnscaler.pipeline.stages import Arrangement
+    from nnx_nnscaler.trace import trace_forward
+
+    graph = trace_forward(model_of(arguments), batch_of(arguments), {})
+    for schedule, stages in (("gpipe", 4), ("looped_bfs", 8)):
+        options = PipelineOptions(Arrangement(4, stages), arguments.microbatches)
+        plan = plan_pipeline(graph, options, costs=CostModel())
+        path = ASSETS / f"pipeline_{schedule}.svg"
+        path.write_text(draw(plan, schedule), encoding="utf-8")
+        print(f"{path}: {plan.reason}")
+    return 0
+
+
 # --- both -----------------------------------------------------------------------------------------
 
 
@@ -377,19 +398,22 @@ def judge(what: str, found: float, bar: float) -> int:
     return 0 if found <= bar else 1
 
 
+WHAT = {"step": measure_step, "bubble": measure_bubble, "cut": measure_cut, "draw": draw_pictures}
+
+
 def main() -> int:
     """Start the processes, or be one of them."""
     arguments = parse_arguments()
     if arguments.what == "step" and "LOCAL_RANK" not in os.environ:
         return start_again(RANKS)
     torch.set_num_threads(1)
-    return {"step": measure_step, "bubble": measure_bubble, "cut": measure_cut}[arguments.what](arguments)
+    return WHAT[arguments.what](arguments)
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=tuple(BARS))
+    parser.add_argument("what", choices=tuple(WHAT))
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20, help="pairs of steps in a round")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them that are not timed")
