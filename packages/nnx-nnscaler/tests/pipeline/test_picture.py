@@ -10,9 +10,10 @@ from torch import nn, ones
 
 from nnx_core.errors import OptionError, PlanError
 from nnx_nnscaler.cost import CostModel
-from nnx_nnscaler.pipeline.picture import Action, Step, draw, order, simulate, waiting_share
+from nnx_nnscaler.pipeline.picture import Step, draw, order, simulate, waiting_share
 from nnx_nnscaler.pipeline.plan import PipelinePlan
 from nnx_nnscaler.pipeline.planning import PipelineOptions, plan_pipeline
+from nnx_nnscaler.pipeline.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
 from nnx_nnscaler.pipeline.stages import Arrangement
 from nnx_nnscaler.trace import trace_forward
 
@@ -60,26 +61,42 @@ def test_the_longest_stage_and_the_way_to_it_decide() -> None:
     [
         ("gpipe", Arrangement(3, 3)),
         ("looped_bfs", Arrangement(2, 4)),
-        ("gpipe", Arrangement(2, 4, v_shaped=True)),
         ("1f1b", Arrangement(3, 3)),
+        ("interleaved", Arrangement(2, 4)),
+        ("zero_bubble", Arrangement(2, 2)),
+        ("zbv", Arrangement(2, 4, v_shaped=True)),
+        ("dualpipev", Arrangement(2, 4, v_shaped=True)),
     ],
 )
 def test_each_rank_does_all_of_its_stages_once_and_one_thing_at_a_time(
     schedule: str, arrangement: Arrangement
 ) -> None:
-    steps = steps_of(schedule, arrangement, 5)
+    steps = steps_of(schedule, arrangement, 8)
     times = {step.action: step for step in steps}
-    assert len(times) == len(steps) == 2 * arrangement.stages * 5
+    assert len(times) == len(steps)
+    assert sum(step.stop - step.start for step in steps) == pytest.approx(3 * 8 * arrangement.stages)
     for rank in range(arrangement.ranks):
         own = [step for step in steps if step.rank == rank]
         assert {step.action.stage for step in own} == set(arrangement.stages_of(rank))
         assert all(one.stop <= other.start for one, other in pairwise(own))
-    for (direction, stage, index), step in times.items():
-        if direction == "backward":
-            assert times[Action("forward", stage, index)].stop <= step.start
-        before = stage - 1 if direction == "forward" else stage + 1
-        if 0 <= before < arrangement.stages:
-            assert times[Action(direction, before, index)].stop <= step.start
+    for (kind, stage, index), step in times.items():
+        needed = [Action(FORWARD, stage, index)] if kind in (BACKWARD, INPUTS) else []
+        if kind == FORWARD and stage:
+            needed.append(Action(FORWARD, stage - 1, index))
+        if kind in (BACKWARD, INPUTS) and stage < arrangement.stages - 1:
+            later = [Action(other, stage + 1, index) for other in (BACKWARD, INPUTS)]
+            needed += [action for action in later if action in times]
+        if kind == WEIGHTS:
+            needed.append(Action(INPUTS, stage, index))
+        assert all(times[action].stop <= step.start for action in needed)
+
+
+def test_taking_gradients_of_weights_later_makes_the_bubble_smaller() -> None:
+    shares = [
+        waiting_share(steps_of(schedule, Arrangement(4, 8, v_shaped=schedule == "zbv"), 8))
+        for schedule in ("looped_bfs", "zbv")
+    ]
+    assert shares[1] < shares[0]
 
 
 @pytest.mark.parametrize(("schedule", "most"), [("gpipe", 9), ("1f1b", 4)])
@@ -88,7 +105,7 @@ def test_one_forward_one_backward_keeps_no_more_microbatches_than_there_are_stag
 ) -> None:
     kept = peak = 0
     for action in order(schedule, Arrangement(4, 4), 9)[0]:
-        kept += 1 if action.direction == "forward" else -1
+        kept += 1 if action.kind == FORWARD else -1
         peak = max(peak, kept)
     assert (kept, peak) == (0, most)
 
@@ -98,7 +115,7 @@ def test_a_picture_has_a_row_for_each_rank_and_a_box_for_each_action(schedule: s
     plan = planned(Arrangement(2, 2), 4)
     root = ElementTree.fromstring(draw(plan, schedule))
     boxes = root.findall(f"{SVG}g")
-    assert sorted(box.attrib["class"] for box in boxes) == ["backward"] * 8 + ["forward"] * 8
+    assert sorted(box.attrib["class"] for box in boxes) == [BACKWARD] * 8 + [FORWARD] * 8
     assert len({box.find(f"{SVG}rect").attrib["y"] for box in boxes}) == 2  # type: ignore[union-attr]
     title = root.findtext(f"{SVG}title")
     total = (max(plan.seconds) + min(plan.seconds) / 4) * 1e3
@@ -110,8 +127,10 @@ def test_what_cannot_be_drawn_is_refused() -> None:
     plan = planned(Arrangement(2, 4), 4)
     with pytest.raises(OptionError, match="'zigzag' is not allowed"):
         draw(plan, "zigzag")
-    with pytest.raises(OptionError, match="'1f1b' with 4 stages on 2 ranks"):
+    with pytest.raises(OptionError, match="'1f1b' has no order for 4 microbatches and"):
         draw(plan, "1f1b")
-    backward_first = [[Action("backward", 0, 0), Action("forward", 0, 0)]]
+    with pytest.raises(OptionError, match="'zbv' has no order for 4 microbatches and"):
+        draw(plan, "zbv")  # its ranks have other stages
+    backward_first = [[Action(BACKWARD, 0, 0), Action(FORWARD, 0, 0)]]
     with pytest.raises(PlanError, match="standstill before backward of stage 0, microbatch 0"):
         simulate(backward_first, [1.0], [2.0])
