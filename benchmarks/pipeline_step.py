@@ -354,7 +354,7 @@ def best_cut(pieces: Sequence[float], stages: int) -> tuple[float, tuple[int, ..
 
 
 def draw_pictures(arguments: argparse.Namespace) -> int:
-    """Four ranks with one stage each, and with two, as the published figures of a plain CPU have it."""
+    """Four ranks under three schedules, as the published figures of a plain CPU have it."""
     from nnx_nnscaler.cost import CostModel
     from nnx_nnscaler.pipeline.picture import draw
     from nnx_nnscaler.pipeline.planning import PipelineOptions, plan_pipeline
@@ -362,11 +362,12 @@ def draw_pictures(arguments: argparse.Namespace) -> int:
     from nnx_nnscaler.trace import trace_forward
 
     graph = trace_forward(model_of(arguments), batch_of(arguments), {})
-    for schedule, stages in (("gpipe", 4), ("looped_bfs", 8)):
-        options = PipelineOptions(Arrangement(4, stages), arguments.microbatches)
+    for schedule, stages in (("gpipe", 4), ("1f1b", 4), ("zbv", 8)):
+        arrangement = Arrangement(4, stages, v_shaped=schedule == "zbv")
+        options = PipelineOptions(arrangement, arguments.microbatches, schedule=schedule)
         plan = plan_pipeline(graph, options, costs=CostModel())
         path = ASSETS / f"pipeline_{schedule}.svg"
-        path.write_text(draw(plan, schedule), encoding="utf-8")
+        path.write_text(draw(plan), encoding="utf-8")
         print(f"{path}: {plan.reason}")
     return 0
 
