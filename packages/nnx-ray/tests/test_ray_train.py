@@ -1,4 +1,4 @@
-"""Inside of Ray Train: a `TorchTrainer` whose function trains with strategies of ours, by their names."""
+"""Strategies by their names in Ray Train, as docs/machines.md shows it."""
 
 from __future__ import annotations
 

@@ -154,6 +154,18 @@ def waiting_share(steps: Sequence[Step]) -> float:
     return 1 - max(busy.values()) / max(step.stop for step in steps)
 
 
+def predicted(plan: PipelinePlan, schedule: str) -> list[Step]:
+    """When each action of a plan would run; a third of a stage's predicted time is for the forward pass.
+
+    Raises:
+        OptionError: As `order` does.
+    """
+    per_microbatch = [seconds / plan.microbatches for seconds in plan.seconds]
+    forward = [seconds * FORWARD_SHARE for seconds in per_microbatch]
+    backward = [seconds * (1 - FORWARD_SHARE) for seconds in per_microbatch]
+    return simulate(order(schedule, plan.arrangement, plan.microbatches), forward, backward)
+
+
 # --- the picture ----------------------------------------------------------------------------------
 
 
@@ -168,10 +180,7 @@ def draw(plan: PipelinePlan, schedule: str | None = None) -> str:
         OptionError: As `order` does.
     """
     schedule = schedule or plan.schedule
-    per_microbatch = [seconds / plan.microbatches for seconds in plan.seconds]
-    forward = [seconds * FORWARD_SHARE for seconds in per_microbatch]
-    backward = [seconds * (1 - FORWARD_SHARE) for seconds in per_microbatch]
-    steps = simulate(order(schedule, plan.arrangement, plan.microbatches), forward, backward)
+    steps = predicted(plan, schedule)
     stages, ranks = plan.arrangement.stages, plan.arrangement.ranks
     title = f"{schedule}, predicted: {stages} stages on {ranks} ranks, {plan.microbatches} microbatches"
     return gantt(steps, title=title)

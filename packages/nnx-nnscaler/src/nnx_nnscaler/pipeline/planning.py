@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from nnx_core.errors import PlanError, UnsupportedError
+from nnx_core.errors import OptionError, PlanError, UnsupportedError
 from nnx_nnscaler.compiler import FixedLayout
 from nnx_nnscaler.cost.model import CostModel, Stored
 from nnx_nnscaler.ir import Graph, hint_of
 from nnx_nnscaler.pipeline.microbatches import Draw, Microbatches, cut_batch, draw_masks_first
+from nnx_nnscaler.pipeline.picture import predicted, waiting_share
 from nnx_nnscaler.pipeline.plan import PipelinePlan
 from nnx_nnscaler.pipeline.schedules import loss_of
 from nnx_nnscaler.pipeline.stages import (
@@ -250,9 +252,11 @@ def _with_known(policy: str | Policy, known: Mapping[str, Stored]) -> Policy:
 
 def _wished_microbatches(prepared: Prepared, options: PipelineOptions, layout: FixedLayout | None) -> int:
     """How many microbatches a batch should become."""
+    if prepared.cut.hindrance:
+        return 1
     if options.microbatches is None:
         return _PER_RANK * options.arrangement.ranks
-    if prepared.cut.hindrance or layout is not None:
+    if layout is not None:
         return options.microbatches
     ((name, dim),) = prepared.graph.symbols.values()
     batch = hint_of(prepared.graph.metas[name].shape[dim])
@@ -268,8 +272,12 @@ def _explained(plan: PipelinePlan, outline: Outline) -> str:
     """The cut and the bubble as one clause."""
     first = [outline.ops[place].module or "the forward itself" for place in plan.cuts]
     times = ", ".join(f"{seconds * 1e3:.3g}" for seconds in plan.seconds)
+    waits = plan.bubble
+    if plan.loss and plan.schedule != "gpipe":
+        with suppress(OptionError):  # a schedule that does not take so many is not run
+            waits = waiting_share(predicted(plan, plan.schedule))
     return (
         f"{plan.arrangement.stages} stages, which begin with {', '.join(first) or 'the forward'} and are "
         f"predicted to take {times} ms a batch; with {plan.microbatches} microbatches a rank waits "
-        f"{plan.bubble:.0%} of the time"
+        f"{waits:.0%} of the time"
     )
