@@ -151,7 +151,7 @@ def waiting_share(steps: Sequence[Step]) -> float:
     busy: dict[int, float] = {}
     for step in steps:
         busy[step.rank] = busy.get(step.rank, 0.0) + step.stop - step.start
-    return 1 - max(busy.values()) / max(step.stop for step in steps)
+    return max(0.0, 1 - max(busy.values()) / max(step.stop for step in steps))
 
 
 def predicted(plan: PipelinePlan, schedule: str) -> list[Step]:
