@@ -175,6 +175,7 @@ def test_a_killed_raylet_ends_a_run_that_may_not_start_again_with_one_error(lab:
     assert re.match(r"rank \d on node\d .* The run was started 1 times \(max_failures=0\)", said)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_the_node_that_is_left(tmp_path: Path) -> None:
     with Laboratory(2, folder=tmp_path / "lab") as lab:
         cluster_of(lab)
