@@ -19,6 +19,7 @@ from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.options import NnScalerOptions
 from nnx_nnscaler.placement import Placement
 from nnx_nnscaler.runtime.arrival import Arrival
+from nnx_nnscaler.runtime.part import NOT_IN_BACKWARD
 from nnx_nnscaler.runtime.reducer import BUCKET_BYTES
 from nnx_nnscaler.runtime.storage import Parameters
 
@@ -29,7 +30,6 @@ __all__ = ["LaidOut"]
 
 
 _MIB = 1024**2
-_NOT_IN_BACKWARD = -1
 
 
 class LaidOut:
@@ -118,7 +118,7 @@ class LaidOut:
 
         A backward that failed before, and whose error somebody caught, is ended first.
         """
-        if torch._C._current_graph_task_id() == _NOT_IN_BACKWARD:
+        if torch._C._current_graph_task_id() == NOT_IN_BACKWARD:
             self.parameters.reducer.recover()
         try:
             yield

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.codegen.writer import OpWriter, bound
+from nnx_nnscaler.cost.model import base_name
 from nnx_nnscaler.ir import Argument, Code, Dim, Graph, Input, Op, Ref, Size, TensorMeta, refs_in
 from nnx_nnscaler.placement import P, Placement, R, S
 from nnx_nnscaler.plan.program_plan import Strategy
-from nnx_nnscaler.rules.registry import rule_for, strategies_of
+from nnx_nnscaler.rules.registry import is_in_place, rule_for, strategies_of
 from nnx_nnscaler.rules.rule import (
     Rule,
     argument_of,
@@ -275,12 +276,6 @@ def is_random(op: Op) -> bool:
     return True
 
 
-def base_name(op: Op) -> str:
-    """``"linear"`` of ``"aten.linear.default"``."""
-    parts = op.target.split(".")
-    return parts[1] if len(parts) > 1 else op.target
-
-
 # --- cutting the batch ----------------------------------------------------------------------------
 
 
@@ -436,9 +431,7 @@ def symbolic_dims(meta: TensorMeta) -> list[int]:
 
 def writes_in_place(op: Op) -> bool:
     """Whether an operator changes an operand, as batch norm does in training."""
-    name = base_name(op)
-    in_place = name.startswith("__i") if name.endswith("__") else name.endswith("_")
-    return in_place or ("_norm" in name and bool(_updates_statistics(op)))
+    return is_in_place(op) or ("_norm" in base_name(op) and _updates_statistics(op))
 
 
 def _updates_statistics(op: Op) -> bool:

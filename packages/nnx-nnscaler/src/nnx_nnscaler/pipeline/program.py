@@ -1,8 +1,8 @@
 """A forward that runs as the stages of a pipeline: how it is planned, kept as text, and run.
 
 `PipelineForm` takes the place of `ProgramForm` in the compiler. The program that it makes takes the whole
-batch, as the module's forward does, sends microbatches through the stages in GPipe's order, and returns what
-the forward would, on every rank.
+batch, as the module's forward does, sends microbatches through the stages, in GPipe's order or in turns, and
+returns what the forward would, on every rank.
 """
 
 from __future__ import annotations
@@ -23,16 +23,11 @@ from nnx_nnscaler.compiler import ProgramForm
 from nnx_nnscaler.cost.model import CostModel
 from nnx_nnscaler.ir import Graph, Input, Ref
 from nnx_nnscaler.pipeline.call import Call, Lineup, StageRuntime, look_of
-from nnx_nnscaler.pipeline.microbatches import (
-    Count,
-    output_refs,
-)
+from nnx_nnscaler.pipeline.microbatches import Count, output_refs
 from nnx_nnscaler.pipeline.plan import PipelinePlan, pipeline_plan_from_text, pipeline_plan_to_text
 from nnx_nnscaler.pipeline.planning import prepare
 from nnx_nnscaler.pipeline.schedules import Action, Turns, actions
-from nnx_nnscaler.pipeline.stages import (
-    make_stages,
-)
+from nnx_nnscaler.pipeline.stages import make_stages
 from nnx_nnscaler.placement import P, Placement, R
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.plan.program_plan import ProgramPlan

@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnx_core.errors import PlanError, UnsupportedError
-from nnx_nnscaler.cost.model import CostModel, Stored, bytes_of
+from nnx_nnscaler.cost.model import CostModel, Stored, base_name, bytes_of
 from nnx_nnscaler.ir import Graph, Input, Op, Ref, TensorMeta
 from nnx_nnscaler.pipeline.microbatches import (
-    base_name,
     output_refs,
     values_of_inputs,
     writes_in_place,

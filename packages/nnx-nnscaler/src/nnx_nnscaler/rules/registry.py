@@ -116,7 +116,7 @@ def _without_names(argument: Argument, names: list[str]) -> Hashable:
 
 def _usable(op: Op, graph: Graph, size: int) -> list[Strategy]:
     """What the rule proposes and can be used."""
-    if op.target == "module" or _is_in_place(op):
+    if op.target == "module" or is_in_place(op):
         return []
     plain = replicate(op)
     known = {(plain.inputs, plain.outputs)}
@@ -129,7 +129,7 @@ def _usable(op: Op, graph: Graph, size: int) -> list[Strategy]:
     return found
 
 
-def _is_in_place(op: Op) -> bool:
+def is_in_place(op: Op) -> bool:
     """Whether an operator changes its operand, as ``add_`` does and ``__and__`` does not."""
     name = op.target.split(".")[1] if "." in op.target else ""
     return name.startswith("__i") if name.endswith("__") else name.endswith("_")

@@ -151,7 +151,7 @@ class ParameterLayout:
             yield Box(offset, kept.size), Box((kept.offset[0] - self.rows[0], *kept.offset[1:]), kept.size)
 
 
-_NOT_IN_BACKWARD = -1
+NOT_IN_BACKWARD = -1
 
 # --- parts ----------------------------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class StagePart:
     @property
     def _is_read_alone(self) -> bool:
         """Whether a hook reads it, which runs in the backward pass of the stage that has it."""
-        return self._layout.is_here and torch._C._current_graph_task_id() != _NOT_IN_BACKWARD
+        return self._layout.is_here and torch._C._current_graph_task_id() != NOT_IN_BACKWARD
 
     def value(self) -> Tensor:  # noqa: D102
         if self._is_read_alone:
