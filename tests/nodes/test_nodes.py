@@ -220,8 +220,8 @@ def test_private_disks_are_refused_with_the_name_of_the_node(two: Laboratory) ->
         ("fsdp_auto", "rank"),
         ("nnscaler_zero", "node"),
         ("colossalai", "link"),
-        ("nnx_deepspeed_2", "rank"),
-        ("fairscale_fsdp", "node"),
+        pytest.param("nnx_deepspeed_2", "rank", marks=pytest.mark.slow),
+        pytest.param("fairscale_fsdp", "node", marks=pytest.mark.slow),
     ],
 )
 def test_a_lost_rank_node_or_link_ends_every_process_and_the_last_checkpoint_loads(

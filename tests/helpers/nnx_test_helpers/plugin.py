@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     where = "left to `nox -s full` and to shares of it (see tests/turns.py)"
     config.addinivalue_line("markers", f"full: makes a matrix complete; {where}")
     config.addinivalue_line(
-        "markers", "slow: takes minutes; left out by `nox -s nodes` but in NNX_MATRIX=full"
+        "markers", "slow: takes long; left out by `nox -s nodes` but in NNX_MATRIX=full"
     )
 
 
