@@ -29,7 +29,7 @@ from nnx_nnscaler.codegen.emit import inputs_of
 from nnx_nnscaler.compiler import Compiled, Compiler, FixedLayout, ModelCall, compile_together
 from nnx_nnscaler.ir import Graph, text_of
 from nnx_nnscaler.runtime.functions import Runtime
-from nnx_nnscaler.trace.fingerprint import read_by_forward
+from nnx_nnscaler.trace.fingerprint import current, read_by_forward
 from nnx_nnscaler.trace.guard import caller_modes
 from nnx_nnscaler.trace.structure import is_constant
 
@@ -42,7 +42,6 @@ __all__ = [
 log = logging.getLogger("nnx.nnscaler")
 
 _UNSET = ("an attribute that has its class's value",)
-_NO_KEY = "an argument of the forward is neither a tensor nor a plain value"
 MOST_VARIANTS = 8
 """Programs of one module; a call that looks like none of them runs whole from then on."""
 
@@ -92,6 +91,7 @@ class Programs:
         self._refused: dict[Any, str] = {}
         self._own: Callable[..., Any] = root.forward
         self._signature = _signature_of(self._own)
+        self._kept: frozenset[str] = frozenset()
         self._tree = _Tree(root)
 
     @property
@@ -117,8 +117,8 @@ class Programs:
         call = self._bound(call)
         try:
             key, tensors = self._key(call)
-        except TypeError:
-            self._warn(_NO_KEY)
+        except TypeError as error:
+            self._warn(str(error))
             return None
         try:
             compiled = self._compile(call, self._world, fixed_batch=_is_single(tensors), layout=None)
@@ -129,7 +129,9 @@ class Programs:
             self._warn(str(error))
             return None
         self.layout = FixedLayout.of(compiled.plan)
-        self._keep(key, compiled)
+        self._kept = frozenset(compiled.graph.kept)
+        self._tree = _Tree(self.root, besides=self._kept)
+        self._keep(self._key(call)[0], compiled)
         return compiled
 
     def attach(self, weights: Mapping[str, Tensor]) -> None:
@@ -140,7 +142,7 @@ class Programs:
                 use.
         """
         self._weights = weights
-        self._tree = _Tree(self.root)
+        self._tree = _Tree(self.root, besides=self._kept)
         self._own = self.root.forward
         self.root.forward = _Forward(self)
 
@@ -173,8 +175,8 @@ class Programs:
         try:
             key, tensors = self._key(call)
             variants = self._variants.get(key, ())
-        except TypeError:
-            self._warn(_NO_KEY)
+        except TypeError as error:
+            self._warn(str(error))
             return None, []
         fitting = (variant for variant in variants if variant.shapes_fit(tensors))
         found = next(fitting, None) or self._compiled_for(key, call)
@@ -265,7 +267,10 @@ class Programs:
             elif is_constant(leaf):
                 looks.append((type(leaf), leaf))
             else:
-                raise TypeError(f"a program cannot be told from another by a {type(leaf).__name__}")
+                raise TypeError(
+                    "an argument of the forward is neither a tensor nor a plain value, "
+                    f"but a {type(leaf).__name__}"
+                )
         key = (spec, tuple(looks), caller_modes(), self._tree.state())
         hash(key)
         return key, tensors
@@ -309,9 +314,10 @@ class _Tree:
 
     Args:
         root: Its hooks run as ever, outside the forward, so they do not matter.
+        besides: Names of submodules that stay whole, so that what they read does not matter.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, *, besides: frozenset[str] = frozenset()) -> None:
         self._spaces = [module.__dict__ for module in root.modules()]
         self._children = [
             (space["_modules"], tuple(space["_modules"].values()))
@@ -324,7 +330,7 @@ class _Tree:
             if space["_parameters"]
         ]
 
-        self._attributes = read_by_forward(root)
+        self._read = read_by_forward(root, besides=besides)
 
     def changed(self) -> bool:
         """Whether a submodule or a parameter is another one now."""
@@ -334,7 +340,11 @@ class _Tree:
         return False
 
     def state(self) -> tuple[Any, ...]:
-        """Training flags, which submodules have hooks, and attributes that the forward may read."""
+        """Training flags, which submodules have hooks, and values that the forward may read.
+
+        Raises:
+            TypeError: There is too much in one of them.
+        """
         flags = tuple([space["training"] for space in self._spaces])
         hooked = tuple(
             [
@@ -349,7 +359,7 @@ class _Tree:
                 )
             ]
         )
-        values = tuple([space.get(name, _UNSET) for space, name in self._attributes])
+        values = tuple([current(space.get(name, _UNSET)) for space, name in self._read])
         return flags, hooked, values
 
 

@@ -1,18 +1,22 @@
-"""What decides whether a kept program may be used: code, structure, shapes, attributes that are read."""
+"""What decides whether a kept program may be used: code, structure, shapes, and values that are read."""
 
 from __future__ import annotations
 
+import enum
 import functools
 import hashlib
 import inspect
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import CodeType, FunctionType
-from typing import Any
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, Protocol
 
+import numpy
+import torch
+import xxhash
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -34,8 +38,8 @@ def fingerprint(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
     """Hash of a module's code and structure, and of what its inputs look like.
 
     Covers, for every submodule: its class, the code of the class's functions and of the user's functions that
-    they call, plain attributes that this code names, whether it trains, and name, shape, dtype and
-    `requires_grad` of its parameters and buffers. Values of tensors are not in it.
+    they call, attributes and globals that this code names, whether it trains, and name, shape, dtype and
+    `requires_grad` of its parameters and buffers, whose values are not in it.
 
     Args:
         module: The root.
@@ -51,7 +55,8 @@ def fingerprint(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
         False
     """
     digest = hashlib.sha256()
-    for part in (*_of_modules(module), *_of_inputs(args, kwargs or {})):
+    read = [(name, _plain(space.get(name))) for space, name in read_by_forward(module)]
+    for part in (*_of_modules(module), *read, *_of_inputs(args, kwargs or {})):
         digest.update(repr(part).encode())
         digest.update(b"\n")
     return digest.hexdigest()[:32]
@@ -99,12 +104,8 @@ def _attributes(module: nn.Module, names: frozenset[str] | None) -> list[tuple[s
 
 
 def _plain(value: Any) -> str:
-    if is_constant(value):
-        return repr(value)
-    if isinstance(value, (list, tuple)) and all(map(is_constant, value)):
-        return repr(value)
-    describe = getattr(value, "to_json_string", None)  # configurations of transformers
-    return str(describe()) if callable(describe) and not isinstance(value, nn.Module) else ""
+    """A text of what a value has in it; none for what is no value."""
+    return repr(_ordered(_state(value, _digested, [0]))) if _decides(value, is_own=True) else ""
 
 
 def _of_class(cls: type) -> tuple[str, frozenset[str] | None]:
@@ -169,16 +170,18 @@ def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 def _of_code(code: CodeType) -> str:
     constants = [
-        _of_code(constant) if isinstance(constant, CodeType) else _ordered(constant)
+        _of_code(constant) if isinstance(constant, CodeType) else repr(_ordered(constant))
         for constant in code.co_consts
     ]
     parts = (code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _ordered(constant: Any) -> str:
+def _ordered(value: Any) -> Any:
     # The order of a set follows PYTHONHASHSEED.
-    return repr(sorted(map(repr, constant))) if isinstance(constant, frozenset) else repr(constant)
+    if isinstance(value, frozenset):
+        return sorted(repr(_ordered(item)) for item in value)
+    return tuple(map(_ordered, value)) if isinstance(value, tuple) else value
 
 
 def _names(code: CodeType) -> set[str]:
@@ -199,51 +202,97 @@ def _is_users(module: str) -> bool:
     return "site-packages" in file or not Path(file).is_relative_to(sysconfig.get_paths()["stdlib"])
 
 
-# --- plain attributes -----------------------------------------------------------------------------
-# Plain attributes that a forward may read: a program stands for the values that they had when traced.
+# --- what a forward reads -------------------------------------------------------------------------
+# A program stands for the values that attributes and globals had when it was traced.
 #
-# ``if self.warm: ...`` is decided by tracing. Such attributes are found in the code of ``forward`` and of
-# the methods and properties that it names, so that setting one brings about another program.
+# ``if self.warm: ...`` and ``x * self.hparams.scale`` are decided by tracing. What they name is found in the
+# code of ``forward`` and of what it calls, so that setting one, or changing what is in it, brings about
+# another program.
 
 
-_PLAIN = (bool, int, float, complex, str, type(None))
 _NOTHING = object()
 _OWN_OF_MODULES = frozenset(vars(nn.Module())) | {"training"}
+_MOST_VALUES = 10_000
+_OPAQUE = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "numpy", "builtins")
+"""Packages whose objects are told apart by identity, not by what is in them."""
+_DEFINITIONS = (type, ModuleType, FunctionType, property, staticmethod, classmethod)
 
 
-def read_by_forward(root: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Where each such attribute is, or would be if set: the ``__dict__`` of its module, and its name.
+class Space(Protocol):
+    """Where names have values: an object's ``__dict__``, a class's, or a module's globals."""
+
+    def get(self, name: str, default: Any = None, /) -> Any:
+        """The value of a name."""
+
+
+class _Closure:
+    """The variables of enclosing functions."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+    def get(self, name: str, default: Any = None, /) -> Any:
+        try:
+            return self._cells[name].cell_contents
+        except (KeyError, ValueError):  # not assigned yet
+            return default
+
+
+def read_by_forward(root: nn.Module, *, besides: Collection[str] = ()) -> list[tuple[Space, str]]:
+    """Where each value is that the forward of a module, or of one of its submodules, may read, and its name.
+
+    Args:
+        root: The module.
+        besides: Fully qualified names of submodules that run their own code, whatever their values are.
 
     Example:
         >>> dropout = nn.Dropout(0.1)
         >>> sorted(name for _, name in read_by_forward(dropout))
         ['inplace', 'p']
     """
-    found = []
-    for module in root.modules():
-        names = _names_in_forward(type(module))  # type: ignore[arg-type] # mypy on hashes
-        space, cls = vars(module), type(module)
-        found += [(space, name) for name in names if _is_plain(space.get(name, getattr(cls, name, _NOTHING)))]
-    return found
+    found: dict[tuple[int, str], tuple[Space, str]] = {}
+    functions: dict[FunctionType, None] = {}
+    for path, module in root.named_modules():
+        cls: Any = type(module)  # mypy on hashes
+        within = any(path == other or path.startswith(f"{other}.") for other in besides)
+        if within or _package(cls) == "torchmetrics":
+            continue
+        names, reached = _reached(cls)
+        functions |= dict.fromkeys(reached)
+        own = vars(module)
+        for name in names:
+            holder = next((base for base in cls.__mro__ if name in vars(base)), None)
+            value = _NOTHING if holder is None else vars(holder)[name]
+            if _decides(value) and holder is not None:
+                found[id(holder), name] = vars(holder), name
+            if _decides(own.get(name, value), is_own=name in own):
+                found[id(own), name] = own, name
+    found |= {(id(space), name): (space, name) for space, name in _read_outside(functions)}
+    return list(found.values())
 
 
-def _is_plain(value: object) -> bool:
-    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+def _decides(value: Any, *, is_own: bool = False) -> bool:
+    """Whether a program may depend on a value; functions of classes and modules are followed instead."""
+    if value is _NOTHING or isinstance(value, (nn.Module, nn.Parameter, ModuleType, type)):
+        return False
+    return is_own or not (isinstance(value, _DEFINITIONS) or hasattr(type(value), "__get__"))
 
 
 @cache
-def _names_in_forward(cls: type) -> tuple[str, ...]:
-    """Names in the code that a class's forward reaches on the object itself."""
+def _reached(cls: type) -> tuple[tuple[str, ...], tuple[FunctionType, ...]]:
+    """Names in the code that a class's forward reaches on the object itself, and the functions it is in."""
     seen: set[str] = set()
+    functions: dict[FunctionType, None] = {}
     reached = ["forward"]
     while reached:
         name = reached.pop()
         for function in _functions_read(cls, name):
-            for other in _names_read(function.__code__):
+            functions[function] = None
+            for other in _names(function.__code__):
                 if other not in seen:
                     seen.add(other)
                     reached.append(other)
-    return tuple(sorted(seen - _OWN_OF_MODULES))
+    return tuple(sorted(seen - _OWN_OF_MODULES)), tuple(functions)
 
 
 def _functions_read(cls: type, name: str) -> Iterator[FunctionType]:
@@ -256,10 +305,132 @@ def _functions_read(cls: type, name: str) -> Iterator[FunctionType]:
             member = member.fget
         member = getattr(member, "__func__", member)
         if isinstance(member, FunctionType):
-            yield member
+            yield inspect.unwrap(member)
 
 
-def _names_read(code: CodeType) -> set[str]:
-    """Every name that a function's code uses, inner functions included."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return {*code.co_names, *(name for function in inner for name in _names_read(function))}
+def _read_outside(functions: Iterable[FunctionType]) -> Iterator[tuple[Space, str]]:
+    """What the user's functions, and those that they call, read of modules and of enclosing functions."""
+    left, seen = list(functions), set()
+    while left:
+        function = left.pop()
+        if function in seen or not _is_own(function.__module__):
+            continue
+        seen.add(function)
+        spaces: list[Space] = [function.__globals__, _Closure(function)]
+        names = sorted(_names(function.__code__) | set(function.__code__.co_freevars))
+        for space, name in [(space, name) for name in names for space in spaces]:
+            value = space.get(name, _NOTHING)
+            if isinstance(value, FunctionType):
+                left.append(inspect.unwrap(value))
+            elif isinstance(value, ModuleType) and _is_own(value.__name__):
+                spaces = [vars(value)]
+                held = [(other, vars(value).get(other, _NOTHING)) for other in names]
+                left += [inspect.unwrap(one) for _, one in held if isinstance(one, FunctionType)]
+                yield from ((vars(value), other) for other, one in held if _decides(one))
+            elif _decides(value):
+                yield space, name
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_own(module: str) -> bool:
+    """Whether code is the user's own; libraries keep caches in their globals."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return _is_users(module) and "site-packages" not in file
+
+
+def _package(cls: type) -> str:
+    return cls.__module__.partition(".")[0]
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+class _Same:
+    """Equal to what is about the same object alone, which it keeps, so that no other gets its address."""
+
+    __slots__ = ("value", "version")
+
+    def __init__(self, value: Any, version: int = 0) -> None:
+        self.value = value
+        self.version = version
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value and other.version == self.version
+
+    def __hash__(self) -> int:
+        return hash((id(self.value), self.version))
+
+
+def current(value: Any) -> Any:
+    """What tells a value from others, and from its former self, within this process.
+
+    Raises:
+        TypeError: There is too much in it.
+
+    Example:
+        >>> options = {"scale": 1.0}
+        >>> before = current(options)
+        >>> options["scale"] = 2.0
+        >>> current(options) == before
+        False
+    """
+    return _state(value, _current, [0])
+
+
+def _current(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return _Same(leaf, -1 if leaf.is_inference() else leaf._version)
+    return _bytes(leaf) if isinstance(leaf, numpy.ndarray) else _Same(leaf)
+
+
+def _digested(leaf: Any) -> Any:
+    """What tells a value from others in any process."""
+    if isinstance(leaf, Tensor):
+        look = (tuple(leaf.shape), str(leaf.dtype))
+        if type(leaf) is not Tensor or leaf.is_meta:
+            return look
+        return *look, _bytes(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    if isinstance(leaf, numpy.ndarray):
+        return _bytes(leaf)
+    if isinstance(leaf, FunctionType) and _is_users(leaf.__module__):
+        return _of_function(leaf, ())
+    if isinstance(leaf, enum.Enum):
+        return str(leaf)
+    named = leaf if hasattr(leaf, "__qualname__") else type(leaf)
+    return getattr(named, "__module__", ""), named.__qualname__
+
+
+def _bytes(array: Any) -> tuple[Any, ...]:
+    content = numpy.ascontiguousarray(array).tobytes() if not array.dtype.hasobject else repr(array).encode()
+    return array.shape, array.dtype.str, xxhash.xxh3_128_hexdigest(content)
+
+
+def _state(value: Any, of_leaf: Callable[[Any], Any], count: list[int], depth: int = 0) -> Any:
+    """A value taken apart into what can be compared."""
+    if is_constant(value):
+        return type(value), repr(value) if isinstance(value, (float, slice)) else value
+    kind, parts = (None, ()) if depth > _DEPTH else _parts(value)
+    if kind is None:
+        return of_leaf(value)
+    count[0] += 1 + len(parts)
+    if count[0] > _MOST_VALUES:
+        raise TypeError(f"it reads a {type(value).__name__} with more than {_MOST_VALUES} values in it")
+    inner = [_state(part, of_leaf, count, depth + 1) for part in parts]
+    return kind, frozenset(inner) if kind is set else tuple(inner)
+
+
+def _parts(value: Any) -> tuple[Any, Collection[Any]]:
+    """The kind of a value and what is in it; no kind for what is not taken apart."""
+    for kind in (list, tuple):
+        if isinstance(value, kind):
+            return kind, value
+    if isinstance(value, (set, frozenset)):
+        return set, value
+    if isinstance(value, Mapping):
+        return dict, (*value, *value.values())
+    if isinstance(value, functools.partial):
+        return "partial", (value.func, value.args, value.keywords)
+    whole = isinstance(value, (*_DEFINITIONS, MethodType, enum.Enum)) or _package(type(value)) in _OPAQUE
+    if whole or not hasattr(value, "__dict__"):
+        return None, ()
+    return type(value).__qualname__, (*vars(value), *vars(value).values())

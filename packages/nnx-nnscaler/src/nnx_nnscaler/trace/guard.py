@@ -233,6 +233,13 @@ def _communicates(name: str) -> CommunicationError:
     return CommunicationError(f"it communicates with other ranks ({name.strip('_')})")
 
 
+class _NoTrainer:
+    """Stands for the Trainer, whose counters change from step to step while a program stays as it is."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise Refusal(f"it asks the Trainer for {name!r}, which a program could not do in each step")
+
+
 @contextmanager
 def noticing(root: nn.Module) -> Iterator[None]:
     """Raise a Refusal where the forward does what a graph would lose without a word."""
@@ -258,6 +265,9 @@ def noticing(root: nn.Module) -> Iterator[None]:
         stack.enter_context(_replaced(torch.autograd.Function, {"apply": classmethod(apply)}))
         loggers = {name: log for name in ("log", "log_dict") if hasattr(type(root), name)}
         stack.enter_context(_replaced(root, loggers))
+        for module in root.modules():
+            owners = {name: _NoTrainer() for name in ("_trainer", "_fabric") if vars(module).get(name)}
+            stack.enter_context(_replaced(module, owners))
         before = _states()
         yield
         if _states() != before:
