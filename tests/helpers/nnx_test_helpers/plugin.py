@@ -26,9 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.path.insert(0, str(config.rootpath / "tests"))
     where = "left to `nox -s full` and to shares of it (see tests/turns.py)"
     config.addinivalue_line("markers", f"full: makes a matrix complete; {where}")
-    config.addinivalue_line(
-        "markers", "slow: takes long; left out by `nox -s nodes` but in NNX_MATRIX=full"
-    )
+    config.addinivalue_line("markers", "slow: takes long; left out by `nox -s nodes` but in NNX_MATRIX=full")
 
 
 @pytest.fixture(scope="session")

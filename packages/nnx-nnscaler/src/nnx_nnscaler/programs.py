@@ -359,8 +359,12 @@ class _Tree:
                 )
             ]
         )
-        values = tuple([current(space.get(name, _UNSET)) for space, name in self._read])
-        return flags, hooked, values
+        known: dict[int, Any] = {}  # submodules often share one configuration
+        values = [space.get(name, _UNSET) for space, name in self._read]
+        for value in values:
+            if id(value) not in known:
+                known[id(value)] = current(value)
+        return flags, hooked, tuple([known[id(value)] for value in values])
 
 
 def _restore(root: nn.Module, own: Callable[..., Any]) -> None:
