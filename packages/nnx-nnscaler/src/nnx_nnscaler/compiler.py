@@ -313,7 +313,7 @@ def _check_agreement(root: nn.Module, group: dist.ProcessGroup | None) -> None:
     """All ranks must have the same module, or their collectives would not match."""
     mine = ""
     with together(group, doing="reading the module"):
-        mine = f"{fingerprint(root, (), {})} {caller_modes()}"
+        mine = f"{fingerprint(root, (), {}, deep=False)} {caller_modes()}"
     prints = all_gather_object(mine, group)
     others = [rank for rank, other in enumerate(prints) if other != prints[0]]
     if others:

@@ -188,8 +188,8 @@ class Programs:
     def _compiled_for(self, key: Any, call: ModelCall) -> Variant | None:
         """A program for a call that none fits, compiled now; None where there can be none."""
         cause = self._refused.get(key)
-        if cause is None and len(self.variants) >= MOST_VARIANTS:
-            cause = f"{MOST_VARIANTS} programs exist already, and none fits"
+        if cause is None and max(len(self.variants), len(self._refused)) >= MOST_VARIANTS:
+            cause = f"{MOST_VARIANTS} programs were made or tried already, and none fits"
         if cause is None:
             try:
                 compiled = self._compile(call, self._unit, fixed_batch=False, layout=self.layout)

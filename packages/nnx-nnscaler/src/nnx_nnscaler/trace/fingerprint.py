@@ -34,7 +34,9 @@ _LIBRARIES = ("torch.nn.modules.", "transformers.")
 _BASES = ("torch.nn.modules.module", "torch.nn.modules.container")
 
 
-def fingerprint(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> str:
+def fingerprint(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, deep: bool = True
+) -> str:
     """Hash of a module's code and structure, and of what its inputs look like.
 
     Covers, for every submodule: its class, the code of the class's functions and of the user's functions that
@@ -45,6 +47,7 @@ def fingerprint(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
         module: The root.
         args: Positional arguments of its forward.
         kwargs: Its keyword arguments.
+        deep: False leaves out what is in objects and containers, such as a seed of each rank's own.
 
     Example:
         >>> import torch
@@ -55,14 +58,14 @@ def fingerprint(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
         False
     """
     digest = hashlib.sha256()
-    read = [(name, _plain(space.get(name))) for space, name in read_by_forward(module)]
-    for part in (*_of_modules(module), *read, *_of_inputs(args, kwargs or {})):
+    read = [(name, _plain(space.get(name))) for space, name in read_by_forward(module) if deep]
+    for part in (*_of_modules(module, deep=deep), *read, *_of_inputs(args, kwargs or {})):
         digest.update(repr(part).encode())
         digest.update(b"\n")
     return digest.hexdigest()[:32]
 
 
-def _of_modules(root: nn.Module) -> Iterator[Any]:
+def _of_modules(root: nn.Module, *, deep: bool) -> Iterator[Any]:
     known: dict[int, str] = {}
     classes: dict[type, tuple[str, frozenset[str] | None]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
@@ -71,7 +74,7 @@ def _of_modules(root: nn.Module) -> Iterator[Any]:
             classes[cls] = _of_class(cls)
         code, names = classes[cls]
         yield name, cls.__module__, cls.__qualname__, module.training, code
-        yield _attributes(module, names)
+        yield _attributes(module, names, deep=deep)
         for kind in (module._parameters, module._buffers):
             for key, tensor in kind.items():
                 if tensor is not None:
@@ -92,12 +95,12 @@ def _of_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
             yield leaf if is_constant(leaf) else type(leaf).__qualname__
 
 
-def _attributes(module: nn.Module, names: frozenset[str] | None) -> list[tuple[str, str]]:
-    """Plain attributes that the class's code names, or all public ones where that is not known."""
+def _attributes(module: nn.Module, names: frozenset[str] | None, *, deep: bool) -> list[tuple[str, str]]:
+    """Attributes that the class's code names, or all public ones where that is not known."""
     found = []
     for key, value in sorted(vars(module).items(), key=lambda item: item[0]):
         if key != "training" and (key in names if names is not None else not key.startswith("_")):
-            text = _plain(value)
+            text = _plain(value) if deep or is_constant(value) else ""
             if text:
                 found.append((key, text))
     return found
@@ -431,6 +434,10 @@ def _parts(value: Any) -> tuple[Any, Collection[Any]]:
     if isinstance(value, functools.partial):
         return "partial", (value.func, value.args, value.keywords)
     whole = isinstance(value, (*_DEFINITIONS, MethodType, enum.Enum)) or _package(type(value)) in _OPAQUE
-    if whole or not hasattr(value, "__dict__"):
+    if whole:
         return None, ()
-    return type(value).__qualname__, (*vars(value), *vars(value).values())
+    slots = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]
+    held = {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(
+        value, "__dict__", {}
+    )
+    return (type(value).__qualname__, (*held, *held.values())) if held else (None, ())
