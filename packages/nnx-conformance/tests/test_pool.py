@@ -53,6 +53,10 @@ def test_a_job_leaves_no_trace(pool: WorkerPool, tmp_path: Path) -> None:
     assert pool.run(pool_jobs.find_a_mess) == [(None, None, torch.float32, False)] * 2
 
 
+def test_a_worker_does_not_hang_where_ddp_is_the_last_to_hold_a_group(pool: WorkerPool) -> None:
+    pool.run(pool_jobs.leave_a_collective_to_the_group_of_ddp, init="gloo", timeout=30)
+
+
 def test_a_function_of_a_test_file_can_be_run(pool: WorkerPool) -> None:
     assert pool.run(add_in_this_file, 1, 2) == [(3, "0"), (3, "1")]
 

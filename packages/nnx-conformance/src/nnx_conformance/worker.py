@@ -137,6 +137,7 @@ def _clean_up(environment: dict[str, str], directory: Path) -> None:
     import torch
     import torch.distributed as dist
 
+    groups = _groups()
     if dist.is_initialized():
         dist.destroy_process_group()
     os.environ.clear()
@@ -145,7 +146,20 @@ def _clean_up(environment: dict[str, str], directory: Path) -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     gc.collect()
+    groups.clear()
     _freeze_modules()
+
+
+def _groups() -> list[Any]:
+    """All process groups, to be held until what uses them has been collected.
+
+    DDP's reducer frees a group that nobody else holds without giving up the GIL. It waits for the threads of
+    gloo, and one of them may be about to free the tensor of the last collective, which takes the GIL. Where
+    Python frees a group it gives up the GIL first.
+    """
+    import torch.distributed as dist
+
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 _modules_frozen = 0

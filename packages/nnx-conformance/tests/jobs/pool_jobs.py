@@ -60,6 +60,17 @@ def leave_with_the_group(rank: int) -> str:
     return "nobody left"
 
 
+def leave_a_collective_to_the_group_of_ddp() -> None:
+    """Rank 0 is done while its collective is not; only DDP, which is in a circle, holds its group then."""
+    layer = torch.nn.Linear(3, 3)
+    wrapped = torch.nn.parallel.DistributedDataParallel(layer)
+    wrapped(torch.ones(2, 3)).sum().backward()
+    layer.__dict__["wrapped"] = wrapped
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+    dist.all_reduce(torch.ones(1000), async_op=True)
+
+
 def die_on(rank: int) -> None:
     if int(os.environ["RANK"]) == rank:
         os.kill(os.getpid(), signal.SIGKILL)
