@@ -19,6 +19,7 @@ ABOUT = {
     "names": "What a user's code sees of the module, of callbacks, logged values, collectives and samplers.",
     "habits": "What people write around a model: equal, or refused with a remedy and named in `refuses`.",
     "checkpoints": "Saving and resuming, here, elsewhere and after an accident.",
+    "nodes": "Ranks that are told to be on several nodes.",
     "manners": "Starting, ending, failing, and being used in other ways than by Trainer.",
 }
 

@@ -31,6 +31,19 @@ def test_a_job_sees_what_torchrun_would_set(pool: WorkerPool) -> None:
             }
 
 
+def test_ranks_can_be_told_to_be_on_several_nodes(pool: WorkerPool) -> None:
+    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
+    seen = [result["env"] for result in pool.run(pool_jobs.describe, world_size=4, nodes=2)]
+    assert [[env[name] for name in names] for env in seen] == [
+        ["0", "0", "2", "0", "0"],
+        ["1", "1", "2", "0", "0"],
+        ["2", "0", "2", "1", "1"],
+        ["3", "1", "2", "1", "1"],
+    ]
+    with pytest.raises(ValueError, match="cannot be shared by nodes=2 alike"):
+        pool.run(pool_jobs.describe, world_size=3, nodes=2)
+
+
 def test_workers_stay_the_same_between_jobs(pool: WorkerPool) -> None:
     first = [result["pid"] for result in pool.run(pool_jobs.describe)]
     assert first == [result["pid"] for result in pool.run(pool_jobs.describe)]

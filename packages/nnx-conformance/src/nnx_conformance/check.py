@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-GROUPS = ("numbers", "stages", "structure", "names", "habits", "checkpoints", "manners")
+GROUPS = ("numbers", "stages", "structure", "names", "habits", "checkpoints", "nodes", "manners")
 """The groups in the order in which they run: what fails first explains most."""
 
 DEADLINE = 60.0
@@ -257,6 +257,7 @@ class Bench:
         job: Callable[..., Any],
         *args: Any,
         world_size: int | None = None,
+        nodes: int = 1,
         subject: Subject | None = None,
         timeout: float | None = None,
         end_after: float = math.inf,
@@ -267,6 +268,7 @@ class Bench:
             job: A function of a module that the workers can import.
             *args: Its further arguments; they travel by pickle, as the results do.
             world_size: Ranks; two by default, or one where the strategy is tried on one.
+            nodes: The number of nodes that the ranks are told to be on.
             subject: Another strategy than the one under test, such as ``Subject("ddp")``.
             timeout: Seconds after which the job counts as hung; by default what the check has left.
             end_after: See `WorkerPool.run`.
@@ -282,14 +284,18 @@ class Bench:
         try:
             limit = min(self.remaining, timeout or self.remaining)
             return self._pool.run(
-                _in_worker, job, chosen, args, world_size=ranks, timeout=limit, end_after=end_after
+                *(_in_worker, job, chosen, args),
+                world_size=ranks,
+                nodes=nodes,
+                timeout=limit,
+                end_after=end_after,
             )
         except JobError as error:
             raise CheckFailed(summary_of(chosen, error)) from error
 
     def _ranks(self, asked: int | None) -> int:
         if asked is not None and asked > self.ranks:
-            raise NotApplicable(f"it takes {asked} ranks, and there are {self.ranks}")
+            self.not_applicable(f"it takes {asked} ranks, and there are {self.ranks}")
         return asked or min(2, self.ranks)
 
     def run_once(

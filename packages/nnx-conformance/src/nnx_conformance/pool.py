@@ -321,6 +321,7 @@ class WorkerPool:
         fn: Callable[..., Any],
         *args: Any,
         world_size: int = 2,
+        nodes: int = 1,
         timeout: float = 120.0,
         env: Mapping[str, str] | None = None,
         init: Literal["gloo", "cuda:gloo"] | None = None,
@@ -328,14 +329,15 @@ class WorkerPool:
     ) -> list[Any]:
         """Call a function once per rank and collect what the ranks return.
 
-        The function sees the variables that torchrun sets (on one node), so that a Lightning Trainer
-        inside it joins a group instead of launching processes. Random seeds are fixed beforehand.
+        The function sees the variables that torchrun sets, so that a Lightning Trainer inside it joins a
+        group instead of launching processes. Random seeds are fixed beforehand.
         Afterwards the process group, environment and working directory are put back.
 
         Args:
             fn: A module-level function of an importable module, or of a test file.
             *args: Its arguments, the same on every rank; they and the results travel by pickle.
             world_size: Number of ranks.
+            nodes: The number of nodes that the ranks are told to be on, each on an equal share of them.
             timeout: Seconds after which the job counts as hung.
             env: Further environment variables for the job.
             init: ``"gloo"`` creates the default process group before the call; ``"cuda:gloo"`` one that
@@ -348,15 +350,17 @@ class WorkerPool:
 
         Raises:
             JobError: A rank raised, died or hung; the message has every rank's traceback and output.
-            ValueError: More ranks were asked for than the pool has.
+            ValueError: More ranks were asked for than the pool has, or the nodes do not divide them.
         """
         if not 1 <= world_size <= self.size:
             raise ValueError(f"world_size={world_size} but the pool has {self.size} workers")
+        if world_size % nodes:
+            raise ValueError(f"world_size={world_size} ranks cannot be shared by nodes={nodes} alike")
         self._start(world_size)
         workers = [self._workers[rank] for rank in range(world_size)]
         port = free_port()
         for rank, worker in enumerate(workers):
-            environment = _environment(rank, world_size, port) | dict(env or {})
+            environment = _environment(rank, world_size, nodes, port) | dict(env or {})
             worker.submit(_job(fn, args, environment, init, timeout))
         replies, failures = _collect(workers, timeout, end_after)
         self.output = [worker.output() for worker in workers]
@@ -568,14 +572,16 @@ def _job(
     return Job(module, fn.__qualname__, file, pickle.dumps(args), env, list(sys.path), init, timeout)
 
 
-def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def _environment(rank: int, world_size: int, nodes: int, port: int) -> dict[str, str]:
+    node, local_rank = divmod(rank, world_size // nodes)
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "NODE_RANK": "0",
-        "GROUP_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(world_size // nodes),
+        "NODE_RANK": str(node),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(nodes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         # A rank that ends a short job at once would cut off others that still connect.

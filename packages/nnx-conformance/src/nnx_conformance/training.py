@@ -33,8 +33,18 @@ from nnx_conformance.task import BLOCKS, FEATURES, GLOBAL_BATCH, WIDTH, Block, O
 
 def world_size() -> int:
     """Ranks of the job; one outside of the workers."""
-    # Lightning deletes WORLD_SIZE when a run has ended, and a job may have several; it has one node.
+    return ranks_per_node() * node_count()
+
+
+def ranks_per_node() -> int:
+    """Ranks of the job on each node."""
+    # Lightning deletes WORLD_SIZE when a run has ended, and a job may have several.
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
+
+
+def node_count() -> int:
+    """Nodes of the job."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
 def make_trainer(subject: Subject, task: Task, **settings: Any) -> Trainer:
@@ -62,7 +72,8 @@ def trainer_settings(
     chosen: dict[str, Any] = {
         "strategy": subject.flag(namespace),
         "accelerator": subject.accelerator,
-        "devices": world_size(),
+        "devices": ranks_per_node(),
+        "num_nodes": node_count(),
         "max_steps": task.steps,
         "precision": task.precision,
         "accumulate_grad_batches": task.accumulate,
@@ -226,7 +237,8 @@ def _fabric(subject: Subject, loop: Loop, namespace: str = "lightning.fabric") -
     fabric = importlib.import_module(namespace).Fabric(
         strategy=subject.flag(namespace),
         accelerator=subject.accelerator,
-        devices=world_size(),
+        devices=ranks_per_node(),
+        num_nodes=node_count(),
         precision=loop.precision,
     )
     fabric.launch()

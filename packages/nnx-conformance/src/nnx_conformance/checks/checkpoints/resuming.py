@@ -241,8 +241,8 @@ def resume_at_world_sizes(bench: Bench) -> None:
         path = _path(bench, saved_by)
         saved = bench.run(save, TASK, path, world_size=saved_by)[0]
         for resumed_by in _WORLD_SIZES:
-            ranks = bench.run(_resume, TASK, path, world_size=resumed_by)
-            _expect_resumed(bench, ranks, saved, f"saved by {saved_by}, resumed by {resumed_by}")
+            ranks = bench.run(resume, TASK, path, world_size=resumed_by)
+            expect_resumed(bench, ranks, saved, f"saved by {saved_by}, resumed by {resumed_by}")
 
 
 @check(kinds=("backend", "strategy"))
@@ -252,8 +252,8 @@ def resume_from_ddp(bench: Bench) -> None:
     path = _path(bench, 2)
     saved = bench.run(save, TASK, path, subject=_DDP)[0]
     for world_size in bench.world_sizes:
-        ranks = bench.run(_resume, TASK, path, world_size=world_size)
-        _expect_resumed(bench, ranks, saved, f"saved by 2 under ddp, resumed by {world_size}")
+        ranks = bench.run(resume, TASK, path, world_size=world_size)
+        expect_resumed(bench, ranks, saved, f"saved by 2 under ddp, resumed by {world_size}")
 
 
 @check(kinds=("backend", "strategy"))
@@ -263,8 +263,8 @@ def resume_under_ddp(bench: Bench) -> None:
     path = _path(bench, 2)
     saved = bench.run(save, TASK, path)[0]
     for world_size in bench.world_sizes:
-        ranks = bench.run(_resume, TASK, path, world_size=world_size, subject=_DDP)
-        _expect_resumed(bench, ranks, saved, f"saved by 2, resumed by {world_size} under ddp")
+        ranks = bench.run(resume, TASK, path, world_size=world_size, subject=_DDP)
+        expect_resumed(bench, ranks, saved, f"saved by 2, resumed by {world_size} under ddp")
 
 
 def _require_shared_format(bench: Bench) -> None:
@@ -273,8 +273,15 @@ def _require_shared_format(bench: Bench) -> None:
         saved_checkpoint(bench)
 
 
-def _expect_resumed(bench: Bench, ranks: list[Record], saved: Record, what: str) -> None:
-    """State to the bit, and losses and final weights of one process that was never interrupted."""
+def expect_resumed(bench: Bench, ranks: list[Record], saved: Record, what: str) -> None:
+    """State to the bit, and losses and final weights of one process that was never interrupted.
+
+    Args:
+        bench: The tools of the check.
+        ranks: The resumed runs, in rank order.
+        saved: The run that saved.
+        what: Says who saved and who resumed, for the message.
+    """
     alone: Record = bench.alone(run, TASK)
     for rank, resumed in enumerate(ranks):
         where = f"{what}, rank {rank}"
@@ -295,5 +302,12 @@ def _path(bench: Bench, saved_by: int) -> str:
 # --- jobs -----------------------------------------------------------------------------------------
 
 
-def _resume(subject: Subject, task: Task, path: str) -> Record:
+def resume(subject: Subject, task: Task, path: str) -> Record:
+    """A job that resumes, from other initial weights.
+
+    Args:
+        subject: The strategy.
+        task: The training to run.
+        path: The checkpoint.
+    """
     return run(subject, replace(task, seed=task.seed + 1), ckpt_path=path)

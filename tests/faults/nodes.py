@@ -1,0 +1,65 @@
+"""Faults that show where ranks are on several nodes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor, nn
+
+from faults import Fault
+from nnx_tiny.backend import TinyBackend
+
+
+class AveragesOnItsNode(TinyBackend):
+    """Averages gradients over the ranks of a node, as if there were no other."""
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.context.local_world_size > 1:
+            super().backward(module, loss, *args, **kwargs)
+        else:
+            loss.backward(*args, **kwargs)
+
+
+class OnTheFirstNode(DDPStrategy):
+    """Takes every node for the first one."""
+
+    @property
+    def node_rank(self) -> int:
+        return 0 if dist.is_initialized() else super().node_rank
+
+
+class ForgetsOnOtherNodes(TinyBackend):
+    """Restores the optimizer on the first node only."""
+
+    def load_optimizer_state(self, *args: Any) -> None:
+        if self.context.rank < self.context.local_world_size:
+            super().load_optimizer_state(*args)
+
+
+class ZeroOnEachNode(DDPStrategy):
+    """Takes the first rank of each node for rank 0."""
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        rank_zero_only.rank = int(os.environ["LOCAL_RANK"])
+
+
+def _fault(name: str, cls: type, caught_by: str, *also: str) -> Fault:
+    return Fault(name=name, target=f"faults.nodes:{cls.__name__}", caught_by=caught_by, also=also)
+
+
+FAULTS = [
+    _fault(
+        "gradients averaged on each node",
+        AveragesOnItsNode,
+        "losses_across_nodes",
+        *("ranks_on_nodes", "resume_at_node_counts", "once_for_all_nodes"),  # the ranks differ in each
+    ),
+    _fault("every node is the first", OnTheFirstNode, "ranks_on_nodes"),
+    _fault("optimizer state restored on one node", ForgetsOnOtherNodes, "resume_at_node_counts"),
+    _fault("a rank 0 on each node", ZeroOnEachNode, "once_for_all_nodes"),
+]
