@@ -96,11 +96,12 @@ def live_bytes(where, options):
 
 
 TP = {"policy": "tp", "plan_ngpus": 2, "verify": False}  # verifying takes copies of the model
+STAGES = {"policy": "pp", "plan_ngpus": 2}
 ZERO = {"policy": "zero", "compute_config": {"reducer_bucket_cap_mb": LARGEST / 1024**2}}
 
 
 @pytest.mark.parametrize("where", ["meta", "cpu"])
-@pytest.mark.parametrize("options", [TP, ZERO], ids=["tp", "zero"])
+@pytest.mark.parametrize("options", [TP, STAGES, ZERO], ids=["tp", "pp", "zero"])
 def test_the_device_holds_own_parts_and_few_whole_parameters_at_a_time(pool, tmp_path, options, where):
     options = {**options, "gen_savedir": str(tmp_path)}
     for setup, teardown in pool.run(live_bytes, where, options, world_size=2, init="gloo", timeout=DEADLINE):
