@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from jobs.nnscaler_models import Case, losses_of
 from jobs.nnscaler_pipeline_jobs import (
@@ -17,6 +18,7 @@ from jobs.nnscaler_pipeline_jobs import (
     held_microbatches,
     second_backward,
     unequal_batches,
+    weights_after,
 )
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import UnsupportedError
@@ -71,6 +73,16 @@ def test_last_batches_and_other_sizes_train_as_in_one_process(pool: WorkerPool, 
     for schedule in ("gpipe", "1f1b", "dualpipev"):
         for losses in pool.run(unequal_batches, schedule, str(tmp_path), world_size=2):
             assert losses == pytest.approx(expected, abs=1e-5, rel=0)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_what_a_loss_does_not_see_is_not_stepped_and_masks_and_penalties_count_once(
+    pool: WorkerPool, tmp_path: Path, schedule: str
+) -> None:
+    expected = pool.run(weights_after, "", "", world_size=1)[0]
+    for found in pool.run(weights_after, schedule, str(tmp_path), world_size=2):
+        for name, weights in found.items():
+            torch.testing.assert_close({name: weights}, {name: expected[name]}, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,66 @@ class BackwardTwice(Deep):
         self.manual_backward(loss)
 
 
+class Branches(Deep):
+    """Two results, of which each depends on parameters that the other does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        half = self.layers[:4](x)
+        return self.side(half.argmax(-1, keepdim=True) + x), self.layers[4:](half)
+
+    def training_step(self, batch: Tensor, index: int) -> Any:
+        side, main = self(batch)
+        loss = side.square().mean() if index % 2 else (main - batch).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+
+class LossBesideResult(Branches):
+    """The forward returns the loss of the one, and the other."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        side, main = super().forward(x)
+        return (main - x).square().mean(), side
+
+    training_step = Deep.training_step
+
+
+class Penalized(Deep):
+    """A loss over what a mask leaves, and a penalty of weights."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, mask = self.layers(x), (x[:, 0] > 0).to(x.dtype)
+        loss = ((y - x).square().mean(1) * mask).sum() / mask.sum().clamp(min=1)
+        first, last = self.layers[0][0].weight, self.layers[-1][0].weight
+        return loss + 0.01 * (first.square().sum() + last.abs().sum()), y
+
+
+class Contrast(Deep):
+    """Compares each sample with all others, whose number is written into the graph."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = F.normalize(self.layers(x), dim=-1)
+        return F.cross_entropy(y @ y.t(), torch.arange(len(y))), y
+
+
+OF_ONE_PROCESS = (Branches, LossBesideResult, Penalized, Contrast)
+
+
+def weights_after(schedule: str, folder: str) -> dict[str, list[Tensor]]:
+    """By model, its weights after some steps that decay them."""
+    found = {}
+    for kind in OF_ONE_PROCESS:
+        module = kind()
+        options = {"pipeline_scheduler": schedule} if schedule else {}
+        train(module, rows(16), batch=8, folder=f"{folder}/{kind.__name__}", **options)
+        found[kind.__name__] = [value.clone() for value in module.state_dict().values()]
+    return found
+
+
 def train(module: LightningModule, data: Any, *, batch: int, folder: str, **options: Any) -> None:
     devices = 2 if options else 1
     trainer = Trainer(

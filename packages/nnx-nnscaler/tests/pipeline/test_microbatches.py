@@ -49,7 +49,7 @@ def test_samples_are_cut_sums_are_summands_and_what_has_no_batch_is_equal() -> N
     assert returned(cut(lambda m, x: m.layer(x).relu())) == S(0)
     assert returned(cut(lambda m, x: m.layer(x).t())) == S(1)
     assert returned(cut(lambda m, x: m.layer(x).sum())) == P
-    assert returned(cut(lambda m, x: m.layer.weight * 2)) == R
+    assert cut(lambda m, x: (m.layer(x), m.layer.weight * 2)).placements["mul"] == R
 
 
 def test_means_are_divided_by_the_number_of_microbatches() -> None:
@@ -72,15 +72,43 @@ def test_sizes_in_numbers_are_those_of_the_whole_batch() -> None:
     assert "rt.microbatches" in divided.args[1].expr
 
 
+def test_what_follows_from_inputs_alone_is_computed_for_the_whole_batch_before() -> None:
+    found = cut(lambda m, x: (m.layer(x) * x[:, :1]).sum() / x.sum().clamp(min=1))
+    assert returned(found) == P
+    assert [found.placements[name] for name in found.ahead] == [R]
+    for forward in (
+        lambda m, x: (m.layer(x).mean(1) * x[:, 0].sort().values).sum(),
+        lambda m, x: m.layer(x) + torch.arange(x.shape[0])[:, None],
+    ):
+        in_order = cut(forward)
+        assert [in_order.placements[name] for name in in_order.ahead] == [S(0)]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: m.layer(x).mean() + m.layer.weight.square().sum(),
+        lambda m, x: 1 - m.layer(x).mean(),
+        lambda m, x: m.layer(x).sum() - 0.5,
+    ],
+)
+def test_microbatches_share_what_is_added_to_a_sum(forward: object) -> None:
+    found = cut(forward)
+    assert returned(found) == P
+    assert any("rt.microbatches" in str(op.args) for op in found.graph.ops[-2:])
+
+
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [
         (lambda m, x: F.softmax(m.layer(x), 0), "softmax"),
         (lambda m, x: m.layer(x) @ m.layer(x).t(), "matmul"),
         (lambda m, x: m.layer(x).mean().exp(), "exp"),
+        (lambda m, x: m.layer(x).mean() + m.layer(x), "add"),
+        (lambda m, x: m.layer.weight.square().sum(), "shows the batch's size"),
         (lambda m, x: m.layer(x).std(0), "std"),
         (lambda m, x: m.norm(m.layer(x)), "writes in place"),
-        (lambda m, x: m.layer(x) + torch.arange(x.shape[0])[:, None], "arange"),
+        (lambda m, x: m.layer(x) * x.t().flatten().cumsum(0)[-1], "flatten"),
     ],
 )
 def test_what_mixes_samples_is_named(forward: object, reason: str) -> None:

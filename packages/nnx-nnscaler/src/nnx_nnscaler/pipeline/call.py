@@ -84,6 +84,7 @@ class Lineup:
         self.most_given = 1 + max((len(stage.gives) for stage in stages), default=0)
         self._flowing_for: tuple[tuple[bool, ...], list[bool]] = ((), [])
         self._parameters: list[nn.Parameter] | None = None
+        self._reached: dict[frozenset[str], frozenset[str]] = {}
 
     def _all_bundles(self) -> list[Bundle]:
         """What passes between ranks, by the stage that gives it."""
@@ -111,6 +112,19 @@ class Lineup:
             for fqn in stage.graph.parameters.values()
         }
         return [lent for lent in users if lent[1] != lent[2]]
+
+    def reached(self, results: frozenset[str]) -> frozenset[str]:
+        """The values and parameters that have gradients, where these results of the forward have."""
+        if results not in self._reached:
+            found = set(results)
+            for op in reversed(self.graph.ops):
+                passes = not isinstance(op.output, TensorMeta) or op.output.differentiable
+                if passes and op.name in found:
+                    found.update(op.operands())
+            tied = {self.graph.parameters[name] for name in found & self.graph.parameters.keys()}
+            found.update(name for name, fqn in self.graph.parameters.items() if fqn in tied)
+            self._reached[results] = frozenset(found)
+        return self._reached[results]
 
     def flowing(self, root: nn.Module) -> list[bool]:
         """Whether a gradient flows into what each stage gives, for the parameters that are trained now."""
@@ -175,8 +189,8 @@ class Call:
             if flowing[stage.number] and lineup.graph.meta(name).differentiable
         }
         self._line = Line(lineup.pipe, runtime.device)
-        self.passage = Passage(self._line, records=torch.is_grad_enabled())
-        self.between = Passage(self._line, records=False) if in_turns else self.passage
+        self.passage = Passage(self._line, lineup.reached, records=torch.is_grad_enabled())
+        self.between = Passage(self._line, lineup.reached, records=False) if in_turns else self.passage
         self._part = {name: size // runtime.microbatches for name, size in symbols.items()}
         self.weights = _Borrowed(weights, self._borrow(weights))
 
@@ -212,21 +226,19 @@ class Call:
         """The gradients that other ranks have of what a stage gave them."""
         found: dict[str, list[Tensor]] = {}
         for bundle in self._outgoing(stage):
-            looks = {n: look for n, look in zip(bundle.names, self._looks(bundle), strict=True) if look.flows}
-            tensors = self._line.receive(
-                list(looks.values()), bundle.rank, self._tag(bundle, index) + BACKWARD
-            )
-            for name, tensor in zip(looks, tensors, strict=True):
-                found.setdefault(name, []).append(tensor)
+            looks = [look for look in self._looks(bundle) if self.between.returns(look)]
+            tensors = self._line.receive(looks, bundle.rank, self._tag(bundle, index) + BACKWARD)
+            for look, tensor in zip(looks, tensors, strict=True):
+                found.setdefault(look.name, []).append(tensor)
         return found
 
     def send_gradients(self, stage: Stage, index: int, gradients: dict[tuple[int, str], Tensor]) -> None:
         """Give back the gradients of what was received for a stage, the first of this rank that uses it."""
         for bundle in self._incoming(stage):
             sent = []
-            for name, look in zip(bundle.names, self._looks(bundle), strict=True):
-                if look.flows:
-                    gradient = gradients.pop((index, name), None)
+            for look in self._looks(bundle):
+                if self.between.returns(look):
+                    gradient = gradients.pop((index, look.name), None)
                     if gradient is None:
                         gradient = torch.zeros(look.shape, dtype=look.dtype, device=self.runtime.device)
                     sent.append(gradient)
@@ -251,20 +263,22 @@ class Call:
 
     def look(self, name: str, symbols: Mapping[str, int]) -> Look:
         """How a value looks for these sizes of the batch."""
-        return look_of(self.lineup.graph.meta(name), symbols, flows=name in self.flows)
+        look = look_of(self.lineup.graph.meta(name), symbols, flows=name in self.flows)
+        return look._replace(name=name)
 
     def _borrow(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Parameters that other ranks store; their gradients go back there."""
         lineup = self.lineup
         named = dict(self.root.named_parameters(remove_duplicate=False)) if lineup.lent else {}
         found = {}
+        names = {fqn: name for name, fqn in lineup.graph.parameters.items()}
         for number, (fqn, home, user) in enumerate(lineup.lent):
             if lineup.rank not in (home, user):
                 continue
             description = _logical(named[fqn])
             placement = lineup.plan.stored.get(fqn, R)
             shape = placement.local_shape(description.shape, self.runtime.size)
-            look = Look(tuple(shape), description.dtype, named[fqn].requires_grad)
+            look = Look(tuple(shape), description.dtype, named[fqn].requires_grad, names[fqn])
             if lineup.rank == home:
                 self.passage.send([weights[fqn]], [look], user, number)
             else:

@@ -4,12 +4,13 @@ A stage's call on a microbatch is ordinary code for autograd. Between stages sta
 in the forward pass and receive their gradients in the backward pass, or the other way round. Autograd runs
 what was recorded last first, so every rank goes back through its stages and microbatches in the reverse
 order, and the messages meet. A *token* runs through all that a rank sends: a rank that has no part of the
-loss still goes back through it.
+loss still goes back through it. Where the loss depends on some results only, what the others alone depend on
+has no gradient, as in one process: all ranks know that from the graph, and send nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +32,13 @@ class Look(NamedTuple):
         shape: Its shape.
         dtype: Its dtype.
         flows: True if a gradient goes back to the sender.
+        name: The value of the graph that it is.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     flows: bool
+    name: str = ""
 
 
 class Line:
@@ -107,28 +110,29 @@ def refuse_second_derivative() -> None:
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, line: Line, to: int, tag: int, looks: Sequence[Look], token: Tensor, *tensors: Tensor
+        ctx: Any, passage: Passage, to: int, tag: int, looks: Sequence[Look], token: Tensor, *tensors: Tensor
     ) -> Tensor:
-        ctx.line, ctx.to, ctx.tag, ctx.looks = line, to, tag, looks
-        line.send([_as(tensor, look) for tensor, look in zip(tensors, looks, strict=True)], to, tag)
+        ctx.passage, ctx.to, ctx.tag, ctx.looks = passage, to, tag, looks
+        passage.line.send([_as(tensor, look) for tensor, look in zip(tensors, looks, strict=True)], to, tag)
         return token.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative()
-        flowing = [look for look in ctx.looks if look.flows]
-        found = iter(ctx.line.receive(flowing, ctx.to, ctx.tag + BACKWARD))
-        gradients = [next(found) if look.flows else None for look in ctx.looks]
+        returning = [ctx.passage.returns(look) for look in ctx.looks]
+        looks = [look for look, returns in zip(ctx.looks, returning, strict=True) if returns]
+        found = iter(ctx.passage.line.receive(looks, ctx.to, ctx.tag + BACKWARD))
+        gradients = [next(found) if returns else None for returns in returning]
         return None, None, None, None, gradient, *gradients
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, line: Line, source: int, tag: int, looks: Sequence[Look], token: Tensor
+        ctx: Any, passage: Passage, source: int, tag: int, looks: Sequence[Look], token: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.line, ctx.source, ctx.tag, ctx.looks = line, source, tag, looks
-        tensors = line.receive(looks, source, tag)
+        ctx.passage, ctx.source, ctx.tag, ctx.looks = passage, source, tag, looks
+        tensors = passage.line.receive(looks, source, tag)
         ctx.mark_non_differentiable(
             *(tensor for tensor, look in zip(tensors, looks, strict=True) if not look.flows)
         )
@@ -137,11 +141,14 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative()
-        flowing = [
-            _as(gradient, look) for gradient, look in zip(gradients, ctx.looks, strict=True) if look.flows
+        line: Line = ctx.passage.line
+        returning = [
+            _as(gradient, look)
+            for gradient, look in zip(gradients, ctx.looks, strict=True)
+            if ctx.passage.returns(look)
         ]
-        ctx.line.send(flowing, ctx.source, ctx.tag + BACKWARD)
-        Variable._execution_engine.queue_callback(ctx.line.settle)
+        line.send(returning, ctx.source, ctx.tag + BACKWARD)
+        Variable._execution_engine.queue_callback(line.settle)
         return None, None, None, None, None
 
 
@@ -150,11 +157,18 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, line: Line, homes: Sequence[int], looks: Sequence[Look], token: Tensor, *own: Tensor | None
+        ctx: Any,
+        passage: Passage,
+        homes: Sequence[int],
+        looks: Sequence[Look],
+        token: Tensor,
+        *own: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        ctx.own = [value is not None for value in own]
+        ctx.set_materialize_grads(False)
+        ctx.passage, ctx.looks, ctx.own = passage, looks, [value is not None for value in own]
         shared = [
-            _shared(line, home, look, value) for home, look, value in zip(homes, looks, own, strict=True)
+            _shared(passage.line, home, look, value)
+            for home, look, value in zip(homes, looks, own, strict=True)
         ]
         ctx.mark_non_differentiable(
             *(tensor for tensor, look in zip(shared, looks, strict=True) if not look.flows)
@@ -163,9 +177,12 @@ class _Share(torch.autograd.Function):
         return tuple(shared)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         refuse_second_derivative()
         (token,) = ctx.saved_tensors
+        ctx.passage.begin_backward(
+            look.name for look, gradient in zip(ctx.looks, gradients, strict=True) if gradient is not None
+        )
         own = [gradient if mine else None for gradient, mine in zip(gradients, ctx.own, strict=True)]
         return None, None, None, torch.zeros_like(token), *own
 
@@ -189,11 +206,16 @@ class Passage:
 
     Args:
         line: The ranks.
+        reached: Says which values have gradients where some results of the forward have.
         records: True if gradients go back the same way.
     """
 
-    def __init__(self, line: Line, *, records: bool) -> None:
-        self._line = line
+    def __init__(
+        self, line: Line, reached: Callable[[frozenset[str]], frozenset[str]], *, records: bool
+    ) -> None:
+        self.line = line
+        self._reached = reached
+        self._with_gradients: frozenset[str] = frozenset()
         self._start: Tensor | None = None
         if records:
             self._start = torch.zeros((), device=line.device, requires_grad=True)
@@ -205,19 +227,27 @@ class Passage:
         assert self._token is not None, "nothing is recorded"
         return self._token
 
+    def begin_backward(self, results: Iterable[str]) -> None:
+        """Take note of the results that the loss depends on, which are the same on every rank."""
+        self._with_gradients = self._reached(frozenset(results))
+
+    def returns(self, look: Look) -> bool:
+        """Whether the gradient of a value goes back to its sender."""
+        return look.flows and look.name in self._with_gradients
+
     def send(self, tensors: Sequence[Tensor], looks: Sequence[Look], to: int, tag: int) -> None:
         """Send values to another rank, so that their gradients come back."""
         if self._token is None:
             sent = [_as(tensor, look) for tensor, look in zip(tensors, looks, strict=True)]
-            self._line.send(sent, to, tag)
+            self.line.send(sent, to, tag)
         else:
-            self._token = _Send.apply(self._line, to, tag, looks, self._token, *tensors)  # type: ignore[no-untyped-call]
+            self._token = _Send.apply(self, to, tag, looks, self._token, *tensors)  # type: ignore[no-untyped-call]
 
     def receive(self, looks: Sequence[Look], source: int, tag: int) -> Sequence[Tensor]:
         """Receive values from another rank, to which their gradients go back."""
         if self._start is None or not any(look.flows for look in looks):
-            return self._line.receive(looks, source, tag)
-        found: tuple[Tensor, ...] = _Receive.apply(self._line, source, tag, looks, self._start)  # type: ignore[no-untyped-call]
+            return self.line.receive(looks, source, tag)
+        found: tuple[Tensor, ...] = _Receive.apply(self, source, tag, looks, self._start)  # type: ignore[no-untyped-call]
         return found
 
     def share(
@@ -232,10 +262,10 @@ class Passage:
         """
         if self._token is None:
             shared: Sequence[Tensor] = [
-                _shared(self._line, home, look, value)
+                _shared(self.line, home, look, value)
                 for home, look, value in zip(homes, looks, own, strict=True)
             ]
         else:
-            shared = _Share.apply(self._line, homes, looks, self._token, *own)  # type: ignore[no-untyped-call]
-        self._line.settle()
+            shared = _Share.apply(self, homes, looks, self._token, *own)  # type: ignore[no-untyped-call]
+        self.line.settle()
         return shared

@@ -4,7 +4,9 @@ The rules that split operators over ranks say it: what they let ranks compute fr
 graph computes from a microbatch. Each value is then cut along a dim, a summand of the whole (``P``), or equal
 for all microbatches (``R``). A graph whose sizes are expressions in the batch's size needs few changes: means
 are divided by the number of microbatches, and means over the samples that count by their number in the whole
-batch. Where an operator mixes samples, the batch goes through the stages whole, and the reason is kept.
+batch. What mixes samples and follows from inputs alone, such as the sum of a mask, is computed for the whole
+batch before. Where another operator mixes samples, the batch goes through the stages whole, and the reason is
+kept.
 """
 
 from __future__ import annotations
@@ -83,6 +85,7 @@ _NATURAL = frozenset(
     ]
 )
 """Operators whose rules write them otherwise for a part, only because that has other sizes."""
+_SUMS = frozenset(["add", "sub", "rsub"])
 _ADDENDS = {"linear": "bias", "addmm": "self", "baddbmm": "self"}
 _MEAN = 1
 """How torch numbers the mean among reductions; 2 is the sum."""
@@ -129,6 +132,7 @@ class Microbatches:
         graph: The graph; the one that was given where the batch cannot be cut.
         placements: What becomes of each value; empty where the batch cannot be cut.
         counts: What is counted in the whole batch before.
+        ahead: Names of the values that are computed for the whole batch before; they are inputs here.
         hindrance: Why the batch cannot be cut; empty where it can.
         at_least: The smallest number of samples in a microbatch.
     """
@@ -136,6 +140,7 @@ class Microbatches:
     graph: Graph
     placements: Mapping[str, Placement]
     counts: tuple[Count, ...] = ()
+    ahead: tuple[str, ...] = ()
     hindrance: str = ""
     at_least: int = 1
 
@@ -299,6 +304,9 @@ class _Cut:
         self._ops: list[Op] = []
         self._counts: list[Count] = []
         self._placements: dict[str, Placement] = {}
+        self._free = values_of_inputs(graph)
+        self._ahead: dict[str, TensorMeta] = {}
+        self._apart: set[str] = set()
         self._size = _some_divisor(graph)
         self._at_least = 1
 
@@ -312,13 +320,19 @@ class _Cut:
             self._placements[name] = R
         for op in graph.ops:
             self._walk(op)
-        free = values_of_inputs(graph)
+        if all(self._placements[op.name] == R for op in self._ops if _is_differentiable(op)):
+            raise _HindranceError("no value that depends on parameters shows the batch's size")
         for count in self._counts:
             needed = {count.target, *({count.weight} if count.weight else ())}
-            if not needed <= free:
+            if not needed <= self._free:
                 raise _HindranceError(f"the targets of {count.name} are computed with parameters")
-        made = replace(graph, ops=self._ops)
-        return Microbatches(made, self._placements, tuple(self._counts), at_least=self._at_least)
+        used = {name for op in self._ops for name in op.operands()}.union(output_refs(graph))
+        ahead = {name: meta for name, meta in self._ahead.items() if name in used}
+        inputs = [*graph.inputs, *(Input(name, meta) for name, meta in ahead.items())]
+        made = replace(graph, inputs=inputs, metas={**graph.metas, **ahead}, ops=self._ops)
+        return Microbatches(
+            made, self._placements, tuple(self._counts), tuple(ahead), at_least=self._at_least
+        )
 
     def _of_meta(self, meta: TensorMeta, what: str) -> Placement:
         """What an input, or a tensor of equal elements, becomes: its part if it shows the batch's size."""
@@ -336,12 +350,56 @@ class _Cut:
             self._placements[op.name] = self._of_meta(op.output, _where(op))
             self._ops.append(self._with_whole_sizes(op))
             return
-        strategy = self._strategy(op)
+        if shared := self._with_shared_addend(op):
+            self._ops += shared
+            return
+        try:
+            strategy = self._strategy(op)
+        except _HindranceError:
+            if op.name not in self._free:
+                raise
+            strategy = None
+        if strategy is None or (P in strategy.outputs and op.name in self._free):
+            self._compute_ahead(op)
+            return
         for name, placement in zip(output_values(op), strategy.outputs, strict=True):
             self._placements[name] = placement
         if isinstance(op.output, tuple) and len(strategy.outputs):
             self._placements[op.name] = strategy.outputs[0]
         self._ops += self._rewritten(self._with_whole_sizes(op), strategy)
+
+    def _compute_ahead(self, op: Op) -> None:
+        """Take a value that follows from inputs alone from the whole batch."""
+        if not isinstance(op.output, TensorMeta):
+            self._apart.add(op.name)  # what is taken out of it comes here, too
+            return
+        dims = symbolic_dims(op.output)
+        sizes = [size.expr for size in op.output.shape if isinstance(size, Size)]
+        if len(dims) > 1 or not self._graph.symbols.keys() >= set(sizes):
+            raise _HindranceError(f"{_where(op)} mixes the samples of a batch")
+        self._placements[op.name] = S(dims[0]) if dims else R
+        self._ahead[op.name] = op.output
+
+    def _with_shared_addend(self, op: Op) -> list[Op]:
+        """A summand plus a value that all microbatches have, of which each adds its share; else nothing."""
+        if base_name(op) not in _SUMS or not _is_differentiable(op) or len(op.args) < 2:
+            return []
+        operands = [self._placements[a.name] if isinstance(a, Ref) else R for a in op.args[:2]]
+        if set(operands) != {P, R}:
+            return []
+        place = operands.index(R)
+        addend, divisor = op.args[place], Code("rt.microbatches")
+        self._placements[op.name] = P
+        if not isinstance(addend, Ref):
+            share = replace(op, args=_replaced(op.args, place, Code(f"{addend!r} / {divisor.text}")))
+            return [share]
+        name = f"share_of_{addend.name}_in_{op.name}"
+        self._placements[name] = R
+        meta = self._graph.meta(addend.name)
+        part = replace(
+            op, name=name, target="aten.div.Tensor", args=(addend, divisor), kwargs={}, output=meta
+        )
+        return [part, replace(op, args=_replaced(op.args, place, Ref(name)))]
 
     def _drops_batch_of_one(self, op: Op) -> bool:
         """Whether a batch of one sample would lose its dim."""
@@ -352,6 +410,8 @@ class _Cut:
         """What an operator does with its operands as they come."""
         if op.target == "module":
             raise _HindranceError(f"{op.module} runs whole")
+        if self._apart.intersection(op.operands()):
+            raise _HindranceError(f"{_where(op)} mixes the samples of a batch")
         coming = tuple(self._placements[name] for name in input_values(op))
         choices = [replicate(op)] if all(placement == R for placement in coming) else []
         choices += [s for s in strategies_of(op, self._graph, self._size) if s.inputs == coming]
@@ -429,6 +489,10 @@ def symbolic_dims(meta: TensorMeta) -> list[int]:
     return [index for index, dim in enumerate(meta.shape) if isinstance(dim, Size)]
 
 
+def _is_differentiable(op: Op) -> bool:
+    return isinstance(op.output, TensorMeta) and op.output.differentiable
+
+
 def writes_in_place(op: Op) -> bool:
     """Whether an operator changes an operand, as batch norm does in training."""
     return is_in_place(op) or ("_norm" in base_name(op) and _updates_statistics(op))
@@ -504,8 +568,12 @@ def _with_argument(op: Op, name: str, value: Argument) -> Op:
     assert operator is not None
     index = [argument.name for argument in operator._schema.arguments].index(name)
     if index < len(op.args):
-        return replace(op, args=(*op.args[:index], value, *op.args[index + 1 :]))
+        return replace(op, args=_replaced(op.args, index, value))
     return replace(op, kwargs={**op.kwargs, name: value})
+
+
+def _replaced(arguments: tuple[Argument, ...], index: int, value: Argument) -> tuple[Argument, ...]:
+    return (*arguments[:index], value, *arguments[index + 1 :])
 
 
 def _where(op: Op) -> str:

@@ -23,7 +23,7 @@ from nnx_nnscaler.compiler import ProgramForm
 from nnx_nnscaler.cost.model import CostModel
 from nnx_nnscaler.ir import Graph, Input, Ref
 from nnx_nnscaler.pipeline.call import Call, Lineup, StageRuntime, look_of
-from nnx_nnscaler.pipeline.microbatches import Count, output_refs
+from nnx_nnscaler.pipeline.microbatches import Microbatches, output_refs
 from nnx_nnscaler.pipeline.plan import PipelinePlan, pipeline_plan_from_text, pipeline_plan_to_text
 from nnx_nnscaler.pipeline.planning import prepare
 from nnx_nnscaler.pipeline.schedules import Action, Turns, actions
@@ -107,7 +107,7 @@ class PipelineProgram:
         programs = {number: load_program(sections[number], path=path) for number in own}
         stages = make_stages(prepared.outline, plan.cuts)
         self.lineup = Lineup(self.graph, plan, stages, programs, pipe)
-        self._counter = _counting_program(prepared.graph, prepared.cut.counts, self._inputs)
+        self._ahead = _program_ahead(prepared.graph, prepared.cut, self._inputs)
         self._returned = [name for name in output_refs(self.graph) if name not in self._inputs]
         self._output = _output_program(self.graph, self._inputs, self._returned)
 
@@ -130,7 +130,8 @@ class PipelineProgram:
         constants = {**constants, **self._more}
         runtime = StageRuntime(rt.communicator, rt.device)
         runtime.microbatches = count
-        runtime.counts = self._counted(rt, root, weights, constants, inputs)
+        runtime.counts, ahead = self._computed_ahead(rt, root, weights, constants, inputs)
+        inputs |= ahead
         call = Call(self.lineup, runtime, root, weights, constants, symbols, in_turns=order is not None)
         local = self._microbatches(inputs, count)
         if order is None:
@@ -174,24 +175,25 @@ class PipelineProgram:
                 found[draw.name] = mask
         return found
 
-    def _counted(
+    def _computed_ahead(
         self,
         rt: Runtime,
         root: nn.Module,
         weights: Mapping[str, Tensor],
         constants: Mapping[str, Tensor],
         inputs: Mapping[str, Tensor],
-    ) -> dict[str, Tensor]:
-        """How many samples of the whole batch count, for each mean over those."""
-        if self._counter is None:
-            return {}
-        program, names = self._counter
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """How many samples count, for each mean over those, and other values of the whole batch."""
+        if self._ahead is None:
+            return {}, {}
+        program, names = self._ahead
         with torch.no_grad():
-            values = program(rt, root, weights, constants, *[inputs[name] for name in names])
-            return {
+            targets, values = program(rt, root, weights, constants, *[inputs[name] for name in names])
+            counts = {
                 count.name: sample_weights(target, weight, count.ignore_index).to(torch.float32)
-                for count, (target, weight) in zip(self.cut.counts, values, strict=True)
+                for count, (target, weight) in zip(self.cut.counts, targets, strict=True)
             }
+        return counts, dict(zip(self.cut.ahead, values, strict=True))
 
     def _microbatches(self, inputs: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
         """The inputs of each microbatch."""
@@ -240,8 +242,11 @@ class PipelineProgram:
     def _joined(self, name: str, parts: list[Tensor]) -> Tensor:
         """The whole of a value that the microbatches have parts or summands of."""
         placement = self.cut.placements.get(name, R)
-        if len(parts) == 1 or placement == R:
+        if len(parts) == 1:
             return parts[0]
+        if placement == R:
+            first: Tensor = _First.apply(*parts)  # type: ignore[no-untyped-call]
+            return first
         if placement == P:
             return torch.stack(parts).sum(0)
         return _put_together(parts, placement)
@@ -253,6 +258,22 @@ class PipelineProgram:
                 for fqn in stage.writes:
                     home = self.plan.arrangement.rank_of(stage.number)
                     dist.broadcast(call.weights[fqn], group=self.lineup.pipe, group_src=home)
+
+
+class _First(torch.autograd.Function):
+    """The first of equal values; a backward through it comes to all, as every rank waits for each."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return parts[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return (None,) * len(ctx.needs_input_grad)
+        nothing = [torch.zeros_like(gradient)] * (len(ctx.needs_input_grad) - 1)
+        return gradient, *nothing
 
 
 def _scales() -> bool:
@@ -277,19 +298,20 @@ def _whole_plan(graph: Graph) -> ProgramPlan:
     return plan_program(graph, size=1, policy="dp", costs=CostModel())
 
 
-def _counting_program(
-    graph: Graph, counts: Sequence[Count], inputs: Sequence[str]
+def _program_ahead(
+    graph: Graph, cut: Microbatches, inputs: Sequence[str]
 ) -> tuple[Program, list[str]] | None:
-    """What makes the targets, and weights of classes, of means over samples that count."""
-    if not counts:
+    """What makes the targets, and weights of classes, of means over samples that count, and values ahead."""
+    if not (cut.counts or cut.ahead):
         return None
-    names = [name for count in counts for name in (count.target, count.weight) if name is not None]
-    wanted = set(names)
+    counted = [name for count in cut.counts for name in (count.target, count.weight) if name is not None]
+    wanted = {*counted, *cut.ahead}
     for op in reversed(graph.ops):
         if op.name in wanted:
             wanted |= set(op.operands())
     ops = [op for op in graph.ops if op.name in wanted]
-    outputs = [(Ref(c.target), None if c.weight is None else Ref(c.weight)) for c in counts]
+    targets = [(Ref(c.target), None if c.weight is None else Ref(c.weight)) for c in cut.counts]
+    outputs = (targets, [Ref(name) for name in cut.ahead])
     own = [leaf for leaf in graph.inputs if leaf.name in inputs]
     made = replace(graph, inputs=own, ops=ops, outputs=outputs, parameters={}, guards=())
     return load_program(emit(made, _whole_plan(made))), inputs_of(made)

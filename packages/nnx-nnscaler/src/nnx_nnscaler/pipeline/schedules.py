@@ -181,7 +181,7 @@ class Turns:
         self._values = microbatches
         self._loss = loss
         self._keeps = keeps
-        self._splits = schedule in _SPLIT
+        self._splits = {stage.number for stage in call.own if schedule in _SPLIT and stage.splits}
         names = {fqn: None for stage in call.own for fqn in stage.graph.parameters.values()}
         self._weights = {fqn: call.weights[fqn] for fqn in names}
         self._leaves = {
@@ -195,6 +195,8 @@ class Turns:
     def run(self, own: Sequence[Action]) -> None:
         """Do all that the schedule says."""
         device = self._call.runtime.device.type
+        for passage in (self._call.between, self._call.passage):
+            passage.begin_backward([self._loss])
         for kind, number, index in own:
             if kind == FORWARD:
                 with torch.enable_grad():
@@ -211,7 +213,7 @@ class Turns:
         leaves = {name: values[name].detach().requires_grad_() for name in flowing}
         arguments = [leaves.get(name, values[name]) for name in stage.arguments]
         given = call.compute(stage, self._used, arguments)
-        if self._splits:
+        if number in self._splits:
             given = [value.clone() for value in given]  # torch detaches them in place, which views refuse
         made = dict(zip(stage.gives, given, strict=True))
         values |= {name: value.detach() for name, value in made.items()}
@@ -261,7 +263,7 @@ class Turns:
         outputs: list[Tensor],
         gradients: list[Tensor],
     ) -> None:
-        if kind == BACKWARD:
+        if kind == BACKWARD or (leaves and key[0] not in self._splits):
             torch.autograd.backward(outputs, gradients)
         elif not leaves:
             self._later[key] = outputs, gradients

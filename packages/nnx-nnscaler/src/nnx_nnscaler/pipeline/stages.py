@@ -97,6 +97,27 @@ class Stage:
     gives: tuple[str, ...]
     writes: tuple[str, ...]
 
+    @cached_property
+    def splits(self) -> bool:
+        """Whether torch can compute gradients of what comes in and of weights apart.
+
+        It cannot where what several parameters make without what comes in is joined, as two embeddings or two
+        penalties that are added: torch would go back through the sum once for each, and has freed it then.
+        """
+        coming = {
+            leaf.name for leaf in self.graph.inputs if leaf.meta is not None and leaf.meta.differentiable
+        }
+        made_of: dict[str, frozenset[str]] = {name: frozenset([name]) for name in self.graph.parameters}
+        for op in self.graph.ops:
+            if coming.intersection(op.operands()):
+                coming.add(op.name)
+                continue
+            made_of[op.name] = frozenset().union(*(made_of.get(name, ()) for name in op.operands()))
+            is_differentiable = not isinstance(op.output, TensorMeta) or op.output.differentiable
+            if is_differentiable and len(made_of[op.name]) > 1:
+                return False
+        return True
+
 
 # --- where stages begin ---------------------------------------------------------------------------
 
