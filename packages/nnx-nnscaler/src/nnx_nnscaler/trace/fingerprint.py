@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import sys
 import sysconfig
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -216,9 +217,14 @@ def _is_users(module: str) -> bool:
 _NOTHING = object()
 _OWN_OF_MODULES = frozenset(vars(nn.Module())) | {"training"}
 _MOST_VALUES = 10_000
-_OPAQUE = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "numpy", "builtins")
+_OPAQUE = frozenset(
+    ["torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "numpy", "builtins"]
+    + ["nnx_core", "nnx_nnscaler"]
+)
 """Packages whose objects are told apart by identity, not by what is in them."""
 _DEFINITIONS = (type, ModuleType, FunctionType, property, staticmethod, classmethod)
+_LOGS = frozenset(["log", "log_dict"])
+"""Methods whose code, Lightning's, is not looked through."""
 
 
 class Space(Protocol):
@@ -255,13 +261,16 @@ def read_by_forward(root: nn.Module, *, besides: Collection[str] = ()) -> list[t
     """
     found: dict[tuple[int, str], tuple[Space, str]] = {}
     functions: dict[FunctionType, None] = {}
-    for path, module in root.named_modules():
+    modules = [
+        module
+        for path, module in root.named_modules()
+        if not any(path == other or path.startswith(f"{other}.") for other in besides)
+        and _package(type(module)) != "torchmetrics"
+    ]
+    names = _names_reached(frozenset(map(type, modules)))
+    for module in modules:
         cls: Any = type(module)  # mypy on hashes
-        within = any(path == other or path.startswith(f"{other}.") for other in besides)
-        if within or _package(cls) == "torchmetrics":
-            continue
-        names, reached = _reached(cls)
-        functions |= dict.fromkeys(reached)
+        functions |= dict.fromkeys(_functions_of(cls, names))
         own = vars(module)
         for name in names:
             holder = next((base for base in cls.__mro__ if name in vars(base)), None)
@@ -282,20 +291,23 @@ def _decides(value: Any, *, is_own: bool = False) -> bool:
 
 
 @cache
-def _reached(cls: type) -> tuple[tuple[str, ...], tuple[FunctionType, ...]]:
-    """Names in the code that a class's forward reaches on the object itself, and the functions it is in."""
-    seen: set[str] = set()
-    functions: dict[FunctionType, None] = {}
-    reached = ["forward"]
-    while reached:
-        name = reached.pop()
-        for function in _functions_read(cls, name):
-            functions[function] = None
-            for other in _names(function.__code__):
-                if other not in seen:
-                    seen.add(other)
-                    reached.append(other)
-    return tuple(sorted(seen - _OWN_OF_MODULES)), tuple(functions)
+def _names_reached(classes: frozenset[type]) -> tuple[str, ...]:
+    """Names in the code of forwards of these classes, and of what it calls on an object of any of them."""
+    seen = {"forward"}
+    left = ["forward"]
+    while left:
+        name = left.pop()
+        for function in [found for cls in classes for found in _functions_read(cls, name)]:
+            new = _names(function.__code__) - seen - _LOGS
+            seen |= new
+            left += new
+    return tuple(sorted(seen - _OWN_OF_MODULES))
+
+
+@cache
+def _functions_of(cls: type, names: tuple[str, ...]) -> tuple[FunctionType, ...]:
+    """The functions of a class that have these names, and its forward."""
+    return tuple(function for name in ("forward", *names) for function in _functions_read(cls, name))
 
 
 def _functions_read(cls: type, name: str) -> Iterator[FunctionType]:
@@ -316,7 +328,7 @@ def _read_outside(functions: Iterable[FunctionType]) -> Iterator[tuple[Space, st
     left, seen = list(functions), set()
     while left:
         function = left.pop()
-        if function in seen or not _is_own(function.__module__):
+        if function in seen or not is_users_own(function.__module__):
             continue
         seen.add(function)
         spaces: list[Space] = [function.__globals__, _Closure(function)]
@@ -325,7 +337,7 @@ def _read_outside(functions: Iterable[FunctionType]) -> Iterator[tuple[Space, st
             value = space.get(name, _NOTHING)
             if isinstance(value, FunctionType):
                 left.append(inspect.unwrap(value))
-            elif isinstance(value, ModuleType) and _is_own(value.__name__):
+            elif isinstance(value, ModuleType) and is_users_own(value.__name__):
                 spaces = [vars(value)]
                 held = [(other, vars(value).get(other, _NOTHING)) for other in names]
                 left += [inspect.unwrap(one) for _, one in held if isinstance(one, FunctionType)]
@@ -335,7 +347,7 @@ def _read_outside(functions: Iterable[FunctionType]) -> Iterator[tuple[Space, st
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_own(module: str) -> bool:
+def is_users_own(module: str) -> bool:
     """Whether code is the user's own; libraries keep caches in their globals."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return _is_users(module) and "site-packages" not in file
@@ -424,7 +436,7 @@ def _state(value: Any, of_leaf: Callable[[Any], Any], count: list[int], depth: i
 
 def _parts(value: Any) -> tuple[Any, Collection[Any]]:
     """The kind of a value and what is in it; no kind for what is not taken apart."""
-    for kind in (list, tuple):
+    for kind in (list, tuple, deque):
         if isinstance(value, kind):
             return kind, value
     if isinstance(value, (set, frozenset)):
