@@ -236,7 +236,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
             return step(*args, **kwargs)
         with self._order.reporting(), laid_out.step():
             self._order.begin(getattr(step, "__name__", "a step"))
-            result = step(*args, **kwargs)
+            result: T = laid_out.run(step, *args, **kwargs)
             if not torch.is_grad_enabled():
                 self._order.end()
             return result

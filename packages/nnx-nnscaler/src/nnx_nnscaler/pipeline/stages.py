@@ -271,6 +271,8 @@ def foreign_bytes(
 ) -> NDArray[np.float64]:
     """Bytes of parameters that each stage would have to fetch from another rank, up to each place.
 
+    A parameter counts where it is used first: those that several stages use are fetched under any cut.
+
     Args:
         outline: The operators.
         homes: The rank along the pipe that stores each parameter, by fully qualified name.
@@ -278,10 +280,12 @@ def foreign_bytes(
     """
     graph = outline.graph
     found = np.zeros((arrangement.stages, len(outline.ops) + 1))
+    seen: set[str] = set()
     for index, op in enumerate(outline.ops):
         found[:, index + 1] = found[:, index]
         for name in op.operands():
-            if name in graph.parameters:
+            if name in graph.parameters and name not in seen:
+                seen.add(name)
                 meta = graph.metas[name]
                 home = homes.get(graph.parameters[name], 0)
                 nbytes = float(np.prod(meta.hints)) * bytes_of(meta.dtype)

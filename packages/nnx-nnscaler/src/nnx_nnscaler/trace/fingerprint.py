@@ -33,6 +33,11 @@ _DEPTH = 6
 # Classes whose attributes say what they do, while their code does not change within a version.
 _LIBRARIES = ("torch.nn.modules.", "transformers.")
 _BASES = ("torch.nn.modules.module", "torch.nn.modules.container")
+_VERSIONED = frozenset(
+    ["torch", "lightning", "pytorch_lightning", "lightning_fabric", "builtins", "transformers"]
+    + ["nnx_core", "nnx_nnscaler"]
+)
+"""Packages whose code changes with their version."""
 
 
 def fingerprint(
@@ -200,7 +205,7 @@ def _names(code: CodeType) -> set[str]:
 def _is_users(module: str) -> bool:
     """Whether code may change without the version of torch or Python changing with it."""
     top = module.partition(".")[0]
-    if top in ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "builtins", "transformers"):
+    if top in _VERSIONED:
         return False
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return "site-packages" in file or not Path(file).is_relative_to(sysconfig.get_paths()["stdlib"])
@@ -217,10 +222,7 @@ def _is_users(module: str) -> bool:
 _NOTHING = object()
 _OWN_OF_MODULES = frozenset(vars(nn.Module())) | {"training"}
 _MOST_VALUES = 10_000
-_OPAQUE = frozenset(
-    ["torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "numpy", "builtins"]
-    + ["nnx_core", "nnx_nnscaler"]
-)
+_OPAQUE = frozenset([*_VERSIONED, "torchmetrics", "numpy"]) - {"transformers"}
 """Packages whose objects are told apart by identity, not by what is in them."""
 _DEFINITIONS = (type, ModuleType, FunctionType, property, staticmethod, classmethod)
 _LOGS = frozenset(["log", "log_dict"])
@@ -260,17 +262,10 @@ def read_by_forward(root: nn.Module, *, besides: Collection[str] = ()) -> list[t
         ['inplace', 'p']
     """
     found: dict[tuple[int, str], tuple[Space, str]] = {}
-    functions: dict[FunctionType, None] = {}
-    modules = [
-        module
-        for path, module in root.named_modules()
-        if not any(path == other or path.startswith(f"{other}.") for other in besides)
-        and _package(type(module)) != "torchmetrics"
-    ]
+    modules = _looked_through(root, besides)
     names = _names_reached(frozenset(map(type, modules)))
     for module in modules:
-        cls: Any = type(module)  # mypy on hashes
-        functions |= dict.fromkeys(_functions_of(cls, names))
+        cls = type(module)
         own = vars(module)
         for name in names:
             holder = next((base for base in cls.__mro__ if name in vars(base)), None)
@@ -279,8 +274,30 @@ def read_by_forward(root: nn.Module, *, besides: Collection[str] = ()) -> list[t
                 found[id(holder), name] = vars(holder), name
             if _decides(own.get(name, value), is_own=name in own):
                 found[id(own), name] = own, name
+    functions = code_reached(root, besides=besides)
     found |= {(id(space), name): (space, name) for space, name in _read_outside(functions)}
     return list(found.values())
+
+
+def code_reached(root: nn.Module, *, besides: Collection[str] = ()) -> list[FunctionType]:
+    """The functions of a module's class and of those of its submodules that the forward may call.
+
+    Args:
+        root: The module.
+        besides: As in `read_by_forward`.
+    """
+    classes = dict.fromkeys(map(type, _looked_through(root, besides)))
+    names = _names_reached(frozenset(classes))
+    return list(dict.fromkeys(one for cls in classes for one in _functions_of(cls, names)))
+
+
+def _looked_through(root: nn.Module, besides: Collection[str]) -> list[nn.Module]:
+    return [
+        module
+        for path, module in root.named_modules()
+        if not any(path == other or path.startswith(f"{other}.") for other in besides)
+        and _package(type(module)) != "torchmetrics"
+    ]
 
 
 def _decides(value: Any, *, is_own: bool = False) -> bool:

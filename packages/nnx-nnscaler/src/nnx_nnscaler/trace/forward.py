@@ -31,6 +31,7 @@ _REMEDY = (
     "Move that code into a submodule of its own, which then stays whole, or write it without the dependence "
     "(torch.where instead of a branch); until then the whole forward runs on every rank of the unit."
 )
+_STRICT_REMEDY = "Compute it elsewhere: in another hook, or after the step."
 _lock = threading.Lock()
 
 
@@ -184,6 +185,8 @@ class _Tracer:
         return ""
 
     def _error(self, one: Blame) -> TraceError:
+        if not self.may_keep:
+            return TraceError(f"{one}.", remedy=_STRICT_REMEDY)
         return TraceError(
             f"the forward of {type(self.module).__name__} cannot be traced: {one}.", remedy=_REMEDY
         )

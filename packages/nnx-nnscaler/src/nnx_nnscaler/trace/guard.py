@@ -202,7 +202,7 @@ def hooks_removed(root: nn.Module) -> Iterator[None]:
     try:
         for space, kind, hooks in saved:
             space[kind] = OrderedDict((key, hook) for key, hook in hooks.items() if _is_traced(hook))
-        with _replaced(torch_module, none):
+        with replaced(torch_module, none):
             yield
     finally:
         for space, kind, hooks in saved:
@@ -230,7 +230,7 @@ def collectives_refused() -> Iterator[None]:
 
     group = dist.ProcessGroup
     names = [name for name in dir(group) if name.startswith(_COLLECTIVES)]
-    with _replaced(group, {name: refusing(name, getattr(group, name)) for name in names}):
+    with replaced(group, {name: refusing(name, getattr(group, name)) for name in names}):
         yield
 
 
@@ -280,21 +280,21 @@ def noticing(root: nn.Module) -> Iterator[None]:
         if root.training:  # elsewhere there is no backward that it would save memory for
             reentrant = type("CheckpointFunction", (), {"apply": staticmethod(checkpoint)})
             names = {"_checkpoint_without_reentrant_generator": checkpoint, "CheckpointFunction": reentrant}
-            stack.enter_context(_replaced(torch.utils.checkpoint, names))
-        stack.enter_context(_replaced(torch.autograd.Function, {"apply": classmethod(apply)}))
+            stack.enter_context(replaced(torch.utils.checkpoint, names))
+        stack.enter_context(replaced(torch.autograd.Function, {"apply": classmethod(apply)}))
         loggers = {name: log for name in ("log", "log_dict") if hasattr(type(root), name)}
-        stack.enter_context(_replaced(root, loggers))
+        stack.enter_context(replaced(root, loggers))
         for module in root.modules():
             owners = {name: _NoTrainer() for name in ("_trainer", "_fabric") if vars(module).get(name)}
-            stack.enter_context(_replaced(module, owners))
+            stack.enter_context(replaced(module, owners))
         before = _states()
         yield
         if _states() != before:
-            raise Refusal("it draws from the generators of Python or numpy")
+            raise Refusal("it draws from the generators of Python or numpy, or seeds torch's")
 
 
 @contextmanager
-def _replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
+def replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
     """Set attributes for a while; goes past `__setattr__` of modules."""
     missing = object()
     own = vars(owner)
@@ -312,6 +312,7 @@ def _replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
                 place(owner, name, value)
 
 
-def _states() -> tuple[Any, bytes]:
+def _states() -> tuple[Any, ...]:
     arrays: Any = numpy.random.get_state(legacy=False)
-    return random.getstate(), repr(arrays["state"]).encode()
+    of_torch = torch.default_generator.get_state().numpy().tobytes()  # a trace draws nothing
+    return random.getstate(), repr(arrays["state"]), of_torch

@@ -369,7 +369,7 @@ def _cache(value: Any, go: Callable[[Any], Any]) -> Make:
 
 
 _TORCH = str(Path(torch.__file__).parent)
-_OWN = str(Path(__file__).parent)
+_OWN = str(Path(__file__).parents[1])
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+')
 
 
