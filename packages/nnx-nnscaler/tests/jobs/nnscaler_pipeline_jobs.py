@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import nnx
+from jobs.nnscaler_models import Case, losses_of
 from nnx_nnscaler.pipeline import schedules
 
 
@@ -69,6 +72,29 @@ def train(module: LightningModule, data: Any, *, batch: int, folder: str, **opti
 
 def rows(count: int) -> Tensor:
     return torch.randn(count, 8, generator=torch.Generator().manual_seed(2))
+
+
+@contextmanager
+def counting_turns() -> Iterator[list[str]]:
+    """Yields a list that has an item for each forward and backward that this process has run in turns."""
+    found: list[str] = []
+    original = schedules.Turns.run
+
+    def run(self: Any, own: Any) -> None:
+        found.append(self._loss)
+        original(self, own)
+
+    schedules.Turns.run = run  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        schedules.Turns.run = original  # type: ignore[method-assign]
+
+
+def losses_in_turns(case: Case) -> tuple[list[float], list[float], int]:
+    """What `losses_of` returns, and how many steps have gone forward and back in turns."""
+    with counting_turns() as turns:
+        return *losses_of(case), len(turns)
 
 
 def held_microbatches(folder: str, schedule: str, microbatches: int) -> int:

@@ -299,6 +299,7 @@ class _Cut:
         self._ops: list[Op] = []
         self._counts: list[Count] = []
         self._placements: dict[str, Placement] = {}
+        self._rows: dict[str, Op] = {}
         self._size = _some_divisor(graph)
         self._at_least = 1
 
@@ -336,12 +337,45 @@ class _Cut:
             self._placements[op.name] = self._of_meta(op.output, _where(op))
             self._ops.append(self._with_whole_sizes(op))
             return
+        if self._numbers_rows(op):
+            return
         strategy = self._strategy(op)
         for name, placement in zip(output_values(op), strategy.outputs, strict=True):
             self._placements[name] = placement
         if isinstance(op.output, tuple) and len(strategy.outputs):
             self._placements[op.name] = strategy.outputs[0]
         self._ops += self._rewritten(self._with_whole_sizes(op), strategy)
+
+    def _numbers_rows(self, op: Op) -> bool:
+        """Take an operator that numbers the samples of the batch, or picks each sample by its number.
+
+        ``mask[torch.arange(len(mask))[:, None], columns]``, as all models of transformers have it, picks the
+        same elements of a microbatch when samples are numbered within that; other uses mix samples.
+        """
+        numbers = [self._rows[name] for name in op.operands() if name in self._rows]
+        name = base_name(op)
+        if not numbers and not (name == "arange" and isinstance(op.args[0], Size)):
+            return False
+        dims = symbolic_dims(op.output) if isinstance(op.output, TensorMeta) else []
+        if not numbers:
+            begins = op.target == "aten.arange.default" and op.args[0].expr in self._graph.symbols
+        elif name == "index":
+            begins = self._picks_rows(op)
+        else:
+            begins = name in ("unsqueeze", "view", "reshape")
+        if not begins or len(dims) != 1:
+            raise _HindranceError(f"{_where(numbers[0] if numbers else op)} numbers the samples of a batch")
+        self._placements[op.name] = S(dims[0])
+        if name != "index":
+            self._rows[op.name] = numbers[0] if numbers else op
+        self._ops.append(op)
+        return True
+
+    def _picks_rows(self, op: Op) -> bool:
+        """Whether an operator takes of each sample the same elements."""
+        picked, (rows, *others) = argument_of(op, "self"), argument_of(op, "indices")
+        whole = all(other is None or self._placements[other.name] == R for other in others)
+        return whole and rows is not None and rows.name in self._rows and self._placements[picked.name] == S(0)
 
     def _drops_batch_of_one(self, op: Op) -> bool:
         """Whether a batch of one sample would lose its dim."""

@@ -162,7 +162,8 @@ class Steps:
         root = self.programs.root
         module: Any = root.module
         own = getattr(step, "__func__", None) is getattr(type(module), "training_step", _UNSEEN)
-        if not (own and module.automatic_optimization and torch.is_grad_enabled()):
+        optimizes = getattr(module, "automatic_optimization", False)
+        if not (own and optimizes and torch.is_grad_enabled()):
             return step(*args)
         root.training = module.training
         given = tree_map(lambda leaf: _UNSEEN if _changes(leaf) else leaf, args)

@@ -57,11 +57,14 @@ class _Search:
         self._names: set[str] = set()
         self._classes: set[type] = set()
         self._left = [one for one in code_reached(root) if self._is_users(one.__module__)]
+        attributes = {id(vars(module)) for module in root.modules()}
         for space, name in read_by_forward(root):
-            self._look_at(name, space.get(name))
+            if id(space) in attributes:
+                self._look_at(name, space.get(name))
 
     def _is_users(self, module: str) -> bool:
-        return is_users_own(module) or module.partition(".")[0] == self._home
+        package = module.partition(".")[0]
+        return package not in sys.stdlib_module_names and (is_users_own(module) or package == self._home)
 
     def run(self) -> None:
         seen: set[FunctionType] = set()

@@ -10,7 +10,6 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
@@ -263,7 +262,7 @@ def read_by_forward(root: nn.Module, *, besides: Collection[str] = ()) -> list[t
     """
     found: dict[tuple[int, str], tuple[Space, str]] = {}
     modules = _looked_through(root, besides)
-    names = _names_reached(frozenset(map(type, modules)))
+    names, functions = _reached(modules)
     for module in modules:
         cls = type(module)
         own = vars(module)
@@ -274,21 +273,13 @@ def read_by_forward(root: nn.Module, *, besides: Collection[str] = ()) -> list[t
                 found[id(holder), name] = vars(holder), name
             if _decides(own.get(name, value), is_own=name in own):
                 found[id(own), name] = own, name
-    functions = code_reached(root, besides=besides)
     found |= {(id(space), name): (space, name) for space, name in _read_outside(functions)}
     return list(found.values())
 
 
-def code_reached(root: nn.Module, *, besides: Collection[str] = ()) -> list[FunctionType]:
-    """The functions of a module's class and of those of its submodules that the forward may call.
-
-    Args:
-        root: The module.
-        besides: As in `read_by_forward`.
-    """
-    classes = dict.fromkeys(map(type, _looked_through(root, besides)))
-    names = _names_reached(frozenset(classes))
-    return list(dict.fromkeys(one for cls in classes for one in _functions_of(cls, names)))
+def code_reached(root: nn.Module) -> tuple[FunctionType, ...]:
+    """The functions of a module and of its submodules, and of their classes, that the forward may call."""
+    return _reached(_looked_through(root, ()))[1]
 
 
 def _looked_through(root: nn.Module, besides: Collection[str]) -> list[nn.Module]:
@@ -307,24 +298,34 @@ def _decides(value: Any, *, is_own: bool = False) -> bool:
     return is_own or not (isinstance(value, _DEFINITIONS) or hasattr(type(value), "__get__"))
 
 
-@cache
-def _names_reached(classes: frozenset[type]) -> tuple[str, ...]:
-    """Names in the code of forwards of these classes, and of what it calls on an object of any of them."""
+def _reached(modules: Sequence[nn.Module]) -> tuple[tuple[str, ...], tuple[FunctionType, ...]]:
+    """Names in the code that forwards reach on modules, and the functions that this code is in."""
+    held = {
+        (name, inspect.unwrap(value))
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, FunctionType)
+    }
+    return _reached_in(frozenset(map(type, modules)), frozenset(held))
+
+
+@functools.lru_cache(maxsize=64)
+def _reached_in(
+    classes: frozenset[type], held: frozenset[tuple[str, FunctionType]]
+) -> tuple[tuple[str, ...], tuple[FunctionType, ...]]:
     seen = {"forward"}
+    functions: dict[FunctionType, None] = {}
     left = ["forward"]
     while left:
         name = left.pop()
-        for function in [found for cls in classes for found in _functions_read(cls, name)]:
+        found = [function for other, function in held if other == name]
+        found += [function for cls in classes for function in _functions_read(cls, name)]
+        for function in found:
+            functions[function] = None
             new = _names(function.__code__) - seen - _LOGS
             seen |= new
             left += new
-    return tuple(sorted(seen - _OWN_OF_MODULES))
-
-
-@cache
-def _functions_of(cls: type, names: tuple[str, ...]) -> tuple[FunctionType, ...]:
-    """The functions of a class that have these names, and its forward."""
-    return tuple(function for name in ("forward", *names) for function in _functions_read(cls, name))
+    return tuple(sorted(seen - _OWN_OF_MODULES)), tuple(functions)
 
 
 def _functions_read(cls: type, name: str) -> Iterator[FunctionType]:
