@@ -15,7 +15,10 @@ from jobs.nnscaler_models import Case, losses_of
 from jobs.nnscaler_pipeline_jobs import (
     auxiliary_loss,
     held_microbatches,
+    logged,
+    loop_of_ones_own,
     losses_in_turns,
+    odd_steps,
     second_backward,
     unequal_batches,
 )
@@ -65,13 +68,42 @@ def test_a_schedule_has_the_losses_of_one_process(
         assert in_turns == (0 if schedule == "gpipe" else STEPS)
 
 
+@pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize(("schedule", "most"), [("1f1b", 2), ("zero_bubble", 2), ("interleaved", 6)])
 def test_the_microbatches_that_a_rank_holds_do_not_grow_with_their_number(
-    pool: WorkerPool, tmp_path: Path, schedule: str, most: int
+    pool: WorkerPool, tmp_path: Path, schedule: str, most: int, in_step: bool
 ) -> None:
-    for microbatches in (4, 8, 16):
-        held = pool.run(held_microbatches, str(tmp_path), schedule, microbatches, world_size=2)
+    for microbatches in (4, 16):
+        held = pool.run(held_microbatches, str(tmp_path), schedule, microbatches, in_step, world_size=2)
         assert max(held) <= most
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_what_a_step_returns_and_logs_is_that_of_one_process(
+    pool: WorkerPool, tmp_path: Path, schedule: str
+) -> None:
+    """With a last batch that is smaller, gradients of two batches, and a number that changes in mid-run."""
+    expected, _ = pool.run(logged, "", "", world_size=1)[0]
+    for values, in_turns in pool.run(logged, schedule, str(tmp_path), world_size=2):
+        assert values == pytest.approx(expected, abs=1e-5, rel=1e-6)
+        assert in_turns == 8
+
+
+def test_steps_that_a_program_could_not_repeat_run_as_they_are(pool: WorkerPool, tmp_path: Path) -> None:
+    expected, _ = pool.run(odd_steps, "", "", world_size=1)[0]
+    for losses, in_turns in pool.run(odd_steps, "1f1b", str(tmp_path), world_size=2):
+        assert in_turns == 0
+        for name, values in expected.items():
+            assert losses[name] == pytest.approx(values, abs=1e-5, rel=0), name
+
+
+def test_a_loop_of_ones_own_goes_in_turns_where_the_forward_returns_its_loss(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    expected, _ = pool.run(loop_of_ones_own, "", "", world_size=1)[0]
+    for losses, in_turns in pool.run(loop_of_ones_own, "1f1b", str(tmp_path), world_size=2):
+        assert losses == pytest.approx(expected, abs=1e-5, rel=0)
+        assert in_turns == 4
 
 
 def test_last_batches_and_other_sizes_train_as_in_one_process(pool: WorkerPool, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from nnx_nnscaler.rules.rule import (
     Rule,
     argument_of,
     input_values,
+    is_floating,
     operator_of,
     output_values,
     outputs_of,
@@ -388,11 +389,24 @@ class _Cut:
             raise _HindranceError(f"{op.module} runs whole")
         coming = tuple(self._placements[name] for name in input_values(op))
         choices = [replicate(op)] if all(placement == R for placement in coming) else []
-        choices += [s for s in strategies_of(op, self._graph, self._size) if s.inputs == coming]
+        choices += [s for s in strategies_of(*self._with_counts(op), self._size) if s.inputs == coming]
         for strategy in choices:
             if not strategy.call and self._agrees(op, strategy):
                 return strategy
         raise _HindranceError(f"{_where(op)} mixes the samples of a batch")
+
+    def _with_counts(self, op: Op) -> tuple[Op, Graph]:
+        """The operator for rules, which add up floating point numbers only, as if it counted in these."""
+        counts = {
+            name: replace(self._graph.meta(name), dtype="float32")
+            for name in op.operands()
+            if self._placements[name] == P and not is_floating(self._graph.meta(name))
+        }
+        output = op.output
+        if (counts or base_name(op) == "sum") and isinstance(output, TensorMeta) and not is_floating(output):
+            output = replace(output, dtype="float32")
+        graph = replace(self._graph, metas={**self._graph.metas, **counts}) if counts else self._graph
+        return replace(op, output=output), graph
 
     def _agrees(self, op: Op, strategy: Strategy) -> bool:
         """Whether results are cut just where their size depends on the batch's."""

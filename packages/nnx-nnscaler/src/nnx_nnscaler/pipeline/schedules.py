@@ -8,8 +8,8 @@ sends and receives follows from the stages, so that values may skip stages.
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections import ChainMap, Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -23,7 +23,9 @@ from nnx_nnscaler.options import SCHEDULES
 from nnx_nnscaler.pipeline.call import Call
 from nnx_nnscaler.pipeline.execution import refuse_second_derivative
 from nnx_nnscaler.pipeline.microbatches import Microbatches, output_refs
+from nnx_nnscaler.pipeline.stages import Stage
 from nnx_nnscaler.placement import P
+from nnx_nnscaler.rules.rule import outputs_of
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
 _SPLIT = ("zero_bubble", "zbv", "dualpipev")
@@ -154,6 +156,35 @@ class _BesideLoss(torch.autograd.Function):
         )
 
 
+# --- gradients of inputs before those of weights --------------------------------------------------
+
+
+def can_split(stage: Stage, flows: Set[str]) -> bool:
+    """Whether torch's split backward finds all gradients of a stage's weights.
+
+    It begins the second part where weights meet what depends on the stage's inputs. What is computed from
+    weights alone must come there once and nowhere else: torch 2.13 counts a bias that two layers share twice,
+    and loses what goes to another stage.
+
+    Args:
+        stage: The stage.
+        flows: Names of the values that a gradient flows into.
+    """
+    graph = stage.graph
+    depends = set(stage.arguments) & flows
+    of_weights = set(graph.parameters)
+    uses = Counter(name for name in stage.gives if name in flows)
+    for op in graph.ops:
+        operands = set(op.operands())
+        uses.update(operands)
+        if operands & depends and any(meta and meta.differentiable for meta in outputs_of(op)):
+            depends.add(op.name)
+        elif operands & of_weights:
+            of_weights.add(op.name)
+    given = of_weights & set(stage.gives)
+    return not given and all(uses[name] <= 1 for name in of_weights)
+
+
 # --- a run ----------------------------------------------------------------------------------------
 
 
@@ -182,6 +213,8 @@ class Turns:
         self._loss = loss
         self._keeps = keeps
         self._splits = schedule in _SPLIT
+        split = call.own if self._splits else ()
+        self._whole = {stage.number for stage in split if not can_split(stage, call.flows)}
         names = {fqn: None for stage in call.own for fqn in stage.graph.parameters.values()}
         self._weights = {fqn: call.weights[fqn] for fqn in names}
         self._leaves = {
@@ -261,7 +294,7 @@ class Turns:
         outputs: list[Tensor],
         gradients: list[Tensor],
     ) -> None:
-        if kind == BACKWARD:
+        if kind == BACKWARD or key[0] in self._whole:
             torch.autograd.backward(outputs, gradients)
         elif not leaves:
             self._later[key] = outputs, gradients
