@@ -62,6 +62,7 @@ def make_programs(
     options: NnScalerOptions,
     local: Callable[[], AbstractContextManager[Any]],
     arrival: Arrival,
+    loss_scale: Callable[[], float | None],
 ) -> tuple[Programs, Steps | None]:
     """Compile the first program of a module. Collective.
 
@@ -76,6 +77,7 @@ def make_programs(
         options: The strategy's.
         local: The context that programs run in.
         arrival: Brings the module to the device, which is done here only if it can be traced no other way.
+        loss_scale: As a `Runtime` takes it.
 
     Raises:
         PlanError: No plan fits, or the ranks' modules differ.
@@ -95,10 +97,11 @@ def make_programs(
         master_bytes=4 if options.fp32_masters else 0,
         recompute=tuple(options.recompute or ()),
     )
+    runtime = Runtime(GroupCommunicator(axes.within_stage.unit), context.device, loss_scale)
     programs = Programs(
         call.module,
         compiler=_compiler(call.module, options, axes, context.device, costs),
-        runtime=Runtime(GroupCommunicator(axes.within_stage.unit), context.device),
+        runtime=runtime,
         device=context.device,
         unit=axes.unit_control,
         world=control_group(),
@@ -115,7 +118,7 @@ def make_programs(
             document.save(options.save_plan)
     steps = None
     if compiled is not None and options.schedule != "gpipe" and goes_in_turns(compiled.program):
-        steps = _steps(module, programs, axes, context, options, costs, local)
+        steps = _steps(module, programs, axes, runtime, options, costs, local)
     return programs, steps
 
 
@@ -123,7 +126,7 @@ def _steps(
     module: nn.Module,
     forwards: Programs,
     axes: Axes,
-    context: ParallelContext,
+    runtime: Runtime,
     options: NnScalerOptions,
     costs: CostModel,
     local: Callable[[], AbstractContextManager[Any]],
@@ -136,7 +139,7 @@ def _steps(
     assert axes.pipe is not None
     name = f"{type(module).__module__}.{type(module).__qualname__}.training_step"
     compiler = replace(
-        _compiler(module, options, axes, context.device, costs),
+        _compiler(module, options, axes, runtime.device, costs),
         form=StepForm(_pipeline_planner(options, axes, costs, prefix), axes.pipe),
         store=Store(options.gen_savedir, owner=name, instance=options.instance_name),
         recompute=tuple(prefix + name for name in options.recompute or ()),
@@ -146,8 +149,8 @@ def _steps(
         Programs(
             root,
             compiler=compiler,
-            runtime=Runtime(GroupCommunicator(axes.within_stage.unit), context.device),
-            device=context.device,
+            runtime=runtime,
+            device=runtime.device,
             unit=axes.unit_control,
             local=local,
             speaks=axes.unit_rank == 0,

@@ -43,6 +43,7 @@ class LaidOut:
         context: This rank.
         options: The strategy's.
         order: Notices what only some ranks read.
+        loss_scale: As a `Runtime` takes it.
 
     Attributes:
         parameters: The parameters as they are stored.
@@ -59,6 +60,7 @@ class LaidOut:
         context: ParallelContext,
         options: NnScalerOptions,
         order: CollectiveOrder,
+        loss_scale: Callable[[], float | None],
     ) -> None:
         self.module = module
         self.programs: Programs | None = None
@@ -80,6 +82,7 @@ class LaidOut:
                 options=options,
                 local=self._local_mode,
                 arrival=arrival,
+                loss_scale=loss_scale,
             )
         if self.programs is not None:
             prefix = _prefix(module, self.programs.root)

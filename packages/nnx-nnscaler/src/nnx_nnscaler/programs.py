@@ -41,7 +41,7 @@ __all__ = [
 
 log = logging.getLogger("nnx.nnscaler")
 
-_SLOWER = "which is right but slower"
+_WHOLE = "runs whole on every rank of its unit, which is right but slower"
 _UNSET = ("an attribute that has its class's value",)
 MOST_VARIANTS = 8
 """Programs of one module; a call that looks like none of them runs whole from then on."""
@@ -84,7 +84,7 @@ class Programs:
         self.causes: list[str] = []
         self.summary = "the forward runs whole on each rank"
         self._said: set[str] = set()
-        self._otherwise = otherwise or f"{type(root).__name__} runs whole on every rank of its unit, {_SLOWER}"
+        self._otherwise = otherwise or f"{type(root).__name__} {_WHOLE}"
         self._compiler = compiler
         self._runtime = runtime
         self._device = device

@@ -53,7 +53,9 @@ class LossInStep(Deep):
         loss = F.mse_loss(y, batch.sin()) * self.scale
         self.log("loss", loss, on_epoch=True, prog_bar=True)
         near = (y - batch.sin()).abs() < 0.5
-        self.log_dict({"near": near.float().mean(), "share": near.sum() / near.numel()}, batch_size=batch.shape[0])
+        self.log_dict(
+            {"near": near.float().mean(), "share": near.sum() / near.numel()}, batch_size=batch.shape[0]
+        )
         self.log("first", near.float().mean(0)[0], reduce_fx=torch.max, on_step=False, on_epoch=True)
         self.log("samples", torch.tensor(1.0) * batch.shape[0], reduce_fx="sum")
         return {"loss": loss, "scores": y.detach()}

@@ -90,7 +90,7 @@ def test_the_loss_and_logged_values_are_outputs() -> None:
 
 def test_indices_and_texts_that_are_not_looked_at_do_not_matter() -> None:
     def step(module: Any, batch: Any, index: int) -> Any:
-        x, y, path, weight = batch
+        x, y, _path, _weight = batch
         return loss(module, (x, y)) if index is not None else None
 
     assert len(traced(step, ..., ...).ops) > 1

@@ -375,8 +375,9 @@ class _Cut:
     def _picks_rows(self, op: Op) -> bool:
         """Whether an operator takes of each sample the same elements."""
         picked, (rows, *others) = argument_of(op, "self"), argument_of(op, "indices")
-        whole = all(other is None or self._placements[other.name] == R for other in others)
-        return whole and rows is not None and rows.name in self._rows and self._placements[picked.name] == S(0)
+        if rows is None or rows.name not in self._rows or self._placements[picked.name] != S(0):
+            return False
+        return all(other is None or self._placements[other.name] == R for other in others)
 
     def _drops_batch_of_one(self, op: Op) -> bool:
         """Whether a batch of one sample would lose its dim."""

@@ -121,11 +121,13 @@ def _named_loss(outputs: Argument) -> Iterator[str]:
 
 
 class _Loss(torch.autograd.Function):
-    """A loss whose gradients are known: they are multiplied by its own gradient."""
+    """A loss whose gradients are known, times a scale: its own gradient takes the place of that."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *weights: Tensor) -> Tensor:
-        ctx.gradients = gradients
+    def forward(
+        ctx: Any, loss: Tensor, gradients: list[Tensor | None], scale: float, *weights: Tensor
+    ) -> Tensor:
+        ctx.gradients, ctx.scale = gradients, scale
         return loss.clone()
 
     @staticmethod
@@ -137,7 +139,8 @@ class _Loss(torch.autograd.Function):
                 remedy="Add the losses and call backward once, or use pipeline_scheduler='gpipe'.",
             )
         gradients, ctx.gradients = ctx.gradients, None
-        return None, None, *(None if g is None else g.mul_(gradient.to(g.dtype)) for g in gradients)
+        factor = gradient.double() / ctx.scale
+        return None, None, None, *(None if g is None else g.mul_(factor.to(g.dtype)) for g in gradients)
 
 
 class _BesideLoss(torch.autograd.Function):
@@ -197,6 +200,7 @@ class Turns:
         loss: The name of the loss.
         schedule: The name of the schedule.
         keeps: Names of the values that the forward returns; others are freed once they are not needed.
+        scale: What the loss is multiplied by in the backward.
     """
 
     def __init__(
@@ -207,11 +211,13 @@ class Turns:
         schedule: str,
         *,
         keeps: frozenset[str],
+        scale: float,
     ) -> None:
         self._call = call
         self._values = microbatches
         self._loss = loss
         self._keeps = keeps
+        self._scale = scale
         self._splits = schedule in _SPLIT
         split = call.own if self._splits else ()
         self._whole = {stage.number for stage in split if not can_split(stage, call.flows)}
@@ -264,8 +270,8 @@ class Turns:
             for other in incoming.get(name, ()):
                 gradient = other if gradient is None else gradient + other
             if name == self._loss:
-                one = torch.ones_like(value)
-                gradient = one if gradient is None else gradient + one
+                own = torch.full_like(value, self._scale)
+                gradient = own if gradient is None else gradient + own
             if gradient is not None and value.requires_grad:
                 outputs.append(value)
                 gradients.append(gradient)
@@ -316,6 +322,7 @@ class Turns:
         """The results that depend on parameters, as the user's code may differentiate them."""
         token = self._call.passage.token
         gradients = [torch.zeros_like(token), *(leaf.grad for leaf in self._leaves.values())]
-        loss: Tensor = _Loss.apply(values[self._loss], gradients, token, *self._weights.values())  # type: ignore[no-untyped-call]
+        weights = (token, *self._weights.values())
+        loss: Tensor = _Loss.apply(values[self._loss], gradients, self._scale, *weights)  # type: ignore[no-untyped-call]
         found = {name: _BesideLoss.apply(value, loss) for name, value in values.items()}  # type: ignore[no-untyped-call]
         return {**found, self._loss: loss}

@@ -1,10 +1,10 @@
 """A `training_step` as what runs for each microbatch: forward, loss and logged values, traced as one graph.
 
-It lets schedules go back with the first microbatches before the last ones have gone forward where the loss is
-computed in the step. While the step is traced, calls of ``self.log`` become outputs of the graph; after each
-run they are repeated with the values of the whole batch. What a program could not repeat in each step, such as
-questions to the Trainer, lists that are appended to or printing, is refused: the step then runs as it is,
-around the stages of its forward, and the user is told why.
+So schedules go back with the first microbatches before the last ones have gone forward, also where the loss
+is computed in the step. While that is traced, calls of ``self.log`` become outputs of the graph; after each
+run they are repeated with the values of the whole batch. What a program could not repeat, such as asking the
+Trainer, appending to a list or printing, is refused: the step then runs as it is, around the stages of its
+forward, and the user is told why.
 """
 
 from __future__ import annotations
@@ -101,8 +101,9 @@ def _recorder(module: Any, logged: list[dict[str, Any]]) -> Callable[..., None]:
 
 _refuse_to_look = _refusing("looks at its batch index, or at a number or text in its batch: others each time")
 _LOOKS = (
-    *("bool", "int", "float", "complex", "index", "str", "repr", "format", "hash", "len", "iter", "contains"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "getitem", "getattr", "neg", "pos", "abs", "invert", "round", "call"),
+    *("bool", "int", "float", "complex", "index", "str", "repr", "format", "hash", "len", "iter"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "contains", "getitem", "getattr", "call"),
+    *("neg", "pos", "abs", "invert", "round"),
     *(f"{side}{name}" for side in ("", "r") for name in ("add", "sub", "mul", "truediv", "floordiv", "mod")),
     *(f"{side}{name}" for side in ("", "r") for name in ("divmod", "pow", "and", "or", "xor", "lshift")),
 )

@@ -22,18 +22,23 @@ from nnx_nnscaler.trace.fingerprint import code_reached, is_users_own, read_by_f
 from nnx_nnscaler.trace.structure import Refusal
 
 _OF_TENSORS = frozenset(
-    ["torch", "torchvision", "torchaudio", "torchmetrics", "transformers", "timm", "einops", "numpy"]
-    + ["lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "jaxtyping"]
-    + ["nnx_core", "nnx_nnscaler", "typing_extensions", "omegaconf", "ml_collections", "pydantic", "attr"]
+    [
+        *("torch", "torchvision", "torchaudio", "torchmetrics", "transformers", "timm", "einops"),
+        *("numpy", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
+        *("nnx_core", "nnx_nnscaler", "jaxtyping", "typing_extensions", "omegaconf"),
+        *("ml_collections", "pydantic", "attr"),
+    ]
 )
 """Packages whose functions compute, and whose objects hold values."""
 _OF_PYTHON = frozenset(
-    ["__future__", "abc", "builtins", "cmath", "collections", "contextlib", "copy", "dataclasses", "decimal"]
-    + ["enum", "fractions", "functools", "itertools", "math", "numbers", "operator", "re", "string", "types"]
-    + ["typing", "warnings"]
+    [
+        *("abc", "builtins", "cmath", "collections", "contextlib", "copy", "dataclasses"),
+        *("decimal", "enum", "fractions", "functools", "itertools", "math", "numbers", "operator"),
+        *("re", "string", "types", "typing", "warnings"),
+    ]
 )
 _EFFECTS = frozenset(["open", "input", "next", "id", "exec", "eval", "breakpoint"])
-"""Of what is built in, that which is no computation, or another one each time; `print` is noticed when called."""
+"""Of what is built in, that which does more than compute; a `print` is noticed when it is called."""
 
 
 def refuse_effects(root: nn.Module, *, of: type) -> None:

@@ -33,8 +33,10 @@ _DEPTH = 6
 _LIBRARIES = ("torch.nn.modules.", "transformers.")
 _BASES = ("torch.nn.modules.module", "torch.nn.modules.container")
 _VERSIONED = frozenset(
-    ["torch", "lightning", "pytorch_lightning", "lightning_fabric", "builtins", "transformers"]
-    + ["nnx_core", "nnx_nnscaler"]
+    [
+        *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "builtins"),
+        *("transformers", "nnx_core", "nnx_nnscaler"),
+    ]
 )
 """Packages whose code changes with their version."""
 
@@ -264,7 +266,7 @@ def read_by_forward(root: nn.Module, *, besides: Collection[str] = ()) -> list[t
     modules = _looked_through(root, besides)
     names, functions = _reached(modules)
     for module in modules:
-        cls = type(module)
+        cls: Any = type(module)  # mypy on hashes
         own = vars(module)
         for name in names:
             holder = next((base for base in cls.__mro__ if name in vars(base)), None)

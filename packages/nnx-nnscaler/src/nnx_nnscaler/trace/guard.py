@@ -73,9 +73,9 @@ def attributes_restored(root: nn.Module) -> Iterator[dict[str, str]]:
         After the block: fully qualified name of every module with a changed attribute to that attribute;
         a global counts as one of the root's.
     """
-    modules = dict(root.named_modules())
-    before = {name: _snapshot(vars(module)) for name, module in modules.items()}
-    spaces = {id(vars(module)) for module in modules.values()}
+    attributes: dict[str, Any] = {name: vars(module) for name, module in root.named_modules()}
+    before = {name: _snapshot(held) for name, held in attributes.items()}
+    spaces = {id(held) for held in attributes.values()}
     outside = [(space, name) for space, name in read_by_forward(root) if id(space) not in spaces]
     globals_before = [(space, name, space.get(name), _Contents(space.get(name))) for space, name in outside]
     changed: dict[str, str] = {}
@@ -83,7 +83,7 @@ def attributes_restored(root: nn.Module) -> Iterator[dict[str, str]]:
         yield changed
     finally:
         for name, saved in before.items():
-            found = _restore(vars(modules[name]), saved)
+            found = _restore(attributes[name], saved)
             if found:
                 changed[name] = found
         for space, name, value, contents in globals_before:
