@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -87,9 +87,11 @@ class ProgramForm:
     """What plans and programs look like: one function for all ranks of a unit.
 
     Attributes:
+        needs_first: Whether no later call can have a program where the first one has none.
         planner: Makes plans.
     """
 
+    needs_first: ClassVar[bool] = False
     planner: Planner
 
     def plan(self, graph: Graph, layout: FixedLayout | None) -> Any:

@@ -95,6 +95,7 @@ class Programs:
         self._weights: Mapping[str, Tensor] = {}
         self._variants: dict[Any, list[Variant]] = {}
         self._refused: dict[Any, str] = {}
+        self._never = ""
         self._own: Callable[..., Any] = root.forward
         self._signature = _signature_of(self._own)
         self._kept: frozenset[str] = frozenset()
@@ -133,6 +134,8 @@ class Programs:
                 return self.prepare(call)
             self._refused[key] = str(error)
             self._warn(str(error))
+            if self._compiler.form.needs_first:
+                self._never = str(error)
             return None
         self.layout = FixedLayout.of(compiled.plan)
         self._kept = frozenset(compiled.graph.kept)
@@ -201,7 +204,7 @@ class Programs:
 
     def _compiled_for(self, key: Any, call: ModelCall) -> Variant | None:
         """A program for a call that none fits, compiled now; None where there can be none."""
-        cause = self._refused.get(key)
+        cause = self._never or self._refused.get(key)
         if cause is None and max(len(self.variants), len(self._refused)) >= MOST_VARIANTS:
             cause = f"{MOST_VARIANTS} programs were made or tried already, and none fits"
         if cause is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,7 @@ class PipelineForm(ProgramForm):
         pipe: This rank's group along the pipe.
     """
 
+    needs_first: ClassVar[bool] = True  # which says what each rank stores
     pipe: dist.ProcessGroup
 
     def source(self, graph: Graph, plan: Any, *, title: str, recompute: Sequence[str]) -> str:
