@@ -138,6 +138,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         self._masters = Masters(())
         self._states = HiddenStates()
         self._random_state_may_differ = False
+        self._scaler: torch.amp.GradScaler | None = None
         self.axes: Axes
         self._order: CollectiveOrder
 
@@ -189,6 +190,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
                 context=self.context,
                 options=self.options,
                 order=self._order,
+                loss_scale=self._loss_scale,
             )
             self._statistics[module] = StatisticsOverUnits(module, self.axes)
             self._random_state_may_differ = True
@@ -236,7 +238,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
             return step(*args, **kwargs)
         with self._order.reporting(), laid_out.step():
             self._order.begin(getattr(step, "__name__", "a step"))
-            result = step(*args, **kwargs)
+            result: T = laid_out.run(step, *args, **kwargs)
             if not torch.is_grad_enabled():
                 self._order.end()
             return result
@@ -264,6 +266,15 @@ class NnScalerBackend(Backend[NnScalerOptions]):
                     stack.enter_context(laid_out.parameters.reducer.backward_pass())
                 super().backward(module, loss, *args, **kwargs)
             self._order.end()
+
+    def grad_scaler(self, default: torch.amp.GradScaler) -> torch.amp.GradScaler | None:
+        """The core's, which a pipeline asks for the scale when it goes back before the loss is scaled."""
+        self._scaler = super().grad_scaler(default)
+        return self._scaler
+
+    def _loss_scale(self) -> float | None:
+        """What the loss will be multiplied by; None where nobody scales it."""
+        return None if self._scaler is None else self._scaler.get_scale()
 
     def _of(self, module: nn.Module) -> list[LaidOut]:
         """What was laid out of what the core passes: a module, or several in one, as for Fabric."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from nnx_nnscaler.pipeline.plan import PipelinePlan
 from nnx_nnscaler.pipeline.planning import PipelineOptions, plan_pipeline
 from nnx_nnscaler.pipeline.program import PipelineForm
 from nnx_nnscaler.pipeline.stages import Arrangement
+from nnx_nnscaler.pipeline.step import StepForm, Steps, TrainingStep, goes_in_turns, layout_for
 from nnx_nnscaler.plan.document import Plan
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.plan.program_plan import ProgramPlan
@@ -60,10 +62,12 @@ def make_programs(
     options: NnScalerOptions,
     local: Callable[[], AbstractContextManager[Any]],
     arrival: Arrival,
-) -> Programs:
+    loss_scale: Callable[[], float | None],
+) -> tuple[Programs, Steps | None]:
     """Compile the first program of a module. Collective.
 
-    Where its forward cannot be traced the programs hold none, and every call runs whole.
+    Where its forward cannot be traced the programs hold none, and every call runs whole. What its training
+    steps run, where that is more than the forward, is compiled when the first one does.
 
     Args:
         module: The same on all ranks, and not in parts yet; it may be on its way to the device.
@@ -73,6 +77,7 @@ def make_programs(
         options: The strategy's.
         local: The context that programs run in.
         arrival: Brings the module to the device, which is done here only if it can be traced no other way.
+        loss_scale: As a `Runtime` takes it.
 
     Raises:
         PlanError: No plan fits, or the ranks' modules differ.
@@ -92,10 +97,11 @@ def make_programs(
         master_bytes=4 if options.fp32_masters else 0,
         recompute=tuple(options.recompute or ()),
     )
+    runtime = Runtime(GroupCommunicator(axes.within_stage.unit), context.device, loss_scale)
     programs = Programs(
         call.module,
         compiler=_compiler(call.module, options, axes, context.device, costs),
-        runtime=Runtime(GroupCommunicator(axes.within_stage.unit), context.device),
+        runtime=runtime,
         device=context.device,
         unit=axes.unit_control,
         world=control_group(),
@@ -110,7 +116,48 @@ def make_programs(
             zero = axes.part_size > 1
             document = Plan.of(compiled.graph, compiled.plan, costs=costs, units=axes.outer_size, zero=zero)
             document.save(options.save_plan)
-    return programs
+    steps = None
+    if compiled is not None and options.schedule != "gpipe" and goes_in_turns(compiled.program):
+        steps = _steps(module, programs, axes, runtime, options, costs, local)
+    return programs, steps
+
+
+def _steps(
+    module: nn.Module,
+    forwards: Programs,
+    axes: Axes,
+    runtime: Runtime,
+    options: NnScalerOptions,
+    costs: CostModel,
+    local: Callable[[], AbstractContextManager[Any]],
+) -> Steps | None:
+    """The programs of the module's training steps; None if it has no such method."""
+    if not hasattr(type(module), "training_step"):
+        return None
+    root = TrainingStep(module, forwards)
+    prefix, layout = layout_for(root, forwards)
+    assert axes.pipe is not None
+    name = f"{type(module).__module__}.{type(module).__qualname__}.training_step"
+    compiler = replace(
+        _compiler(module, options, axes, runtime.device, costs),
+        form=StepForm(_pipeline_planner(options, axes, costs, prefix), axes.pipe),
+        store=Store(options.gen_savedir, owner=name, instance=options.instance_name),
+        recompute=tuple(prefix + name for name in options.recompute or ()),
+        strict=True,
+    )
+    return Steps(
+        Programs(
+            root,
+            compiler=compiler,
+            runtime=runtime,
+            device=runtime.device,
+            unit=axes.unit_control,
+            local=local,
+            speaks=axes.unit_rank == 0,
+            layout=layout,
+            otherwise=f"training_step of {type(module).__name__} runs as it is, around its forward's stages",
+        )
+    )
 
 
 def _with_values(leaf: Any) -> Any:
@@ -193,19 +240,26 @@ def _form(options: NnScalerOptions, axes: Axes, costs: CostModel, memory_limit: 
     """What a unit runs: one program for all of its ranks, or a pipeline."""
     if axes.pipe is None:
         return ProgramForm(_planner(options, axes, costs, memory_limit))
+    return PipelineForm(_pipeline_planner(options, axes, costs), axes.pipe)
+
+
+def _pipeline_planner(options: NnScalerOptions, axes: Axes, costs: CostModel, prefix: str = "") -> Planner:
+    """What plans stages, of a graph in which names of submodules begin with a prefix."""
+    asked = _pipeline(options, axes)
+    asked = asked._replace(cuts=tuple(prefix + name for name in asked.cuts))
 
     def plan(graph: Graph, layout: FixedLayout | None) -> PipelinePlan:
         return plan_pipeline(
             graph,
-            _pipeline(options, axes),
+            asked,
             costs=costs,
             layout=layout,
-            constraints=options.constraints,
+            constraints={prefix + name: value for name, value in (options.constraints or {}).items()},
             units=axes.outer_size,
             zero=axes.part_size > 1,
         )
 
-    return PipelineForm(plan, axes.pipe)
+    return plan
 
 
 def _memory_limit(options: NnScalerOptions, device: torch.device) -> int | None:

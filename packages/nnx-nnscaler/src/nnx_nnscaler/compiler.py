@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -87,9 +87,11 @@ class ProgramForm:
     """What plans and programs look like: one function for all ranks of a unit.
 
     Attributes:
+        needs_first: Whether no later call can have a program where the first one has none.
         planner: Makes plans.
     """
 
+    needs_first: ClassVar[bool] = False
     planner: Planner
 
     def plan(self, graph: Graph, layout: FixedLayout | None) -> Any:
@@ -151,6 +153,7 @@ class Compiler:
         reuse: ``"match"``, ``"override"``, ``"moo"`` or ``"graph"``.
         fixed_batch: True if a program is for one batch size only.
         recompute: Patterns of names of submodules whose activations are recomputed in the backward pass.
+        strict: As `trace_forward` takes it.
         check: Called with the module, the graph, the plan and the call before a program is used; raises where
             it is wrong. None checks nothing.
     """
@@ -162,6 +165,7 @@ class Compiler:
     reuse: str = "match"
     fixed_batch: bool = False
     recompute: tuple[str, ...] = ()
+    strict: bool = False
     check: Callable[[nn.Module, Graph, ProgramPlan, ModelCall], None] | None = None
     _told: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
@@ -253,7 +257,7 @@ class Compiler:
         text = self.store.find_graph(traced_from) if self.store and self.reuse == "graph" else None
         if text is None:
             batch_dims: BatchDims = None if fixed_batch else "auto"
-            graph = trace_forward(root, *call, batch_dims=batch_dims, device=device)
+            graph = trace_forward(root, *call, batch_dims=batch_dims, device=device, strict=self.strict)
             text = graph_to_json(graph)
         else:
             graph = graph_from_json(text)

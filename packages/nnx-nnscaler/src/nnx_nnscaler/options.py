@@ -266,7 +266,7 @@ class NnScalerOptions:
     pipeline_scheduler: str | None = option(
         None,
         help="The order in which a rank works on stages and microbatches: 'gpipe', which is the default and "
-        "goes forward with a whole batch before it goes back, or another if forwards return their loss.",
+        "goes forward with a whole batch before it goes back, or another: `training_step` is traced for it.",
         choices=(*SCHEDULES, None),
     )
     stage_cuts: Sequence[str] | str | None = option(

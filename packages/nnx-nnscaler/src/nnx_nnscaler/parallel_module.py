@@ -24,6 +24,7 @@ from nnx_nnscaler.runtime.reducer import BUCKET_BYTES
 from nnx_nnscaler.runtime.storage import Parameters
 
 if TYPE_CHECKING:
+    from nnx_nnscaler.pipeline.step import Steps
     from nnx_nnscaler.programs import Programs
 
 __all__ = ["LaidOut"]
@@ -42,10 +43,12 @@ class LaidOut:
         context: This rank.
         options: The strategy's.
         order: Notices what only some ranks read.
+        loss_scale: As a `Runtime` takes it.
 
     Attributes:
         parameters: The parameters as they are stored.
         programs: The programs that run in place of the forward; None where every rank runs the module's own.
+        steps: The programs that run in place of training steps; None where these are run as they are.
     """
 
     def __init__(
@@ -57,9 +60,11 @@ class LaidOut:
         context: ParallelContext,
         options: NnScalerOptions,
         order: CollectiveOrder,
+        loss_scale: Callable[[], float | None],
     ) -> None:
         self.module = module
         self.programs: Programs | None = None
+        self.steps: Steps | None = None
         arrival = Arrival(module, context.device)
         if arrival.is_there or options.verify:  # a check needs values
             arrival.finish()
@@ -69,7 +74,7 @@ class LaidOut:
         if axes.unit_size > 1:
             from nnx_nnscaler.compilation import make_programs  # without units nothing is traced
 
-            self.programs = make_programs(
+            self.programs, self.steps = make_programs(
                 module,
                 sample,
                 axes=axes,
@@ -77,6 +82,7 @@ class LaidOut:
                 options=options,
                 local=self._local_mode,
                 arrival=arrival,
+                loss_scale=loss_scale,
             )
         if self.programs is not None:
             prefix = _prefix(module, self.programs.root)
@@ -98,6 +104,9 @@ class LaidOut:
         arrival.finish()  # what has no parameters
         if self.programs is not None:
             self.programs.attach(_Weights(self.programs.root, self.parameters.unit_local))
+        if self.steps is not None:
+            root = self.steps.programs.root
+            self.steps.programs.attach(_Weights(root, self.parameters.unit_local))
 
     def undo(self, at_end: Callable[..., Tensor]) -> None:
         """Give the module its own forward back, and what this rank keeps of its parameters. Collective.
@@ -111,6 +120,12 @@ class LaidOut:
 
     def _local_mode(self) -> AbstractContextManager[None]:
         return self.parameters.local_mode()
+
+    def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a step returns: it is called, or the program that stands for it."""
+        if self.steps is None or kwargs:
+            return step(*args, **kwargs)
+        return self.steps.run(step, args)
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -41,6 +41,7 @@ __all__ = [
 
 log = logging.getLogger("nnx.nnscaler")
 
+_WHOLE = "runs whole on every rank of its unit, which is right but slower"
 _UNSET = ("an attribute that has its class's value",)
 MOST_VARIANTS = 8
 """Programs of one module; a call that looks like none of them runs whole from then on."""
@@ -60,6 +61,8 @@ class Programs:
             have to lie alike in every unit.
         local: The context that a program runs in: inside it parameters are this rank's parts.
         speaks: True if this rank tells the user what runs whole.
+        layout: How parameters lie, if another module's programs have decided it.
+        otherwise: What becomes of a call that no program fits, as a sentence without its end.
     """
 
     def __init__(
@@ -73,12 +76,15 @@ class Programs:
         world: dist.ProcessGroup | None = None,
         local: Callable[[], AbstractContextManager[Any]] = nullcontext,
         speaks: bool | None = None,
+        layout: FixedLayout | None = None,
+        otherwise: str = "",
     ) -> None:
         self.root = root
-        self.layout = FixedLayout({}, frozenset())
+        self.layout = layout or FixedLayout({}, frozenset())
         self.causes: list[str] = []
         self.summary = "the forward runs whole on each rank"
         self._said: set[str] = set()
+        self._otherwise = otherwise or f"{type(root).__name__} {_WHOLE}"
         self._compiler = compiler
         self._runtime = runtime
         self._device = device
@@ -89,6 +95,7 @@ class Programs:
         self._weights: Mapping[str, Tensor] = {}
         self._variants: dict[Any, list[Variant]] = {}
         self._refused: dict[Any, str] = {}
+        self._never = ""
         self._own: Callable[..., Any] = root.forward
         self._signature = _signature_of(self._own)
         self._kept: frozenset[str] = frozenset()
@@ -127,6 +134,8 @@ class Programs:
                 return self.prepare(call)
             self._refused[key] = str(error)
             self._warn(str(error))
+            if self._compiler.form.needs_first:
+                self._never = str(error)
             return None
         self.layout = FixedLayout.of(compiled.plan)
         self._kept = frozenset(compiled.graph.kept)
@@ -155,9 +164,17 @@ class Programs:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the module on these arguments."""
-        variant, tensors = self._find(ModelCall(args, kwargs))
+        return self.run(ModelCall(args, kwargs), lambda: self._own(*args, **kwargs))
+
+    def run(self, call: ModelCall, otherwise: Callable[[], Any]) -> Any:
+        """What the program for a call returns; where none fits it, what a function does."""
+        variant, tensors = self._find(call)
         if variant is None:
-            return self._own(*args, **kwargs)
+            return otherwise()
+        if not variant.runs:
+            variant.runs = True
+            for note in (*variant.compiled.graph.notes, *variant.compiled.plan.notes):
+                self._say(f"{type(self.root).__name__}: {note}")
         with self._local():
             return variant.compiled.program(
                 self._runtime, self.root, self._weights, variant.compiled.constants, *tensors
@@ -187,7 +204,7 @@ class Programs:
 
     def _compiled_for(self, key: Any, call: ModelCall) -> Variant | None:
         """A program for a call that none fits, compiled now; None where there can be none."""
-        cause = self._refused.get(key)
+        cause = self._never or self._refused.get(key)
         if cause is None and max(len(self.variants), len(self._refused)) >= MOST_VARIANTS:
             cause = f"{MOST_VARIANTS} programs were made or tried already, and none fits"
         if cause is None:
@@ -207,7 +224,7 @@ class Programs:
         fixed_batch: bool,
         layout: FixedLayout | None,
     ) -> Compiled:
-        with self._own_forward():
+        with self.own_forward():
             return compile_together(
                 self._compiler,
                 self.root,
@@ -222,15 +239,13 @@ class Programs:
         name = type(self.root).__name__
         for fqn, reason in compiled.graph.kept.items():
             self._say(f"{fqn} of {name} runs whole on every rank of its unit: {reason}")
-        for note in (*compiled.graph.notes, *compiled.plan.notes):
-            self._say(f"{name}: {note}")
         variant = Variant(compiled, number=len(self.variants))
         self._variants.setdefault(key, []).append(variant)
         return variant
 
     @contextmanager
-    def _own_forward(self) -> Iterator[None]:
-        """The module with its own forward, for the trace."""
+    def own_forward(self) -> Iterator[None]:
+        """The module with its own forward, for a trace."""
         standing = self.root.__dict__.get("forward")
         if not isinstance(standing, _Forward):
             yield
@@ -279,8 +294,7 @@ class Programs:
         if cause in self.causes:
             return
         self.causes.append(cause)
-        name = type(self.root).__name__
-        self._say(f"{name} runs whole on every rank of its unit, which is right but slower: {cause}")
+        self._say(f"{self._otherwise}: {cause}")
 
     def _say(self, text: str) -> None:
         """Tell the user once."""
@@ -403,10 +417,12 @@ class Variant:
     Attributes:
         compiled: The program.
         number: When it was made among those of its module.
+        runs: Whether it was ever run.
     """
 
     compiled: Compiled
     number: int
+    runs: bool = False
     _fits: Callable[..., bool] = field(init=False)
     _hindrance: Callable[..., str] = field(init=False)
 

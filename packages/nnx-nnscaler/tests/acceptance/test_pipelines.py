@@ -16,6 +16,10 @@ from jobs.nnscaler_models import Case, losses_of
 from jobs.nnscaler_pipeline_jobs import (
     auxiliary_loss,
     held_microbatches,
+    logged,
+    loop_of_ones_own,
+    losses_in_turns,
+    odd_steps,
     second_backward,
     unequal_batches,
     weights_after,
@@ -31,7 +35,11 @@ SHAPES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "pp2 x zero2": ("nnscaler_pp", 4, {"plan_ngpus": 2, "use_zero": True}),
     "pp2 x tp2": ("nnscaler_hybrid", 4, {}),
 }
-MODELS = ("gpt_with_loss", "gpt2", "llama", "t5", "unet")
+LOSS_IN_FORWARD = ("gpt_with_loss", "gpt2", "t5", "unet")
+LOSS_IN_STEP = (
+    *("plain_gpt", "gpt2_loss_in_step", "llama_loss_in_step", "t5_loss_in_step", "unet_loss_in_step"),
+    "gpt",  # with dropout, which replicas draw for themselves
+)
 STEPS = 6
 
 
@@ -44,28 +52,60 @@ def of_one_process(pool: WorkerPool) -> Any:
     return losses
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", (*LOSS_IN_FORWARD, *LOSS_IN_STEP))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_schedule_has_the_losses_of_one_process(
     pool: WorkerPool, of_one_process: Any, tmp_path: Path, schedule: str, shape: str, model: str
 ) -> None:
     strategy, devices, options = SHAPES[shape]
+    if model == "gpt" and "plan_ngpus" in options:
+        pytest.skip("replicas draw masks of their own")
     options = {**options, "pipeline_scheduler": schedule, "gen_savedir": str(tmp_path)}
     case = Case(model, strategy, options, devices, STEPS, clip=0.5)
     expected = of_one_process(model)
-    for losses, validated in pool.run(losses_of, case, world_size=devices):
+    for losses, validated, in_turns in pool.run(losses_in_turns, case, world_size=devices):
         assert losses == pytest.approx(expected[0], abs=1e-5, rel=0)
         assert validated == pytest.approx(expected[1], abs=1e-5, rel=0)
+        assert in_turns == (0 if schedule == "gpipe" else STEPS)
 
 
+@pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize(("schedule", "most"), [("1f1b", 2), ("zero_bubble", 2), ("interleaved", 6)])
 def test_the_microbatches_that_a_rank_holds_do_not_grow_with_their_number(
-    pool: WorkerPool, tmp_path: Path, schedule: str, most: int
+    pool: WorkerPool, tmp_path: Path, schedule: str, most: int, in_step: bool
 ) -> None:
-    for microbatches in (4, 8, 16):
-        held = pool.run(held_microbatches, str(tmp_path), schedule, microbatches, world_size=2)
+    for microbatches in (4, 16):
+        held = pool.run(held_microbatches, str(tmp_path), schedule, microbatches, in_step, world_size=2)
         assert max(held) <= most
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_what_a_step_returns_and_logs_is_that_of_one_process(
+    pool: WorkerPool, tmp_path: Path, schedule: str
+) -> None:
+    """With a last batch that is smaller, gradients of two batches, and a number that changes in mid-run."""
+    expected, _ = pool.run(logged, "", "", world_size=1)[0]
+    for values, in_turns in pool.run(logged, schedule, str(tmp_path), world_size=2):
+        assert values == pytest.approx(expected, abs=1e-5, rel=1e-6)
+        assert in_turns == 8
+
+
+def test_steps_that_a_program_could_not_repeat_run_as_they_are(pool: WorkerPool, tmp_path: Path) -> None:
+    expected, _ = pool.run(odd_steps, "", "", world_size=1)[0]
+    for losses, in_turns in pool.run(odd_steps, "1f1b", str(tmp_path), world_size=2):
+        assert in_turns == 0
+        for name, values in expected.items():
+            assert losses[name] == pytest.approx(values, abs=1e-5, rel=0), name
+
+
+def test_a_loop_of_ones_own_goes_in_turns_where_the_forward_returns_its_loss(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    expected, _ = pool.run(loop_of_ones_own, "", "", world_size=1)[0]
+    for losses, in_turns in pool.run(loop_of_ones_own, "1f1b", str(tmp_path), world_size=2):
+        assert losses == pytest.approx(expected, abs=1e-5, rel=0)
+        assert in_turns == 4
 
 
 def test_last_batches_and_other_sizes_train_as_in_one_process(pool: WorkerPool, tmp_path: Path) -> None:

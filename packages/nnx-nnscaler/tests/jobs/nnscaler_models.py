@@ -82,12 +82,17 @@ class Model(LightningModule):
         """Mean loss of a batch."""
         return self(**batch).loss
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def on_train_batch_start(self, batch: Batch, index: int) -> None:
         if self.seeded:
             torch.manual_seed(1000 + index)
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
         loss = self.loss(batch)
-        self.losses.append(_mean(loss))
+        self.log("loss", loss)
         return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, index: int) -> None:
+        self.losses.append(_mean(outputs["loss"]))
 
     def validation_step(self, batch: Batch, index: int) -> None:
         self.validated.append(_mean(self.loss(batch)))
@@ -317,14 +322,17 @@ class UNet(Model):
     def make_batch(self, generator: torch.Generator) -> Batch:
         return {"x": torch.randn(GLOBAL_BATCH, 3, 8, 8, generator=generator)}
 
-    def forward(self, x: Tensor) -> Tensor:
+    def picture(self, x: Tensor) -> Tensor:
         kept = [self.into(x).relu()]
         for layer in self.down:
             kept.append(layer(kept[-1]).relu())
         y = self.middle(kept.pop())
         for layer in self.up:
             y = torch.cat([layer(y).relu(), kept.pop()], 1)
-        return F.mse_loss(self.out(y), x)
+        return self.out(y)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.picture(x), x)
 
     def loss(self, batch: Batch) -> Tensor:
         return self(**batch)
@@ -347,7 +355,51 @@ class GPTWithLoss(GPT):
         return self(batch["ids"])["loss"]
 
 
-LOSS_IN_FORWARD: dict[str, Callable[[int], Model]] = {"unet": UNet, "gpt_with_loss": GPTWithLoss}
+class LossInStep(CausalLM):
+    """The same models with the loss in the step, as where it is not the model's own."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.net(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+
+    def loss(self, batch: Batch) -> Tensor:
+        scores = self(batch["input_ids"], batch["attention_mask"])
+        return F.cross_entropy(scores[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+class GPT2LossInStep(LossInStep, GPT2):
+    pass
+
+
+class LlamaLossInStep(LossInStep, Llama):
+    pass
+
+
+class T5LossInStep(T5):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor) -> Tensor:
+        given = {"input_ids": input_ids, "attention_mask": attention_mask}
+        return self.net(**given, decoder_input_ids=decoder_input_ids, use_cache=False).logits
+
+    def loss(self, batch: Batch) -> Tensor:
+        labels = batch["labels"]
+        scores = self(batch["input_ids"], batch["attention_mask"], F.pad(labels, (1, -1)))
+        return F.cross_entropy(scores.transpose(1, 2), labels)
+
+
+class UNetLossInStep(UNet):
+    forward = UNet.picture
+
+    def loss(self, batch: Batch) -> Tensor:
+        return F.mse_loss(self(batch["x"]), batch["x"])
+
+
+OF_PIPELINES: dict[str, Callable[[int], Model]] = {
+    "gpt_with_loss": GPTWithLoss,
+    "gpt2_loss_in_step": GPT2LossInStep,
+    "llama_loss_in_step": LlamaLossInStep,
+    "t5_loss_in_step": T5LossInStep,
+    "unet": UNet,
+    "unet_loss_in_step": UNetLossInStep,
+}
 """Models besides, for pipelines."""
 MODELS: dict[str, Callable[[int], Model]] = {
     "mlp": MLP,
@@ -365,7 +417,7 @@ MODELS: dict[str, Callable[[int], Model]] = {
 def losses_of(case: Case) -> tuple[list[float], list[float]]:
     """Train a model; the losses of every step, and those of two batches on which it is validated."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    module = (MODELS | LOSS_IN_FORWARD)[case.model](case.steps)
+    module = (MODELS | OF_PIPELINES)[case.model](case.steps)
     trainer = Trainer(
         strategy=make_strategy(case.strategy, case.options),
         accelerator="cpu",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import nnx
+from jobs.nnscaler_models import Case, losses_of
 from nnx_nnscaler.pipeline import schedules
 
 
@@ -34,6 +38,83 @@ class Deep(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class LossInStep(Deep):
+    """The loss is computed in the step, which logs it and other values of all kinds."""
+
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+    def training_step(self, batch: Tensor, index: int) -> Any:
+        y = self(batch)
+        loss = F.mse_loss(y, batch.sin()) * self.scale
+        self.log("loss", loss, on_epoch=True, prog_bar=True)
+        near = (y - batch.sin()).abs() < 0.5
+        self.log_dict(
+            {"near": near.float().mean(), "share": near.sum() / near.numel()}, batch_size=batch.shape[0]
+        )
+        self.log("first", near.float().mean(0)[0], reduce_fx=torch.max, on_step=False, on_epoch=True)
+        self.log("samples", torch.tensor(1.0) * batch.shape[0], reduce_fx="sum")
+        return {"loss": loss, "scores": y.detach()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, index: int) -> None:
+        seen = [value.item() for _, value in sorted(self.trainer.callback_metrics.items())]
+        self.losses += [outputs["loss"].item(), outputs["scores"].square().sum().item(), *seen]
+
+    def on_train_epoch_end(self) -> None:
+        self.losses += [value.item() for _, value in sorted(self.trainer.callback_metrics.items())]
+        self.scale = 0.5  # which makes another program
+
+
+class _Step:
+    """Steps that a program could not repeat."""
+
+    @staticmethod
+    def asks_the_trainer(module: Any, batch: Tensor, index: int) -> Any:
+        return F.mse_loss(module(batch), batch.sin()) * (1 + module.current_epoch)
+
+    @staticmethod
+    def counts(module: Any, batch: Tensor, index: int) -> Any:
+        loss = F.mse_loss(module(batch), batch.sin())
+        module.count = getattr(module, "count", 1) + 1
+        return loss * module.count
+
+    @staticmethod
+    def looks_at_the_index(module: Any, batch: Tensor, index: int) -> Any:
+        return F.mse_loss(module(batch), batch.sin()) * (2 if index % 2 else 1)
+
+    @staticmethod
+    def mixes_samples(module: Any, batch: Tensor, index: int) -> Any:
+        y = module(batch)
+        return F.cross_entropy(y @ y.T, torch.arange(len(y)))
+
+    @staticmethod
+    def draws(module: Any, batch: Tensor, index: int) -> Any:
+        torch.manual_seed(module.trainer.global_step)
+        return F.mse_loss(module(batch + torch.randn_like(batch)), batch.sin())
+
+
+STEPS = [name for name in vars(_Step) if not name.startswith("_")]
+
+
+class LossInOddStep(LossInStep):
+    """Its step is one of those."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.step = getattr(_Step, name)
+
+    def training_step(self, batch: Tensor, index: int) -> Any:
+        return {"loss": self.step(self, batch, index)}
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, index: int) -> None:
+        self.losses.append(outputs["loss"].item())
+
+    def on_train_epoch_end(self) -> None:
+        pass
 
 
 class WithAuxiliaryLoss(Deep):
@@ -111,13 +192,16 @@ def weights_after(schedule: str, folder: str) -> dict[str, list[Tensor]]:
     return found
 
 
-def train(module: LightningModule, data: Any, *, batch: int, folder: str, **options: Any) -> None:
+def train(
+    module: LightningModule, data: Any, *, batch: int, folder: str, accumulate: int = 1, **options: Any
+) -> None:
     devices = 2 if options else 1
     trainer = Trainer(
         strategy=nnx.strategy("nnscaler_pp", gen_savedir=folder, **options) if options else "auto",
         accelerator="cpu",
         devices=devices,
         max_epochs=2,
+        accumulate_grad_batches=accumulate,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -131,7 +215,76 @@ def rows(count: int) -> Tensor:
     return torch.randn(count, 8, generator=torch.Generator().manual_seed(2))
 
 
-def held_microbatches(folder: str, schedule: str, microbatches: int) -> int:
+@contextmanager
+def counting_turns() -> Iterator[list[str]]:
+    """Yields a list that has an item for each forward and backward that this process has run in turns."""
+    found: list[str] = []
+    original = schedules.Turns.run
+
+    def run(self: Any, own: Any) -> None:
+        found.append(self._loss)
+        original(self, own)
+
+    schedules.Turns.run = run  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        schedules.Turns.run = original  # type: ignore[method-assign]
+
+
+def losses_in_turns(case: Case) -> tuple[list[float], list[float], int]:
+    """What `losses_of` returns, and how many steps have gone forward and back in turns."""
+    with counting_turns() as turns:
+        return *losses_of(case), len(turns)
+
+
+def logged(schedule: str, folder: str) -> tuple[list[float], int]:
+    """Every loss and logged value of a training with gradients of two batches each, and turns."""
+    module = LossInStep()
+    with counting_turns() as turns:
+        train(module, rows(30), batch=8, folder=folder, accumulate=2, **_options(schedule))
+    return module.losses, len(turns)
+
+
+def _options(schedule: str) -> dict[str, Any]:
+    return {"pipeline_scheduler": schedule} if schedule else {}
+
+
+def odd_steps(schedule: str, folder: str) -> tuple[dict[str, list[float]], int]:
+    """The losses of modules whose steps cannot be traced, and turns."""
+    found = {}
+    with counting_turns() as turns:
+        for name in STEPS:
+            module = LossInOddStep(name)
+            train(module, rows(16), batch=8, folder=folder, **_options(schedule))
+            found[name] = module.losses
+    return found, len(turns)
+
+
+def loop_of_ones_own(schedule: str, folder: str) -> tuple[list[float], int]:
+    """Losses of a loop of Fabric's over a forward that returns no loss, and over one that does; and turns."""
+    options = {"namespace": "lightning.fabric", "gen_savedir": folder, **_options(schedule)}
+    strategy = nnx.strategy("nnscaler_pp", **options) if schedule else "auto"
+    fabric = Fabric(accelerator="cpu", devices=2 if schedule else 1, strategy=strategy)
+    fabric.launch()
+    losses = []
+    with counting_turns() as turns:
+        for cls in (LossInStep, Deep):
+            module = cls()
+            module.example_input_array = rows(8)
+            model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
+            for batch in rows(32).split(8):
+                result = model(batch)
+                loss = F.mse_loss(result, batch.sin()) if cls is LossInStep else result[0]
+                fabric.backward(loss)
+                fabric.clip_gradients(model, optimizer, max_norm=0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+    return losses, len(turns)
+
+
+def held_microbatches(folder: str, schedule: str, microbatches: int, in_step: bool) -> int:
     """How many microbatches this rank had activations of at the same time, at most."""
     most = 0
     original = schedules.Turns._forward
@@ -144,7 +297,7 @@ def held_microbatches(folder: str, schedule: str, microbatches: int) -> int:
     schedules.Turns._forward = counting  # type: ignore[method-assign]
     try:
         train(
-            *(Deep(), rows(16)),
+            *(LossInStep() if in_step else Deep(), rows(16)),
             batch=16,
             folder=folder,
             pipeline_scheduler=schedule,

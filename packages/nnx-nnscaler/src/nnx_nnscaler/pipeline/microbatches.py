@@ -30,6 +30,7 @@ from nnx_nnscaler.rules.rule import (
     Rule,
     argument_of,
     input_values,
+    is_floating,
     operator_of,
     output_values,
     outputs_of,
@@ -307,6 +308,7 @@ class _Cut:
         self._free = values_of_inputs(graph)
         self._ahead: dict[str, TensorMeta] = {}
         self._apart: set[str] = set()
+        self._rows: dict[str, Op] = {}
         self._size = _some_divisor(graph)
         self._at_least = 1
 
@@ -354,6 +356,8 @@ class _Cut:
             self._ops += shared
             return
         try:
+            if self._numbers_rows(op):
+                return
             strategy = self._strategy(op)
         except _HindranceError:
             if op.name not in self._free:
@@ -401,6 +405,38 @@ class _Cut:
         )
         return [part, replace(op, args=_replaced(op.args, place, Ref(name)))]
 
+    def _numbers_rows(self, op: Op) -> bool:
+        """Take an operator that numbers the samples of the batch, or picks each sample by its number.
+
+        ``mask[torch.arange(len(mask))[:, None], columns]``, as all models of transformers have it, picks the
+        same elements of a microbatch when samples are numbered within that; other uses mix samples.
+        """
+        numbers = [self._rows[name] for name in op.operands() if name in self._rows]
+        name = base_name(op)
+        if not numbers and not (name == "arange" and isinstance(op.args[0], Size)):
+            return False
+        dims = symbolic_dims(op.output) if isinstance(op.output, TensorMeta) else []
+        if not numbers:
+            begins = op.target == "aten.arange.default" and op.args[0].expr in self._graph.symbols
+        elif name == "index":
+            begins = self._picks_rows(op)
+        else:
+            begins = name in ("unsqueeze", "view", "reshape")
+        if not begins or len(dims) != 1:
+            raise _HindranceError(f"{_where(numbers[0] if numbers else op)} numbers the samples of a batch")
+        self._placements[op.name] = S(dims[0])
+        if name != "index":
+            self._rows[op.name] = numbers[0] if numbers else op
+        self._ops.append(op)
+        return True
+
+    def _picks_rows(self, op: Op) -> bool:
+        """Whether an operator takes of each sample the same elements."""
+        picked, (rows, *others) = argument_of(op, "self"), argument_of(op, "indices")
+        if rows is None or rows.name not in self._rows or self._placements[picked.name] != S(0):
+            return False
+        return all(other is None or self._placements[other.name] == R for other in others)
+
     def _drops_batch_of_one(self, op: Op) -> bool:
         """Whether a batch of one sample would lose its dim."""
         operand = argument_of(op, "self")
@@ -414,11 +450,24 @@ class _Cut:
             raise _HindranceError(f"{_where(op)} mixes the samples of a batch")
         coming = tuple(self._placements[name] for name in input_values(op))
         choices = [replicate(op)] if all(placement == R for placement in coming) else []
-        choices += [s for s in strategies_of(op, self._graph, self._size) if s.inputs == coming]
+        choices += [s for s in strategies_of(*self._with_counts(op), self._size) if s.inputs == coming]
         for strategy in choices:
             if not strategy.call and self._agrees(op, strategy):
                 return strategy
         raise _HindranceError(f"{_where(op)} mixes the samples of a batch")
+
+    def _with_counts(self, op: Op) -> tuple[Op, Graph]:
+        """The operator for rules, which add up floating point numbers only, as if it counted in these."""
+        counts = {
+            name: replace(self._graph.meta(name), dtype="float32")
+            for name in op.operands()
+            if self._placements[name] == P and not is_floating(self._graph.meta(name))
+        }
+        output = op.output
+        if (counts or base_name(op) == "sum") and isinstance(output, TensorMeta) and not is_floating(output):
+            output = replace(output, dtype="float32")
+        graph = replace(self._graph, metas={**self._graph.metas, **counts}) if counts else self._graph
+        return replace(op, output=output), graph
 
     def _agrees(self, op: Op, strategy: Strategy) -> bool:
         """Whether results are cut just where their size depends on the batch's."""

@@ -273,7 +273,7 @@ def _explained(plan: PipelinePlan, outline: Outline) -> str:
     first = [outline.ops[place].module or "the forward itself" for place in plan.cuts]
     times = ", ".join(f"{seconds * 1e3:.3g}" for seconds in plan.seconds)
     waits = plan.bubble
-    if plan.loss and plan.schedule != "gpipe":
+    if plan.schedule != "gpipe":
         with suppress(OptionError):  # a schedule that does not take so many is not run
             waits = waiting_share(predicted(plan, plan.schedule))
     return (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,7 @@ class PipelineForm(ProgramForm):
         pipe: This rank's group along the pipe.
     """
 
+    needs_first: ClassVar[bool] = True  # which says what each rank stores
     pipe: dist.ProcessGroup
 
     def source(self, graph: Graph, plan: Any, *, title: str, recompute: Sequence[str]) -> str:
@@ -124,11 +125,12 @@ class PipelineProgram:
         """What the forward returns for these inputs, on every rank of the unit."""
         inputs = dict(zip(self._inputs, tensors, strict=True))
         symbols = {name: inputs[leaf].shape[dim] for name, (leaf, dim) in self.graph.symbols.items()}
-        count, order = self.order_for(symbols)
+        scale = _loss_scale(rt)
+        count, order = self.order_for(symbols) if scale is not None else (self._most(symbols), None)
         inputs |= self._drawn(symbols, rt.device)
         self._more = {name: tensor.to(rt.device) for name, tensor in self._more.items()}
         constants = {**constants, **self._more}
-        runtime = StageRuntime(rt.communicator, rt.device)
+        runtime = StageRuntime(rt.communicator, rt.device, rt.loss_scale)
         runtime.microbatches = count
         runtime.counts, ahead = self._computed_ahead(rt, root, weights, constants, inputs)
         inputs |= ahead
@@ -137,21 +139,27 @@ class PipelineProgram:
         if order is None:
             call.run(local)
             return self._result(call, local, inputs, None)
-        turns = Turns(call, local, self.plan.loss, self.plan.schedule, keeps=frozenset(self._returned))
+        assert scale is not None
+        turns = Turns(
+            call, local, self.plan.loss, self.plan.schedule, keeps=frozenset(self._returned), scale=scale
+        )
         turns.run(order)
         return self._result(call, local, inputs, turns)
 
     def order_for(self, symbols: Mapping[str, int]) -> tuple[int, tuple[Action, ...] | None]:
         """The number of microbatches, and what this rank does in turns; None for GPipe's order."""
         plan = self.plan
-        counts = list(self._possible_counts(symbols))
         in_turns = plan.schedule != "gpipe" and plan.loss and not self.cut.hindrance
-        if in_turns and torch.is_grad_enabled() and not _scales():
-            for count in counts:
+        if in_turns and torch.is_grad_enabled():
+            for count in self._possible_counts(symbols):
                 found = actions(plan.schedule, plan.arrangement.ranks, plan.arrangement.stages, count)
                 if found is not None:
                     return count, found[self.lineup.rank]
-        return counts[0], None
+        return self._most(symbols), None
+
+    def _most(self, symbols: Mapping[str, int]) -> int:
+        """The number of microbatches of a batch, if all may go forward before they go back."""
+        return next(self._possible_counts(symbols))
 
     def _possible_counts(self, symbols: Mapping[str, int]) -> Iterator[int]:
         """The numbers of microbatches that a batch can be cut into, the best first."""
@@ -276,12 +284,13 @@ class _First(torch.autograd.Function):
         return gradient, *nothing
 
 
-def _scales() -> bool:
-    """Whether the loss is scaled before its backward, so that gradients of the loss as it is may be lost."""
-    return any(
+def _loss_scale(rt: Runtime) -> float | None:
+    """What a loss is multiplied by, so that small gradients in float16 are not lost; None if nobody knows."""
+    in_float16 = any(
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
         for device in ("cpu", "cuda")
     )
+    return rt.loss_scale() if in_float16 else 1.0
 
 
 def _put_together(parts: list[Tensor], placement: Placement) -> Tensor:

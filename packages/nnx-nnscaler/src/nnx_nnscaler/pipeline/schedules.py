@@ -8,8 +8,8 @@ sends and receives follows from the stages, so that values may skip stages.
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections import ChainMap, Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -23,7 +23,9 @@ from nnx_nnscaler.options import SCHEDULES
 from nnx_nnscaler.pipeline.call import Call
 from nnx_nnscaler.pipeline.execution import refuse_second_derivative
 from nnx_nnscaler.pipeline.microbatches import Microbatches, output_refs
+from nnx_nnscaler.pipeline.stages import Stage
 from nnx_nnscaler.placement import P
+from nnx_nnscaler.rules.rule import outputs_of
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
 _SPLIT = ("zero_bubble", "zbv", "dualpipev")
@@ -119,11 +121,13 @@ def _named_loss(outputs: Argument) -> Iterator[str]:
 
 
 class _Loss(torch.autograd.Function):
-    """A loss whose gradients are known: they are multiplied by its own gradient."""
+    """A loss whose gradients are known, times a scale: its own gradient takes the place of that."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *weights: Tensor) -> Tensor:
-        ctx.gradients = gradients
+    def forward(
+        ctx: Any, loss: Tensor, gradients: list[Tensor | None], scale: float, *weights: Tensor
+    ) -> Tensor:
+        ctx.gradients, ctx.scale = gradients, scale
         return loss.clone()
 
     @staticmethod
@@ -135,7 +139,8 @@ class _Loss(torch.autograd.Function):
                 remedy="Add the losses and call backward once, or use pipeline_scheduler='gpipe'.",
             )
         gradients, ctx.gradients = ctx.gradients, None
-        return None, None, *(None if g is None else g.mul_(gradient.to(g.dtype)) for g in gradients)
+        factor = gradient.double() / ctx.scale
+        return None, None, None, *(None if g is None else g.mul_(factor.to(g.dtype)) for g in gradients)
 
 
 class _BesideLoss(torch.autograd.Function):
@@ -154,6 +159,35 @@ class _BesideLoss(torch.autograd.Function):
         )
 
 
+# --- gradients of inputs before those of weights --------------------------------------------------
+
+
+def can_split(stage: Stage, flows: Set[str]) -> bool:
+    """Whether torch's split backward finds all gradients of a stage's weights.
+
+    It begins the second part where weights meet what depends on the stage's inputs. What is computed from
+    weights alone must come there once and nowhere else: torch 2.13 counts a bias that two layers share twice,
+    and loses what goes to another stage.
+
+    Args:
+        stage: The stage.
+        flows: Names of the values that a gradient flows into.
+    """
+    graph = stage.graph
+    depends = set(stage.arguments) & flows
+    of_weights = set(graph.parameters)
+    uses = Counter(name for name in stage.gives if name in flows)
+    for op in graph.ops:
+        operands = set(op.operands())
+        uses.update(operands)
+        if operands & depends and any(meta and meta.differentiable for meta in outputs_of(op)):
+            depends.add(op.name)
+        elif operands & of_weights:
+            of_weights.add(op.name)
+    given = of_weights & set(stage.gives)
+    return not given and all(uses[name] <= 1 for name in of_weights)
+
+
 # --- a run ----------------------------------------------------------------------------------------
 
 
@@ -166,6 +200,7 @@ class Turns:
         loss: The name of the loss.
         schedule: The name of the schedule.
         keeps: Names of the values that the forward returns; others are freed once they are not needed.
+        scale: What the loss is multiplied by in the backward.
     """
 
     def __init__(
@@ -176,12 +211,16 @@ class Turns:
         schedule: str,
         *,
         keeps: frozenset[str],
+        scale: float,
     ) -> None:
         self._call = call
         self._values = microbatches
         self._loss = loss
         self._keeps = keeps
-        self._splits = {stage.number for stage in call.own if schedule in _SPLIT and stage.splits}
+        self._scale = scale
+        self._splits = schedule in _SPLIT
+        split = call.own if self._splits else ()
+        self._whole = {stage.number for stage in split if not can_split(stage, call.flows)}
         names = {fqn: None for stage in call.own for fqn in stage.graph.parameters.values()}
         self._weights = {fqn: call.weights[fqn] for fqn in names}
         self._leaves = {
@@ -213,7 +252,7 @@ class Turns:
         leaves = {name: values[name].detach().requires_grad_() for name in flowing}
         arguments = [leaves.get(name, values[name]) for name in stage.arguments]
         given = call.compute(stage, self._used, arguments)
-        if number in self._splits:
+        if self._splits and number not in self._whole:
             given = [value.clone() for value in given]  # torch detaches them in place, which views refuse
         made = dict(zip(stage.gives, given, strict=True))
         values |= {name: value.detach() for name, value in made.items()}
@@ -233,8 +272,8 @@ class Turns:
             for other in incoming.get(name, ()):
                 gradient = other if gradient is None else gradient + other
             if name == self._loss:
-                one = torch.ones_like(value)
-                gradient = one if gradient is None else gradient + one
+                own = torch.full_like(value, self._scale)
+                gradient = own if gradient is None else gradient + own
             if gradient is not None and value.requires_grad:
                 outputs.append(value)
                 gradients.append(gradient)
@@ -263,7 +302,7 @@ class Turns:
         outputs: list[Tensor],
         gradients: list[Tensor],
     ) -> None:
-        if kind == BACKWARD or (leaves and key[0] not in self._splits):
+        if kind == BACKWARD or key[0] in self._whole:
             torch.autograd.backward(outputs, gradients)
         elif not leaves:
             self._later[key] = outputs, gradients
@@ -285,6 +324,7 @@ class Turns:
         """The results that depend on parameters, as the user's code may differentiate them."""
         token = self._call.passage.token
         gradients = [torch.zeros_like(token), *(leaf.grad for leaf in self._leaves.values())]
-        loss: Tensor = _Loss.apply(values[self._loss], gradients, token, *self._weights.values())  # type: ignore[no-untyped-call]
+        weights = (token, *self._weights.values())
+        loss: Tensor = _Loss.apply(values[self._loss], gradients, self._scale, *weights)  # type: ignore[no-untyped-call]
         found = {name: _BesideLoss.apply(value, loss) for name, value in values.items()}  # type: ignore[no-untyped-call]
         return {**found, self._loss: loss}

@@ -97,27 +97,6 @@ class Stage:
     gives: tuple[str, ...]
     writes: tuple[str, ...]
 
-    @cached_property
-    def splits(self) -> bool:
-        """Whether torch can compute gradients of what comes in and of weights apart.
-
-        It cannot where what several parameters make without what comes in is joined, as two embeddings or two
-        penalties that are added: torch would go back through the sum once for each, and has freed it then.
-        """
-        coming = {
-            leaf.name for leaf in self.graph.inputs if leaf.meta is not None and leaf.meta.differentiable
-        }
-        made_of: dict[str, frozenset[str]] = {name: frozenset([name]) for name in self.graph.parameters}
-        for op in self.graph.ops:
-            if coming.intersection(op.operands()):
-                coming.add(op.name)
-                continue
-            made_of[op.name] = frozenset().union(*(made_of.get(name, ()) for name in op.operands()))
-            is_differentiable = not isinstance(op.output, TensorMeta) or op.output.differentiable
-            if is_differentiable and len(made_of[op.name]) > 1:
-                return False
-        return True
-
 
 # --- where stages begin ---------------------------------------------------------------------------
 
@@ -292,6 +271,8 @@ def foreign_bytes(
 ) -> NDArray[np.float64]:
     """Bytes of parameters that each stage would have to fetch from another rank, up to each place.
 
+    A parameter counts where it is used first: those that several stages use are fetched under any cut.
+
     Args:
         outline: The operators.
         homes: The rank along the pipe that stores each parameter, by fully qualified name.
@@ -299,10 +280,12 @@ def foreign_bytes(
     """
     graph = outline.graph
     found = np.zeros((arrangement.stages, len(outline.ops) + 1))
+    seen: set[str] = set()
     for index, op in enumerate(outline.ops):
         found[:, index + 1] = found[:, index]
         for name in op.operands():
-            if name in graph.parameters:
+            if name in graph.parameters and name not in seen:
+                seen.add(name)
                 meta = graph.metas[name]
                 home = homes.get(graph.parameters[name], 0)
                 nbytes = float(np.prod(meta.hints)) * bytes_of(meta.dtype)

@@ -389,6 +389,7 @@ class Runtime(Functions, Losses, Normalization):
     Args:
         communicator: The unit's collectives.
         device: The device of the tensors that the program makes.
+        loss_scale: By what a loss is multiplied before its backward; None where nobody knows.
 
     Example:
         >>> from nnx_nnscaler.runtime.collectives import GroupCommunicator
@@ -396,9 +397,15 @@ class Runtime(Functions, Losses, Normalization):
         tensor([1., 1.])
     """
 
-    def __init__(self, communicator: Communicator, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        device: torch.device | str = "cpu",
+        loss_scale: Callable[[], float | None] = lambda: None,
+    ) -> None:
         super().__init__(communicator)
         self.device = torch.device(device)
+        self.loss_scale = loss_scale
 
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a submodule that every rank runs whole, as its author wrote it; to it parameters are whole."""

@@ -8,8 +8,8 @@ import hashlib
 import inspect
 import sys
 import sysconfig
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
@@ -32,6 +32,13 @@ _DEPTH = 6
 # Classes whose attributes say what they do, while their code does not change within a version.
 _LIBRARIES = ("torch.nn.modules.", "transformers.")
 _BASES = ("torch.nn.modules.module", "torch.nn.modules.container")
+_VERSIONED = frozenset(
+    [
+        *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "builtins"),
+        *("transformers", "nnx_core", "nnx_nnscaler"),
+    ]
+)
+"""Packages whose code changes with their version."""
 
 
 def fingerprint(
@@ -199,7 +206,7 @@ def _names(code: CodeType) -> set[str]:
 def _is_users(module: str) -> bool:
     """Whether code may change without the version of torch or Python changing with it."""
     top = module.partition(".")[0]
-    if top in ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "builtins", "transformers"):
+    if top in _VERSIONED:
         return False
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return "site-packages" in file or not Path(file).is_relative_to(sysconfig.get_paths()["stdlib"])
@@ -216,9 +223,11 @@ def _is_users(module: str) -> bool:
 _NOTHING = object()
 _OWN_OF_MODULES = frozenset(vars(nn.Module())) | {"training"}
 _MOST_VALUES = 10_000
-_OPAQUE = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "numpy", "builtins")
+_OPAQUE = frozenset([*_VERSIONED, "torchmetrics", "numpy"]) - {"transformers"}
 """Packages whose objects are told apart by identity, not by what is in them."""
 _DEFINITIONS = (type, ModuleType, FunctionType, property, staticmethod, classmethod)
+_LOGS = frozenset(["log", "log_dict"])
+"""Methods whose code, Lightning's, is not looked through."""
 
 
 class Space(Protocol):
@@ -254,14 +263,10 @@ def read_by_forward(root: nn.Module, *, besides: Collection[str] = ()) -> list[t
         ['inplace', 'p']
     """
     found: dict[tuple[int, str], tuple[Space, str]] = {}
-    functions: dict[FunctionType, None] = {}
-    for path, module in root.named_modules():
+    modules = _looked_through(root, besides)
+    names, functions = _reached(modules)
+    for module in modules:
         cls: Any = type(module)  # mypy on hashes
-        within = any(path == other or path.startswith(f"{other}.") for other in besides)
-        if within or _package(cls) == "torchmetrics":
-            continue
-        names, reached = _reached(cls)
-        functions |= dict.fromkeys(reached)
         own = vars(module)
         for name in names:
             holder = next((base for base in cls.__mro__ if name in vars(base)), None)
@@ -274,6 +279,20 @@ def read_by_forward(root: nn.Module, *, besides: Collection[str] = ()) -> list[t
     return list(found.values())
 
 
+def code_reached(root: nn.Module) -> tuple[FunctionType, ...]:
+    """The functions of a module and of its submodules, and of their classes, that the forward may call."""
+    return _reached(_looked_through(root, ()))[1]
+
+
+def _looked_through(root: nn.Module, besides: Collection[str]) -> list[nn.Module]:
+    return [
+        module
+        for path, module in root.named_modules()
+        if not any(path == other or path.startswith(f"{other}.") for other in besides)
+        and _package(type(module)) != "torchmetrics"
+    ]
+
+
 def _decides(value: Any, *, is_own: bool = False) -> bool:
     """Whether a program may depend on a value; functions of classes and modules are followed instead."""
     if value is _NOTHING or isinstance(value, (nn.Module, nn.Parameter, ModuleType, type)):
@@ -281,20 +300,33 @@ def _decides(value: Any, *, is_own: bool = False) -> bool:
     return is_own or not (isinstance(value, _DEFINITIONS) or hasattr(type(value), "__get__"))
 
 
-@cache
-def _reached(cls: type) -> tuple[tuple[str, ...], tuple[FunctionType, ...]]:
-    """Names in the code that a class's forward reaches on the object itself, and the functions it is in."""
-    seen: set[str] = set()
+def _reached(modules: Sequence[nn.Module]) -> tuple[tuple[str, ...], tuple[FunctionType, ...]]:
+    """Names in the code that forwards reach on modules, and the functions that this code is in."""
+    held = {
+        (name, inspect.unwrap(value))
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, FunctionType)
+    }
+    return _reached_in(frozenset(map(type, modules)), frozenset(held))
+
+
+@functools.lru_cache(maxsize=64)
+def _reached_in(
+    classes: frozenset[type], held: frozenset[tuple[str, FunctionType]]
+) -> tuple[tuple[str, ...], tuple[FunctionType, ...]]:
+    seen = {"forward"}
     functions: dict[FunctionType, None] = {}
-    reached = ["forward"]
-    while reached:
-        name = reached.pop()
-        for function in _functions_read(cls, name):
+    left = ["forward"]
+    while left:
+        name = left.pop()
+        found = [function for other, function in held if other == name]
+        found += [function for cls in classes for function in _functions_read(cls, name)]
+        for function in found:
             functions[function] = None
-            for other in _names(function.__code__):
-                if other not in seen:
-                    seen.add(other)
-                    reached.append(other)
+            new = _names(function.__code__) - seen - _LOGS
+            seen |= new
+            left += new
     return tuple(sorted(seen - _OWN_OF_MODULES)), tuple(functions)
 
 
@@ -316,7 +348,7 @@ def _read_outside(functions: Iterable[FunctionType]) -> Iterator[tuple[Space, st
     left, seen = list(functions), set()
     while left:
         function = left.pop()
-        if function in seen or not _is_own(function.__module__):
+        if function in seen or not is_users_own(function.__module__):
             continue
         seen.add(function)
         spaces: list[Space] = [function.__globals__, _Closure(function)]
@@ -325,7 +357,7 @@ def _read_outside(functions: Iterable[FunctionType]) -> Iterator[tuple[Space, st
             value = space.get(name, _NOTHING)
             if isinstance(value, FunctionType):
                 left.append(inspect.unwrap(value))
-            elif isinstance(value, ModuleType) and _is_own(value.__name__):
+            elif isinstance(value, ModuleType) and is_users_own(value.__name__):
                 spaces = [vars(value)]
                 held = [(other, vars(value).get(other, _NOTHING)) for other in names]
                 left += [inspect.unwrap(one) for _, one in held if isinstance(one, FunctionType)]
@@ -335,7 +367,7 @@ def _read_outside(functions: Iterable[FunctionType]) -> Iterator[tuple[Space, st
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_own(module: str) -> bool:
+def is_users_own(module: str) -> bool:
     """Whether code is the user's own; libraries keep caches in their globals."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return _is_users(module) and "site-packages" not in file
@@ -424,7 +456,7 @@ def _state(value: Any, of_leaf: Callable[[Any], Any], count: list[int], depth: i
 
 def _parts(value: Any) -> tuple[Any, Collection[Any]]:
     """The kind of a value and what is in it; no kind for what is not taken apart."""
-    for kind in (list, tuple):
+    for kind in (list, tuple, deque):
         if isinstance(value, kind):
             return kind, value
     if isinstance(value, (set, frozenset)):

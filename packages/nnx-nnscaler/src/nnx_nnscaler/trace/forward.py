@@ -31,6 +31,7 @@ _REMEDY = (
     "Move that code into a submodule of its own, which then stays whole, or write it without the dependence "
     "(torch.where instead of a branch); until then the whole forward runs on every rank of the unit."
 )
+_STRICT_REMEDY = "Compute it elsewhere: in another hook, or after the step."
 _lock = threading.Lock()
 
 
@@ -42,6 +43,7 @@ def trace_forward(
     batch_dims: BatchDims = "auto",
     forward: Callable[..., Any] | None = None,
     device: torch.device | None = None,
+    strict: bool = False,
 ) -> Graph:
     """Trace a module's forward, in the mode (train or eval, with gradients or without) that it is in.
 
@@ -59,6 +61,8 @@ def trace_forward(
             dim 0 is the most frequent one; None for none.
         forward: What to call in place of `module.forward`, which may be replaced by then.
         device: The device that the module will be on; by default the one that it is on, the CPU for meta.
+        strict: True if no submodule may stay whole, and the batch's size has to stay a symbol. Nothing is run
+            with values then.
 
     Raises:
         TraceError: The root itself cannot be traced, the sample does not fit, or the forward fails on it.
@@ -75,13 +79,13 @@ def trace_forward(
     with ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)
-        found = stack.enter_context(plain_parameters(module, device))
+        found = stack.enter_context(plain_parameters(module, device, with_values=not strict))
         inputs = flatten_inputs(call, args, dict(kwargs or {}), batch_dims)
         inputs = inputs if found is None else inputs.moved(found)
         first: TraceError | None = None
-        for attempt in _attempts(inputs):
+        for attempt in _attempts(inputs)[: 1 if strict else None]:
             try:
-                return _Tracer(module, call, attempt).run()
+                return _Tracer(module, call, attempt, may_keep=not strict).run()
             except TraceError as error:
                 first = first or error
             finally:
@@ -99,8 +103,11 @@ def _attempts(inputs: Inputs) -> list[Inputs]:
 class _Tracer:
     """Tries to trace, and tries again with what failed kept whole."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any], inputs: Inputs) -> None:
+    def __init__(
+        self, module: nn.Module, forward: Callable[..., Any], inputs: Inputs, *, may_keep: bool
+    ) -> None:
         self.module = module
+        self.may_keep = may_keep
         self.forward = forward
         self.inputs = inputs
         self.modules = dict(module.named_modules())
@@ -149,7 +156,7 @@ class _Tracer:
 
     def _keep(self, one: Blame, *, spread: bool = True) -> None:
         """Keep a submodule whole, and the others of its class, which would fail next."""
-        fqn = self._outermost(one.fqn)
+        fqn = self._outermost(one.fqn) if self.may_keep else ""
         if not fqn:
             raise self._error(one)
         cls = type(self.modules[fqn])
@@ -178,6 +185,8 @@ class _Tracer:
         return ""
 
     def _error(self, one: Blame) -> TraceError:
+        if not self.may_keep:
+            return TraceError(f"{one}.", remedy=_STRICT_REMEDY)
         return TraceError(
             f"the forward of {type(self.module).__name__} cannot be traced: {one}.", remedy=_REMEDY
         )
@@ -260,7 +269,9 @@ _WITH_VALUES = "cpu"
 
 
 @contextmanager
-def plain_parameters(module: nn.Module, device: torch.device | None = None) -> Iterator[torch.device | None]:
+def plain_parameters(
+    module: nn.Module, device: torch.device | None = None, *, with_values: bool = True
+) -> Iterator[torch.device | None]:
     """Have only plain whole tensors in a module, on one device.
 
     Where parameters are stored in parts, on the CPU, stand-ins have values, so that what depends on them can
@@ -269,6 +280,7 @@ def plain_parameters(module: nn.Module, device: torch.device | None = None) -> I
     Args:
         module: The module.
         device: The device; by default the one where tensors in parts are, the CPU for those on meta.
+        with_values: False if no stand-in has to have values.
 
     Yields:
         The device that inputs have to be on for a trace; None where they can stay.
@@ -283,7 +295,7 @@ def plain_parameters(module: nn.Module, device: torch.device | None = None) -> I
     if device is None or not (guarded or elsewhere):
         yield None
         return
-    if elsewhere or device.type != _WITH_VALUES:
+    if elsewhere or device.type != _WITH_VALUES or not with_values:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         made = {id(tensor): _fake(tensor, device, mode) for tensor in tensors}
     else:

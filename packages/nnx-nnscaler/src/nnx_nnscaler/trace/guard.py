@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from typing import Any
 
 import numpy
@@ -22,6 +23,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nnx_core.random_state import forked
+from nnx_nnscaler.trace.fingerprint import is_users_own, read_by_forward
 from nnx_nnscaler.trace.structure import Refusal, is_constant
 
 # Bookkeeping of nn.Module, and a flag of transformers that goes with hooks which are not put back either.
@@ -65,47 +67,48 @@ def caller_modes() -> tuple[Any, ...]:
 
 @contextmanager
 def attributes_restored(root: nn.Module) -> Iterator[dict[str, str]]:
-    """Put attributes of every module back as they were; yields a dict that is filled at the end.
+    """Put attributes of every module, and globals that code reads, back as they were, with what is in them.
 
     Yields:
-        After the block: fully qualified name of every module with a changed attribute to that attribute.
+        After the block: fully qualified name of every module with a changed attribute to that attribute;
+        a global counts as one of the root's.
     """
-    before = {name: _snapshot(module) for name, module in root.named_modules()}
-    modules = dict(root.named_modules())
+    attributes: dict[str, Any] = {name: vars(module) for name, module in root.named_modules()}
+    before = {name: _snapshot(held) for name, held in attributes.items()}
+    spaces = {id(held) for held in attributes.values()}
+    outside = [(space, name) for space, name in read_by_forward(root) if id(space) not in spaces]
+    globals_before = [(space, name, space.get(name), _Contents(space.get(name))) for space, name in outside]
     changed: dict[str, str] = {}
     try:
         yield changed
     finally:
         for name, saved in before.items():
-            found = _restore(modules[name], saved)
+            found = _restore(attributes[name], saved)
             if found:
                 changed[name] = found
+        for space, name, value, contents in globals_before:
+            differs = not _equal(space.get(name), value)
+            if differs and isinstance(space, dict):
+                space[name] = value
+            if contents.put_back() or differs:
+                changed[""] = name
 
 
-def _snapshot(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    return {key: (value, _copied(value)) for key, value in vars(module).items() if key not in _SKIPPED}
+def _snapshot(attributes: dict[str, Any]) -> dict[str, tuple[Any, _Contents]]:
+    return {key: (value, _Contents(value)) for key, value in attributes.items() if key not in _SKIPPED}
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: (item, _copied(item)) for key, item in value.items()}
-    if isinstance(value, list):
-        return [(item, _copied(item)) for item in value]
-    return None
-
-
-def _restore(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> str:
+def _restore(attributes: dict[str, Any], saved: dict[str, tuple[Any, _Contents]]) -> str:
     """Put a module's attributes back; the name of one that had changed, or nothing."""
     changed = ""
-    attributes = vars(module)
     for key in [key for key in attributes if key not in saved and key not in _SKIPPED]:
         del attributes[key]
         changed = key
-    for key, (value, copy) in saved.items():
+    for key, (value, contents) in saved.items():
         now = attributes.get(key, saved)
         attributes[key] = value
         differs = not _equal(now, value)
-        if (_refilled(value, copy) or differs) and key not in _SILENT:
+        if (contents.put_back() or differs) and key not in _SILENT:
             changed = key
     return changed
 
@@ -116,29 +119,45 @@ def _equal(now: Any, value: Any) -> bool:
         return True
     if type(now) is not type(value):
         return False
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list, deque)):
         return len(now) == len(value) and all(map(_equal, now, value))
     return is_constant(value) and bool(now == value)
 
 
-def _refilled(value: Any, copy: Any) -> bool:
-    """Put the contents of a container back; whether they had changed."""
-    if isinstance(value, dict):
-        same = value.keys() == copy.keys() and all(
-            _equal(value[key], item) for key, (item, _) in copy.items()
-        )
-        inner = [_refilled(item, nested) for item, nested in copy.values()]
-        if not same:
-            value.clear()
-            value.update({key: item for key, (item, _) in copy.items()})
-        return not same or any(inner)
-    if isinstance(value, list):
-        same = len(value) == len(copy) and all(map(_equal, value, (item for item, _ in copy)))
-        inner = [_refilled(item, nested) for item, nested in copy]
-        if not same:
-            value[:] = [item for item, _ in copy]
-        return not same or any(inner)
-    return False
+class _Contents:
+    """What is in the containers, and the objects of the user's own classes, that a value leads to."""
+
+    def __init__(self, value: Any) -> None:
+        self._held: dict[int, tuple[Any, Any]] = {}
+        left = [value]
+        while left:
+            one = left.pop()
+            container = vars(one) if hasattr(one, "__dict__") and _is_object_of_user(one) else one
+            if isinstance(container, (list, deque, dict, set)) and id(container) not in self._held:
+                self._held[id(container)] = container, copy(container)
+                left += container.values() if isinstance(container, dict) else container
+            elif isinstance(container, tuple):
+                left += container
+
+    def put_back(self) -> bool:
+        """Put it back; whether it had changed."""
+        changed = [(now, before) for now, before in self._held.values() if not _same_content(now, before)]
+        for now, before in changed:
+            now.clear()
+            (now.update if isinstance(now, (dict, set)) else now.extend)(before)
+        return bool(changed)
+
+
+def _is_object_of_user(value: Any) -> bool:
+    return not isinstance(value, (nn.Module, type)) and is_users_own(type(value).__module__)
+
+
+def _same_content(now: Any, before: Any) -> bool:
+    if isinstance(before, set):
+        return bool(now == before)
+    if isinstance(before, dict):
+        return now.keys() == before.keys() and all(_equal(now[key], before[key]) for key in before)
+    return _equal(now, before)
 
 
 @contextmanager
@@ -183,7 +202,7 @@ def hooks_removed(root: nn.Module) -> Iterator[None]:
     try:
         for space, kind, hooks in saved:
             space[kind] = OrderedDict((key, hook) for key, hook in hooks.items() if _is_traced(hook))
-        with _replaced(torch_module, none):
+        with replaced(torch_module, none):
             yield
     finally:
         for space, kind, hooks in saved:
@@ -211,7 +230,7 @@ def collectives_refused() -> Iterator[None]:
 
     group = dist.ProcessGroup
     names = [name for name in dir(group) if name.startswith(_COLLECTIVES)]
-    with _replaced(group, {name: refusing(name, getattr(group, name)) for name in names}):
+    with replaced(group, {name: refusing(name, getattr(group, name)) for name in names}):
         yield
 
 
@@ -261,21 +280,21 @@ def noticing(root: nn.Module) -> Iterator[None]:
         if root.training:  # elsewhere there is no backward that it would save memory for
             reentrant = type("CheckpointFunction", (), {"apply": staticmethod(checkpoint)})
             names = {"_checkpoint_without_reentrant_generator": checkpoint, "CheckpointFunction": reentrant}
-            stack.enter_context(_replaced(torch.utils.checkpoint, names))
-        stack.enter_context(_replaced(torch.autograd.Function, {"apply": classmethod(apply)}))
+            stack.enter_context(replaced(torch.utils.checkpoint, names))
+        stack.enter_context(replaced(torch.autograd.Function, {"apply": classmethod(apply)}))
         loggers = {name: log for name in ("log", "log_dict") if hasattr(type(root), name)}
-        stack.enter_context(_replaced(root, loggers))
+        stack.enter_context(replaced(root, loggers))
         for module in root.modules():
             owners = {name: _NoTrainer() for name in ("_trainer", "_fabric") if vars(module).get(name)}
-            stack.enter_context(_replaced(module, owners))
+            stack.enter_context(replaced(module, owners))
         before = _states()
         yield
         if _states() != before:
-            raise Refusal("it draws from the generators of Python or numpy")
+            raise Refusal("it draws from the generators of Python or numpy, or seeds torch's")
 
 
 @contextmanager
-def _replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
+def replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
     """Set attributes for a while; goes past `__setattr__` of modules."""
     missing = object()
     own = vars(owner)
@@ -293,6 +312,7 @@ def _replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
                 place(owner, name, value)
 
 
-def _states() -> tuple[Any, bytes]:
+def _states() -> tuple[Any, ...]:
     arrays: Any = numpy.random.get_state(legacy=False)
-    return random.getstate(), repr(arrays["state"]).encode()
+    of_torch = torch.default_generator.get_state().numpy().tobytes()  # a trace draws nothing
+    return random.getstate(), repr(arrays["state"]), of_torch

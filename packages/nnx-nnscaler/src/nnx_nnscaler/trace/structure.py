@@ -369,7 +369,8 @@ def _cache(value: Any, go: Callable[[Any], Any]) -> Make:
 
 
 _TORCH = str(Path(torch.__file__).parent)
-_OWN = str(Path(__file__).parent)
+_OWN = str(Path(__file__).parents[1])
+_OF_LIGHTNING = re.compile(r"site-packages/(lightning|pytorch_lightning)/")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+')
 
 
@@ -401,7 +402,7 @@ def blame(error: BaseException, root: nn.Module) -> Blame:
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module) and id(vars(owner)) in names:
                 best = Blame(names[id(vars(owner))], best.source, best.reason)
-            if not path.startswith((_TORCH, _OWN, "<")):
+            if not path.startswith((_TORCH, _OWN, "<")) and not _OF_LIGHTNING.search(path):
                 best = Blame(best.fqn, _line(path, line), best.reason)
         if best.fqn or best.source:
             return best
