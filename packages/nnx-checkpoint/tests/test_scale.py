@@ -22,7 +22,16 @@ from hypothesis import strategies as st
 
 import nnx_checkpoint
 from nnx_checkpoint import rankfile
-from nnx_checkpoint.box import Box, boxes_of_grid, boxes_of_range, find_fault, grid_of, numels_of_grid
+from nnx_checkpoint.box import (
+    Box,
+    box_of_grid,
+    boxes_of_grid,
+    boxes_of_range,
+    find_fault,
+    grid_of,
+    numels_of_grid,
+    overlapping_of_grid,
+)
 from nnx_checkpoint.description import Description, describe, pack, requests, unpack
 from nnx_checkpoint.index import Index, decode_index, encode_index
 from nnx_checkpoint.manifest import FileEntry, Manifest, decode_manifest, encode_manifest
@@ -248,6 +257,13 @@ def test_boxes_that_are_a_grid_are_known_as_one(dims: list[tuple[int, int]], dat
     assert boxes == sorted(boxes, key=lambda box: box.offset)
     assert [box.numel for box in boxes] == numels_of_grid(shape, grid)
     assert grid_of(shape, boxes) == grid
+    assert [box_of_grid(shape, grid, number) for number in range(len(boxes))] == boxes
+    offset = tuple(data.draw(st.integers(0, extent - 1)) for extent in shape)
+    sizes = (data.draw(st.integers(0, full - at)) for at, full in zip(offset, shape, strict=True))
+    wanted = Box(offset, tuple(sizes))
+    assert overlapping_of_grid(shape, grid, wanted) == [
+        number for number, box in enumerate(boxes) if box.intersection(wanted) is not None
+    ]
     missing = data.draw(st.integers(0, len(boxes) - 1))
     assert grid_of(shape, boxes[:missing] + boxes[missing + 1 :]) != grid
 

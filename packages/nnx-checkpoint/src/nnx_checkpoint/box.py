@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise, product
 
 
@@ -133,6 +134,32 @@ def boxes_of_grid(shape: Sequence[int], grid: Sequence[int]) -> list[Box]:
         Box(offset, size)
         for offset, size in zip(_offsets_of_grid(shape, grid), _sizes_of_grid(shape, grid), strict=True)
     ]
+
+
+@lru_cache(maxsize=1 << 14)
+def box_of_grid(shape: tuple[int, ...], grid: tuple[int, ...], number: int) -> Box:
+    """One of these boxes, by its place in their order."""
+    at: list[int] = []
+    for full, step in zip(reversed(shape), reversed(grid), strict=True):
+        number, place = divmod(number, -(-full // step))
+        at.append(place * step)
+    at.reverse()
+    return Box(tuple(at), tuple(min(step, full - i) for step, full, i in zip(grid, shape, at, strict=True)))
+
+
+def overlapping_of_grid(shape: tuple[int, ...], grid: tuple[int, ...], box: Box) -> list[int]:
+    """The places of the boxes of a grid that share elements with a box, in ascending order.
+
+    Example:
+        >>> overlapping_of_grid((10, 4), (3, 4), Box((2, 0), (2, 4)))
+        [0, 1]
+    """
+    found = [0] if box.numel else []
+    for full, step, start, extent in zip(shape, grid, box.offset, box.size, strict=True):
+        count = -(-full // step)
+        places = range(start // step, (start + extent - 1) // step + 1)
+        found = [before * count + place for before in found for place in places]
+    return found
 
 
 def numels_of_grid(shape: Sequence[int], grid: Sequence[int]) -> list[int]:

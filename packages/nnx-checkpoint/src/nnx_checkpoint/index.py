@@ -20,9 +20,19 @@ from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, overload
 
+import numpy as np
+import numpy.typing as npt
 from typing_extensions import override
 
-from nnx_checkpoint.box import Box, boxes_of_grid, find_fault, grid_of, numels_of_grid
+from nnx_checkpoint.box import (
+    Box,
+    box_of_grid,
+    boxes_of_grid,
+    find_fault,
+    grid_of,
+    numels_of_grid,
+    overlapping_of_grid,
+)
 from nnx_checkpoint.dtypes import DTYPES
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.manifest import Manifest, load_json
@@ -192,15 +202,15 @@ class Group:
         itemsize = DTYPES[self.dtype_name].itemsize
         return [size * itemsize for size in sizes]
 
+    def box(self, number: int) -> Box:
+        """One of the boxes."""
+        return self.listed[number] if self.grid is None else box_of_grid(self.shape, self.grid, number)
+
     def overlapping(self, box: Box) -> Sequence[int]:
         """The numbers of the boxes that share elements with a box."""
-        if box not in self._found:
-            self._found[box] = [i for i, own in enumerate(self.boxes) if own.intersection(box) is not None]
-        return self._found[box]
-
-    @cached_property
-    def _found(self) -> dict[Box, list[int]]:
-        return {}
+        if self.grid is not None:
+            return overlapping_of_grid(self.shape, self.grid, box)
+        return [number for number, own in enumerate(self.listed) if own.intersection(box) is not None]
 
 
 class GroupPieces(Sequence[Piece]):
@@ -277,6 +287,7 @@ class Index:
     numbers: Mapping[str, int]
     aliases: Mapping[str, str] = field(default_factory=dict)
     offsets: Callable[[str], Offsets] = _no_headers
+    _known: dict[int, Mapping[int, Sequence[int]]] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorEntry]:
@@ -301,24 +312,36 @@ class Index:
         return found
 
     @cached_property
-    def _boxes_by_file(self) -> Sequence[Mapping[int, Sequence[int]]]:
-        """For each file the groups of which it holds something, and the numbers of the boxes."""
-        found: list[dict[int, list[int]]] = [{} for _ in self.files]
-        for number, group in enumerate(self.groups):
-            for box, files in enumerate(group.owners):
-                for file in files:
-                    found[file].setdefault(number, []).append(box)
-        return found
+    def _held(self) -> npt.NDArray[np.int64]:
+        """File, group and box of everything that is stored, in order of files."""
+        rows = [
+            (file, number, box)
+            for number, group in enumerate(self.groups)
+            for box, files in enumerate(group.owners)
+            for file in files
+        ]
+        table = np.array(rows, np.int64).reshape(-1, 3)
+        return table[np.argsort(table[:, 0], kind="stable")]
+
+    def _held_by(self, file: int) -> Mapping[int, Sequence[int]]:
+        """The groups of which a file holds something, and the numbers of the boxes."""
+        if file not in self._known:
+            first, last = np.searchsorted(self._held[:, 0], (file, file + 1))
+            found: dict[int, list[int]] = {}
+            for _, number, box in self._held[first:last].tolist():
+                found.setdefault(number, []).append(box)
+            self._known[file] = found
+        return self._known[file]
 
     def entries_of(self, file: str) -> tuple[list[Entry], list[int]]:
         """What a file holds, and for each entry where its tensor stands among the names."""
         at = self._file_number.get(file)
         entries: list[Entry] = []
         places: list[int] = []
-        for number, boxes in (self._boxes_by_file[at] if at is not None else {}).items():
+        for number, boxes in (self._held_by(at) if at is not None else {}).items():
             group, members = self.groups[number], self._members[number]
             for box in boxes:
-                entries += [Entry(name, group.shape, group.dtype_name, group.boxes[box]) for name in members]
+                entries += [Entry(name, group.shape, group.dtype_name, group.box(box)) for name in members]
                 places += [self._place[name] for name in members]
         return entries, places
 
@@ -334,9 +357,11 @@ class Index:
             CheckpointError: The header of the file is damaged, or contradicts the index.
         """
         number = self.numbers[name]
-        group, held = self.groups[number], self._boxes_by_file[file][number]
+        group, held = self.groups[number], self._held_by(file)[number]
         start, block = self.offsets(self.files[file]).find(self._place[name], held.index(box))
-        return Piece(group.boxes[box], self.files[file], start, group.nbytes[box], block)
+        found = group.box(box)
+        nbytes = found.numel * DTYPES[group.dtype_name].itemsize
+        return Piece(found, self.files[file], start, nbytes, block)
 
     def pieces_of(self, file: str) -> list[tuple[str, Piece]]:
         """The pieces of a file with the names of their tensors, in order of position and of checksums.
