@@ -252,7 +252,7 @@ def test_looking_up_a_box_finds_what_searching_all_pieces_finds(world: World, da
 def test_boxes_that_are_a_grid_are_known_as_one(dims: list[tuple[int, int]], data: st.DataObject) -> None:
     shape = tuple(extent for extent, _ in dims)
     grid = tuple(-(-extent // parts) for extent, parts in dims)
-    boxes = boxes_of_grid(shape, grid)
+    boxes = list(boxes_of_grid(shape, grid))
     assert find_fault(shape, boxes) == ""
     assert boxes == sorted(boxes, key=lambda box: box.offset)
     assert [box.numel for box in boxes] == numels_of_grid(shape, grid)
@@ -472,7 +472,7 @@ def owners_of(body: dict[str, Any], name: str) -> list[Any]:
 def list_boxes(body: dict[str, Any], name: str) -> dict[str, Any]:
     """The same boxes, spelled out."""
     group = group_of(body, name)
-    boxes = boxes_of_grid(group["shape"], group.pop("grid"))
+    boxes = boxes_of_grid(tuple(group["shape"]), tuple(group.pop("grid")))
     return group | {"boxes": [[list(box.offset), list(box.size)] for box in boxes]}
 
 

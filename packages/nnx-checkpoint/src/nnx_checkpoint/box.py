@@ -116,7 +116,8 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
     return [Box((row, *box.offset), (1, *box.size)) for box in boxes_of_range(shape[1:], start, stop)]
 
 
-def boxes_of_grid(shape: Sequence[int], grid: Sequence[int]) -> list[Box]:
+@lru_cache(maxsize=16)  # plans and indexes ask for those of few shapes again and again
+def boxes_of_grid(shape: tuple[int, ...], grid: tuple[int, ...]) -> Sequence[Box]:
     """Cut a tensor into boxes of one size, as `torch.chunk` cuts: the last box along a dim may be smaller.
 
     Args:
@@ -130,10 +131,7 @@ def boxes_of_grid(shape: Sequence[int], grid: Sequence[int]) -> list[Box]:
         >>> [(box.offset, box.size) for box in boxes_of_grid((5, 4), (3, 4))]
         [((0, 0), (3, 4)), ((3, 0), (2, 4))]
     """
-    return [
-        Box(offset, size)
-        for offset, size in zip(_offsets_of_grid(shape, grid), _sizes_of_grid(shape, grid), strict=True)
-    ]
+    return tuple(map(Box, _offsets_of_grid(shape, grid), _sizes_of_grid(shape, grid)))
 
 
 @lru_cache(maxsize=1 << 14)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -327,10 +327,10 @@ class Plan:
         """What the index says."""
         ranks = sorted({rank for group, _ in self._groups for held in group.owners for rank in held})
         file = {rank: i for i, rank in enumerate(ranks)}
-        groups = [
-            replace(group, owners=[tuple(file[rank] for rank in held) for held in group.owners])
-            for group, _ in self._groups
-        ]
+        groups = []
+        for group, _ in self._groups:
+            owners = [tuple([file[rank] for rank in held]) for held in group.owners]
+            groups.append(Group(group.dtype_name, group.shape, owners, group.grid, group.listed))
         numbers = dict(zip(self._names, self._group_of.tolist(), strict=True))
         return Index([rank_file(rank) for rank in ranks], groups, numbers, self._aliases)
 
