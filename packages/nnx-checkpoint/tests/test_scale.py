@@ -593,7 +593,10 @@ def altered(change: Callable[[dict[str, Any]], object]) -> bytes:
     [
         (lambda body: body["y"].update(data_offsets=[40, 64]), "contradict each other about 'y'"),
         (lambda body: body["x"].update(data_offsets=[4, 44]), "contradict each other about 'x'"),
-        (lambda body: body["x"].update(data_offsets=[-40, 0]), "contradict each other about 'x'"),
+        (lambda body: body["x"].update(data_offsets=[-40, 0]), "is malformed: ValueError: bytes -40 to 0"),
+        (lambda body: body["x"].update(data_offsets=[2**80, 2**80 + 40]), "is malformed"),
+        (lambda body: body["x"].update(data_offsets=[{}, 40]), "is malformed"),
+        (lambda body: body["x"].update(data_offsets=[0.0, 40.0]), "is malformed"),
         (lambda body: body["x"].update(data_offsets=None), "is malformed"),
         (lambda body: body["y"].update(shape=[3, 3]), "is malformed"),
         (lambda body: body["y"].update(shape=[]), "is malformed"),

@@ -253,6 +253,8 @@ def _key(name: str, used: set[str], taken: set[str]) -> str:
 
 
 _PLAIN = {stored.code: name for name, stored in DTYPES.items() if stored.parts == 1}
+_MOST_BYTES = 1 << 62
+"""No file is longer, and positions fit into 64 bits."""
 _Claim = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
 """What a header says of an entry: dtype, global shape, size of the box, range of bytes in the data."""
 
@@ -284,6 +286,8 @@ def _claim(
     key: str, found: Mapping[str, Any], origin: Mapping[str, Any] | None
 ) -> tuple[str, tuple[int, ...], _Claim]:
     size, (start, stop) = found["shape"], found["data_offsets"]
+    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= _MOST_BYTES:
+        raise ValueError(f"bytes {start!r} to {stop!r} of entry {key!r}")
     if origin is None:
         return key, (0,) * len(size), (_PLAIN[found["dtype"]], tuple(size), tuple(size), start, stop)
     stored, name = DTYPES[origin["dtype"]], origin["name"]
