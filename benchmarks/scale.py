@@ -1,40 +1,46 @@
 """What planning and committing a save costs as ranks and tensors grow.
 
     python benchmarks/scale.py [--ranks 1 4 16 64 256 1024 16384] [--tensors 100000]
-                               [--layout fsdp|hsdp|ddp] [--mode deduped|sharded] [--json]
+                               [--layout fsdp|hsdp|tp|zero|ddp] [--mode deduped|sharded] [--json]
 
 One process plays all ranks. What is real: the functions that ranks and coordinator run, every message that
 they exchange (packed, counted, unpacked), the index, and opening it. What is simulated: tensors have shapes
 and boxes but one shared number instead of data, nothing is sent over a network or written to a disk, and of
 ranks that cut every tensor alike only one describes itself; the others send the same message with their own
-coordinates, which is what they would have sent.
+boxes, which is what they would have sent.
 
 Columns: processor seconds that one rank needs to describe itself and to find out what it stores (the
-slowest of those that were run), bytes that one rank sends at most, and receives; seconds and peak memory
+slowest of those that were run), bytes that one rank sends at most, and receives; megabytes that all ranks
+together send to the coordinator in a save, padded as torch's gather pads them; seconds and peak memory
 (tracemalloc, in a second run) of the coordinator from unpacking to the bytes of index and manifest; the
-length of the index; seconds to open it; seconds to find all pieces of one file in it.
+length of the index; seconds to open it; seconds to find all pieces of one file in it, which includes parsing
+the header of that file.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import pickle
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TypeVar
 
 import torch
 
-from nnx_checkpoint.cells import Placement, Stored, grid
+from nnx_checkpoint.box import boxes_of_range
 from nnx_checkpoint.description import Description, Head, describe, pack, requests, unpack
-from nnx_checkpoint.index import Index, decode_index, encode_index, required
+from nnx_checkpoint.index import Index, decode_index, encode_index
 from nnx_checkpoint.manifest import BLOCK, FileEntry, Manifest, encode_manifest
-from nnx_checkpoint.plan import Deal, Mode, Own, make_plan, select
+from nnx_checkpoint.plan import Mode, Plan, RankPlan, make_plan, select
+from nnx_checkpoint.rankfile import _header, file_order
 from nnx_checkpoint.shard import Box, Shard
 
 T = TypeVar("T")
@@ -55,16 +61,16 @@ SAVE_ID = "20260101T000000.000000-00000000"
 
 @dataclass(frozen=True)
 class World:
-    """A model on some ranks: sharded over rows, in replicas, or whole everywhere."""
+    """A model on some ranks.
+
+    Layouts: ``fsdp`` cuts every parameter over rows; ``hsdp`` does so in eight replicas; ``tp`` cuts some
+    over rows and some over columns, within eight ranks, and rows over the others; ``zero`` gives every rank a
+    range of all parameters in a row; ``ddp`` holds them whole everywhere.
+    """
 
     ranks: int
     tensors: int
     layout: str
-
-    @property
-    def slabs(self) -> int:
-        """Into how many slabs of rows a parameter is cut."""
-        return {"fsdp": self.ranks, "hsdp": max(1, self.ranks // REPLICAS), "ddp": 1}[self.layout]
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -80,38 +86,75 @@ class World:
         return dict(list(shapes.items())[: self.tensors])
 
     @cached_property
-    def cut_shapes(self) -> list[tuple[int, ...]]:
-        """The distinct shapes that are cut."""
-        return sorted({shape for shape in self.shapes.values() if shape})
+    def ends(self) -> list[int]:
+        """Where each tensor ends, if they stand in a row."""
+        return list(itertools.accumulate(math.prod(shape) for shape in self.shapes.values()))
 
     def shards(self, rank: int) -> dict[str, Shard]:
         """What a rank holds; all views are of the same number."""
-        slab = rank % self.slabs
         number = torch.zeros(())
-        known: dict[tuple[int, ...], Shard] = {}
-        for shape in set(self.shapes.values()):
-            boxes = _slab(shape, slab, self.slabs)
-            known[shape] = Shard(shape, torch.float32, boxes, tuple(number.expand(b.size) for b in boxes))
-        return {name: known[shape] for name, shape in self.shapes.items()}
+        if self.layout == "zero":
+            return {name: _shard(shape, boxes, number) for name, shape, boxes in self._ranges(rank)}
+        known: dict[tuple[tuple[int, ...], bool], Shard] = {}
+        found = {}
+        for name, shape in self.shapes.items():
+            key = (shape, self.layout == "tp" and "proj" in name)
+            if key not in known:
+                known[key] = _shard(shape, self.boxes(shape, rank, key[1]), number)
+            found[name] = known[key]
+        return found
 
-    def alike(self, rank: int) -> object:
-        """The same for ranks that hold full slabs of the same tensors, apart from one with a shorter slab."""
-        slab, seen = rank % self.slabs, []
-        for shape in self.cut_shapes:
-            rows = -(-shape[0] // self.slabs)
-            last = grid(shape[:1], (rows,))[0] - 1
-            seen.append((slab > last, slab == last and rank if shape[0] % rows else slab == last))
-        return slab == 0, tuple(seen)
+    def boxes(self, shape: tuple[int, ...], rank: int, columns: bool = False) -> tuple[Box, ...]:
+        """What a rank holds of a parameter, in all layouts but ``zero``."""
+        inner, outer = rank % REPLICAS, rank // REPLICAS
+        if self.layout == "tp" and self.ranks >= REPLICAS:
+            rows = _slab(shape, outer, self.ranks // REPLICAS)
+            if not columns:
+                return _slab(shape, rank, self.ranks)
+            part = _slab(shape, inner, REPLICAS, dim=1)
+            common = [a.intersection(b) for a in rows for b in part]
+            return tuple(box for box in common if box is not None)
+        slabs = {"fsdp": self.ranks, "tp": self.ranks, "hsdp": max(1, self.ranks // REPLICAS), "ddp": 1}
+        return _slab(shape, rank % slabs[self.layout], slabs[self.layout])
+
+    def _ranges(self, rank: int) -> Iterator[tuple[str, tuple[int, ...], tuple[Box, ...]]]:
+        step = -(-self.ends[-1] // self.ranks)
+        start, stop, begin = rank * step, (rank + 1) * step, 0
+        for (name, shape), end in zip(self.shapes.items(), self.ends, strict=True):
+            first, last = max(start, begin), min(stop, end)
+            boxes = boxes_of_range(shape, first - begin, last - begin) if first < last else ()
+            yield name, shape, tuple(boxes)
+            begin = end
+
+    def like(self, rank: int) -> object:
+        """The same for ranks that hold something of the same tensors, so that one can describe all."""
+        if self.layout == "zero":
+            return rank
+        held = [(shape, columns) for shape in set(self.shapes.values()) for columns in (False, True)]
+        return tuple(bool(self.boxes(shape, rank, columns)) for shape, columns in sorted(held))
+
+    def description(self, like: Description, rank: int) -> Description:
+        """What a rank says that holds other boxes of the same tensors as another one."""
+        types = [shape for _, shape in like.catalog.types]
+        boxes = [self.boxes(shape, rank) for shape in types]
+        boxes += [self.boxes(types[number], rank, columns=True) for number, _ in like.exceptions]
+        return replace(like, boxes=boxes)
 
 
-def _slab(shape: tuple[int, ...], slab: int, slabs: int) -> tuple[Box, ...]:
-    """The rows of one slab; numbers are not cut."""
+def _shard(shape: tuple[int, ...], boxes: tuple[Box, ...], number: torch.Tensor) -> Shard:
+    return Shard(shape, torch.float32, boxes, tuple(number.expand(box.size) for box in boxes))
+
+
+def _slab(shape: tuple[int, ...], slab: int, slabs: int, dim: int = 0) -> tuple[Box, ...]:
+    """The part of a tensor that is cut along one dim; numbers are not cut."""
     if not shape:
         return (Box((), ()),)
-    rows = -(-shape[0] // slabs)
-    start, stop = min(slab * rows, shape[0]), min((slab + 1) * rows, shape[0])
-    box = Box((start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]))
-    return (box,) if box.numel else ()
+    dim = min(dim, len(shape) - 1)
+    step = -(-shape[dim] // slabs)
+    start, stop = min(slab * step, shape[dim]), min((slab + 1) * step, shape[dim])
+    offset, size = [0] * len(shape), list(shape)
+    offset[dim], size[dim] = start, stop - start
+    return (Box(tuple(offset), tuple(size)),) if stop > start else ()
 
 
 @dataclass(frozen=True)
@@ -119,10 +162,11 @@ class Exchange:
     """What arrives at the coordinator."""
 
     heads: list[Head]
-    parts: dict[bytes, bytes]
+    parts: dict[bytes, str]
     described: dict[int, Description]
     seconds: float
     sent: int
+    arrives: int
 
 
 def timed(action: Callable[[], T]) -> tuple[float, T]:
@@ -135,73 +179,81 @@ def timed(action: Callable[[], T]) -> tuple[float, T]:
 def exchange(world: World) -> Exchange:
     """Let one of each sort of ranks describe itself, and make the others' messages after it."""
     heads: list[Head] = []
-    parts: dict[bytes, bytes] = {}
+    long: list[dict[bytes, str]] = []
     described: dict[int, Description] = {}
     first: dict[object, int] = {}
     slowest = 0.0
     for rank in range(world.ranks):
-        like = first.setdefault(world.alike(rank), rank)
-        if like == rank or rank == world.ranks - 1:
-            shards = world.shards(rank)
-            seconds, (description, (head, raws)) = timed(partial(run_rank, shards, rank, world.ranks))
+        like = first.setdefault(world.like(rank), rank)
+        if like == rank:
+            seconds, described[rank] = timed(partial(describe, world.shards(rank)))
             slowest = max(slowest, seconds)
-            described[rank], heads = description, [*heads, head]
-            parts |= raws
-        else:
-            mine = tuple((rank % world.slabs,) if cell else () for cell in heads[like].cells)
-            heads.append(replace(heads[like], cells=mine))
+        seconds, (head, parts) = timed(
+            partial(pack, [described.get(rank) or world.description(described[like], rank)])
+        )
+        slowest = max(slowest, seconds)
+        heads.append(head)
+        long.append(parts)
     asked = requests(heads)
-    wanted = {key for keys in asked for key in keys}
-    messages = [
-        len(pickle.dumps(head)) + sum(len(parts[key]) for key in keys)
-        for head, keys in zip(heads, asked, strict=True)
-    ]
-    sent = max(messages[1:], default=0)  # what the coordinator tells itself does not travel
-    return Exchange(heads, {key: parts[key] for key in wanted}, described, slowest, sent)
+    packed = [len(pickle.dumps(head)) for head in heads]
+    extra = [sum(len(long[rank][key]) for key in keys) for rank, keys in enumerate(asked)]
+    sent = max((a + b for a, b in zip(packed[1:], extra[1:], strict=True)), default=0)
+    arrives = max(packed) * (world.ranks - 1) + sum(extra[1:])
+    wanted = {key: long[rank][key] for rank, keys in enumerate(asked) for key in keys}
+    return Exchange(heads, wanted, described, slowest, sent, arrives)
 
 
-def run_rank(
-    shards: dict[str, Shard], rank: int, world_size: int
-) -> tuple[Description, tuple[Head, dict[bytes, bytes]]]:
-    """What a rank does before it waits for the coordinator."""
-    description = describe(shards, rank=rank, world_size=world_size)
-    return description, pack(description)
-
-
-def coordinate(arrived: Exchange, mode: Mode) -> tuple[list[Own], Deal, Stored, bytes, Manifest]:
+def coordinate(arrived: Exchange, mode: Mode) -> tuple[Plan, list[RankPlan], bytes, Manifest]:
     """What the coordinator does, from unpacking to the bytes of index and manifest."""
     plan = make_plan(unpack(arrived.heads, arrived.parts), mode)
-    own, deal = plan.own(), plan.deal()
-    stored = plan.stored([bool(one.cells) for one in own])
-    bases = [4096] * len(stored.files)
-    index = encode_index(stored, bases, BLOCK, plan.aliases)
-    sizes = Placement(stored, bases, BLOCK)
+    plans = plan.rank_plans(SAVE_ID)
+    index = plan.index()
+    raw = encode_index(index)
+    totals = [0] * len(index.files)
+    counts = Counter(index.numbers.values())
+    for number, group in enumerate(index.groups):
+        for owners, nbytes in zip(group.owners, group.nbytes, strict=True):
+            for file in owners:
+                totals[file] += nbytes * counts[number]
     files = {}
-    for number, name in enumerate(stored.files):
-        files[name] = FileEntry(4096 + sizes.size(number), "0" * 32, 4096)
+    for name, nbytes in zip(index.files, totals, strict=True):
+        files[name] = FileEntry(4096 + nbytes, "0" * 32, 4096)
         files[f"{name.rsplit('.', 1)[0]}.sums"] = FileEntry(0, "0" * 32, 0)
-    manifest = Manifest(SAVE_ID, "", files, requires=required(stored))
-    decode_index(index, manifest, source="index")
+    manifest = Manifest(SAVE_ID, "", files)
+    decode_index(raw, manifest, source="index")
     encode_manifest(manifest)
-    return own, deal, stored, index, manifest
+    return plan, plans, raw, manifest
 
 
-def find_pieces(index: Index, file: str) -> int:
+def header_of(index: Index, file: str) -> bytes:
+    """The header that a rank writes."""
+    entries, _ = index.entries_of(file)
+    return _header([entries[i] for i in file_order(entries)])
+
+
+def find_pieces(index: Index, file: str, header: bytes) -> int:
     """Find every piece of one file."""
-    return len(index.pieces_of(file))
+    found = index.read_offsets(file, header, BLOCK)
+    return len(replace(index, offsets=lambda file: found).pieces_of(file))
 
 
 def measure(world: World, mode: Mode) -> dict[str, float]:
     """One row of the table."""
     arrived = exchange(world)
-    seconds, (own, deal, stored, raw, manifest) = timed(lambda: coordinate(arrived, mode))
-    received = len(pickle.dumps(deal)) + max(len(pickle.dumps(one)) for one in own)
+    seconds, (plan, plans, raw, manifest) = timed(lambda: coordinate(arrived, mode))
+    received = len(pickle.dumps(plan.broadcast)) + max(len(pickle.dumps(one)) for one in plans)
+    written = {
+        f"r{world.ranks:05d}{ending}": FileEntry(1 << 40, "0" * 32, 1 << 20)
+        for ending in (".safetensors", ".sums")
+    }
     selecting = 0.0
     for rank, description in list(arrived.described.items())[:3]:
-        took, _ = timed(partial(select, description, world.shards(rank), deal, own[rank]))
+        took, _ = timed(partial(select, [description], world.shards(rank), plan.broadcast, plans[rank]))
         selecting = max(selecting, took)
     opening, index = timed(lambda: decode_index(raw, manifest, source="index"))
-    finding, count = timed(lambda: find_pieces(index, stored.files[len(stored.files) // 2]))
+    file = index.files[len(index.files) // 2]
+    header = header_of(decode_index(raw, manifest, source="index"), file)
+    finding, count = timed(lambda: find_pieces(index, file, header))
     tracemalloc.start()
     coordinate(arrived, mode)
     memory = tracemalloc.get_traced_memory()[1]
@@ -211,6 +263,7 @@ def measure(world: World, mode: Mode) -> dict[str, float]:
         "rank s": arrived.seconds + selecting,
         "sent B": arrived.sent,
         "received B": received,
+        "arrives MB": (arrived.arrives + len(pickle.dumps(written)) * (world.ranks - 1)) / 1e6,
         "coordinator s": seconds,
         "coordinator MB": memory / 1e6,
         "index MB": len(raw) / 1e6,
@@ -225,7 +278,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 16384])
     parser.add_argument("--tensors", type=int, default=100_000)
-    parser.add_argument("--layout", choices=["fsdp", "hsdp", "ddp"], default="fsdp")
+    parser.add_argument("--layout", choices=["fsdp", "hsdp", "tp", "zero", "ddp"], default="fsdp")
     parser.add_argument("--mode", choices=["deduped", "sharded"], default="deduped")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -192,6 +192,6 @@ def _entry(name: str, data: bytes) -> dict[str, Any]:
 def _sums(sums: Any, manifest: Any, files: dict[str, bytes], directory: str) -> dict[str, bytes]:
     try:
         found: dict[str, bytes] = sums(manifest, json.loads(files[f"{directory}/index.json"]), files)
-    except Exception:  # nothing says where the pieces would be
+    except Exception:  # nothing says where the entries would be
         return {}
     return found

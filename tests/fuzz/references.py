@@ -14,6 +14,7 @@ import struct
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,9 @@ _SAFE |= {"I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "
 _STORAGES = {"FloatStorage": 4, "BFloat16Storage": 2, "LongStorage": 8, "IntStorage": 4, "HalfStorage": 2}
 _STORAGES |= {"DoubleStorage": 8, "BoolStorage": 1, "ByteStorage": 1, "ShortStorage": 2, "CharStorage": 1}
 _STORAGES |= {"ComplexFloatStorage": 8, "ComplexDoubleStorage": 16, "UntypedStorage": 1}
+
+
+_Entry = tuple[int, int, str, Sequence[int], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,43 +86,41 @@ def _same(expected: Expected | None, tensor: Tensor) -> bool:
 # --- our own format -------------------------------------------------------------------------------
 
 
-def _pieces(manifest: Any, index: Any) -> dict[int, list[tuple[int, int, str, list[int], list[int]]]]:
-    """For each rank file its pieces in order: position, length, tensor, offset and size."""
-    unplaced: dict[int, list[Any]] = {number: [] for number in range(len(index["files"]))}
-    with_cells = set()
-    for name, entry in index["tensors"].items():
-        kind = entry if isinstance(entry, dict) else index["kinds"][entry]
-        listed = kind["pieces"] if isinstance(entry, dict) else list(_cells(kind, index["layouts"]))
-        element = getattr(torch, kind["dtype"])
-        width = element.itemsize // (2 if element.is_complex else 1)
-        for offset, size, file, start in listed:
-            with_cells |= {file} if start is None else set()
-            length = math.prod(size) * element.itemsize
-            unplaced[file].append((-width, name, offset, size, length, start))
-    placed: dict[int, list[tuple[int, int, str, list[int], list[int]]]] = {}
-    for file, pieces in unplaced.items():
-        position = manifest["files"][index["files"][file]]["digested"]
-        if file not in with_cells:
-            found = [(start, length, name, offset, size) for _, name, offset, size, length, start in pieces]
-            placed[file] = sorted(found, key=lambda piece: piece[:2])
-            continue
-        placed[file] = []
-        for _, name, offset, size, length, _ in sorted(pieces, key=lambda piece: piece[:3]):
-            placed[file].append((position, length, name, offset, size))
-            position += length
-    return placed
+def _entries(index: Any, files: Mapping[str, bytes], save_id: str) -> dict[int, list[_Entry]]:
+    """For each rank file its entries in order: position, length, tensor, offset and size."""
+    starts = [_starts(files[f"{save_id}/{file}"]) for file in index["files"]]
+    found: dict[int, list[_Entry]] = {number: [] for number in range(len(index["files"]))}
+    for name, number in index["tensors"].items():
+        group = index["groups"][number]
+        itemsize = getattr(torch, group["dtype"]).itemsize
+        for (offset, size), held in zip(_boxes(group), index["owners"][group["owners"]], strict=True):
+            length = math.prod(size) * itemsize
+            for file in [held] if isinstance(held, int) else held:
+                found[file].append((starts[file][name, tuple(offset)], length, name, offset, size))
+    return {file: sorted(entries, key=lambda entry: entry[:2]) for file, entries in found.items()}
 
 
-def _cells(kind: Any, layouts: Any) -> Iterator[tuple[list[int], list[int], int, None]]:
-    for cell, files in layouts[kind["layout"]]:
-        at = cell + [0] * (len(kind["shape"]) - len(cell))
-        if len(at) != len(kind["shape"]):
-            continue
-        offset = [number * step for number, step in zip(at, kind["chunk"], strict=True)]
-        rest = zip(kind["chunk"], kind["shape"], offset, strict=True)
-        size = [min(step, extent - first) for step, extent, first in rest]
-        if all(count > 0 for count in size):
-            yield from ((offset, size, file, None) for file in files)
+def _boxes(group: Any) -> list[Any]:
+    if "boxes" in group:
+        return list(group["boxes"])
+    shape, grid = group["shape"], group["grid"]
+    offsets = product(*(range(0, full, step) for full, step in zip(shape, grid, strict=True)))
+    return [
+        (at, [min(step, full - first) for step, full, first in zip(grid, shape, at, strict=True)])
+        for at in offsets
+    ]
+
+
+def _starts(raw: bytes) -> dict[tuple[str, tuple[int, ...]], int]:
+    """Where the entries of a rank file begin, by the name of the tensor and the offset of the box."""
+    (length,) = struct.unpack_from("<Q", raw)
+    header = json.loads(raw[8 : 8 + length])
+    origins = json.loads(header.pop("__metadata__")["nnx"])
+    found = {}
+    for key, entry in header.items():
+        origin = origins.get(key, {"name": key, "offset": [0] * len(entry["shape"])})
+        found[origin["name"], tuple(origin["offset"])] = 8 + length + entry["data_offsets"][0]
+    return found
 
 
 def _native(files: Mapping[str, bytes]) -> dict[str, Expected]:
@@ -126,16 +128,16 @@ def _native(files: Mapping[str, bytes]) -> dict[str, Expected]:
     directory = manifest["save_id"]
     index = json.loads(files[f"{directory}/index.json"])
     regions: dict[str, dict[Any, list[bytes]]] = {}
-    for file, pieces in _pieces(manifest, index).items():
+    for file, entries in _entries(index, files, directory).items():
         raw = files[f"{directory}/{index['files'][file]}"]
-        for position, length, name, offset, size in pieces:
+        for position, length, name, offset, size in entries:
             box = (tuple(offset), tuple(size))
             regions.setdefault(name, {}).setdefault(box, []).append(raw[position : position + length])
     found = {}
-    for name, entry in index["tensors"].items():
-        kind = entry if isinstance(entry, dict) else index["kinds"][entry]
+    for name, number in index["tensors"].items():
+        group = index["groups"][number]
         held = [Region(_slices(*box), data) for box, data in regions.get(name, {}).items()]
-        found[name] = Expected(kind["dtype"], tuple(kind["shape"]), held)
+        found[name] = Expected(group["dtype"], tuple(group["shape"]), held)
     return found
 
 
@@ -146,10 +148,10 @@ def _slices(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
 def stored_sums(manifest: Any, index: Any, files: Mapping[str, bytes]) -> dict[str, bytes]:
     """The checksums that every rank file of our own format should have."""
     found, block = {}, manifest["hash"]["block"]
-    for file, pieces in _pieces(manifest, index).items():
+    for file, entries in _entries(index, files, manifest["save_id"]).items():
         name = index["files"][file]
         raw = files[f"{manifest['save_id']}/{name}"]
-        parts = [raw[at : min(at + block, p + n)] for p, n, *_ in pieces for at in range(p, p + n, block)]
+        parts = [raw[at : min(at + block, p + n)] for p, n, *_ in entries for at in range(p, p + n, block)]
         sums = [xxhash.xxh3_64_intdigest(part) for part in parts]
         found[f"{name.rsplit('.', 1)[0]}.sums"] = struct.pack(f"<{len(sums)}Q", *sums)
     return found

@@ -72,11 +72,8 @@ def _own(place: Path) -> Path:
 
 
 def _native(place: Path) -> list[Path]:
-    golden = [
-        Path(shutil.copytree(PACKAGES / "nnx-checkpoint/tests/golden" / name, place / name))
-        for name in ("v1.0.ckpt", "v1.1.ckpt")
-    ]
-    return [*golden, _own(place / "own.ckpt")]
+    golden = shutil.copytree(PACKAGES / "nnx-checkpoint/tests/golden/v1.2.ckpt", place / "v1.2.ckpt")
+    return [Path(golden), _own(place / "own.ckpt")]
 
 
 def _converted(place: Path, to: str, name: str, target: str = "", **options: Any) -> Path:

@@ -289,45 +289,37 @@ def forge_index(small: Path, directory: Path, change: Any) -> None:
     forge(small / "manifest.json", lambda manifest: manifest["files"].update({"index.json": entry}))
 
 
-def list_pieces(small: Path, directory: Path) -> None:
-    """Rewrite the index as version 1.0 has it, with every piece listed."""
-    tensors = nnx_checkpoint.open_checkpoint(small).tensors
-    listed = {
-        name: {
-            "dtype": entry.dtype_name,
-            "shape": entry.shape,
-            "pieces": [[p.box.offset, p.box.size, 0, p.start] for p in entry.pieces],
-        }
-        for name, entry in tensors.items()
-    }
-    forge_index(small, directory, lambda body: body.update(tensors=listed, kinds=[], layouts=[]))
-    assert nnx_checkpoint.open_checkpoint(small).read("model.w").sum() == sum(range(60))
+def list_boxes(body: dict[str, Any]) -> None:
+    """Spell the boxes of every group out: all tensors are whole."""
+    for group in body["groups"]:
+        if "grid" in group:
+            size = group.pop("grid")
+            group["boxes"] = [[[0] * len(size), size]]
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda t: t["model.w"]["pieces"].clear(), "hold 0 of 60 elements"),
-        (lambda t: t["model.w"]["pieces"][0].__setitem__(3, 10**12), "starts at"),
-        (lambda t: t["model.w"]["pieces"][0].__setitem__(3, -1), "malformed entry"),
-        (lambda t: t["model.w"]["pieces"][0].__setitem__(2, 5), "malformed entry"),
-        (lambda t: t["model.w"]["pieces"][0].__setitem__(2, -1), "malformed entry"),
-        (lambda t: t["model.w"]["pieces"][0].__setitem__(1, [60, 10]), "lies outside the shape"),
-        (lambda t: t["model.w"]["pieces"][0].__setitem__(1, [5, 10]), "hold 50 of 60"),
-        (lambda t: t["model.w"]["pieces"][0].__setitem__(0, [0, -1]), "malformed entry"),
-        (lambda t: t["model.w"]["pieces"].append([[0, 0], [1, 1], 0, 4096]), "overlaps"),
-        (lambda t: t["model.w"].update(dtype="object"), "malformed entry"),
-        (lambda t: t["model.w"].update(dtype="float64"), "tensor|starts at|end at"),
-        (lambda t: t["model.w"].update(shape=[60]), "malformed entry|outside"),
-        (lambda t: t.pop("model.step"), "a piece in|end at"),
-        (lambda t: t.update(bad=3), "malformed entry"),
+        (lambda group, body: group["boxes"].clear(), "0 boxes with 1 owners"),
+        (lambda group, body: group["boxes"][0].__setitem__(1, [60, 10]), "lies outside the shape"),
+        (lambda group, body: group["boxes"][0].__setitem__(1, [5, 10]), "hold 50 of 60"),
+        (lambda group, body: group["boxes"][0].__setitem__(0, [0, -1]), "malformed entry"),
+        (lambda group, body: group.update(owners=5), "malformed entry"),
+        (lambda group, body: group.update(owners=-1), "malformed entry"),
+        (lambda group, body: group.update(dtype="object"), "malformed entry"),
+        (lambda group, body: group.update(dtype="float64"), "end at"),
+        (lambda group, body: group.update(shape=[60]), "malformed entry|outside"),
+        (lambda group, body: body["tensors"].pop("model.step"), "end at"),
+        (lambda group, body: body["tensors"].update(bad=99), "malformed entry"),
+        (lambda group, body: body["owners"].__setitem__(group["owners"], [1]), "malformed entry"),
     ],
 )
 def test_an_index_that_contradicts_itself_is_refused(
     small: Path, directory: Path, change: Any, reason: str
 ) -> None:
-    list_pieces(small, directory)
-    forge_index(small, directory, lambda body: change(body["tensors"]))
+    forge_index(small, directory, list_boxes)
+    assert nnx_checkpoint.open_checkpoint(small).read("model.w").sum() == sum(range(60))
+    forge_index(small, directory, lambda body: change(body["groups"][body["tensors"]["model.w"]], body))
     with pytest.raises(CheckpointError, match=f"index.json' contradicts itself: .*({reason})"):
         nnx_checkpoint.open_checkpoint(small)
     assert nnx_checkpoint.verify(small)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nnx_checkpoint.box import Box, boxes_of_range, find_fault
-from nnx_checkpoint.cells import OddBox, OddTensor, Stored
-from nnx_checkpoint.index import decode_index, encode_index
+from nnx_checkpoint.index import decode_index, encode_index, index_of
 from nnx_checkpoint.manifest import FileEntry, Manifest, decode_manifest, encode_manifest
 from nnx_checkpoint.rankfile import flat_bytes
 from nnx_core.errors import CheckpointError
@@ -113,37 +113,29 @@ def test_garbage_is_never_a_manifest(raw: bytes) -> None:
 
 
 @given(st.lists(partitions(), max_size=4), st.integers(1, 3))
-def test_an_index_of_listed_pieces_comes_back(
+def test_an_index_of_any_boxes_comes_back(
     cases: list[tuple[tuple[int, ...], list[Box]]], writers: int
 ) -> None:
     names = [f"r{rank:05d}.safetensors" for rank in range(writers)]
-    odd = {
-        f"t{n}": OddTensor(
-            "float32", shape, tuple(OddBox(box, (n + i) % writers) for i, box in enumerate(boxes))
-        )
+    tensors = {
+        f"t{n}": ("float32", shape, {box: [names[(n + i) % writers]] for i, box in enumerate(boxes)})
         for n, (shape, boxes) in enumerate(cases)
     }
-    bases = [4096 * (rank + 1) for rank in range(writers)]
-    aliases = {"tied": "t0"} if odd else {}
-    raw = encode_index(Stored(names, [], [], {}, odd), bases, 16, aliases)
+    index = replace(index_of(tensors), aliases={"tied": "t0"} if tensors else {})
     files: dict[str, FileEntry] = {}
-    for rank, name in enumerate(names):
-        boxes = [box.box for tensor in odd.values() for box in tensor.boxes if box.file == rank]
-        size = bases[rank] + 4 * sum(box.numel for box in boxes)
-        files[name] = FileEntry(size, "0" * 32, bases[rank])
-        files[f"r{rank:05d}.sums"] = FileEntry(0, "0" * 32, 0)
+    for name in index.files:
+        held = [box for _, _, boxes in tensors.values() for box, owners in boxes.items() if name in owners]
+        files[name] = FileEntry(4096 + 4 * sum(box.numel for box in held), "0" * 32, 4096)
+        files[f"{name.rsplit('.', 1)[0]}.sums"] = FileEntry(0, "0" * 32, 0)
     manifest = Manifest("20260102T030405.678901-0123abcd", "", files, block=16)
-    index = decode_index(raw, manifest, source="x")
-    assert index.aliases == aliases
-    assert {name: sorted(entry.copies) for name, entry in index.tensors.items()} == {
-        name: sorted(box.box for box in tensor.boxes) for name, tensor in odd.items()
+    found = decode_index(encode_index(index), manifest, source="x")
+    assert found.aliases == index.aliases
+    assert {name: list(entry.boxes) for name, entry in found.tensors.items()} == {
+        name: sorted(boxes) for name, (_, _, boxes) in tensors.items()
     }
-    for name in names:
-        count = 0
-        for piece, _ in index.pieces_of(name):
-            assert piece.nbytes == 0 or piece.first_block == count
-            count += -(-piece.nbytes // 16)
-        assert index.block_count(name) == count
+    for name, (_, _, boxes) in tensors.items():
+        owners = found.groups[found.numbers[name]].owners
+        assert [[found.files[i] for i in held] for held in owners] == [boxes[box] for box in sorted(boxes)]
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Checkpoints of each version of the format that were written once and for all.
+"""A checkpoint that was written once and for all.
 
 Besides nnx, a second reader opens them: some eighty lines written from docs/checkpoint-format.md alone, with
 neither torch nor nnx.
@@ -6,6 +6,7 @@ neither torch nor nnx.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import struct
@@ -20,19 +21,9 @@ import xxhash
 import nnx_checkpoint
 from nnx_test_helpers import checkpoint_jobs
 
-VERSIONS = [(1, 0), (1, 1)]
+VERSIONS = [(1, 2)]
 KINDS = {"float32": "<f4", "float64": "<f8", "int16": "<i2", "int64": "<i8", "bfloat16": "<u2"}
 KINDS |= {"bool": "|b1", "uint8": "|u1", "complex64": "<c8"}
-NUMBER = {
-    "float64": 8,
-    "int64": 8,
-    "float32": 4,
-    "complex64": 4,
-    "int16": 2,
-    "bfloat16": 2,
-    "bool": 1,
-    "uint8": 1,
-}
 
 
 @pytest.fixture(params=VERSIONS, ids=lambda version: "{}.{}".format(*version))
@@ -75,62 +66,61 @@ def read_by_the_specification(path: Path) -> dict[str, Any]:
     assert raw[:14] == b'{\n "digest": "'
     assert xxhash.xxh3_128_hexdigest(raw[:14] + b"0" * 32 + raw[46:]).encode() == raw[14:46]
     manifest = json.loads(raw)
-    assert (manifest["format"], manifest["version"][0]) == ("nnx-ckpt", 1)
-    assert set(manifest["requires"]) <= {"kinds"}
+    assert (manifest["format"], manifest["version"]) == ("nnx-ckpt", [1, 2])
+    assert manifest["requires"] == []
     directory = path / manifest["save_id"]
     for name, entry in manifest["files"].items():
         data = (directory / name).read_bytes()
         assert len(data) == entry["size"]
         assert xxhash.xxh3_128_hexdigest(data[: entry["digested"]]) == entry["digest"]
     index = json.loads((directory / "index.json").read_bytes())
-    positions: dict[str, list[tuple[int, int]]] = {name: [] for name in index["files"]}
+    starts = {file: find_entries(directory / file) for file in index["files"]}
+    held: dict[str, list[tuple[int, int]]] = {file: [] for file in index["files"]}
     tensors: dict[str, Any] = {}
-    for name, entry in list_pieces(index, manifest).items():
-        kind = np.dtype(KINDS[entry["dtype"]])
-        tensors[name] = np.full(entry["shape"], 99, dtype=kind)
-        for offset, size, number, position in entry["pieces"]:
-            file = index["files"][number]
-            length = math.prod(size) * kind.itemsize
-            positions[file].append((position, length))
-            data = (directory / file).read_bytes()[position : position + length]
-            box = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
-            tensors[name][box] = np.frombuffer(data, kind).reshape(size)
-    for file, pieces in positions.items():
+    for name, number in index["tensors"].items():
+        group = index["groups"][number]
+        kind = np.dtype(KINDS[group["dtype"]])
+        tensors[name] = np.full(group["shape"], 99, dtype=kind)
+        boxes, owners = list_boxes(group), index["owners"][group["owners"]]
+        for (offset, size), files in zip(boxes, owners, strict=True):
+            for file in [files] if isinstance(files, int) else files:
+                start = starts[index["files"][file]].pop((name, tuple(offset)))
+                length = math.prod(size) * kind.itemsize
+                held[index["files"][file]].append((start, length))
+                data = (directory / index["files"][file]).read_bytes()[start : start + length]
+                box = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+                tensors[name][box] = np.frombuffer(data, kind).reshape(size)
+    assert not any(starts.values())
+    for file, pieces in held.items():
         check_sums(directory / file, sorted(pieces), manifest["hash"]["block"])
     return tensors | {alias: tensors[target] for alias, target in index["aliases"].items()}
 
 
-def list_pieces(index: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
-    """Every tensor with its pieces, those that follow by rule included."""
-    listed = {name: entry for name, entry in index["tensors"].items() if isinstance(entry, dict)}
-    in_file: dict[int, list[Any]] = {number: [] for number in range(len(index["files"]))}
-    for name, number in index["tensors"].items():
-        if not isinstance(number, dict):
-            kind = index["kinds"][number]
-            listed[name] = {"dtype": kind["dtype"], "shape": kind["shape"], "pieces": []}
-            for cell, files in index["layouts"][kind["layout"]]:
-                at = cell + [0] * (len(kind["shape"]) - len(cell))
-                offset = [i * step for i, step in zip(at, kind["chunk"], strict=False)]
-                rest = [full - start for full, start in zip(kind["shape"], offset, strict=False)]
-                if len(at) == len(rest) and all(extent > 0 for extent in rest):
-                    size = [min(pair) for pair in zip(kind["chunk"], rest, strict=True)]
-                    for file in files:
-                        in_file[file].append((-NUMBER[kind["dtype"]], name, offset, size))
-    regular = {file for file, pieces in in_file.items() if pieces}
-    for name, entry in index["tensors"].items():
-        for offset, size, file, _ in entry["pieces"] if isinstance(entry, dict) else ():
-            if file in regular:
-                in_file[file].append((-NUMBER[entry["dtype"]], name, offset, size))
-    for file, pieces in in_file.items():
-        position = manifest["files"][index["files"][file]]["digested"]
-        for _, name, offset, size in sorted(pieces):
-            entry = listed[name]
-            if isinstance(index["tensors"][name], dict):
-                assert [offset, size, file, position] in entry["pieces"]
-            else:
-                entry["pieces"].append([offset, size, file, position])
-            position += math.prod(size) * np.dtype(KINDS[entry["dtype"]]).itemsize
-    return listed
+def list_boxes(group: dict[str, Any]) -> list[Any]:
+    """Offset and size of every box."""
+    if "boxes" in group:
+        return list(group["boxes"])
+    shape, grid = group["shape"], group["grid"]
+    offsets = itertools.product(
+        *(range(0, full, step) for full, step in zip(shape, grid, strict=True)),
+    )
+    return [
+        (at, [min(step, full - first) for step, full, first in zip(grid, shape, at, strict=True)])
+        for at in offsets
+    ]
+
+
+def find_entries(file: Path) -> dict[tuple[Any, ...], int]:
+    """Where each entry begins, by the name of the tensor and the offset of the box."""
+    raw = file.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    origins = json.loads(header.pop("__metadata__")["nnx"])
+    found: dict[tuple[Any, ...], int] = {}
+    for key, entry in header.items():
+        origin = origins.get(key, {"name": key, "offset": [0] * len(entry["shape"])})
+        found[origin["name"], tuple(origin["offset"])] = 8 + length + entry["data_offsets"][0]
+    return found
 
 
 def check_sums(file: Path, pieces: list[tuple[int, int]], block: int) -> None:

@@ -159,25 +159,24 @@ def test_shapes_beyond_all_numbers_are_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "a.ckpt")
     save_id = json.loads((path / MANIFEST).read_bytes())["save_id"]
     index = json.loads((path / save_id / "index.json").read_bytes())
-    for kind in index["kinds"]:
-        kind["shape"], kind["chunk"] = [0, 2**70], [0, 2**70]
+    for group in index["groups"]:
+        group["shape"], group["grid"] = [0, 2**70], [0, 2**70]
     replace(path, "index.json", json.dumps(index).encode())
     with pytest.raises(CheckpointError):
         nnx_checkpoint.open_checkpoint(path)
 
 
-def test_kinds_times_cells_are_bounded(tmp_path: Path) -> None:
+def test_the_boxes_of_all_groups_are_bounded(tmp_path: Path) -> None:
     path = save(tmp_path / "a.ckpt")
     save_id = json.loads((path / MANIFEST).read_bytes())["save_id"]
     index = json.loads((path / save_id / "index.json").read_bytes())
-    (kind,) = index["kinds"]
-    ((_, files),) = index["layouts"][0]
-    index["layouts"] = [[[[i] if i else [], files] for i in range(60_000)]]
-    index["kinds"] = [kind] + [{**kind, "shape": [60_000 - i], "chunk": [1]} for i in range(6_000)]
+    (group,) = index["groups"]
+    index["owners"] = [[0] * 60_000]
+    index["groups"] = [{**group, "shape": [60_000 * i], "grid": [i]} for i in range(1, 6_000)]
     replace(path, "index.json", json.dumps(index).encode())
-    with pytest.raises(CheckpointError, match="its kinds have more than 33,554,432 cells together"):
+    with pytest.raises(CheckpointError, match="more than 8,388,608 boxes"):
         nnx_checkpoint.open_checkpoint(path)
-    index["layouts"] = [[[[1] * 65, files]]]
+    index["groups"] = [{**group, "shape": [1] * 65, "grid": [1] * 65}]
     replace(path, "index.json", json.dumps(index).encode())
     with pytest.raises(CheckpointError, match="not extents"):
         nnx_checkpoint.open_checkpoint(path)
@@ -340,23 +339,43 @@ def rewrite_header(path: Path, change: Callable[[dict[str, Any]], None]) -> None
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda header: None, ""),
-        (lambda header: header["model.w"].update(shape=[3, 1]), "header is malformed"),
+        (lambda header: header["model.w"].update(shape=[3, 1]), "contradict each other about 'model.w'"),
         (lambda header: header["model.w"].update(dtype="I32"), "contradict each other about 'model.w'"),
         (lambda header: header["model.w"].update(data_offsets=[4, 16]), "contradict each other"),
-        (lambda header: header.update({"model.x": header.pop("model.w")}), "header is malformed"),
-        (lambda header: header.pop("__metadata__"), "header is malformed"),
+        (lambda header: header.update({"model.x": header.pop("model.w")}), "contradict each other"),
+        (lambda header: header.pop("__metadata__"), "is malformed"),
     ],
 )
-def test_a_header_that_contradicts_the_index_is_reported(
+def test_a_header_that_contradicts_the_index_is_reported_and_not_read_by(
     tmp_path: Path, change: Callable[[dict[str, Any]], None], problem: str
 ) -> None:
     path = save(tmp_path / "a.ckpt")
-    rewrite_header(path, change)
+    rewrite_header(path, lambda header: None)
     assert torch.equal(nnx_checkpoint.open_checkpoint(path).read("model.w"), torch.ones(3))
-    damage = nnx_checkpoint.verify(path)
-    assert len(damage) == bool(problem)
-    assert all(problem in one.problem for one in damage)
+    assert nnx_checkpoint.verify(path) == []
+    rewrite_header(path, change)
+    with pytest.raises(CheckpointError, match=problem):
+        nnx_checkpoint.open_checkpoint(path).read("model.w")
+    (damage,) = nnx_checkpoint.verify(path)
+    assert problem in damage.problem
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda metadata: metadata.update(format="tf"),
+        lambda metadata: metadata.pop("DCP_SHARDING_INFO"),
+        lambda metadata: metadata.update(DCP_SHARDING_INFO='{"model.w":{"saved_offsets":[1]}}'),
+        lambda metadata: metadata.update(DCP_SHARDING_INFO="{}"),
+        lambda metadata: metadata.update(nnx='{"a":{}}'),
+    ],
+)
+def test_what_only_other_programs_read_in_a_header_is_verified_too(tmp_path: Path, change: Any) -> None:
+    path = save(tmp_path / "a.ckpt")
+    rewrite_header(path, lambda header: change(header["__metadata__"]))
+    assert torch.equal(nnx_checkpoint.open_checkpoint(path).read("model.w"), torch.ones(3))
+    (damage,) = nnx_checkpoint.verify(path)
+    assert "its header is malformed" in damage.problem
 
 
 def zipped_again(path: Path, change: Callable[[list[tuple[str, bytes]]], list[tuple[str, bytes]]]) -> Path:

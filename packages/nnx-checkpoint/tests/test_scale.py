@@ -1,11 +1,14 @@
-"""Plans and indexes by kind: the same boxes as a list of them, at a cost of ranks plus tensors."""
+"""Plans and indexes by group: the same boxes as a list of them, at a cost of ranks plus tensors."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,14 +21,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nnx_checkpoint
-from nnx_checkpoint import cells
-from nnx_checkpoint.box import Box, boxes_of_range, find_fault
-from nnx_checkpoint.cells import Kind, Placement, Stored, cell_box, guess, habits, seats
+from nnx_checkpoint import rankfile
+from nnx_checkpoint.box import (
+    Box,
+    box_of_grid,
+    boxes_of_grid,
+    boxes_of_range,
+    find_fault,
+    grid_of,
+    numels_of_grid,
+    overlapping_of_grid,
+)
 from nnx_checkpoint.description import Description, describe, pack, requests, unpack
-from nnx_checkpoint.index import Index, decode_index, encode_index, required
+from nnx_checkpoint.index import Index, decode_index, encode_index
 from nnx_checkpoint.manifest import FileEntry, Manifest, decode_manifest, encode_manifest
 from nnx_checkpoint.plan import Mode, make_plan, select
-from nnx_checkpoint.rankfile import StoredBox, file_order
+from nnx_checkpoint.rankfile import Entry, Offsets, file_order, find_offsets
 from nnx_checkpoint.shard import Shard, shard_of
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import CheckpointError
@@ -50,8 +61,8 @@ def numbered(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(math.prod(shape)).view(shape).to(dtype)
 
 
-def holds_its_own_numbers(box: StoredBox, view: torch.Tensor) -> bool:
-    return torch.equal(view, numbered(box.shape, view.dtype)[box.box.slices])
+def holds_its_own_numbers(entry: Entry, view: torch.Tensor) -> bool:
+    return torch.equal(view, numbered(entry.shape, view.dtype)[entry.box.slices])
 
 
 def chunked(extent: int, parts: int, part: int) -> tuple[int, int]:
@@ -121,18 +132,14 @@ class Saved:
     """What came of a save that only took place in messages."""
 
     index: Index
-    selected: list[list[StoredBox]]
+    selected: list[list[Entry]]
     raw: bytes
     manifest: Manifest
 
 
-def describe_rank(world: World, rank: int) -> Description:
-    return describe(world[rank], rank=rank, world_size=len(world))
-
-
-def converse(world: World) -> list[Description]:
+def converse(world: World) -> list[list[Description]]:
     """All descriptions after their trip to the coordinator, where only what is asked for arrives."""
-    packed = [pack(describe_rank(world, rank)) for rank in range(len(world))]
+    packed = [pack([describe(shards)]) for shards in world]
     heads = [head for head, _ in packed]
     parts = {key: packed[rank][1][key] for rank, keys in enumerate(requests(heads)) for key in keys}
     return unpack(heads, parts)
@@ -140,52 +147,54 @@ def converse(world: World) -> list[Description]:
 
 def save_in_messages(world: World, mode: Mode) -> Saved:
     plan = make_plan(converse(world), mode)
-    deal = plan.deal()
     selected = []
-    for rank, own in enumerate(plan.own()):
-        shards = world[rank]
-        boxes, data = select(describe_rank(world, rank), shards, deal, own)
-        assert [tuple(view.shape) for view in data] == [box.box.size for box in boxes]
-        assert all(holds_its_own_numbers(box, view) for box, view in zip(boxes, data, strict=True))
-        selected.append([boxes[i] for i in file_order(boxes)])
-    stored = plan.stored([bool(boxes) for boxes in selected])
-    headers = [100 * (rank + 1) for rank, boxes in enumerate(selected) if boxes]
-    raw = encode_index(stored, headers, BLOCK, {})
-    sizes = [sum(box.nbytes for box in boxes) for boxes in selected if boxes]
+    for shards, rank_plan in zip(world, plan.rank_plans(SAVE_ID), strict=True):
+        entries, data = select([describe(shards)], shards, plan.broadcast, rank_plan)
+        assert [tuple(view.shape) for view in data] == [entry.box.size for entry in entries]
+        assert all(holds_its_own_numbers(entry, view) for entry, view in zip(entries, data, strict=True))
+        selected.append([entries[i] for i in file_order(entries)])
+    index = plan.index()
+    raw = encode_index(index)
+    headers = {
+        f"r{rank:05d}.safetensors": rankfile._header(entries)
+        for rank, entries in enumerate(selected)
+        if entries
+    }
+    assert list(headers) == list(index.files)
     files = {}
-    for name, header, size in zip(stored.files, headers, sizes, strict=True):
-        files[name] = FileEntry(header + size, "0" * 32, header)
-        files[f"{name.rsplit('.', 1)[0]}.sums"] = FileEntry(0, "0" * 32, 0)
-    manifest = Manifest(SAVE_ID, "", files, block=BLOCK, requires=required(stored))
-    return Saved(decode_index(raw, manifest, source="index"), selected, raw, manifest)
+    for rank, entries in enumerate(selected):
+        if entries:
+            header = len(headers[f"r{rank:05d}.safetensors"])
+            size = header + sum(entry.nbytes for entry in entries)
+            files[f"r{rank:05d}.safetensors"] = FileEntry(size, "0" * 32, header)
+            files[f"r{rank:05d}.sums"] = FileEntry(0, "0" * 32, 0)
+    manifest = Manifest(SAVE_ID, "", files, block=BLOCK)
+
+    def offsets(file: str) -> Offsets:
+        return decoded.read_offsets(file, headers[file], BLOCK)
+
+    decoded = decode_index(raw, manifest, source="index", offsets=offsets)
+    return Saved(decoded, selected, raw, manifest)
 
 
-def listed(selected: list[list[StoredBox]]) -> dict[tuple[str, Box, str], tuple[int, int]]:
+def listed(saved: Saved) -> dict[tuple[str, Box, str], tuple[int, int]]:
     """Position and first checksum of every box, found by walking through every file."""
     found = {}
-    for rank, boxes in enumerate(selected):
-        position, block = 100 * (rank + 1), 0
-        for box in boxes:
-            found[box.name, box.box, f"r{rank:05d}.safetensors"] = (position, block)
-            position += box.nbytes
-            block += -(-box.nbytes // BLOCK)
+    for rank, entries in enumerate(saved.selected):
+        file, block = f"r{rank:05d}.safetensors", 0
+        position = saved.manifest.files[file].digested if entries else 0
+        for entry in entries:
+            found[entry.name, entry.box, file] = (position, block)
+            position += entry.nbytes
+            block += -(-entry.nbytes // BLOCK)
     return found
 
 
-@pytest.fixture(params=[1, 1024], scope="module")
-def shared_from(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Positions by sums that files share, and without, which is what few tensors get."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cells, "_SHARED", request.param)
-        yield
-
-
-@pytest.mark.usefixtures("shared_from")
 @settings(max_examples=100, deadline=None)
 @given(worlds(), st.sampled_from(["deduped", "sharded"]))
 def test_the_index_says_exactly_what_the_ranks_wrote(world: World, mode: Mode) -> None:
     saved = save_in_messages(world, mode)
-    expected = listed(saved.selected)
+    expected = listed(saved)
     found = {
         (name, piece.box, piece.file): (piece.start, piece.first_block)
         for name, entry in saved.index.tensors.items()
@@ -198,10 +207,10 @@ def test_the_index_says_exactly_what_the_ranks_wrote(world: World, mode: Mode) -
     for file in saved.manifest.files:
         if file.endswith(".safetensors"):
             pieces = saved.index.pieces_of(file)
-            assert {(entry.name, piece.box, file) for piece, entry in pieces} == {
+            assert {(name, piece.box, file) for name, piece in pieces} == {
                 key for key in expected if key[2] == file
             }
-            assert [piece.start for piece, _ in pieces] == sorted(piece.start for piece, _ in pieces)
+            assert [piece.start for _, piece in pieces] == sorted(piece.start for _, piece in pieces)
 
 
 @settings(max_examples=100, deadline=None)
@@ -223,33 +232,40 @@ def test_every_tensor_is_covered_and_deduped_stores_nothing_twice(world: World) 
 @settings(max_examples=100, deadline=None)
 @given(worlds(), st.data())
 def test_looking_up_a_box_finds_what_searching_all_pieces_finds(world: World, data: st.DataObject) -> None:
-    tensors = save_in_messages(world, "sharded").index.tensors
+    saved = save_in_messages(world, "sharded")
+    tensors = saved.index.tensors
     for name in tensors:
         entry = tensors[name]
         starts = [data.draw(st.integers(0, max(0, extent - 1))) for extent in entry.shape]
         size = [data.draw(st.integers(0, full - at)) for at, full in zip(starts, entry.shape, strict=True)]
         box = Box(tuple(starts), tuple(size))
         expected = {stored for stored in entry.copies if stored.intersection(box) is not None}
-        found = dict(entry.overlapping(box))
-        assert found.keys() == expected
-        assert all(list(found[stored]) == list(entry.copies[stored]) for stored in expected)
+        assert {piece.box for piece in entry.overlapping(box)} == expected
+        for own in saved.index.files:
+            for piece in entry.overlapping(box, prefer=own):
+                copies = entry.copies[piece.box]
+                assert piece in copies
+                assert piece.file == own or own not in {copy.file for copy in copies}
 
 
-@given(st.integers(1, 200), st.integers(1, 40), st.booleans(), st.data())
-def test_a_box_of_a_chunked_tensor_is_guessed(
-    extent: int, parts: int, seen: bool, data: st.DataObject
-) -> None:
-    part = data.draw(st.integers(0, parts - 1))
-    found = slab((extent, 3), 0, parts, part)
-    # What tells the coordinate where the last box is short: a full slab of another tensor, or the mesh.
-    longer = (2 * parts + 2, 3)
-    usual = habits([(longer, slab(longer, 0, parts + 1, part)[0], 1)]) if seen else ()
-    if found:
-        cut = guess((extent, 3), found[0], usual, [] if seen else seats(part, parts))
-        assert cut is not None
-        assert cell_box((extent, 3), *cut) == found[0]
-        if found[0].size[0] < extent:
-            assert cut == ((-(-extent // parts), 3), (part,) if part else ())
+@given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 5)), max_size=3), st.data())
+def test_boxes_that_are_a_grid_are_known_as_one(dims: list[tuple[int, int]], data: st.DataObject) -> None:
+    shape = tuple(extent for extent, _ in dims)
+    grid = tuple(-(-extent // parts) for extent, parts in dims)
+    boxes = list(boxes_of_grid(shape, grid))
+    assert find_fault(shape, boxes) == ""
+    assert boxes == sorted(boxes, key=lambda box: box.offset)
+    assert [box.numel for box in boxes] == numels_of_grid(shape, grid)
+    assert grid_of(shape, boxes) == grid
+    assert [box_of_grid(shape, grid, number) for number in range(len(boxes))] == boxes
+    offset = tuple(data.draw(st.integers(0, extent - 1)) for extent in shape)
+    sizes = (data.draw(st.integers(0, full - at)) for at, full in zip(offset, shape, strict=True))
+    wanted = Box(offset, tuple(sizes))
+    assert overlapping_of_grid(shape, grid, wanted) == [
+        number for number, box in enumerate(boxes) if box.intersection(wanted) is not None
+    ]
+    missing = data.draw(st.integers(0, len(boxes) - 1))
+    assert grid_of(shape, boxes[:missing] + boxes[missing + 1 :]) != grid
 
 
 # --- cost -----------------------------------------------------------------------------------------
@@ -270,15 +286,29 @@ def fsdp(size: int, layers: int) -> World:
 
 def test_ranks_send_names_once_and_otherwise_a_few_bytes() -> None:
     world = fsdp(64, 40)
-    packed = [pack(describe_rank(world, rank)) for rank in range(64)]
+    packed = [pack([describe(shards)]) for shards in world]
     heads = [head for head, _ in packed]
     asked = requests(heads)
-    with_names = [rank for rank, keys in enumerate(asked) for key in keys if len(packed[rank][1][key]) > 2000]
-    assert with_names == [0]
-    # Ranks differ in which tensors they hold nothing of, and one in its shorter last slab.
-    assert sum(len(keys) for keys in asked) <= 10
-    for head in heads:
-        assert sum(map(len, head.inline.values())) < 600
+    assert [rank for rank, keys in enumerate(asked) for _ in keys] == [0]
+    assert max(len(pickle.dumps(head)) for head in heads) < 300
+
+
+def test_a_mesh_of_two_dims_sends_what_is_cut_otherwise_once() -> None:
+    """Half of the tensors of one shape are cut over rows, the others over columns."""
+    world = [
+        {
+            f"{layer}.{name}": shard((64, 64), slab((64, 64), dim, 8, rank))
+            for layer in range(200)
+            for dim, name in enumerate(("up", "down"))
+        }
+        for rank in range(8)
+    ]
+    packed = [pack([describe(shards)]) for shards in world]
+    heads = [head for head, _ in packed]
+    assert [rank for rank, keys in enumerate(requests(heads)) for _ in keys] == [0] * 2  # catalog, exceptions
+    saved = save_in_messages(world, "deduped")
+    assert len(saved.index.groups) == 2
+    assert all(group.grid is not None for group in saved.index.groups)
 
 
 def test_the_index_grows_with_tensors_plus_ranks() -> None:
@@ -287,10 +317,10 @@ def test_the_index_grows_with_tensors_plus_ranks() -> None:
     assert len(save_in_messages(fsdp(64, 80), "deduped").raw) - many < 40 * 5 * 40
 
 
-def test_nothing_is_listed_where_everything_is_regular() -> None:
+def test_no_box_is_listed_where_all_are_grids() -> None:
     body = json.loads(save_in_messages(fsdp(24, 3), "deduped").raw)
-    assert all(type(kind) is int for kind in body["tensors"].values())
-    assert len(body["kinds"]) <= 4 + 3
+    assert all("grid" in group for group in body["groups"])
+    assert len(body["groups"]) <= 4 + 3
 
 
 # --- who writes what ------------------------------------------------------------------------------
@@ -358,10 +388,10 @@ def test_ranks_with_ranges_of_a_flat_buffer_describe_only_what_they_hold() -> No
                 for i in range(count)
             }
         )
-    packed = [pack(describe_rank(world, rank)) for rank in range(size)]
-    assert (
-        len({head.parts[1] for head, _ in packed}) == 1
-    )  # nobody's cuts are like anybody else's, so none are sent
+    packed = [pack([describe(shards)]) for shards in world]
+    sent = [sum(map(len, parts.values())) for _, parts in packed]
+    assert len({key for _, parts in packed for key in parts}) == 1  # the catalog; all else is short
+    assert max(sent) == min(sent)
     saved = save_in_messages(world, "deduped")
     assert sum(loads(saved)) == count * 40
 
@@ -429,90 +459,160 @@ def forged(change: Callable[[dict[str, Any]], object]) -> Index:
     return decode_index(json.dumps(body).encode(), saved.manifest, source="index.json")
 
 
-def kind_of(body: dict[str, Any], name: str) -> dict[str, Any]:
-    kind: dict[str, Any] = body["kinds"][body["tensors"][name]]
-    return kind
+def group_of(body: dict[str, Any], name: str) -> dict[str, Any]:
+    group: dict[str, Any] = body["groups"][body["tensors"][name]]
+    return group
 
 
-def layout_of(body: dict[str, Any], name: str) -> list[Any]:
-    layout: list[Any] = body["layouts"][kind_of(body, name)["layout"]]
-    return layout
+def owners_of(body: dict[str, Any], name: str) -> list[Any]:
+    owners: list[Any] = body["owners"][group_of(body, name)["owners"]]
+    return owners
+
+
+def list_boxes(body: dict[str, Any], name: str) -> dict[str, Any]:
+    """The same boxes, spelled out."""
+    group = group_of(body, name)
+    boxes = boxes_of_grid(tuple(group["shape"]), tuple(group.pop("grid")))
+    return group | {"boxes": [[list(box.offset), list(box.size)] for box in boxes]}
+
+
+def change_box(body: dict[str, Any], number: int, part: int, value: Any) -> None:
+    group = group_of(body, "0.w")
+    group.update(list_boxes(body, "0.w"))
+    group["boxes"][number][part] = value
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda b: b["tensors"].update({"0.w": len(b["kinds"])}), "malformed entry"),
+        (lambda b: b["tensors"].update({"0.w": len(b["groups"])}), "malformed entry"),
         (lambda b: b["tensors"].update({"0.w": -1}), "malformed entry"),
         (lambda b: b["tensors"].update({"0.w": True}), "malformed entry"),
+        (lambda b: b["tensors"].update({"0.w": {"dtype": "float32"}}), "malformed entry"),
         (
             lambda b: b["tensors"].update({"0.w": b["tensors"]["0.b"]}),
-            "the pieces of 'r00000.safetensors' end at",
+            "the entries of 'r00000.safetensors' end at",
         ),
-        (lambda b: b["tensors"].pop("0.w"), "the pieces of 'r00000.safetensors' end at"),
-        (lambda b: kind_of(b, "0.w").update(dtype="object"), "malformed entry"),
-        (lambda b: kind_of(b, "0.w").update(dtype="float64"), "end at"),
-        (lambda b: kind_of(b, "0.w").update(shape=[256, 9]), "lacks 6 of 12 cells"),
-        (lambda b: kind_of(b, "0.w").update(shape=[256]), "malformed entry"),
-        (lambda b: kind_of(b, "0.w").update(shape=[256, -8]), "malformed entry"),
-        (lambda b: kind_of(b, "0.w").update(shape=[1 << 62, 8], chunk=[1 << 62, 8]), "malformed entry"),
-        (lambda b: kind_of(b, "0.w").update(chunk=[43]), "malformed entry"),
-        (lambda b: kind_of(b, "0.w").update(chunk=[0, 8]), "has chunk"),
-        (lambda b: kind_of(b, "0.w").update(chunk=[300, 8]), "malformed entry"),
-        (lambda b: kind_of(b, "0.w").update(chunk=[40, 8]), r"tensor '\d.w': it lacks 1 of 7 cells"),
-        (lambda b: kind_of(b, "0.w").update(chunk=[44, 8]), "end at"),
-        (lambda b: kind_of(b, "0.w").update(layout=len(b["layouts"])), "malformed entry"),
-        (lambda b: kind_of(b, "0.w").update(layout=-1), "malformed entry"),
-        (lambda b: layout_of(b, "0.w").pop(2), "lacks 1 of 6 cells"),
-        (lambda b: layout_of(b, "0.w").append([[2], [0]]), "malformed entry"),
-        (lambda b: layout_of(b, "0.w").append([[2, 0], [0]]), "malformed entry"),
-        (lambda b: layout_of(b, "0.w")[2].__setitem__(1, [6]), "malformed entry"),
-        (lambda b: layout_of(b, "0.w")[2].__setitem__(1, []), "malformed entry"),
-        (lambda b: layout_of(b, "0.w")[2].__setitem__(1, [2, 2]), "malformed entry"),
-        (lambda b: layout_of(b, "0.w")[2].__setitem__(1, [3]), "end at"),
-        (lambda b: layout_of(b, "0.w")[2].__setitem__(1, [2, 3]), "end at"),
-        (lambda b: layout_of(b, "0.w")[2].__setitem__(0, [1 << 70]), "malformed entry"),
-        (lambda b: b.update(kinds=3), "malformed entry"),
-        (lambda b: b.pop("layouts"), "malformed entry"),
+        (lambda b: b["tensors"].pop("0.w"), "the entries of 'r00000.safetensors' end at"),
+        (lambda b: group_of(b, "0.w").update(dtype="object"), "malformed entry"),
+        (lambda b: group_of(b, "0.w").update(dtype="float64"), "end at"),
+        (lambda b: group_of(b, "0.w").update(shape=[256, 9]), "12 boxes with 6 owners"),
+        (lambda b: group_of(b, "0.w").update(shape=[256]), "malformed entry"),
+        (lambda b: group_of(b, "0.w").update(shape=[256, -8]), "malformed entry"),
+        (lambda b: group_of(b, "0.w").update(shape=[1 << 62, 8], grid=[1 << 62, 8]), "malformed entry"),
+        (lambda b: group_of(b, "0.w").update(grid=[43]), "malformed entry"),
+        (lambda b: group_of(b, "0.w").update(grid=[0, 8]), "malformed entry"),
+        (lambda b: group_of(b, "0.w").update(grid=[300, 8]), "malformed entry"),
+        (lambda b: group_of(b, "0.w").update(grid=[40, 8]), "7 boxes with 6 owners"),
+        (lambda b: group_of(b, "0.w").update(grid=[44, 8]), "end at"),
+        (lambda b: group_of(b, "0.w").update(owners=len(b["owners"])), "malformed entry"),
+        (lambda b: group_of(b, "0.w").update(owners=-1), "malformed entry"),
+        (lambda b: group_of(b, "0.w").update(owners=True), "malformed entry"),
+        (lambda b: group_of(b, "0.w").pop("grid"), "malformed entry"),
+        (lambda b: owners_of(b, "0.w").pop(2), "6 boxes with 5 owners"),
+        (lambda b: owners_of(b, "0.w").append(0), "6 boxes with 7 owners"),
+        (lambda b: owners_of(b, "0.w").__setitem__(2, 6), "malformed entry"),
+        (lambda b: owners_of(b, "0.w").__setitem__(2, -1), "malformed entry"),
+        (lambda b: owners_of(b, "0.w").__setitem__(2, []), "malformed entry"),
+        (lambda b: owners_of(b, "0.w").__setitem__(2, [2, 2]), "malformed entry"),
+        (lambda b: owners_of(b, "0.w").__setitem__(2, 3), "end at"),
+        (lambda b: owners_of(b, "0.w").__setitem__(2, [2, 3]), "end at"),
+        (lambda b: group_of(b, "0.w").update(list_boxes(b, "0.w")), ""),
+        (lambda b: change_box(b, 1, 0, [42, 0]), "overlaps"),
+        (lambda b: change_box(b, 5, 1, [40, 8]), r"tensor '\d.w': the boxes hold"),
+        (lambda b: change_box(b, 5, 1, [60, 8]), "lies outside the shape"),
+        (lambda b: change_box(b, 1, 0, [43, -1]), "malformed entry"),
+        (lambda b: change_box(b, 1, 0, [43]), "malformed entry"),
+        (lambda b: b.update(groups=3), "malformed entry"),
+        (lambda b: b.pop("owners"), "malformed entry"),
         (lambda b: b.update(files=b["files"][:-1]), "malformed entry"),
         (lambda b: b.update(files=[*b["files"][:-1], "r9.safetensors"]), "not in the manifest"),
     ],
 )
-def test_an_index_by_kind_that_contradicts_itself_is_refused(change: Any, reason: str) -> None:
+def test_an_index_that_contradicts_itself_is_refused(change: Any, reason: str) -> None:
     forged(lambda body: None)
+    if not reason:
+        assert forged(change).tensors["0.w"].shape == (256, 8)
+        return
     with pytest.raises(CheckpointError, match=f"index.json' contradicts itself: .*({reason})"):
         forged(change)
 
 
-def test_a_listed_piece_among_regular_ones_must_lie_where_the_rule_puts_it() -> None:
-    world = fsdp(3, 2)
-    for rank, (start, stop) in enumerate([(0, 7), (7, 11), (11, 20)]):
-        world[rank]["0.flat"] = shard((4, 5), boxes_of_range((4, 5), start, stop))
-    saved = save_in_messages(world, "deduped")
-    body = json.loads(saved.raw)
-    assert len(body["tensors"]["0.flat"]["pieces"]) == 6
-    body["tensors"]["0.flat"]["pieces"][0][3] += 4
-    with pytest.raises(CheckpointError, match=r"a piece in 'r00000\.safetensors' starts at"):
-        decode_index(json.dumps(body).encode(), saved.manifest, source="x")
+# --- headers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("shared_from")
-def test_a_file_may_hold_several_cells_of_a_tensor_and_whole_tensors_between() -> None:
-    kinds = [
-        Kind("float32", (5, 3), (2, 3), 0),
-        Kind("float32", (4,), (4,), 1),
-        Kind("int8", (2, 3), (1, 3), 0),
-    ]
-    layouts = [{(): (0,), (1,): (0,), (2,): (1,)}, {(): (0, 1)}]
-    stored = Stored(["a.safetensors", "b.safetensors"], layouts, kinds, {"x": 0, "y": 1, "z": 0, "k": 2}, {})
-    placement = Placement(stored, [100, 200], BLOCK)
-    expected = [("x", (0, 0), 100, 0), ("x", (2, 0), 124, 2), ("y", (0,), 148, 4), ("z", (0, 0), 164, 5)]
-    expected += [("z", (2, 0), 188, 7), ("k", (0, 0), 212, 9), ("k", (1, 0), 215, 10)]
-    assert [(name, box.offset) for name, box in placement.pieces(0)] == [item[:2] for item in expected]
-    assert [(n, o, *placement.locate(0, n, o)) for n, o, _, _ in expected] == expected
-    assert placement.locate(1, "y", (0,)) == (212, 1)
-    assert [placement.size(file) for file in (0, 1)] == [118, 40]
-    assert [placement.blocks(file) for file in (0, 1)] == [11, 3]
+HELD = [
+    Entry("x", (4, 5), "float32", Box((0, 0), (2, 5))),
+    Entry("x", (4, 5), "float32", Box((3, 1), (1, 2))),
+    Entry("y", (3,), "complex64", Box((0,), (3,))),
+    Entry("__metadata__", (2,), "int8", Box((1,), (1,))),
+    Entry("k", (0, 2), "float64", Box((0, 0), (0, 2))),
+]
+
+
+def test_offsets_come_from_the_header_whatever_its_order() -> None:
+    for order in itertools.permutations(range(5)):
+        header, position, blocks = rankfile._header([HELD[i] for i in order]), 0, 0
+        found = find_offsets(header, HELD, [2, 2, 3, 0, 1], block=BLOCK, source="f")
+        for i in order:
+            start, block = found.find([2, 2, 3, 0, 1][i], int(i == 1))
+            assert start == len(header) + position
+            assert block == blocks or not HELD[i].nbytes
+            position += HELD[i].nbytes
+            blocks += -(-HELD[i].nbytes // BLOCK)
+        assert found.block_count == blocks
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda held: held[:-1], "about 'k'"),
+        (lambda held: [*held, Entry("z", (1,), "int8", Box((0,), (1,)))], "about 'z'"),
+        (lambda held: [replace(held[0], dtype_name="int32"), *held[1:]], "about 'x'"),
+        (lambda held: [replace(held[0], shape=(5, 5)), *held[1:]], "about 'x'"),
+        (lambda held: [replace(held[0], box=Box((1, 0), (2, 5))), *held[1:]], "about 'x'"),
+        (lambda held: [replace(held[0], box=Box((0, 0), (1, 5))), *held[1:]], "about 'x'"),
+        (lambda held: [*held[:2], replace(held[2], dtype_name="float64"), *held[3:]], "about 'y'"),
+    ],
+)
+def test_a_header_that_holds_other_entries_than_the_index_says_is_refused(change: Any, problem: str) -> None:
+    header = rankfile._header(change(HELD))
+    with pytest.raises(CheckpointError, match=f"'f' and the index contradict each other {problem}"):
+        find_offsets(header, HELD, [2, 2, 3, 0, 1], block=BLOCK, source="f")
+
+
+def altered(change: Callable[[dict[str, Any]], object]) -> bytes:
+    body = json.loads(rankfile._header(HELD)[8:])
+    change(body)
+    text = json.dumps(body).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda body: body["y"].update(data_offsets=[40, 64]), "contradict each other about 'y'"),
+        (lambda body: body["x"].update(data_offsets=[4, 44]), "contradict each other about 'x'"),
+        (lambda body: body["x"].update(data_offsets=[-40, 0]), "is malformed: ValueError: bytes -40 to 0"),
+        (lambda body: body["x"].update(data_offsets=[2**80, 2**80 + 40]), "is malformed"),
+        (lambda body: body["x"].update(data_offsets=[{}, 40]), "is malformed"),
+        (lambda body: body["x"].update(data_offsets=[0.0, 40.0]), "is malformed"),
+        (lambda body: body["x"].update(data_offsets=None), "is malformed"),
+        (lambda body: body["y"].update(shape=[3, 3]), "is malformed"),
+        (lambda body: body["y"].update(shape=[]), "is malformed"),
+        (lambda body: body["x"].update(dtype="I32"), "is malformed: ValueError: entry 'x' is not float32"),
+        (lambda body: body.update({"q": body.pop("y")}), "contradict each other about 'y'"),
+        (lambda body: body.pop("__metadata__"), "is malformed"),
+        (lambda body: body["__metadata__"].pop("nnx"), "is malformed"),
+        (lambda body: body["__metadata__"].update(nnx="[]"), "is malformed"),
+        (lambda body: body["__metadata__"].update(nnx="["), "is malformed"),
+        (lambda body: body.update(y=5), "is malformed"),
+    ],
+)
+def test_a_header_that_cannot_be_is_refused(change: Any, problem: str) -> None:
+    find_offsets(altered(lambda body: None), HELD, [2, 2, 3, 0, 1], block=BLOCK, source="f")
+    with pytest.raises(CheckpointError, match=f"header of 'f' .*{problem}"):
+        find_offsets(altered(change), HELD, [2, 2, 3, 0, 1], block=BLOCK, source="f")
 
 
 def test_the_example_of_the_specification_is_an_index() -> None:
@@ -525,19 +625,25 @@ def test_the_example_of_the_specification_is_an_index() -> None:
         "r00001.sums": FileEntry(0, "", 0),
     }
     index = decode_index(raw.encode(), Manifest(SAVE_ID, "", files), source="the example")
-    where = [(piece.file, piece.start) for piece in index.tensors["model.embed.weight"].pieces]
-    assert where == [("r00000.safetensors", 4104), ("r00001.safetensors", 4096)]
+    assert [box.offset for box in index.tensors["model.embed.weight"].boxes] == [(0, 0), (5, 0)]
+    assert len(index.tensors["odd"].boxes) == 4
 
 
-def test_a_manifest_names_the_feature_and_a_reader_without_it_would_refuse() -> None:
-    manifest = save_in_messages(fsdp(2, 1), "deduped").manifest
-    assert manifest.requires == ("kinds",)
-    assert decode_manifest(encode_manifest(manifest), source="x").requires == ("kinds",)
-    other = Manifest(SAVE_ID, "", {}, requires=("kinds", "compression"))
+def test_a_feature_that_a_reader_does_not_know_is_refused() -> None:
+    other = Manifest(SAVE_ID, "", {}, requires=("compression",))
     with pytest.raises(
         CheckpointError, match=r"needs features that this nnx does not know: \['compression'\]"
     ):
         decode_manifest(encode_manifest(other), source="x")
+
+
+@pytest.mark.parametrize("version", [(1, 0), (1, 1)])
+def test_a_version_that_was_never_released_is_refused_by_its_number(version: tuple[int, int]) -> None:
+    old = encode_manifest(Manifest(SAVE_ID, "", {}, version=version))
+    with pytest.raises(
+        CheckpointError, match=rf"version 1\.{version[1]}, which no release of nnx has written"
+    ):
+        decode_manifest(old, source="x")
 
 
 # --- real processes -------------------------------------------------------------------------------

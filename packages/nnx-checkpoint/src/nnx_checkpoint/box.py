@@ -7,9 +7,10 @@ standard library, so that tools which merely inspect a checkpoint need not impor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+from itertools import pairwise, product
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -113,6 +114,89 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
     return [Box((row, *box.offset), (1, *box.size)) for box in boxes_of_range(shape[1:], start, stop)]
+
+
+@lru_cache(maxsize=16)  # plans and indexes ask for those of few shapes again and again
+def boxes_of_grid(shape: tuple[int, ...], grid: tuple[int, ...]) -> Sequence[Box]:
+    """Cut a tensor into boxes of one size, as `torch.chunk` cuts: the last box along a dim may be smaller.
+
+    Args:
+        shape: The shape of a tensor that has elements.
+        grid: The extents of a box, at least 1 each.
+
+    Returns:
+        The boxes in order of their offsets.
+
+    Example:
+        >>> [(box.offset, box.size) for box in boxes_of_grid((5, 4), (3, 4))]
+        [((0, 0), (3, 4)), ((3, 0), (2, 4))]
+    """
+    return tuple(map(Box, _offsets_of_grid(shape, grid), _sizes_of_grid(shape, grid)))
+
+
+@lru_cache(maxsize=1 << 14)
+def box_of_grid(shape: tuple[int, ...], grid: tuple[int, ...], number: int) -> Box:
+    """One of these boxes, by its place in their order."""
+    at: list[int] = []
+    for full, step in zip(reversed(shape), reversed(grid), strict=True):
+        number, place = divmod(number, -(-full // step))
+        at.append(place * step)
+    at.reverse()
+    return Box(tuple(at), tuple(min(step, full - i) for step, full, i in zip(grid, shape, at, strict=True)))
+
+
+def overlapping_of_grid(shape: tuple[int, ...], grid: tuple[int, ...], box: Box) -> list[int]:
+    """The places of the boxes of a grid that share elements with a box, in ascending order.
+
+    Example:
+        >>> overlapping_of_grid((10, 4), (3, 4), Box((2, 0), (2, 4)))
+        [0, 1]
+    """
+    found = [0] if box.numel else []
+    for full, step, start, extent in zip(shape, grid, box.offset, box.size, strict=True):
+        count = -(-full // step)
+        places = range(start // step, (start + extent - 1) // step + 1)
+        found = [before * count + place for before in found for place in places]
+    return found
+
+
+def numels_of_grid(shape: Sequence[int], grid: Sequence[int]) -> list[int]:
+    """The elements of each of these boxes.
+
+    Example:
+        >>> numels_of_grid((5, 4), (3, 4))
+        [12, 8]
+    """
+    return [math.prod(size) for size in _sizes_of_grid(shape, grid)]
+
+
+def _offsets_of_grid(shape: Sequence[int], grid: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    return product(*(range(0, full, step) for full, step in zip(shape, grid, strict=True)))
+
+
+def _sizes_of_grid(shape: Sequence[int], grid: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    return product(
+        *(
+            [step] * (full // step) + [full % step] * (full % step > 0)
+            for full, step in zip(shape, grid, strict=True)
+        )
+    )
+
+
+def grid_of(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[int, ...] | None:
+    """The extents by which boxes are a grid; None where they are none.
+
+    Args:
+        shape: The shape of the tensor.
+        boxes: The boxes in order of their offsets.
+    """
+    if not boxes or 0 in boxes[0].size or len(boxes[0].size) != len(shape):
+        return None
+    grid = boxes[0].size
+    if math.prod(-(-full // step) for full, step in zip(shape, grid, strict=True)) != len(boxes):
+        return None
+    same_offsets = [box.offset for box in boxes] == list(_offsets_of_grid(shape, grid))
+    return grid if same_offsets and [box.size for box in boxes] == list(_sizes_of_grid(shape, grid)) else None
 
 
 def find_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str:

@@ -10,26 +10,26 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from typing_extensions import override
 
-from nnx_checkpoint.cells import Kind, OddBox, OddTensor, Stored
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.foreign.contents import StoredEncoder
 from nnx_checkpoint.formats import CheckpointFormat, Progress, get_format, open_checkpoint
-from nnx_checkpoint.index import INDEX, encode_index, required
-from nnx_checkpoint.manifest import BLOCK, FileEntry, Manifest, digest, rank_file
-from nnx_checkpoint.rankfile import StoredBox, file_order, write_in_order
+from nnx_checkpoint.index import index_of
+from nnx_checkpoint.manifest import rank_file
+from nnx_checkpoint.rankfile import Entry, file_order, write_in_order
 from nnx_checkpoint.reader import Checkpoint, open_native
 from nnx_checkpoint.shard import Box
 from nnx_checkpoint.slabs import new_directory, read_in_order
 from nnx_checkpoint.source import is_checkpoint
 from nnx_checkpoint.storage import Place
 from nnx_checkpoint.storage.locations import LocalPlace, place_of
-from nnx_checkpoint.transaction import Attempt, begin, now
+from nnx_checkpoint.transaction import Transaction, begin
 from nnx_checkpoint.views import Described, WeightsOnly
 from nnx_checkpoint.writer import Files, write_objects, writer_info
 
@@ -199,11 +199,11 @@ class Native(CheckpointFormat):
             raise CheckpointError(f"format 'nnx' has no option {next(iter(options))!r}.")
         described = Described(checkpoint)
         with _target(path) as place:
-            attempt = begin(place)
+            transaction = begin(place)
             try:
-                _Writing(described, attempt, progress, opaque).run()
+                _Writing(described, transaction, progress, opaque).run()
             except BaseException:
-                attempt.discard()
+                transaction.discard()
                 raise
 
 
@@ -226,31 +226,31 @@ class _Writing:
     """One checkpoint on its way into a save directory."""
 
     def __init__(
-        self, checkpoint: Described, attempt: Attempt, progress: Progress, opaque: Literal["error", "pickle"]
+        self,
+        checkpoint: Described,
+        transaction: Transaction,
+        progress: Progress,
+        opaque: Literal["error", "pickle"],
     ) -> None:
         self.checkpoint = checkpoint
-        self.attempt = attempt
+        self.transaction = transaction
         self.progress = progress
         self.opaque: Literal["error", "pickle"] = opaque
 
     def run(self) -> None:
         files = self._write_objects()
         files |= self._write_tensors()
-        header = files[rank_file(0)].digested if rank_file(0) in files else 0
-        stored = self._stored()
-        index = encode_index(stored, [header] if stored.files else [], BLOCK, self.checkpoint.aliases)
-        (self.attempt.directory / INDEX).write(index)
-        files[INDEX] = FileEntry(len(index), digest(index), len(index))
-        manifest = Manifest(
-            save_id=self.attempt.save_id,
-            created=now().isoformat(timespec="microseconds"),
-            files=files,
+        tensors = {
+            name: (entry.dtype_name, entry.shape, {Box.whole(entry.shape): [rank_file(0)]})
+            for name, entry in self.checkpoint.tensors.items()
+        }
+        self.transaction.finish(
+            replace(index_of(tensors), aliases=self.checkpoint.aliases),
+            files,
             # Whose objects these are depends on how many ranks there were, not on who converts.
             writer=writer_info(self.checkpoint.world_size),
             provenance=self.checkpoint.provenance,
-            requires=required(stored),
         )
-        self.attempt.commit(manifest, keep_previous=0)
 
     def _write_objects(self) -> Files:
         """First, because an object that cannot be stored should be told at once."""
@@ -261,28 +261,13 @@ class _Writing:
             if rank is None or tree is not None:
                 encoder = StoredEncoder("objects" if rank is None else f"rank.{rank}", self.opaque)
                 encoded = encoder.encode(tree)
-                files |= write_objects(self.attempt.directory, rank, encoded, encoder.opaque_objects)
+                files |= write_objects(self.transaction.directory, rank, encoded, encoder.opaque_objects)
         return files
 
     def _write_tensors(self) -> Files:
         entries = self.checkpoint.tensors.values()
-        boxes = [StoredBox(e.name, e.shape, e.dtype_name, Box.whole(e.shape)) for e in entries]
-        ordered = [boxes[i] for i in file_order(boxes)]
-        parts = read_in_order(self.checkpoint, [box.name for box in ordered], progress=self.progress)
+        whole = [Entry(e.name, e.shape, e.dtype_name, Box.whole(e.shape)) for e in entries]
+        ordered = [whole[i] for i in file_order(whole)]
+        parts = read_in_order(self.checkpoint, [entry.name for entry in ordered], progress=self.progress)
         data = ((part.data for part in group) for _, group in groupby(parts, key=lambda part: part.name))
-        return write_in_order(self.attempt.directory, 0, ordered, data)
-
-    def _stored(self) -> Stored:
-        """Every tensor is whole, in the one file; only those without elements need be listed by their box."""
-        kinds: dict[Kind, int] = {}
-        regular: dict[str, int] = {}
-        odd: dict[str, OddTensor] = {}
-        for name, entry in sorted(self.checkpoint.tensors.items()):
-            if entry.numel:
-                kind = Kind(entry.dtype_name, entry.shape, entry.shape, 0)
-                regular[name] = kinds.setdefault(kind, len(kinds))
-            else:
-                box = OddBox(Box.whole(entry.shape), 0)
-                odd[name] = OddTensor(entry.dtype_name, entry.shape, (box,))
-        files = [rank_file(0)] if regular or odd else []
-        return Stored(files, [{(): (0,)}] if regular else [], [*kinds], regular, odd)
+        return write_in_order(self.transaction.directory, 0, ordered, data)

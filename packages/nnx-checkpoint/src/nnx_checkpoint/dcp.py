@@ -40,17 +40,16 @@ from torch.futures import Future
 from typing_extensions import override
 
 from nnx_checkpoint._torch_compat import Checkpointable
-from nnx_checkpoint.cells import OddBox, OddTensor, Stored
 from nnx_checkpoint.codec import Encoder
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.formats import open_checkpoint
-from nnx_checkpoint.index import INDEX, encode_index
-from nnx_checkpoint.manifest import BLOCK, FileEntry, Manifest, digest, rank_file
-from nnx_checkpoint.rankfile import StoredBox, write_rank_file
+from nnx_checkpoint.index import index_of
+from nnx_checkpoint.manifest import FileEntry, rank_file
+from nnx_checkpoint.rankfile import Entry, write_rank_file
 from nnx_checkpoint.reader import Checkpoint
 from nnx_checkpoint.shard import Box, Shard
 from nnx_checkpoint.storage.locations import place_of
-from nnx_checkpoint.transaction import Attempt, begin, now
+from nnx_checkpoint.transaction import Transaction, begin
 from nnx_checkpoint.writer import write_objects, writer_info
 
 _OBJECTS, _PATHS = "dcp.objects", "dcp.paths"
@@ -92,7 +91,7 @@ class Handle(Checkpointable):
 class _Written:
     """What a rank reports for one item: a box it stored, or an object in typed JSON."""
 
-    box: StoredBox | None
+    box: Entry | None
     tree: Any
     files: dict[str, FileEntry]
     """Of the whole rank, with its first item only."""
@@ -120,15 +119,15 @@ class Writer(StorageWriter):
         self.checkpoint_id: str | os.PathLike[str] = path
         self._keep_previous = keep_previous
         self._provenance = dict(provenance or {})
-        self._attempt: Attempt | None = None
+        self._transaction: Transaction | None = None
 
     @override
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
-        if self._attempt is not None:  # of a save that failed on some rank
-            self._attempt.discard()
-        self._attempt = None
+        if self._transaction is not None:  # of a save that failed on some rank
+            self._transaction.discard()
+        self._transaction = None
 
     @override
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -140,14 +139,14 @@ class Writer(StorageWriter):
 
     @override
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._attempt = begin(place_of(self.checkpoint_id))
-        save_id = self._attempt.save_id
+        self._transaction = begin(place_of(self.checkpoint_id))
+        save_id = self._transaction.save_id
         return [replace(plan, storage_data=(save_id, rank)) for rank, plan in enumerate(plans)]
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         save_id, rank = plan.storage_data
-        boxes: list[StoredBox] = []
+        boxes: list[Entry] = []
         data: list[Tensor] = []
         results: list[_Written] = []
         for item in plan.items:
@@ -172,21 +171,21 @@ class Writer(StorageWriter):
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        attempt, self._attempt = self._attempt, None
-        if attempt is None:
+        transaction, self._transaction = self._transaction, None
+        if transaction is None:
             raise CheckpointError("this writer was not asked for a plan.", remedy="Use it through dcp.save.")
         try:
-            self._finish(attempt, metadata, results)
+            self._finish(transaction, metadata, results)
         except BaseException as error:
-            standing = attempt.discard()
+            standing = transaction.discard()
             if isinstance(error, CheckpointError):
                 error.add(standing)
             raise
 
-    def _finish(self, attempt: Attempt, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        directory = attempt.directory
+    def _finish(self, transaction: Transaction, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        directory = transaction.directory
         files: dict[str, FileEntry] = {}
-        stored: dict[str, list[tuple[Box, str]]] = {}
+        stored: dict[str, dict[Box, list[str]]] = {}
         trees: dict[str, Any] = {}
         for rank, of_rank in enumerate(results):
             written = [cast(_Written, result.storage_data) for result in of_rank]
@@ -195,28 +194,22 @@ class Writer(StorageWriter):
                 if item.box is None:
                     trees[result.index.fqn] = item.tree
                 else:
-                    stored.setdefault(item.box.name, []).append((item.box.box, rank_file(rank)))
+                    boxes = stored.setdefault(item.box.name, {})
+                    boxes.setdefault(item.box.box, []).append(rank_file(rank))
         paths = Encoder("paths").encode(metadata.planner_data)
         files |= write_objects(directory, None, {_OBJECTS: trees, _PATHS: paths}, {})
-        names = sorted({file for boxes in stored.values() for _, file in boxes})
-        number = {file: i for i, file in enumerate(names)}
         tensors = {
-            name: OddTensor(
-                str(entry.properties.dtype).removeprefix("torch."),
-                tuple(entry.size),
-                tuple(OddBox(box, number[file]) for box, file in stored.get(name, ())),
-            )
-            for name, entry in sorted(metadata.state_dict_metadata.items())
+            name: (_dtype_name(entry.properties.dtype), tuple(entry.size), stored.get(name, {}))
+            for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        bases = [files[name].digested for name in names]
-        index = encode_index(Stored(names, [], [], {}, tensors), bases, BLOCK, {})
-        (directory / INDEX).write(index)
-        files[INDEX] = FileEntry(len(index), digest(index), len(index))
-        created = now().isoformat(timespec="microseconds")
-        writer = writer_info(len(results))
-        manifest = Manifest(attempt.save_id, created, files, writer, self._provenance)
-        attempt.commit(manifest, keep_previous=self._keep_previous)
+        transaction.finish(
+            index_of(tensors),
+            files,
+            writer=writer_info(len(results)),
+            provenance=self._provenance,
+            keep_previous=self._keep_previous,
+        )
 
     @classmethod
     @override
@@ -247,7 +240,7 @@ class Reader(StorageReader):
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for name, entry in checkpoint.tensors.items():
             properties = TensorProperties(dtype=entry.dtype)
-            chunks = [_chunk(box) for box in entry.copies]
+            chunks = [_chunk(box) for box in entry.boxes]
             entries[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
         objects, paths = self._objects()
         entries |= {name: BytesStorageMetadata() for name in objects}
@@ -327,13 +320,16 @@ def _stored_region(item: ReadItem) -> Box:
     return Box(offset, tuple(item.lengths))
 
 
-def _stored_box(item: WriteItem) -> StoredBox:
+def _stored_box(item: WriteItem) -> Entry:
     data = item.tensor_data
     if data is None:
         raise CheckpointError(f"DCP planned no chunk for tensor '{item.index.fqn}'.")
     box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-    dtype = str(data.properties.dtype).removeprefix("torch.")
-    return StoredBox(item.index.fqn, tuple(data.size), dtype, box)
+    return Entry(item.index.fqn, tuple(data.size), _dtype_name(data.properties.dtype), box)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _encode(name: str, planner: SavePlanner, item: WriteItem) -> Any:

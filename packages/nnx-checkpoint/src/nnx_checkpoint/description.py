@@ -1,21 +1,20 @@
 """What a rank holds, described so that little of it has to travel, and collected on the coordinator.
 
 Nearly everything that ranks could say about their shards is the same on many of them. So a description has
-parts that are sent by digest, and in full by one rank only:
+three parts, of which a long one is sent by digest, and in full by one rank only:
 
-- `Facts`: names, dtypes and shapes; usually the same on all ranks;
-- `Cuts`: which tensors are cut alike, and into what chunks; the same on ranks that hold cells of the same
-  tensors;
-- the cells, a few numbers, which differ from rank to rank;
-- odd boxes: what is not cut regularly, spelled out.
+- the catalog: names, dtypes and shapes; usually the same on all ranks;
+- the exceptions: most tensors of one dtype and shape are cut alike, and these are the others. They are the
+  same on ranks of one mesh; on ranks with ranges of a flat buffer they are the few tensors that a rank holds;
+- the boxes: those of most tensors of each dtype and shape, and those of the exceptions. They differ from rank
+  to rank, and are few.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
@@ -24,18 +23,14 @@ import torch.distributed as dist
 import xxhash
 
 from nnx_checkpoint.box import Box
-from nnx_checkpoint.cells import Cell, guess, habits, seats
 from nnx_checkpoint.dtypes import DTYPES
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.rounds import deliver, exchange
 from nnx_checkpoint.shard import Shard
 
 __all__ = [
-    "Cuts",
+    "Catalog",
     "Description",
-    "Extents",
-    "Facts",
-    "Head",
     "describe",
     "dtype_name",
     "gather_descriptions",
@@ -45,149 +40,90 @@ __all__ = [
 ]
 
 _INLINE = 512
-"""Parts up to so many bytes travel with the head: asking for them would cost more."""
+"""Parts up to so many characters are sent at once: asking for them would cost more."""
 
 Extents = tuple[int, ...]
+Exceptions = Sequence[tuple[int, Sequence[int]]]
+"""Tensors that are cut unlike most of their type: the number of the type, and the numbers of the names."""
 
 
 @dataclass(frozen=True, eq=False)
-class Facts:
-    """What is true of tensors on whatever rank.
+class Catalog:
+    """The tensors that a rank knows, whether it holds something of them or not.
 
     Attributes:
         names: The names in order.
-        kinds: The number of the dtype and shape of each name.
-        types: The dtypes and shapes that these numbers mean.
+        types: All dtypes and shapes.
+        type_of: The number of the type of each name.
         aliases: Tied names and the names under which they are stored.
     """
 
     names: Sequence[str]
-    kinds: Sequence[int]
     types: Sequence[tuple[str, Extents]]
-    aliases: Mapping[str, str]
+    type_of: Sequence[int]
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
-    def raw(self) -> bytes:
-        """The form that is sent; equal facts have equal bytes."""
-        return _json([self.names, self.kinds, self.types, sorted(self.aliases.items())])
+    def text(self) -> str:
+        """The form that is sent; equal catalogs have equal texts."""
+        return _json([self.names, self.types, self.type_of, sorted(self.aliases.items())])
 
     @classmethod
-    def parse(cls, raw: bytes) -> Facts:
-        """The opposite of `raw`."""
-        names, kinds, types, aliases = json.loads(raw)
-        return cls(names, kinds, [(dtype, tuple(shape)) for dtype, shape in types], dict(aliases))
-
-
-@dataclass(frozen=True, eq=False)
-class Cuts:
-    """How tensors are cut, in the order of the names of some `Facts`.
-
-    Attributes:
-        kinds: The number of the cut of each name.
-        cuts: Each cut as the chunk and the number of the rank's cell; None where the rank holds nothing, or
-            nothing regular.
-    """
-
-    kinds: Sequence[int]
-    cuts: Sequence[tuple[Extents, int] | None]
-
-    @cached_property
-    def raw(self) -> bytes:
-        """The form that is sent; equal cuts have equal bytes."""
-        return _json([self.kinds, self.cuts])
-
-    @classmethod
-    def parse(cls, raw: bytes) -> Cuts:
-        """The opposite of `raw`."""
-        kinds, cuts = json.loads(raw)
-        return cls(kinds, [None if cut is None else (tuple(cut[0]), cut[1]) for cut in cuts])
-
-
-@dataclass(frozen=True, slots=True)
-class Odd:
-    """Boxes of one tensor, spelled out."""
-
-    name: str
-    dtype_name: str
-    shape: Extents
-    boxes: tuple[Box, ...]
+    def parse(cls, text: str) -> Catalog:
+        """The opposite of `text`."""
+        names, types, type_of, aliases = json.loads(text)
+        return cls(names, [(dtype, tuple(shape)) for dtype, shape in types], type_of, dict(aliases))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Description:
-    """One rank's shards.
+    """Some of one rank's shards.
 
     Attributes:
-        facts: The facts that all ranks should agree on.
-        cuts: Describes how the tensors are cut.
-        cells: This rank's cells, by the numbers that `cuts` uses.
-        odd: The tensors that are not regular, or that only this rank may know.
+        catalog: The tensors.
+        exceptions: Tensors that are cut unlike most of their dtype and shape.
+        boxes: What the rank holds of most tensors of each type, and then of each exception.
     """
 
-    facts: Facts
-    cuts: Cuts
-    cells: tuple[Cell, ...]
-    odd: tuple[Odd, ...]
+    catalog: Catalog
+    exceptions: Exceptions
+    boxes: Sequence[tuple[Box, ...]]
 
 
-def describe(
-    shards: Mapping[str, Shard],
-    own: Mapping[str, Shard] | None = None,
-    *,
-    aliases: Mapping[str, str] | None = None,
-    rank: int = 0,
-    world_size: int = 1,
-) -> Description:
+def describe(shards: Mapping[str, Shard], *, aliases: Mapping[str, str] | None = None) -> Description:
     """What this rank holds.
 
     Args:
-        shards: Tensors that other ranks know too.
-        own: Tensors that only this rank has.
+        shards: This rank's shards of every tensor that it knows.
         aliases: Tied names.
-        rank: The number of this rank among those that save.
-        world_size: The number of ranks that save.
 
     Raises:
         CheckpointError: A shard has a dtype that the format cannot store, or views that cannot be written.
     """
-    own = own or {}
     names = sorted(shards)
-    numbers: dict[tuple[torch.dtype, Extents, tuple[Box, ...]], int] = {}
-    held: list[int] = []
-    for name in names:
+    types: dict[tuple[torch.dtype, Extents], int] = {}
+    type_of: list[int] = []
+    alike: dict[tuple[int, tuple[Box, ...]], list[int]] = {}
+    for i, name in enumerate(names):
         shard = shards[name]
         _require_data(name, shard)
-        held.append(numbers.setdefault((shard.dtype, shard.shape, shard.boxes), len(numbers)))
-    signatures = [_Signature(dtype_name(dtype), tuple(shape), boxes) for dtype, shape, boxes in numbers]
-    kinds, cuts, cells = _cuts(held, signatures, rank, world_size)
-    odd = [
-        Odd(name, signatures[i].dtype_name, signatures[i].shape, signatures[i].boxes)
-        for name, i in zip(names, held, strict=True)
-        if cuts[kinds[i]] is None and signatures[i].holds
-    ]
-    for name, shard in own.items():
-        _require_data(name, shard)
-        odd.append(Odd(name, dtype_name(shard.dtype), tuple(shard.shape), shard.boxes))
-    return Description(
-        _facts(names, held, signatures, aliases or {}),
-        Cuts([kinds[i] for i in held], cuts),
-        cells,
-        tuple(odd),
+        number = types.setdefault((shard.dtype, shard.shape), len(types))
+        type_of.append(number)
+        alike.setdefault((number, shard.boxes), []).append(i)
+    # Of each type the most frequent boxes first; on equality those of the first name, on every rank alike.
+    usual: dict[int, tuple[Box, ...]] = {}
+    exceptions: list[tuple[int, list[int]]] = []
+    others: list[tuple[Box, ...]] = []
+    for (number, boxes), members in sorted(alike.items(), key=lambda item: (-len(item[1]), item[1][0])):
+        if number in usual:
+            exceptions.append((number, members))
+            others.append(boxes)
+        else:
+            usual[number] = boxes
+    catalog = Catalog(
+        names, [(dtype_name(dtype), tuple(shape)) for dtype, shape in types], type_of, dict(aliases or {})
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Signature:
-    """What shards have in common that differ in their names only."""
-
-    dtype_name: str
-    shape: Extents
-    boxes: tuple[Box, ...]
-
-    @property
-    def holds(self) -> bool:
-        """Whether there is anything to store; an empty tensor is stored as its one empty box."""
-        return any(box.numel or box.size == self.shape for box in self.boxes)
+    return Description(catalog, exceptions, [*(usual[number] for number in range(len(types))), *others])
 
 
 @cache
@@ -217,130 +153,69 @@ def _require_data(name: str, shard: Shard) -> None:
             )
 
 
-def _facts(
-    names: Sequence[str], held: Sequence[int], signatures: Sequence[_Signature], aliases: Mapping[str, str]
-) -> Facts:
-    types: dict[tuple[str, Extents], int] = {}
-    kinds = [types.setdefault((s.dtype_name, s.shape), len(types)) for s in signatures]
-    return Facts(names, [kinds[i] for i in held], list(types), dict(aliases))
-
-
-def _cuts(
-    held: Sequence[int], signatures: Sequence[_Signature], rank: int, world_size: int
-) -> tuple[list[int], list[tuple[Extents, int] | None], tuple[Cell, ...]]:
-    """The number of each signature's cut, the cuts, and the cells that they number.
-
-    Numbers go by first occurrence, so that ranks that agree number alike.
-    """
-    counts = Counter(held)
-    single = {i: s.boxes[0] for i, s in enumerate(signatures) if len(s.boxes) == 1 and _is_inside(s)}
-    usual = habits((signatures[i].shape, box, counts[i]) for i, box in single.items())
-    possible = seats(rank, world_size)
-    guesses = {
-        i: found for i, box in single.items() if (found := guess(signatures[i].shape, box, usual, possible))
-    }
-    if _is_sparse(guesses, signatures, counts, world_size):
-        guesses = {}
-    cells: dict[Cell, int] = {}
-    cuts: dict[tuple[Extents, int] | None, int] = {}
-    kinds = []
-    for i in range(len(signatures)):
-        found = guesses.get(i)
-        cut = None if found is None else (found[0], cells.setdefault(found[1], len(cells)))
-        kinds.append(cuts.setdefault(cut, len(cuts)))
-    return kinds, list(cuts), tuple(cells)
-
-
-def _is_inside(signature: _Signature) -> bool:
-    shape, box = signature.shape, signature.boxes[0]
-    return (
-        len(box.offset) == len(box.size) == len(shape)
-        and box.numel > 0
-        and all(o + n <= full for o, n, full in zip(box.offset, box.size, shape, strict=True))
-    )
-
-
-def _is_sparse(
-    guesses: Mapping[int, tuple[Extents, Cell]],
-    signatures: Sequence[_Signature],
-    counts: Mapping[int, int],
-    world_size: int,
-) -> bool:
-    """Whether a rank holds a few tensors whole and nothing of most, as ranges of a flat buffer come.
-
-    Every rank then has others, so that no two ranks' cuts are alike; spelled out they are short.
-    """
-    if world_size <= 2 or any(chunk != signatures[i].shape for i, (chunk, _) in guesses.items()):
-        return False
-    return sum(counts[i] for i in guesses) * world_size <= 2 * sum(counts.values())
-
-
 # --- what is sent ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What every rank sends: its cells, and the digests of the parts that others may have sent already.
-
-    Attributes:
-        cells: This rank's cells.
-        parts: Digests of its facts, cuts and odd boxes.
-        inline: The parts that are short.
-    """
-
-    cells: tuple[Cell, ...]
-    parts: tuple[bytes, bytes, bytes]
-    inline: Mapping[bytes, bytes]
+Head = tuple["bytes | str", ...]
+"""What every rank sends first: the three parts of each of its descriptions, as text, or by digest if long."""
 
 
-def pack(description: Description) -> tuple[Head, dict[bytes, bytes]]:
-    """What to send first, and all parts by digest, one of which may be asked for."""
-    odd = _json(
-        [[o.name, o.dtype_name, o.shape, [[b.offset, b.size] for b in o.boxes]] for o in description.odd]
-    )
-    raws = (description.facts.raw, description.cuts.raw, odd)
-    digests = [xxhash.xxh3_128_digest(raw) for raw in raws]
-    parts = dict(zip(digests, raws, strict=True))
-    inline = {key: raw for key, raw in parts.items() if len(raw) <= _INLINE}
-    return Head(description.cells, (digests[0], digests[1], digests[2]), inline), parts
+def pack(descriptions: Sequence[Description]) -> tuple[Head, dict[bytes, str]]:
+    """What to send first, and the long parts by digest, any of which may be asked for."""
+    head: list[bytes | str] = []
+    parts: dict[bytes, str] = {}
+    for one in descriptions:
+        boxes = [[[*box.offset, *box.size] for box in boxes] for boxes in one.boxes]
+        for text in (one.catalog.text, _json(one.exceptions), _json(boxes)):
+            if len(text) <= _INLINE:
+                head.append(text)
+                continue
+            key = xxhash.xxh3_128_digest(text.encode())
+            head.append(key)
+            parts[key] = text
+    return tuple(head), parts
 
 
-def unpack(heads: Sequence[Head], parts: Mapping[bytes, bytes]) -> list[Description]:
-    """Every rank's description; equal parts become one object."""
-    parts = {key: raw for head in heads for key, raw in head.inline.items()} | dict(parts)
-    facts: dict[bytes, Facts] = {}
-    cuts: dict[bytes, Cuts] = {}
-    descriptions = []
+def unpack(heads: Sequence[Head], parts: Mapping[bytes, str]) -> list[list[Description]]:
+    """Every rank's descriptions; equal parts become one object."""
+    catalogs: dict[bytes | str, Catalog] = {}
+    exceptions: dict[bytes | str, Exceptions] = {}
+    boxes: dict[bytes | str, list[tuple[Box, ...]]] = {}
+    found: list[list[Description]] = []
     for head in heads:
-        a, b, c = head.parts
-        if a not in facts:
-            facts[a] = Facts.parse(parts[a])
-        if b not in cuts:
-            cuts[b] = Cuts.parse(parts[b])
-        descriptions.append(Description(facts[a], cuts[b], head.cells, _parse_odd(parts[c])))
-    return descriptions
+        found.append([])
+        for a, b, c in zip(head[0::3], head[1::3], head[2::3], strict=True):
+            if a not in catalogs:
+                catalogs[a] = Catalog.parse(_text(a, parts))
+            if b not in exceptions:
+                exceptions[b] = json.loads(_text(b, parts))
+            if c not in boxes:
+                boxes[c] = [tuple(map(_box, one)) for one in json.loads(_text(c, parts))]
+            found[-1].append(Description(catalogs[a], exceptions[b], boxes[c]))
+    return found
 
 
-def _parse_odd(raw: bytes) -> tuple[Odd, ...]:
-    return tuple(
-        Odd(name, dtype, tuple(shape), tuple(Box(tuple(offset), tuple(size)) for offset, size in boxes))
-        for name, dtype, shape, boxes in json.loads(raw)
-    )
+def _text(part: bytes | str, parts: Mapping[bytes, str]) -> str:
+    return part if isinstance(part, str) else parts[part]
 
 
-def _json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+def _box(numbers: Sequence[int]) -> Box:
+    dims = len(numbers) // 2
+    return Box(tuple(numbers[:dims]), tuple(numbers[dims:]))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 # --- collecting -----------------------------------------------------------------------------------
-# Every rank sends digests of the parts of its description; the coordinator asks one rank for each part that
-# it has not seen. So what arrives grows with the number of distinct parts, and a message from every rank is
-# a few dozen bytes.
+# The coordinator asks one rank for each long part that it has not seen. So what arrives grows with the number
+# of distinct long parts, and a message from every rank is a few hundred bytes.
 
 
 def gather_descriptions(
-    group: dist.ProcessGroup | None, describe: Callable[[], Description], *, doing: str
-) -> Callable[[], list[Description]]:
+    group: dist.ProcessGroup | None, describe: Callable[[], list[Description]], *, doing: str
+) -> Callable[[], list[list[Description]]]:
     """Describe on every rank, and collect the descriptions.
 
     Args:
@@ -349,7 +224,7 @@ def gather_descriptions(
         doing: The purpose of this, used in messages.
 
     Returns:
-        What gives all descriptions, in rank order, to the coordinator; others must not call it.
+        A function that gives all descriptions, in rank order, to the coordinator; others must not call it.
 
     Raises:
         CheckpointError: Some rank could not describe what it holds; on every rank alike.
@@ -357,33 +232,35 @@ def gather_descriptions(
     if group is None:
         alone = exchange(None, describe, lambda found: found, doing=doing)
         return lambda: [alone]
-    parts: dict[bytes, bytes] = {}
+    parts: dict[bytes, str] = {}
     heads: list[Head] = []
     asked: list[list[bytes]] = []
 
-    def say() -> Head:
-        head, raws = pack(describe())
-        parts.update(raws)
+    def send_head() -> Head:
+        head, long = pack(describe())
+        parts.update(long)
         return head
 
-    def ask(found: list[Head]) -> list[list[bytes]]:
+    def request_parts(found: list[Head]) -> list[list[bytes]]:
         heads.extend(found)
         asked.extend(requests(found))
         return asked
 
-    wanted = exchange(group, say, ask, doing=doing)
+    wanted = exchange(group, send_head, request_parts, doing=doing)
     here = dist.get_rank(group) == 0
-    senders = [rank for rank, digests in enumerate(asked) if rank for _ in digests]
-    received = deliver(group, [] if here else [parts[key] for key in wanted], senders, doing=doing)
-    keys = [key for rank, digests in enumerate(asked) if rank for key in digests]
-    return lambda: unpack(heads, parts | dict(zip(keys, received, strict=True)))
+    outgoing = [] if here else [parts[key].encode() for key in wanted]
+    keys = [(rank, key) for rank, wanted in enumerate(asked) if rank for key in wanted]
+    received = deliver(group, outgoing, [rank for rank, _ in keys], doing=doing)
+    for (_, key), raw in zip(keys, received, strict=True):
+        parts[key] = raw.decode()
+    return lambda: unpack(heads, parts)
 
 
 def requests(heads: Sequence[Head]) -> list[list[bytes]]:
-    """Which parts each rank must send: one that came with a head, or that a lower rank has, nobody."""
-    known = {key for head in heads for key in head.inline}
-    wanted = []
+    """Which parts each rank must send: none that a lower rank has too."""
+    known: set[bytes] = set()
+    wanted: list[list[bytes]] = []
     for head in heads:
-        wanted.append([key for key in dict.fromkeys(head.parts) if key not in known])
+        wanted.append([part for part in dict.fromkeys(head) if isinstance(part, bytes) and part not in known])
         known.update(wanted[-1])
     return wanted

@@ -1,11 +1,12 @@
-"""The index: which logical tensors a checkpoint holds and where their bytes are.
+"""The index: which logical tensors a checkpoint holds, how each is cut into boxes, and which files hold them.
 
-It says so in the shortest way: what thousands of tensors have in common is written once, as a kind, and which
-files hold which cells once for all of them, as a layout. Reading it makes no list of pieces. It is plain JSON
-and can be rebuilt from the headers of the rank files. This module owns a tensor's entry, whatever format it
-comes from, the index's text form, and the check of everything a reader relies on: pieces lie inside their
-files, do not collide there, and cut each tensor without gap or overlap. It never touches the file system and
-never imports torch unless a dtype is asked for.
+Tensors of one dtype and shape whose boxes lie in the same files are one *group*, which is written once
+however many they are; a group whose boxes form a regular grid says so in a few numbers. Where in its file a
+box begins is not in the index: the header of the file says it (`nnx_checkpoint.rankfile`), and is read when
+data is asked for. This module owns a tensor's entry, whatever format it comes from, the index's text form,
+and the check of everything a reader relies on: boxes cut each tensor without gap or overlap, and files are
+exactly as long as what they hold. It never touches the file system and never imports torch unless a dtype is
+asked for.
 """
 
 from __future__ import annotations
@@ -13,44 +14,37 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, overload
 
+import numpy as np
+import numpy.typing as npt
 from typing_extensions import override
 
-from nnx_checkpoint.box import Box, find_fault
-from nnx_checkpoint.cells import (
-    Cell,
-    Kind,
-    Layout,
-    OddBox,
-    OddTensor,
-    Placement,
-    Stored,
-    cell_box,
-    cells_overlapping,
-    find_fault_of_grid,
-    grid,
-    has_cell,
-    table,
-    trimmed,
+from nnx_checkpoint.box import (
+    Box,
+    box_of_grid,
+    boxes_of_grid,
+    find_fault,
+    grid_of,
+    numels_of_grid,
+    overlapping_of_grid,
 )
 from nnx_checkpoint.dtypes import DTYPES
 from nnx_checkpoint.errors import CheckpointError
-from nnx_checkpoint.manifest import KINDS, Manifest, load_json
+from nnx_checkpoint.manifest import Manifest, load_json
+from nnx_checkpoint.rankfile import Entry, Offsets, find_offsets
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["INDEX", "Index", "Piece", "TensorEntry", "decode_index", "encode_index", "required"]
+__all__ = ["INDEX", "Group", "Index", "Piece", "TensorEntry", "decode_index", "encode_index"]
 
 
 # --- one tensor -----------------------------------------------------------------------------------
-# A *piece* is one box of a tensor in one file. Where a tensor is cut regularly its pieces are not listed
-# but computed when somebody asks for them, so that a tensor in a thousand files costs no more than one in a
-# single file.
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +107,13 @@ class TensorEntry:
         """Bytes of the whole tensor, without copies."""
         return self.numel * self.itemsize
 
+    @property
+    def boxes(self) -> Sequence[Box]:
+        """The distinct stored boxes."""
+        if isinstance(self.pieces, GroupPieces):
+            return self.pieces.group.boxes
+        return list(self.copies)
+
     @cached_property
     def copies(self) -> Mapping[Box, tuple[Piece, ...]]:
         """The stored pieces of each distinct box."""
@@ -121,45 +122,114 @@ class TensorEntry:
             grouped.setdefault(piece.box, []).append(piece)
         return {box: tuple(pieces) for box, pieces in grouped.items()}
 
-    def overlapping(self, box: Box) -> Iterator[tuple[Box, Sequence[Piece]]]:
-        """The distinct stored boxes that share elements with a box, and the pieces that hold each."""
-        if isinstance(self.pieces, CellPieces):
-            yield from self.pieces.overlapping(box)
+    def overlapping(self, box: Box, prefer: str = "") -> Iterator[Piece]:
+        """One piece for each distinct stored box that shares elements with a box.
+
+        Args:
+            box: A box of the tensor.
+            prefer: The file to take a box from where several hold it.
+        """
+        if isinstance(self.pieces, GroupPieces):
+            yield from self.pieces.overlapping(box, prefer)
             return
         for stored, pieces in self.copies.items():
             if stored.intersection(box) is not None:
-                yield stored, pieces
+                yield next((piece for piece in pieces if piece.file == prefer), pieces[0])
 
 
-class CellPieces(Sequence[Piece]):
-    """The pieces of a regularly cut tensor, in row-major order of their cells.
+# --- tensors that are cut alike -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """What tensors of one dtype and shape have in common whose boxes lie in the same files.
+
+    Attributes:
+        dtype_name: Their element type.
+        shape: Their shape.
+        owners: For each box, in order of offset, the numbers of the files that hold it; in the plan of a
+            save, those of the ranks.
+        grid: The extents of a box, if the boxes are a regular grid, as `torch.chunk` cuts; otherwise None.
+        listed: The boxes in order of offset, if they are no grid.
+    """
+
+    dtype_name: str
+    shape: tuple[int, ...]
+    owners: Sequence[Sequence[int]]
+    grid: tuple[int, ...] | None = None
+    listed: Sequence[Box] = ()
+
+    @classmethod
+    def of(
+        cls, dtype_name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[int]], what: str
+    ) -> Group:
+        """Make a group from its boxes and their owners.
+
+        Args:
+            dtype_name: The element type of its tensors.
+            shape: Their shape.
+            boxes: The owners of each box.
+            what: The name of one of its tensors, for messages.
+
+        Raises:
+            CheckpointError: The boxes do not cut a tensor of this shape without gap or overlap.
+        """
+        ordered = sorted(boxes, key=attrgetter("offset", "size"))
+        owners = [tuple(boxes[box]) for box in ordered]
+        grid = grid_of(shape, ordered)
+        if grid is not None:
+            return cls(dtype_name, shape, owners, grid)
+        fault = find_fault(shape, ordered)
+        if fault:
+            raise CheckpointError(
+                f"the shards of tensor '{what}' do not make up its shape {shape}: {fault}.",
+                remedy="This is a bug of the strategy that described them; please report it.",
+            )
+        return cls(dtype_name, shape, owners, listed=tuple(ordered))
+
+    @cached_property
+    def boxes(self) -> Sequence[Box]:
+        """The distinct boxes, in order of offset."""
+        return self.listed if self.grid is None else boxes_of_grid(self.shape, self.grid)
+
+    @cached_property
+    def nbytes(self) -> Sequence[int]:
+        """Bytes of each box."""
+        if self.grid is None:
+            sizes = [box.numel for box in self.listed]
+        else:
+            sizes = numels_of_grid(self.shape, self.grid)
+        itemsize = DTYPES[self.dtype_name].itemsize
+        return [size * itemsize for size in sizes]
+
+    def box(self, number: int) -> Box:
+        """One of the boxes."""
+        return self.listed[number] if self.grid is None else box_of_grid(self.shape, self.grid, number)
+
+    def overlapping(self, box: Box) -> Sequence[int]:
+        """The numbers of the boxes that share elements with a box."""
+        if self.grid is not None:
+            return overlapping_of_grid(self.shape, self.grid, box)
+        return [number for number, own in enumerate(self.listed) if own.intersection(box) is not None]
+
+
+class GroupPieces(Sequence[Piece]):
+    """The pieces of one tensor of a group. Positions are looked up when a piece is asked for.
 
     Args:
         name: The tensor.
-        kind: The kind, which says how it is cut.
-        layout: Says which files hold which cells.
-        files: Names of the files.
-        placement: Finds the offsets of pieces.
+        group: Its group.
+        index: Knows where the entries of each file begin.
     """
 
-    def __init__(
-        self, name: str, kind: Kind, layout: Layout, files: Sequence[str], placement: Placement
-    ) -> None:
+    def __init__(self, name: str, group: Group, index: Index) -> None:
+        self.group = group
         self._name = name
-        self._kind = kind
-        self._layout = layout
-        self._files = files
-        self._placement = placement
+        self._index = index
 
     @cached_property
-    def _all(self) -> list[tuple[Cell, int]]:
-        kind = self._kind
-        return [
-            (cell, file)
-            for cell, files in sorted(self._layout.items())
-            if has_cell(kind.shape, kind.chunk, cell)
-            for file in files
-        ]
+    def _all(self) -> list[tuple[int, int]]:
+        return [(box, file) for box, files in enumerate(self.group.owners) for file in files]
 
     @override
     def __len__(self) -> int:
@@ -173,20 +243,15 @@ class CellPieces(Sequence[Piece]):
     def __getitem__(self, index: int | slice) -> Piece | Sequence[Piece]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        cell, file = self._all[index]
-        return self._piece(cell_box(self._kind.shape, self._kind.chunk, cell), file)
+        return self._index.locate(self._name, *self._all[index])
 
-    def overlapping(self, box: Box) -> Iterator[tuple[Box, Sequence[Piece]]]:
-        """The boxes that share elements with a box, and the pieces that hold each."""
-        kind = self._kind
-        for cell in cells_overlapping(kind.shape, kind.chunk, box):
-            stored = cell_box(kind.shape, kind.chunk, cell)
-            yield stored, [self._piece(stored, file) for file in self._layout[cell]]
-
-    def _piece(self, box: Box, file: int) -> Piece:
-        start, first = self._placement.locate(file, self._name, box.offset)
-        nbytes = box.numel * DTYPES[self._kind.dtype_name].itemsize
-        return Piece(box, self._files[file], start, nbytes, first)
+    def overlapping(self, box: Box, prefer: str) -> Iterator[Piece]:
+        """One piece for each box that shares elements with a box."""
+        files = self._index.files
+        for number in self.group.overlapping(box):
+            owners = self.group.owners[number]
+            file = next((i for i in owners if files[i] == prefer), owners[0])
+            yield self._index.locate(self._name, number, file)
 
 
 # --- all tensors ----------------------------------------------------------------------------------
@@ -195,82 +260,142 @@ class CellPieces(Sequence[Piece]):
 INDEX = "index.json"
 _MOST_ELEMENTS = 1 << 58
 """Sums of bytes stay exact below this; no checkpoint comes near it."""
-_MOST_PAIRS = 1 << 25
-"""Kinds times cells: work that an index of little more than their sum in bytes could ask for."""
+_MOST_BOXES = 1 << 23
+"""Boxes of all groups together: work that an index of far fewer bytes could ask for."""
 _MOST_DIMS = 64
 """torch has no tensors of more."""
 
 
+def _no_headers(file: str) -> Offsets:
+    raise CheckpointError(f"the header of '{file}' was not read.")
+
+
+@dataclass(frozen=True, eq=False)
 class Index:
     """All tensors of a checkpoint.
 
-    Args:
-        stored: The tensors that are stored.
-        placement: Finds the offsets of its pieces.
-        odd: The pieces of every tensor that is not regular.
+    Attributes:
+        files: Names of the files, by number.
+        groups: The {n} by number.
+        numbers: The number of the group of each tensor.
         aliases: Names of tied tensors, mapped to the name under which the data is stored.
+        offsets: Finds out where the entries of a file begin; used when data is to be read.
     """
 
-    def __init__(
-        self,
-        stored: Stored,
-        placement: Placement,
-        odd: Mapping[str, Sequence[Piece]],
-        aliases: Mapping[str, str],
-    ) -> None:
-        self.aliases = aliases
-        self._stored = stored
-        self._placement = placement
-        self._odd = odd
-        self._number = {file: i for i, file in enumerate(stored.files)}
+    files: Sequence[str]
+    groups: Sequence[Group]
+    numbers: Mapping[str, int]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    offsets: Callable[[str], Offsets] = _no_headers
+    _known: dict[int, Mapping[int, Sequence[int]]] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorEntry]:
         """All tensors by name."""
         return _Tensors(self)
 
-    def block_count(self, file: str) -> int:
-        """How many checksums a file has."""
-        return self._placement.blocks(self._number[file]) if file in self._number else 0
-
-    def pieces_of(self, file: str) -> Sequence[tuple[Piece, TensorEntry]]:
-        """The pieces of a file in order of position, which is also the order of their checksums."""
-        number = self._number.get(file, -1)
-        found = [(piece, self.tensors[name]) for name, piece in self._odd_by_file.get(file, ())]
-        kinds, regular = self._stored.kinds, self._stored.regular
-        for name, box in self._placement.pieces(number):
-            start, first = self._placement.locate(number, name, box.offset)
-            nbytes = box.numel * DTYPES[kinds[regular[name]].dtype_name].itemsize
-            found.append((Piece(box, file, start, nbytes, first), self.tensors[name]))
-        return sorted(found, key=lambda pair: (pair[0].start, pair[0].nbytes))
+    @cached_property
+    def _place(self) -> Mapping[str, int]:
+        """Where each tensor stands among the names."""
+        return {name: i for i, name in enumerate(self.numbers)}
 
     @cached_property
-    def _odd_by_file(self) -> Mapping[str, list[tuple[str, Piece]]]:
-        found: dict[str, list[tuple[str, Piece]]] = {}
-        for name, pieces in self._odd.items():
-            for piece in pieces:
-                found.setdefault(piece.file, []).append((name, piece))
+    def _file_number(self) -> Mapping[str, int]:
+        return {file: i for i, file in enumerate(self.files)}
+
+    @cached_property
+    def _members(self) -> Sequence[Sequence[str]]:
+        """The tensors of each group."""
+        found: list[list[str]] = [[] for _ in self.groups]
+        for name, number in self.numbers.items():
+            found[number].append(name)
         return found
+
+    @cached_property
+    def _held(self) -> npt.NDArray[np.int64]:
+        """File, group and box of everything that is stored, in order of files."""
+        rows = [
+            (file, number, box)
+            for number, group in enumerate(self.groups)
+            for box, files in enumerate(group.owners)
+            for file in files
+        ]
+        table = np.array(rows, np.int64).reshape(-1, 3)
+        return table[np.argsort(table[:, 0], kind="stable")]
+
+    def _held_by(self, file: int) -> Mapping[int, Sequence[int]]:
+        """The groups of which a file holds something, and the numbers of the boxes."""
+        if file not in self._known:
+            first, last = np.searchsorted(self._held[:, 0], (file, file + 1))
+            found: dict[int, list[int]] = {}
+            for _, number, box in self._held[first:last].tolist():
+                found.setdefault(number, []).append(box)
+            self._known[file] = found
+        return self._known[file]
+
+    def entries_of(self, file: str) -> tuple[list[Entry], list[int]]:
+        """What a file holds, and for each entry where its tensor stands among the names."""
+        at = self._file_number.get(file)
+        entries: list[Entry] = []
+        places: list[int] = []
+        for number, boxes in (self._held_by(at) if at is not None else {}).items():
+            group, members = self.groups[number], self._members[number]
+            for box in boxes:
+                entries += [Entry(name, group.shape, group.dtype_name, group.box(box)) for name in members]
+                places += [self._place[name] for name in members]
+        return entries, places
+
+    def locate(self, name: str, box: int, file: int) -> Piece:
+        """Where a file holds a box of a tensor.
+
+        Args:
+            name: The tensor.
+            box: The number of the box in the tensor's group.
+            file: The number of the file.
+
+        Raises:
+            CheckpointError: The header of the file is damaged, or contradicts the index.
+        """
+        number = self.numbers[name]
+        group, held = self.groups[number], self._held_by(file)[number]
+        start, block = self.offsets(self.files[file]).find(self._place[name], held.index(box))
+        found = group.box(box)
+        nbytes = found.numel * DTYPES[group.dtype_name].itemsize
+        return Piece(found, self.files[file], start, nbytes, block)
+
+    def pieces_of(self, file: str) -> list[tuple[str, Piece]]:
+        """The pieces of a file with the names of their tensors, in order of position and of checksums.
+
+        Raises:
+            CheckpointError: The header of the file is damaged, or contradicts the index.
+        """
+        entries, places = self.entries_of(file)
+        if not entries:
+            return []
+        rows = self.offsets(file).rows(places)
+        found = [
+            (entry.name, Piece(entry.box, file, start, entry.nbytes, block))
+            for entry, (start, block) in zip(entries, rows, strict=True)
+        ]
+        return sorted(found, key=lambda pair: (pair[1].start, pair[1].nbytes))
+
+    def read_offsets(self, file: str, header: bytes, block: int) -> Offsets:
+        """Find in the header of a file where its entries begin.
+
+        Args:
+            file: The name of the file.
+            header: Its bytes before the data.
+            block: Bytes under one checksum.
+
+        Raises:
+            CheckpointError: The header holds other entries than the index says.
+        """
+        return find_offsets(header, *self.entries_of(file), block=block, source=file)
 
     def entry(self, name: str) -> TensorEntry:
         """The entry of a stored tensor."""
-        stored = self._stored
-        number = stored.regular.get(name)
-        if number is None:
-            tensor = stored.odd[name]
-            return TensorEntry(name, tensor.shape, tensor.dtype_name, self._odd[name])
-        kind = stored.kinds[number]
-        pieces = CellPieces(name, kind, stored.layouts[kind.layout], stored.files, self._placement)
-        return TensorEntry(name, kind.shape, kind.dtype_name, pieces)
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The names of all tensors."""
-        return [*self._stored.regular, *self._stored.odd]
-
-    def holds(self, name: object) -> bool:
-        """Whether a tensor of this name is stored."""
-        return name in self._stored.regular or name in self._stored.odd
+        group = self.groups[self.numbers[name]]
+        return TensorEntry(name, group.shape, group.dtype_name, GroupPieces(name, group, self))
 
 
 class _Tensors(Mapping[str, TensorEntry]):
@@ -278,7 +403,7 @@ class _Tensors(Mapping[str, TensorEntry]):
 
     def __init__(self, index: Index) -> None:
         self._index = index
-        self._names = sorted(index.names)
+        self._names = sorted(index.numbers)
 
     @override
     def __getitem__(self, name: str) -> TensorEntry:
@@ -286,7 +411,7 @@ class _Tensors(Mapping[str, TensorEntry]):
 
     @override
     def __contains__(self, name: object) -> bool:
-        return self._index.holds(name)
+        return name in self._index.numbers
 
     @override
     def __iter__(self) -> Iterator[str]:
@@ -300,146 +425,138 @@ class _Tensors(Mapping[str, TensorEntry]):
 # --- writing --------------------------------------------------------------------------------------
 
 
-def encode_index(stored: Stored, bases: Sequence[int], block: int, aliases: Mapping[str, str]) -> bytes:
-    """The bytes of ``index.json``.
+def index_of(tensors: Mapping[str, tuple[str, tuple[int, ...], Mapping[Box, Sequence[str]]]]) -> Index:
+    """Group tensors of which each is listed on its own.
 
     Args:
-        stored: The tensors that are stored; positions of odd boxes are found here.
-        bases: The offset at which the data of each file starts.
-        block: Bytes under one checksum.
-        aliases: Tied names.
+        tensors: The dtype and shape of each tensor, and the names of the files that hold each of its boxes.
+
+    Raises:
+        CheckpointError: The boxes of a tensor do not cut it without gap or overlap.
+    """
+    files = sorted({file for _, _, boxes in tensors.values() for held in boxes.values() for file in held})
+    place = {file: i for i, file in enumerate(files)}
+    groups: list[Group] = []
+    known: dict[Any, int] = {}
+    numbers: dict[str, int] = {}
+    for name, (dtype_name, shape, boxes) in sorted(tensors.items()):
+        owners = {box: tuple(place[file] for file in held) for box, held in boxes.items()}
+        numbers[name] = known.setdefault((dtype_name, shape, frozenset(owners.items())), len(groups))
+        if numbers[name] == len(groups):
+            groups.append(Group.of(dtype_name, shape, owners, name))
+    return Index(files, groups, numbers)
+
+
+def encode_index(index: Index) -> bytes:
+    """The bytes of ``index.json``.
 
     Raises:
         CheckpointError: No reader would take it.
     """
-    if _pairs(stored) > _MOST_PAIRS:
+    if sum(len(group.owners) for group in index.groups) > _MOST_BOXES:
         raise CheckpointError(
-            f"the kinds of tensors have more than {_MOST_PAIRS:,} cells together, which nothing would read.",
+            f"the groups of tensors have more than {_MOST_BOXES:,} boxes together, which nothing would read.",
             remedy="Cut tensors of fewer different shapes, or over fewer ranks.",
         )
-    placement = Placement(stored, bases, block)
-    tensors: dict[str, Any] = dict(stored.regular)
-    for name, tensor in stored.odd.items():
-        tensors[name] = {
-            "dtype": tensor.dtype_name,
-            "shape": tensor.shape,
-            "pieces": [
-                [odd.box.offset, odd.box.size, odd.file, placement.locate(odd.file, name, odd.box.offset)[0]]
-                for odd in tensor.boxes
-            ],
-        }
-    body: dict[str, Any] = {"files": stored.files, "aliases": dict(aliases)}
-    if stored.kinds:
-        body["layouts"] = [list(layout.items()) for layout in stored.layouts]
-        body["kinds"] = [
-            {"dtype": kind.dtype_name, "shape": kind.shape, "chunk": kind.chunk, "layout": kind.layout}
-            for kind in stored.kinds
-        ]
-    body["tensors"] = tensors
-    return (json.dumps(body, separators=(",", ":")) + "\n").encode()
-
-
-def _pairs(stored: Stored) -> int:
-    return sum(len(stored.layouts[kind.layout]) for kind in stored.kinds)
-
-
-def required(stored: Stored) -> tuple[str, ...]:
-    """What a reader of an index must know."""
-    return (KINDS,) if stored.kinds else ()
+    owners: dict[tuple[int | tuple[int, ...], ...], int] = {}
+    groups: list[dict[str, Any]] = []
+    for group in index.groups:
+        held = tuple(files[0] if len(files) == 1 else tuple(files) for files in group.owners)
+        body: dict[str, Any] = {"dtype": group.dtype_name, "shape": group.shape}
+        if group.grid is None:
+            body["boxes"] = [(box.offset, box.size) for box in group.listed]
+        else:
+            body["grid"] = group.grid
+        groups.append(body | {"owners": owners.setdefault(held, len(owners))})
+    whole = {
+        "files": list(index.files),
+        "aliases": dict(index.aliases),
+        "owners": list(owners),
+        "groups": groups,
+        "tensors": dict(index.numbers),
+    }
+    return (json.dumps(whole, separators=(",", ":")) + "\n").encode()
 
 
 # --- reading --------------------------------------------------------------------------------------
 
 
-def decode_index(raw: bytes, manifest: Manifest, *, source: str) -> Index:
+def decode_index(
+    raw: bytes, manifest: Manifest, *, source: str, offsets: Callable[[str], Offsets] = _no_headers
+) -> Index:
     """Parse ``index.json``, whose digest was checked before, and check every claim it makes.
 
     Args:
         raw: Its bytes.
         manifest: Lists the files, their lengths and where their data starts.
         source: Its path, for messages.
+        offsets: Finds out where the entries of a file begin, when data is to be read.
 
     Raises:
         CheckpointError: Something in it cannot be true.
     """
     try:
         body = load_json(raw)
-        stored = _stored(body)
+        files = [str(name) for name in body["files"]]
+        owners = [_owners(value, len(files)) for value in body["owners"]]
+        groups = _groups(body["groups"], owners)
         aliases = {str(a): str(b) for a, b in body["aliases"].items()}
+        index = Index(files, groups, _numbers(body["tensors"], groups), aliases, offsets)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
         raise _inconsistent(source, f"malformed entry ({error!r})") from error
-    _check_cover(stored, source)
-    for file in stored.files:
-        if file not in manifest.files or f"{file.rsplit('.', 1)[0]}.sums" not in manifest.files:
-            raise _inconsistent(source, f"'{file}' or its checksums are not in the manifest")
-    bases = [manifest.files[file].digested for file in stored.files]
-    placement = Placement(stored, bases, manifest.block)
-    odd = _place_odd(stored, placement, bases, manifest.block, source)
-    for number, file in enumerate(stored.files):
-        stop, size = bases[number] + placement.size(number), manifest.files[file].size
-        if stop != size:
-            raise _inconsistent(source, f"the pieces of '{file}' end at {stop} of {size} bytes")
-    index = Index(stored, placement, odd, aliases)
+    _check_cover(index, source)
+    _check_lengths(index, manifest, source)
     for alias, target in aliases.items():
-        if not index.holds(target) or index.holds(alias):
+        if target not in index.numbers or alias in index.numbers:
             raise _inconsistent(source, f"alias '{alias}' of '{target}'")
     return index
 
 
-def _stored(body: Mapping[str, Any]) -> Stored:
-    files = [str(name) for name in body["files"]]
-    layouts = [_layout(layout, len(files)) for layout in body.get("layouts", ())]
-    kinds = [_kind(kind, len(layouts)) for kind in body.get("kinds", ())]
-    regular: dict[str, int] = {}
-    odd: dict[str, OddTensor] = {}
-    for name, value in body["tensors"].items():
-        if type(value) is int:
-            regular[name] = value
-        else:
-            odd[name] = _odd_tensor(name, value, len(files))
-    if regular and not 0 <= min(regular.values()) <= max(regular.values()) < len(kinds):
-        raise ValueError("number of a kind")
-    counts = Counter(regular.values())
-    if sum(math.prod(kinds[i].shape) * count for i, count in counts.items()) > _MOST_ELEMENTS:
-        raise ValueError("too many elements")
-    return Stored(files, layouts, kinds, regular, odd)
-
-
-def _layout(items: Sequence[Any], files: int) -> Layout:
-    layout: dict[Cell, tuple[int, ...]] = {}
-    for at, numbers in items:
-        cell = _sizes(at)
-        if cell in layout or trimmed(cell) != cell or any(i > _MOST_ELEMENTS for i in cell):
-            raise ValueError(f"cell {at!r}")
+def _owners(value: Sequence[Any], files: int) -> list[Sequence[int]]:
+    found: list[Sequence[int]] = []
+    for held in value:
+        numbers = (held,) if type(held) is int else tuple(held)
         if not numbers or not all(type(number) is int and 0 <= number < files for number in numbers):
-            raise ValueError(f"files of cell {at!r}")
+            raise ValueError(f"owners {held!r}")
         if len(set(numbers)) != len(numbers):
-            raise ValueError(f"files of cell {at!r}")
-        layout[cell] = tuple(numbers)
-    return layout
+            raise ValueError(f"owners {held!r}")
+        found.append(numbers)
+    return found
 
 
-def _kind(value: Mapping[str, Any], layouts: int) -> Kind:
-    kind = Kind(value["dtype"], _sizes(value["shape"]), _sizes(value["chunk"]), value["layout"])
-    if any(step > max(full, 1) for step, full in zip(kind.chunk, kind.shape, strict=True)):
-        raise ValueError(f"chunk of kind {value!r}")
-    if kind.dtype_name not in DTYPES or type(kind.layout) is not int or not 0 <= kind.layout < layouts:
-        raise ValueError(f"kind {value!r}")
-    return kind
+def _groups(values: Sequence[Mapping[str, Any]], owners: Sequence[Sequence[Sequence[int]]]) -> list[Group]:
+    groups, boxes = [], 0
+    for value in values:
+        group = _group(value, owners)
+        boxes += len(group.owners)
+        if boxes > _MOST_BOXES:
+            raise ValueError(f"more than {_MOST_BOXES:,} boxes")
+        groups.append(group)
+    return groups
 
 
-def _odd_tensor(name: str, value: Mapping[str, Any], files: int) -> OddTensor:
-    boxes = []
-    for offset, size, number, start in value["pieces"]:
-        if type(number) is not int or type(start) is not int or not 0 <= number < files or start < 0:
-            raise ValueError(f"piece of {name!r}")
-        boxes.append(OddBox(Box(_sizes(offset), _sizes(size)), number, start))
-    if value["dtype"] not in DTYPES:
-        raise ValueError(f"element type of {name!r}")
-    return OddTensor(value["dtype"], _sizes(value["shape"]), tuple(boxes))
+def _group(value: Mapping[str, Any], owners: Sequence[Sequence[Sequence[int]]]) -> Group:
+    dtype, shape, number = value["dtype"], _extents(value["shape"]), value["owners"]
+    if dtype not in DTYPES or type(number) is not int or number < 0:
+        raise ValueError(f"group {value!r}")
+    held = owners[number]
+    if "grid" not in value:
+        listed = tuple(Box(_extents(offset), _extents(size)) for offset, size in value["boxes"])
+        if len(listed) != len(held):
+            raise ValueError(f"{len(listed)} boxes with {len(held)} owners")
+        return Group(dtype, shape, held, listed=listed)
+    grid = _extents(value["grid"])
+    count = 1
+    for full, step in zip(shape, grid, strict=True):
+        if not 0 < step <= full:
+            raise ValueError(f"grid {grid} of shape {shape}")
+        count *= -(-full // step)
+    if count != len(held):
+        raise ValueError(f"{count} boxes with {len(held)} owners")
+    return Group(dtype, shape, held, grid)
 
 
-def _sizes(values: list[int]) -> tuple[int, ...]:
+def _extents(values: list[int]) -> tuple[int, ...]:
     if len(values) > _MOST_DIMS or any(
         type(value) is not int or not 0 <= value <= _MOST_ELEMENTS for value in values
     ):
@@ -447,59 +564,39 @@ def _sizes(values: list[int]) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _check_cover(stored: Stored, source: str) -> None:
-    """Every tensor must be cut without gap or overlap; for regular ones it is enough that no cell lacks."""
-    names = {number: name for name, number in stored.regular.items()}
-    if _pairs(stored) > _MOST_PAIRS:
-        raise _inconsistent(source, f"its kinds have more than {_MOST_PAIRS:,} cells together")
-    tables = [table(layout) for layout in stored.layouts]
-    checked = set()
-    for number, kind in enumerate(stored.kinds):
-        if 0 in kind.chunk:
-            raise _inconsistent(source, f"kind {number} has chunk {kind.chunk}")
-        what = (kind.layout, grid(kind.shape, kind.chunk))
-        if what in checked:
-            continue
-        fault = find_fault_of_grid(kind.shape, kind.chunk, tables[kind.layout])
+def _numbers(values: Mapping[str, Any], groups: Sequence[Group]) -> dict[str, int]:
+    numbers = dict(values)
+    if not all(type(number) is int and 0 <= number < len(groups) for number in numbers.values()):
+        raise ValueError("number of a group")
+    counts = Counter(numbers.values())
+    if sum(math.prod(groups[i].shape) * count for i, count in counts.items()) > _MOST_ELEMENTS:
+        raise ValueError("too many elements")
+    return numbers
+
+
+def _check_cover(index: Index, source: str) -> None:
+    """Every tensor must be cut without gap or overlap; a grid always is."""
+    names = {number: name for name, number in index.numbers.items()}
+    for number, group in enumerate(index.groups):
+        fault = "" if group.grid is not None else find_fault(group.shape, group.listed)
         if fault:
-            raise _inconsistent(source, f"tensor '{names.get(number, f'of kind {number}')}': {fault}")
-        checked.add(what)
-    for name, tensor in stored.odd.items():
-        fault = find_fault(tensor.shape, {odd.box for odd in tensor.boxes})
-        if fault:
-            raise _inconsistent(source, f"tensor '{name}': {fault}")
+            raise _inconsistent(source, f"tensor '{names.get(number, f'of group {number}')}': {fault}")
 
 
-def _place_odd(
-    stored: Stored, placement: Placement, bases: Sequence[int], block: int, source: str
-) -> dict[str, tuple[Piece, ...]]:
-    """The listed pieces. Where a file holds nothing else, they alone say in which order they stand."""
-    found: dict[str, list[Piece]] = {name: [] for name in stored.odd}
-    loose: dict[int, list[tuple[int, int, str, Box]]] = {}
-    for name, tensor in stored.odd.items():
-        itemsize = DTYPES[tensor.dtype_name].itemsize
-        for odd in tensor.boxes:
-            nbytes = odd.box.numel * itemsize
-            if not placement.holds_cells(odd.file):
-                loose.setdefault(odd.file, []).append((odd.start, nbytes, name, odd.box))
-                continue
-            file = stored.files[odd.file]
-            start, first = placement.locate(odd.file, name, odd.box.offset)
-            _check_start(file, odd.start, start, source)
-            found[name].append(Piece(odd.box, file, start, nbytes, first))
-    for number, items in loose.items():
-        position, first = bases[number], 0
-        for start, nbytes, name, box in sorted(items, key=lambda item: item[:2]):
-            _check_start(stored.files[number], start, position, source)
-            found[name].append(Piece(box, stored.files[number], start, nbytes, first))
-            position += nbytes
-            first -= -nbytes // block
-    return {name: tuple(pieces) for name, pieces in found.items()}
-
-
-def _check_start(file: str, claimed: int, position: int, source: str) -> None:
-    if claimed != position:
-        raise _inconsistent(source, f"a piece in '{file}' starts at {claimed}, not at {position}")
+def _check_lengths(index: Index, manifest: Manifest, source: str) -> None:
+    """Every file must be as long as its header and what it holds."""
+    counts = Counter(index.numbers.values())
+    totals = [0] * len(index.files)
+    for number, group in enumerate(index.groups):
+        for files, nbytes in zip(group.owners, group.nbytes, strict=True):
+            for file in files:
+                totals[file] += nbytes * counts[number]
+    for name, total in zip(index.files, totals, strict=True):
+        if name not in manifest.files or f"{name.rsplit('.', 1)[0]}.sums" not in manifest.files:
+            raise _inconsistent(source, f"'{name}' or its checksums are not in the manifest")
+        stop, size = manifest.files[name].digested + total, manifest.files[name].size
+        if stop != size:
+            raise _inconsistent(source, f"the entries of '{name}' end at {stop} of {size} bytes")
 
 
 def _inconsistent(source: str, why: str) -> CheckpointError:

@@ -19,7 +19,6 @@ from nnx_checkpoint.errors import CheckpointError
 
 __all__ = [
     "BLOCK",
-    "KINDS",
     "MANIFEST",
     "DamagedManifestError",
     "FileEntry",
@@ -36,9 +35,8 @@ __all__ = [
 MANIFEST = "manifest.json"
 OBJECTS = "objects.json"
 FORMAT = "nnx-ckpt"
-VERSION = (1, 1)
-KINDS = "kinds"
-"""The feature that a reader must know where the index describes tensors by kind."""
+VERSION = (1, 2)
+"""The oldest version that this nnx reads, and the one that it writes. No release wrote 1.0 and 1.1."""
 BLOCK = 256 * 1024
 """Bytes of tensor data under one checksum, in checkpoints that this version writes."""
 
@@ -153,11 +151,13 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "writer": dict(manifest.writer),
         "provenance": dict(manifest.provenance),
         "hash": {"algorithm": _HASH, "block": manifest.block},
-        "files": {
-            name: {"size": entry.size, "digest": entry.digest, "digested": entry.digested}
-            for name, entry in sorted(manifest.files.items())
-        },
     }
+    # One line for each file: with indentation inside, json would take a second for those of 16,384 ranks.
+    files = ",\n".join(
+        f"  {json.dumps(name)}: "
+        f'{{"size": {entry.size}, "digest": "{entry.digest}", "digested": {entry.digested}}}'
+        for name, entry in sorted(manifest.files.items())
+    )
     try:
         text = json.dumps(body, indent=1, ensure_ascii=True, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -165,7 +165,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
             f"the provenance of a checkpoint is not plain JSON: {error}.",
             remedy="Pass strings, finite numbers, booleans, lists and dicts only.",
         ) from error
-    unsigned = _HEAD + _ZEROS + b'",' + text[1:].encode() + b"\n"
+    text = f'{text[1:-2]},\n "files": {{\n{files}\n }}\n}}\n'
+    unsigned = _HEAD + _ZEROS + b'",' + text.encode()
     return _sign(unsigned)
 
 
@@ -192,7 +193,7 @@ def decode_manifest(raw: bytes, *, source: str) -> Manifest:
         )
     if _sign(_HEAD + _ZEROS + raw[len(_HEAD) + len(_ZEROS) :]) != raw:
         raise _damaged(source, "its digest does not match its contents")
-    _refuse_newer(body, source)
+    _refuse_others(body, source)
     try:
         return _build(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -209,20 +210,24 @@ def _parse(raw: bytes, source: str) -> dict[str, Any]:
     return body
 
 
-def _refuse_newer(body: dict[str, Any], source: str) -> None:
+def _refuse_others(body: dict[str, Any], source: str) -> None:
+    """Refuse versions and features that this nnx does not know."""
     version, requires = body.get("version"), body.get("requires")
+    shown = ".".join(map(str, version)) if isinstance(version, list) else version
+    if version in ([1, 0], [1, 1]):
+        raise CheckpointError(
+            f"'{source}' has format version {shown}, which no release of nnx has written; "
+            f"this nnx reads version 1.2 and later ones of 1.x.",
+            remedy="Read it with the sources that wrote it, and save it again with these.",
+        )
     if not isinstance(version, list) or len(version) != 2 or version[0] != VERSION[0]:
-        shown = ".".join(map(str, version)) if isinstance(version, list) else version
         raise CheckpointError(
             f"'{source}' has format version {shown}; this nnx reads version {VERSION[0]}.x.",
             remedy="Upgrade with `pip install --upgrade nnx-core`.",
         )
-    unknown = (
-        [feature for feature in requires if feature != KINDS] if isinstance(requires, list) else requires
-    )
-    if unknown:
+    if requires:
         raise CheckpointError(
-            f"'{source}' needs features that this nnx does not know: {unknown}.",
+            f"'{source}' needs features that this nnx does not know: {requires}.",
             remedy="Upgrade with `pip install --upgrade nnx-core`.",
         )
 

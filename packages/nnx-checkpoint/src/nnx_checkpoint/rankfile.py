@@ -3,7 +3,8 @@
 Any safetensors tool reads the file. Its header is padded so that the data starts on a page; the data is
 gapless, widest elements first so that all stay aligned. Besides the standard fields the header says which
 logical tensor and box each entry is, so that the index can be rebuilt from the headers. This module owns that
-layout and which bytes of it a region needs. It never communicates.
+layout, finds in a header where each box begins, and says which bytes of a box a region needs. It never
+communicates, and imports torch only to write.
 """
 
 from __future__ import annotations
@@ -11,25 +12,34 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 import xxhash
-from torch import Tensor
 
 from nnx_checkpoint.box import Box
 from nnx_checkpoint.dtypes import DTYPES, width
+from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.manifest import BLOCK, FileEntry, digest, rank_file
 from nnx_checkpoint.storage import Place
 from nnx_checkpoint.storage.stream import ALIGNMENT, StreamWriter
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 __all__ = [
-    "StoredBox",
+    "Entry",
+    "Offsets",
     "cut",
     "file_order",
+    "find_offsets",
     "flat_bytes",
+    "parse_header",
     "ranges_of",
     "strides_of",
     "write_in_order",
@@ -41,8 +51,15 @@ _SLAB = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class StoredBox:
-    """One box that a rank stores, without its data."""
+class Entry:
+    """One box of a tensor in a rank file, without its data.
+
+    Attributes:
+        name: The tensor.
+        shape: Its global shape.
+        dtype_name: Its element type.
+        box: The box.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -55,43 +72,43 @@ class StoredBox:
         return self.box.numel * DTYPES[self.dtype_name].itemsize
 
 
-def file_order(boxes: Sequence[StoredBox]) -> list[int]:
-    """The order in which boxes stand in a file: widest numbers first, then by name and offset."""
+def file_order(entries: Sequence[Entry]) -> list[int]:
+    """The order in which entries stand in a file: widest numbers first, then by name and offset."""
 
     def key(i: int) -> tuple[int, str, tuple[int, ...]]:
-        return -width(boxes[i].dtype_name), boxes[i].name, boxes[i].box.offset
+        return -width(entries[i].dtype_name), entries[i].name, entries[i].box.offset
 
-    return sorted(range(len(boxes)), key=key)
+    return sorted(range(len(entries)), key=key)
 
 
 def write_rank_file(
-    directory: Place, rank: int, boxes: Sequence[StoredBox], data: Sequence[Tensor]
+    directory: Place, rank: int, entries: Sequence[Entry], data: Sequence[Tensor]
 ) -> dict[str, FileEntry]:
-    """Write this rank's boxes and their checksums.
+    """Write this rank's entries and their checksums.
 
     Args:
         directory: The save directory.
         rank: The number of this rank.
-        boxes: The boxes to store, in any order.
-        data: The tensor for each box; of any device and stride.
+        entries: The entries to store, in any order.
+        data: The tensor for each entry; of any device and stride.
 
     Returns:
         What the manifest must say about the two files; nothing where there is nothing to store.
     """
-    order = file_order(boxes)
+    order = file_order(entries)
     return write_in_order(
-        directory, rank, [boxes[i] for i in order], (flat_bytes(data[i].detach()) for i in order)
+        directory, rank, [entries[i] for i in order], (flat_bytes(data[i].detach()) for i in order)
     )
 
 
 def write_in_order(
-    directory: Place, rank: int, boxes: Sequence[StoredBox], data: Iterable[Iterable[memoryview]]
+    directory: Place, rank: int, entries: Sequence[Entry], data: Iterable[Iterable[memoryview]]
 ) -> dict[str, FileEntry]:
-    """As `write_rank_file`, for boxes that are in `file_order`, each given as parts of its bytes."""
-    if not boxes:
+    """As `write_rank_file`, for entries that are in `file_order`, each given as parts of its bytes."""
+    if not entries:
         return {}
-    header = _header(boxes)
-    size = len(header) + sum(box.nbytes for box in boxes)
+    header = _header(entries)
+    size = len(header) + sum(entry.nbytes for entry in entries)
     name = rank_file(rank)
     with (directory / name).stream(size) as stream:
         stream.append(memoryview(header))
@@ -109,14 +126,14 @@ def write_in_order(
 
 
 class ShardWriter:
-    """Appends tensors to a stream and collects a checksum of every block of each."""
+    """Appends entries to a stream and collects a checksum of every block of each."""
 
     def __init__(self, stream: StreamWriter) -> None:
         self.sums: list[int] = []
         self._stream = stream
 
     def add(self, parts: Iterable[memoryview]) -> None:
-        """Append the bytes of one box; its blocks start anew at its first byte."""
+        """Append the bytes of one entry; its blocks start anew at its first byte."""
         block = xxhash.xxh3_64()
         missing = BLOCK
         for slab in parts:
@@ -139,6 +156,8 @@ def flat_bytes(tensor: Tensor, limit: int = _SLAB) -> Iterator[memoryview]:
 
     Memory on the CPU that is contiguous is not copied at all.
     """
+    import torch
+
     if tensor.numel() == 0:
         return
     if tensor.is_conj() or tensor.is_neg() or tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -154,42 +173,48 @@ def flat_bytes(tensor: Tensor, limit: int = _SLAB) -> Iterator[memoryview]:
     yield memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
-def _header(boxes: Sequence[StoredBox]) -> bytes:
+# --- the header -----------------------------------------------------------------------------------
+# The key of an entry is its tensor's name, or a numbered one for a further box of the tensor. What the
+# standard fields do not say (the logical tensor's name, dtype and shape, and the offset of the box) stands in
+# the metadata, unless the entry is a whole tensor of a type that safetensors has.
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
     """The header as text; as a tree of objects it would take most of the time that small tensors take."""
-    entries: list[str] = []
+    fields: list[str] = []
     origins: list[str] = []
     offsets: list[str] = []
-    known: dict[tuple[str, tuple[int, ...], Box], _Entry] = {}
+    known: dict[tuple[str, tuple[int, ...], Box], _Fields] = {}
     used: set[str] = set()
-    taken = {"__metadata__"} | {box.name for box in boxes}
+    taken = {"__metadata__"} | {entry.name for entry in entries}
     start = 0
-    for box in boxes:
-        signature = (box.dtype_name, box.shape, box.box)
-        entry = known.get(signature)
-        if entry is None:
-            entry = known[signature] = _entry(box)
-        key = _key(box.name, used, taken)
+    for entry in entries:
+        like = (entry.dtype_name, entry.shape, entry.box)
+        found = known.get(like)
+        if found is None:
+            found = known[like] = _fields(entry)
+        key = _key(entry.name, used, taken)
         used.add(key)
         taken.add(key)
         quoted = json.dumps(key)
-        stop = start + entry.nbytes
-        entries.append(f'{quoted}:{{{entry.fields},"data_offsets":[{start},{stop}]}}')
+        stop = start + found.nbytes
+        fields.append(f'{quoted}:{{{found.fields},"data_offsets":[{start},{stop}]}}')
         # torch's own Hugging Face reader looks for this entry.
-        offsets.append(f'{quoted}:{{"saved_offsets":{entry.saved}}}')
-        if not entry.plain or key != box.name:
-            name = quoted if key == box.name else json.dumps(box.name)
-            origins.append(f'{quoted}:{{"name":{name},{entry.origin}}}')
+        offsets.append(f'{quoted}:{{"saved_offsets":{found.saved}}}')
+        if not found.plain or key != entry.name:
+            name = quoted if key == entry.name else json.dumps(entry.name)
+            origins.append(f'{quoted}:{{"name":{name},{found.origin}}}')
         start = stop
     metadata = {"format": "pt", "DCP_SHARDING_INFO": _object(offsets), "nnx": _object(origins)}
     head = f'"__metadata__":{json.dumps(metadata, separators=(",", ":"))}'
-    text = _object([head, *entries]).encode()
+    text = _object([head, *fields]).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """What the header says of boxes that differ in their names only."""
+class _Fields:
+    """What the header says of entries that differ in their names only."""
 
     nbytes: int
     fields: str
@@ -199,17 +224,17 @@ class _Entry:
     """Whether the standard fields say it all: a whole tensor of a type that safetensors has."""
 
 
-def _entry(box: StoredBox) -> _Entry:
-    stored = DTYPES[box.dtype_name]
+def _fields(entry: Entry) -> _Fields:
+    stored = DTYPES[entry.dtype_name]
     parts = [stored.parts] if stored.parts > 1 else []
-    shape = json.dumps([*box.box.size, *parts], separators=(",", ":"))
-    origin = {"dtype": box.dtype_name, "shape": box.shape, "offset": box.box.offset}
-    return _Entry(
-        nbytes=box.nbytes,
+    shape = json.dumps([*entry.box.size, *parts], separators=(",", ":"))
+    origin = {"dtype": entry.dtype_name, "shape": entry.shape, "offset": entry.box.offset}
+    return _Fields(
+        nbytes=entry.nbytes,
         fields=f'"dtype":"{stored.code}","shape":{shape}',
-        saved=json.dumps([*box.box.offset, *(0 for _ in parts)], separators=(",", ":")),
+        saved=json.dumps([*entry.box.offset, *(0 for _ in parts)], separators=(",", ":")),
         origin=json.dumps(origin, separators=(",", ":"))[1:-1],
-        plain=not parts and box.box == Box.whole(box.shape),
+        plain=not parts and entry.box == Box.whole(entry.shape),
     )
 
 
@@ -225,6 +250,167 @@ def _key(name: str, used: set[str], taken: set[str]) -> str:
     while f"{name}#{number}" in taken:
         number += 1
     return f"{name}#{number}"
+
+
+_PLAIN = {stored.code: name for name, stored in DTYPES.items() if stored.parts == 1}
+_MOST_BYTES = 1 << 62
+"""No file is longer, and positions fit into 64 bits."""
+_Claim = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
+"""What a header says of an entry: dtype, global shape, size of the box, range of bytes in the data."""
+
+
+def parse_header(raw: bytes) -> dict[tuple[str, tuple[int, ...]], _Claim]:
+    """What a header says, by the name of the tensor and the offset of the box.
+
+    Args:
+        raw: All bytes of a rank file before its data.
+
+    Raises:
+        ValueError, KeyError, TypeError and the like: It is not the header of a rank file.
+    """
+    (length,) = struct.unpack_from("<Q", raw)
+    if length != len(raw) - 8:
+        raise ValueError(f"it says that it has {length} bytes and has {len(raw) - 8}")
+    fields = json.loads(raw[8:])
+    origins = json.loads(fields.pop("__metadata__")["nnx"])
+    claims: dict[tuple[str, tuple[int, ...]], _Claim] = {}
+    for key, found in fields.items():
+        name, offset, claim = _claim(key, found, origins.get(key))
+        if (name, offset) in claims:
+            raise ValueError(f"two entries are of tensor {name!r} at {offset}")
+        claims[name, offset] = claim
+    return claims
+
+
+def _claim(
+    key: str, found: Mapping[str, Any], origin: Mapping[str, Any] | None
+) -> tuple[str, tuple[int, ...], _Claim]:
+    size, (start, stop) = found["shape"], found["data_offsets"]
+    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= _MOST_BYTES:
+        raise ValueError(f"bytes {start!r} to {stop!r} of entry {key!r}")
+    if origin is None:
+        return key, (0,) * len(size), (_PLAIN[found["dtype"]], tuple(size), tuple(size), start, stop)
+    stored, name = DTYPES[origin["dtype"]], origin["name"]
+    if stored.parts > 1:
+        if size[-1:] != [stored.parts]:
+            raise ValueError(f"entry {key!r} is not {origin['dtype']}")
+        size = size[:-1]
+    if found["dtype"] != stored.code:
+        raise ValueError(f"entry {key!r} is not {origin['dtype']}")
+    if key != name and not re.fullmatch(re.escape(name) + r"#\d+", key):
+        raise ValueError(f"entry {key!r} is called {name!r}")
+    claim = (origin["dtype"], tuple(origin["shape"]), tuple(size), start, stop)
+    return name, tuple(origin["offset"]), claim
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offsets:
+    """Where the entries of a rank file begin.
+
+    Attributes:
+        tensors: A number for the tensor of each entry, in ascending order; boxes of one tensor stand in
+            order of their offsets.
+        starts: Position of the first byte of each entry in the file.
+        blocks: Number of the first checksum of each entry.
+        block_count: How many checksums the file has.
+    """
+
+    tensors: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    blocks: npt.NDArray[np.int64]
+    block_count: int
+
+    def find(self, tensor: int, number: int) -> tuple[int, int]:
+        """Position of an entry, and the number of its first checksum.
+
+        Args:
+            tensor: The number of the tensor.
+            number: Which of the tensor's boxes in this file it is.
+        """
+        row = int(self.tensors.searchsorted(tensor)) + number
+        return self.starts.item(row), self.blocks.item(row)
+
+    def rows(self, tensors: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The same for all entries at once, given the tensor of each."""
+        rows = np.argsort(np.argsort(tensors, kind="stable"), kind="stable")
+        return zip(self.starts[rows].tolist(), self.blocks[rows].tolist(), strict=True)
+
+    @property
+    def key(self) -> bytes:
+        """The same for files whose entries are of the same tensors and begin at the same positions."""
+        arrays = (self.tensors, self.starts, self.blocks)
+        return xxhash.xxh3_128_digest(b"".join(array.tobytes() for array in arrays))
+
+
+_MALFORMED = (
+    ArithmeticError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+
+
+def find_offsets(
+    header: bytes, entries: Sequence[Entry], tensors: Sequence[int], *, block: int, source: str
+) -> Offsets:
+    """Find out from a header where entries begin.
+
+    Args:
+        header: All bytes of a rank file before its data.
+        entries: All entries of the file, as the index says.
+        tensors: A number for the tensor of each.
+        block: Bytes under one checksum.
+        source: The path of the file, for messages.
+
+    Raises:
+        CheckpointError: The header is malformed, or contradicts the index.
+    """
+    nbytes = np.array([entry.nbytes for entry in entries], np.int64)
+    order = np.array(file_order(entries), np.int64)
+    if header != _header([entries[i] for i in order]):  # nnx has not written it: other orders are allowed
+        order = _order_of(header, entries, nbytes, source)
+    starts, blocks = np.empty_like(nbytes), np.empty_like(nbytes)
+    count = -(-nbytes // block)
+    starts[order] = len(header) + np.cumsum(nbytes[order]) - nbytes[order]
+    blocks[order] = np.cumsum(count[order]) - count[order]
+    row = np.argsort(tensors, kind="stable")
+    return Offsets(np.array(tensors, np.int64)[row], starts[row], blocks[row], int(count.sum()))
+
+
+def _order_of(header: bytes, entries: Sequence[Entry], nbytes: npt.NDArray[np.int64], source: str) -> Any:
+    """In which order entries stand in a file, where they must follow each other without gap."""
+    try:
+        claims = parse_header(header)
+    except _MALFORMED as error:
+        raise _unusable(f"the header of '{source}' is malformed: {type(error).__name__}: {error}.") from error
+    starts = np.empty_like(nbytes)
+    for i, entry in enumerate(entries):
+        claim = claims.pop((entry.name, entry.box.offset), None)
+        start = claim[3] if claim else 0
+        if claim != (entry.dtype_name, entry.shape, entry.box.size, start, start + entry.nbytes):
+            raise _contradiction(source, entry.name)
+        starts[i] = start
+    for name, _ in claims:
+        raise _contradiction(source, name)
+    order = np.lexsort((nbytes, starts))
+    expected = np.cumsum(nbytes[order]) - nbytes[order]
+    for row in order[starts[order] != expected].tolist():
+        raise _contradiction(source, entries[row].name)
+    return order
+
+
+def _contradiction(source: str, name: str) -> CheckpointError:
+    return _unusable(f"the header of '{source}' and the index contradict each other about '{name}'.")
+
+
+def _unusable(message: str) -> CheckpointError:
+    return CheckpointError(
+        message, remedy="Resume from another checkpoint; this one was not written by a working nnx."
+    )
 
 
 # --- ranges of bytes ------------------------------------------------------------------------------

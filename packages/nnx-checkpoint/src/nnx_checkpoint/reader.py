@@ -292,12 +292,11 @@ class Fetcher:
 
     def _pieces(self, want: Wanted) -> Iterator[tuple[TensorEntry, Piece, Box, Tensor]]:
         """For each stored box that overlaps: where to read it, and the region in its coordinates."""
-        for box, copies in want.entry.overlapping(want.box):
-            common = box.intersection(want.box)
+        for piece in want.entry.overlapping(want.box, prefer=self._own_file):
+            common = piece.box.intersection(want.box)
             if common is not None:
-                piece = next((copy for copy in copies if copy.file == self._own_file), copies[0])
                 view = want.view.detach()[common.relative_to(want.box).slices]
-                yield want.entry, piece, common.relative_to(box), view
+                yield want.entry, piece, common.relative_to(piece.box), view
 
     def _run(self, tasks: Sequence[_Task], readers: dict[str, Reader]) -> None:
         work = _Shared(tasks)

@@ -16,6 +16,7 @@ from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.index import INDEX, Index, decode_index
 from nnx_checkpoint.inflight import wait_until_saved
 from nnx_checkpoint.manifest import MANIFEST, Manifest, decode_manifest, digest
+from nnx_checkpoint.rankfile import Offsets
 from nnx_checkpoint.storage import Location, Place, Reader
 from nnx_checkpoint.storage.locations import place_of
 
@@ -79,8 +80,10 @@ class Source:
 
     path: Place
     manifest: Manifest
-    _checked: dict[str, memoryview] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _sums: dict[str, memoryview] = field(default_factory=dict)
+    _offsets: dict[str, Offsets] = field(default_factory=dict)
+    _alike: dict[bytes, Offsets] = field(default_factory=dict)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @classmethod
     def open(cls, path: Location) -> Source:
@@ -127,7 +130,7 @@ class Source:
         if INDEX not in self.manifest.files:
             raise CheckpointError(f"'{self.path / MANIFEST}' lists no {INDEX}.", remedy="Check the path.")
         raw = self.read_file(INDEX)
-        return decode_index(raw, self.manifest, source=str(self.directory / INDEX))
+        return decode_index(raw, self.manifest, source=str(self.directory / INDEX), offsets=self.offsets)
 
     def faults(self) -> Iterator[tuple[str, CheckpointError]]:
         """Every file that is missing or has another length than the manifest says."""
@@ -162,21 +165,29 @@ class Source:
             )
         return raw
 
+    def offsets(self, file: str) -> Offsets:
+        """Where the entries of a rank file begin, after checking its header."""
+        with self._lock:
+            if file not in self._offsets:
+                found = self.index.read_offsets(file, self.read_file(file), self.block)
+                # Ranks with shards of one size write files with one set of offsets, which is kept once.
+                self._offsets[file] = self._alike.setdefault(found.key, found)
+            return self._offsets[file]
+
     def sums(self, file: str) -> memoryview:
         """The checksums of a rank file's blocks, after checking that file's header too."""
         with self._lock:
-            if file not in self._checked:
-                self.read_file(file)
+            if file not in self._sums:
+                count = self.offsets(file).block_count
                 name = f"{file.rsplit('.', 1)[0]}.sums"
                 raw = self.read_file(name)
-                count = self.index.block_count(file)
                 if len(raw) != 8 * count:
                     raise CheckpointError(
                         f"'{self.directory / name}' has {len(raw)} bytes, expected {8 * count}.",
                         remedy=_RESTORE,
                     )
-                self._checked[file] = memoryview(struct.pack(f"={count}Q", *struct.unpack(f"<{count}Q", raw)))
-            return self._checked[file].cast("Q")
+                self._sums[file] = memoryview(struct.pack(f"={count}Q", *struct.unpack(f"<{count}Q", raw)))
+            return self._sums[file].cast("Q")
 
 
 _RESTORE = "Restore it from a backup, or resume from another checkpoint; `nnx ckpt verify` lists all damage."

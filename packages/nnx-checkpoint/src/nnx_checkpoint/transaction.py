@@ -15,13 +15,15 @@ import contextlib
 import secrets
 from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
+from typing import Any
 
 from nnx_checkpoint.errors import CheckpointError
-from nnx_checkpoint.manifest import MANIFEST, FileEntry, Manifest, encode_manifest, is_save_id
+from nnx_checkpoint.index import INDEX, Index, decode_index, encode_index
+from nnx_checkpoint.manifest import MANIFEST, FileEntry, Manifest, digest, encode_manifest, is_save_id
 from nnx_checkpoint.storage import Place
 from nnx_checkpoint.storage.files import LOCK, Lock
 
-__all__ = ["Attempt", "begin", "now"]
+__all__ = ["Transaction", "begin", "now"]
 
 _STAMP = "%Y%m%dT%H%M%S.%f"
 
@@ -31,7 +33,7 @@ def now() -> datetime:
     return datetime.now(timezone.utc)
 
 
-def begin(path: Place) -> Attempt:
+def begin(path: Place) -> Transaction:
     """Make the directory of a new save.
 
     Args:
@@ -50,19 +52,19 @@ def begin(path: Place) -> Attempt:
         raise _refusal(path, f"it holds other things, such as {foreign[0]!r}")
     path.make()
     lock: Lock | None = None
-    attempt: Attempt | None = None
+    transaction: Transaction | None = None
     try:
         lock = path.lock()
-        attempt = Attempt(path, lock, None if lock else _read_manifest(path), is_first=not foreign)
-        attempt.directory.make()
+        transaction = Transaction(path, lock, None if lock else _read_manifest(path), is_first=not foreign)
+        transaction.directory.make()
     except BaseException:
-        if attempt is not None:
-            attempt.discard()
+        if transaction is not None:
+            transaction.discard()
         elif lock is not None:
             lock.release()
         path.remove_if_empty()  # only if this save made it: it is not empty otherwise
         raise
-    return attempt
+    return transaction
 
 
 def _refusal(path: Place, why: str) -> CheckpointError:
@@ -77,7 +79,7 @@ def _read_manifest(path: Place) -> bytes | None:
     return manifest.read(manifest.size()) if manifest.kind() == "file" else None
 
 
-class Attempt:
+class Transaction:
     """A save in progress; made by `begin`.
 
     Attributes:
@@ -93,6 +95,39 @@ class Attempt:
         self._previous = previous
         self._is_first = is_first
         self._is_replacing = False
+
+    def finish(
+        self,
+        index: Index,
+        files: Mapping[str, FileEntry],
+        *,
+        writer: Mapping[str, Any],
+        provenance: Mapping[str, Any],
+        keep_previous: int = 0,
+    ) -> None:
+        """Write the index and commit.
+
+        Args:
+            index: The tensors that were written.
+            files: All files of the save except the index and the manifest.
+            writer: The world size, and versions of libraries.
+            provenance: Plain JSON that says where the checkpoint comes from.
+            keep_previous: The number of earlier complete saves to keep beside it.
+
+        Raises:
+            CheckpointError: The index or the provenance cannot be written, or as for `commit`.
+        """
+        raw = encode_index(index)
+        (self.directory / INDEX).write(raw)
+        manifest = Manifest(
+            save_id=self.save_id,
+            created=now().isoformat(timespec="microseconds"),
+            files={**files, INDEX: FileEntry(len(raw), digest(raw), len(raw))},
+            writer=writer,
+            provenance=provenance,
+        )
+        decode_index(raw, manifest, source=str(self.directory / INDEX))  # unreadable: not to be committed
+        self.commit(manifest, keep_previous=keep_previous)
 
     def commit(self, manifest: Manifest, *, keep_previous: int) -> None:
         """Make the save, whose files are all there, the checkpoint at its path.

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 import struct
 import zipfile
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import xxhash
 
-from nnx_checkpoint.dtypes import DTYPES
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.formats import Progress, files_below, open_checkpoint
 from nnx_checkpoint.index import INDEX, Index, Piece, TensorEntry
@@ -149,20 +146,24 @@ class _Verification:
 
     def _check_blocks(self, name: str, entry: FileEntry, index: Index | None, whole: set[str]) -> None:
         sums_name = f"{name.rsplit('.', 1)[0]}.sums"
-        if index is None or sums_name not in whole:
-            cause = "the index" if index is None else f"'{sums_name}'"
+        if index is None or sums_name not in whole or name not in whole:
+            cause = "the index" if index is None else f"'{sums_name}'" if name in whole else "its header"
             self._report(name, entry.digested, entry.size, f"cannot be checked, because {cause} is damaged.")
             self._advance(entry.size - entry.digested)
             return
-        pieces = index.pieces_of(name)
-        contradiction = find_contradiction(self.source.read_file(name), pieces) if name in whole else ""
-        if contradiction:
-            self._report(name, 0, entry.digested, contradiction)
-        self._compare(name, index.block_count(name), pieces, self.source.read_file(sums_name))
+        try:
+            pieces = index.pieces_of(name)
+        except CheckpointError as error:
+            self._report(name, 0, entry.digested, error.message)
+            self._advance(entry.size - entry.digested)
+            return
+        problem = find_header_fault(self.source.read_file(name))
+        if problem:
+            self._report(name, 0, entry.digested, problem)
+        count = self.source.offsets(name).block_count
+        self._compare(name, count, pieces, self.source.read_file(sums_name))
 
-    def _compare(
-        self, name: str, count: int, pieces: Sequence[tuple[Piece, TensorEntry]], raw: bytes
-    ) -> None:
+    def _compare(self, name: str, count: int, pieces: Sequence[tuple[str, Piece]], raw: bytes) -> None:
         size = self.source.manifest.block
         if len(raw) != 8 * count:
             self._report(name, 0, 0, f"its {len(raw) / 8:g} checksums are not as many as its {count} blocks.")
@@ -170,8 +171,8 @@ class _Verification:
         sums = struct.unpack(f"<{count}Q", raw)
         entry = self.source.manifest.files[name]
         blocks = (
-            (tensor.name, min(size, piece.nbytes - start))
-            for piece, tensor in pieces
+            (tensor, min(size, piece.nbytes - start))
+            for tensor, piece in pieces
             for start in range(0, piece.nbytes, size)
         )
         with (
@@ -235,95 +236,32 @@ class _ReadAhead:
         return data
 
 
-# --- the header of a rank file, compared with the index -------------------------------------------
-# We read by the index, other programs that read safetensors by the headers. Where the two differ, a
-# checkpoint is one thing for us and another for them.
+# --- the header of a rank file --------------------------------------------------------------------
+# What nnx reads of a header is compared with the index whenever it is used. Other programs read more of it.
 
 
-_PLAIN = {stored.code: name for name, stored in DTYPES.items() if stored.parts == 1}
-
-
-@dataclass(frozen=True, slots=True)
-class _Claim:
-    """One box of a tensor, and which bytes of the file's data it has."""
-
-    name: str
-    dtype_name: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-    start: int
-    stop: int
-
-
-def find_contradiction(header: bytes, pieces: Sequence[tuple[Piece, TensorEntry]]) -> str:
-    """Say where the header of a rank file differs from the index; empty if it does not.
+def find_header_fault(raw: bytes) -> str:
+    """Say what is wrong with what other programs read in the header of a rank file; empty if nothing is.
 
     Args:
-        header: The file's bytes before its data.
-        pieces: The pieces of the file, according to the index.
+        raw: The file's bytes before its data, which hold what the index says.
     """
     try:
-        claimed = set(_claims(header))
-    except (
-        ArithmeticError,
-        AttributeError,
-        KeyError,
-        RecursionError,
-        TypeError,
-        ValueError,
-        struct.error,
-    ) as error:
+        entries = load_json(raw[8:])
+        metadata = entries.pop("__metadata__")
+        origins, offsets = (load_json(metadata[key].encode()) for key in ("nnx", "DCP_SHARDING_INFO"))
+        if metadata["format"] != "pt":
+            return f"its header is malformed: format {metadata['format']!r}."
+        if origins.keys() - entries.keys() or offsets.keys() != entries.keys():
+            return "its header is malformed: its metadata are about other entries."
+        for key, entry in entries.items():
+            extents = entry["shape"]
+            origin = origins.get(key, {"offset": [0] * len(extents)})
+            if offsets[key]["saved_offsets"] != [*origin["offset"], *[0] * len(extents)][: len(extents)]:
+                return f"its header is malformed: entry {key!r} has two offsets."
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         return f"its header is malformed: {type(error).__name__}: {error}."
-    expected = {
-        _Claim(
-            tensor.name,
-            tensor.dtype_name,
-            tuple(tensor.shape),
-            piece.box.offset,
-            piece.box.size,
-            piece.start - len(header),
-            piece.start - len(header) + piece.nbytes,
-        )
-        for piece, tensor in pieces
-    }
-    differing = min((claim.name for claim in claimed ^ expected), default=None)
-    return "" if differing is None else f"its header and the index contradict each other about '{differing}'."
-
-
-def _claims(raw: bytes) -> Iterator[_Claim]:
-    (length,) = struct.unpack_from("<Q", raw)
-    if length != len(raw) - 8:
-        raise ValueError(f"it says that it has {length} bytes and has {len(raw) - 8}")
-    entries = load_json(raw[8:])
-    metadata = entries.pop("__metadata__")
-    if metadata["format"] != "pt":
-        raise ValueError(f"format {metadata['format']!r}")
-    origins, offsets = (load_json(metadata[key].encode()) for key in ("nnx", "DCP_SHARDING_INFO"))
-    for table in (origins, offsets):
-        if table.keys() - entries.keys():
-            raise ValueError(f"it has no entry {min(table.keys() - entries.keys())!r}")
-    for key, entry in entries.items():
-        yield _claim(key, entry, origins.get(key), offsets[key]["saved_offsets"])
-
-
-def _claim(
-    key: str, entry: Mapping[str, Any], origin: Mapping[str, Any] | None, saved: Sequence[int]
-) -> _Claim:
-    size, (start, stop) = entry["shape"], entry["data_offsets"]
-    if origin is None:
-        origin = {"name": key, "dtype": _PLAIN[entry["dtype"]], "shape": size, "offset": [0 for _ in size]}
-    stored = DTYPES[origin["dtype"]]
-    more = [stored.parts] if stored.parts > 1 else []
-    if entry["dtype"] != stored.code or size[len(size) - len(more) :] != more:
-        raise ValueError(f"entry {key!r} is not {origin['dtype']}")
-    if saved != [*origin["offset"], *(0 for _ in more)]:
-        raise ValueError(f"entry {key!r} has two offsets")
-    name = origin["name"]
-    if key != name and not re.fullmatch(re.escape(name) + r"#\d+", key):
-        raise ValueError(f"entry {key!r} is called {name!r}")
-    box = tuple(origin["offset"]), tuple(size[: len(size) - len(more)])
-    return _Claim(name, origin["dtype"], tuple(origin["shape"]), *box, start, stop)
+    return ""
 
 
 # --- other formats --------------------------------------------------------------------------------

@@ -36,17 +36,16 @@ from nnx_checkpoint.collective import background_group, control_group
 from nnx_checkpoint.description import Description, describe, gather_descriptions
 from nnx_checkpoint.dtypes import DTYPES
 from nnx_checkpoint.errors import CheckpointError
-from nnx_checkpoint.index import INDEX, decode_index, encode_index, required
 from nnx_checkpoint.inflight import PendingSave
-from nnx_checkpoint.manifest import BLOCK, FileEntry, Manifest, digest, objects_file, rank_file
+from nnx_checkpoint.manifest import FileEntry, digest, objects_file
 from nnx_checkpoint.pinned import pinned_empty
-from nnx_checkpoint.plan import Deal, Mode, Own, Plan, make_plan, select
+from nnx_checkpoint.plan import Mode, Plan, RankPlan, make_plan, select
 from nnx_checkpoint.rankfile import write_rank_file
 from nnx_checkpoint.rounds import exchange, rank_and_size, share
 from nnx_checkpoint.shard import Box, Shard, shard_of
 from nnx_checkpoint.storage import Location, Place
 from nnx_checkpoint.storage.locations import place_of
-from nnx_checkpoint.transaction import Attempt, begin, now
+from nnx_checkpoint.transaction import Transaction, begin
 
 __all__ = ["Arena", "Files", "Save", "poll", "release", "save", "save_async", "write_objects", "writer_info"]
 
@@ -131,14 +130,6 @@ class SaveRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """What the coordinator tells a rank after planning."""
-
-    save_id: str
-    own: Own
-
-
-@dataclass(frozen=True, slots=True)
 class _Captured:
     """What one rank saves, in the form in which it is described and written."""
 
@@ -162,10 +153,9 @@ class Save:
         self.rank, self.size = rank_and_size(group)
         self.doing = f"saving '{request.path}'"
         self.path = place_of(request.path)
-        self.attempt: Attempt | None = None
+        self.transaction: Transaction | None = None
         self.plan: Plan | None = None
-        self.deal: Deal | None = None
-        self.description: Description | None = None
+        self.descriptions: list[Description] = []
         self._captured: _Captured | None = None
         self._failure: Exception | None = None
 
@@ -225,35 +215,33 @@ class Save:
         """
         try:
             descriptions = gather_descriptions(self.group, self._describe, doing=self.doing)
-            told = exchange(
+            rank_plan = exchange(
                 self.group,
                 lambda: None,
-                lambda _: self._decide(descriptions()),
+                lambda _: self._plan(descriptions()),
                 doing=self.doing,
                 give_up=self._give_up,
             )
-            deal = share(self.group, self.deal, doing=self.doing)
+            broadcast = share(self.group, self.plan.broadcast if self.plan else None, doing=self.doing)
             exchange(
                 self.group,
-                lambda: self._write(told, deal),
+                lambda: self._write(rank_plan, broadcast),
                 self._commit,
                 doing=self.doing,
                 give_up=self._give_up,
             )
         finally:
-            if self.attempt is not None:  # whatever stopped it, such as Ctrl-C
-                self.attempt.release()
+            if self.transaction is not None:  # whatever stopped it, such as Ctrl-C
+                self.transaction.release()
 
-    def _describe(self) -> Description:
+    def _describe(self) -> list[Description]:
+        """What all ranks may know, and what only this one does, so that the former is the same on many."""
         shards, private = self._taken().shards, self._taken().private
-        self.description = describe(
-            {name: shard for name, shard in shards.items() if name not in private},
-            {name: shards[name] for name in sorted(private) if name in shards},
-            aliases=self.request.aliases,
-            rank=self.rank,
-            world_size=self.size,
-        )
-        return self.description
+        shared = {name: shard for name, shard in shards.items() if name not in private}
+        own = {name: shards[name] for name in private if name in shards}
+        self.descriptions = [describe(shared, aliases=self.request.aliases)]
+        self.descriptions += [describe(own)] if own else []
+        return self.descriptions
 
     def _taken(self) -> _Captured:
         if self._failure is not None:
@@ -263,17 +251,15 @@ class Save:
         assert self._captured is not None
         return self._captured
 
-    def _decide(self, descriptions: list[Description]) -> list[_Told]:
+    def _plan(self, descriptions: list[list[Description]]) -> list[RankPlan]:
         self.plan = make_plan(descriptions, self.request.mode)
-        self.deal = self.plan.deal()
-        self.attempt = begin(self.path)
-        return [_Told(self.attempt.save_id, own) for own in self.plan.own()]
+        self.transaction = begin(self.path)
+        return self.plan.rank_plans(self.transaction.save_id)
 
-    def _write(self, told: _Told, deal: Deal) -> Files:
-        assert self.description is not None
-        directory = self.path / told.save_id
-        boxes, data = select(self.description, self._taken().shards, deal, told.own)
-        files = write_rank_file(directory, self.rank, boxes, data)
+    def _write(self, rank_plan: RankPlan, broadcast: list[bytes]) -> Files:
+        directory = self.path / rank_plan.save_id
+        entries, data = select(self.descriptions, self._taken().shards, broadcast, rank_plan)
+        files = write_rank_file(directory, self.rank, entries, data)
         files |= _write_all(directory, self._taken().own)
         if files and self.rank:
             directory.sync()
@@ -281,29 +267,20 @@ class Save:
 
     def _commit(self, files_of_ranks: list[Files]) -> list[None]:
         assert self.plan is not None
-        assert self.attempt is not None
-        directory = self.attempt.directory
+        assert self.transaction is not None
         files = {name: entry for files in files_of_ranks for name, entry in files.items()}
-        files |= _write_all(directory, self._taken().common)
-        stored = self.plan.stored([rank_file(rank) in files for rank in range(self.size)])
-        bases = [files[name].digested for name in stored.files]
-        index = encode_index(stored, bases, BLOCK, self.plan.aliases)
-        (directory / INDEX).write(index)
-        files[INDEX] = FileEntry(len(index), digest(index), len(index))
-        manifest = Manifest(
-            save_id=self.attempt.save_id,
-            created=now().isoformat(timespec="microseconds"),
-            files=files,
+        files |= _write_all(self.transaction.directory, self._taken().common)
+        self.transaction.finish(
+            self.plan.index(),
+            files,
             writer=writer_info(self.size),
             provenance=self.request.provenance,
-            requires=required(stored),
+            keep_previous=self.request.keep_previous,
         )
-        decode_index(index, manifest, source=str(directory / INDEX))  # what cannot be read is not committed
-        self.attempt.commit(manifest, keep_previous=self.request.keep_previous)
         return [None] * self.size
 
     def _give_up(self) -> str:
-        return "Nothing was changed there." if self.attempt is None else self.attempt.discard()
+        return "Nothing was changed there." if self.transaction is None else self.transaction.discard()
 
 
 def writer_info(world_size: int) -> dict[str, Any]:
