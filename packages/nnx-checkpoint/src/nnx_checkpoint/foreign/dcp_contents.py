@@ -1,8 +1,8 @@
-"""What the state dict in a DCP directory means: which part is the model, which are optimizers, and all names.
+"""What the state dict in a DCP directory means: which part is the model, which are optimizers, and the names.
 
 DCP stores any nested state dict, and programs that use it put models and optimizers under keys of their own.
 `interpret` recognizes the usual ones by their keys and by their form. What is recognized as neither is kept,
-under its own keys, with the trainer's objects.
+under its own keys, with the trainer's objects. `state_to_write` makes such a state dict of any checkpoint.
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nnx_checkpoint.errors import CheckpointError
-from nnx_checkpoint.foreign.contents import Contents, Lifted, unpack
-from nnx_checkpoint.foreign.dcp_files import LocatedTensor
-from nnx_checkpoint.foreign.torch_file import map_paths
-from nnx_checkpoint.naming import FABRIC_KEYS
+from nnx_checkpoint.foreign.contents import IN_FILES, TENSORS, Contents, Lifted, unpack
+from nnx_checkpoint.foreign.lightning_file import lightning_dict
+from nnx_checkpoint.naming import (
+    FABRIC_KEYS,
+    OptimizerState,
+    numbers_parameters,
+    stored_optimizer_states,
+)
+from nnx_checkpoint.views import Described
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _EXTRA_STATE = "_extra_state"
@@ -28,7 +33,7 @@ class Parts:
     """A state dict, taken apart.
 
     Attributes:
-        models: State dicts by key; tensors are `LocatedTensor`, anything else is extra state.
+        models: State dicts by key; tensors are still in the files, anything else is extra state.
         optimizers: ``{"state", "param_groups"}`` by key, named or numbered.
         rest: Everything else.
     """
@@ -106,7 +111,7 @@ def interpret(
     is looked through.
 
     Args:
-        tree: The state dict; tensors are `LocatedTensor`.
+        tree: The state dict; tensors are still in the files.
         keys: The keys that are ``modules`` and ``optimizers``, where that is known.
         every_model: Take every dict of nothing but tensors for a model.
 
@@ -127,8 +132,8 @@ def interpret(
     usual = [key for key in _MODEL_KEYS if isinstance(parts.rest.get(key), dict)][:1]
     if every_model or usual:
         parts.models = {key: _flat(parts.rest.pop(key)) for key in (dicts if every_model else usual)}
-    elif any(isinstance(value, LocatedTensor) for value in parts.rest.values()):
-        names = [k for k, value in parts.rest.items() if isinstance(value, LocatedTensor) or _is_extra(k)]
+    elif any(isinstance(value, TENSORS) for value in parts.rest.values()):
+        names = [k for k, value in parts.rest.items() if isinstance(value, TENSORS) or _is_extra(k)]
         parts.models = {"model": _flat({name: parts.rest.pop(name) for name in names})}
     else:
         parts.models = {key: _flat(parts.rest.pop(key)) for key in dicts}
@@ -189,7 +194,7 @@ def _holds_tensors_only(value: Any) -> bool:
 
 def _is_member(key: str, value: Any) -> bool:
     """Whether it can be an entry of a module's state dict."""
-    return isinstance(value, LocatedTensor) or _is_extra(key) or _holds_tensors_only(value)
+    return isinstance(value, TENSORS) or _is_extra(key) or _holds_tensors_only(value)
 
 
 def _is_extra(name: str) -> bool:
@@ -236,7 +241,7 @@ def _unflattened(value: Mapping[str, Any]) -> dict[str, Any]:
     for key, item in value.items():
         if key.startswith(f"{_GROUPS}."):
             parameter, _, name = key.removeprefix(f"{_GROUPS}.").rpartition(".")
-            hyper.setdefault(parameter, {})[name] = item.read() if isinstance(item, LocatedTensor) else item
+            hyper.setdefault(parameter, {})[name] = item.read() if isinstance(item, IN_FILES) else item
     groups: dict[str, dict[str, Any]] = {}
     for parameter, values in hyper.items():
         group = groups.setdefault(repr(sorted(values.items())), {**values, "params": []})
@@ -263,64 +268,30 @@ def _split(key: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
 
 
 # --- logical names --------------------------------------------------------------------------------
-# Giving the parts their logical names, and taking back what we left beside them.
 
 
 OURS = "nnx"
 """Under which key of the trainer's objects stands what DCP and Lightning have no place for."""
 TRAINER = "trainer"
 """Under which key our own DCP directories keep the trainer's objects."""
-_OBJECT_KEYS = {_STATE: "values", _GROUPS: "groups"}
-"""What these are called among the objects of a checkpoint."""
+
+ParameterNames = Sequence[Sequence[str]]
+"""For each optimizer, the name of parameter 0, 1, ..."""
 
 
 def add_parts(contents: Contents, parts: Parts, beside: Mapping[str, Any]) -> None:
-    """Add everything under its logical names. Names of one place in the files are tied.
+    """Add everything under its logical name. Names of one place in the files are tied.
 
     Args:
         contents: The contents of the checkpoint.
         parts: The state dict, taken apart.
         beside: Objects of the trainer that lie beside it.
     """
-    stored: dict[Any, str] = {}
     for key, prefix in parts.prefixes.items():
-        extra = {}
-        for name, value in parts.models[key].items():
-            logical = f"model.{prefix}{name}"
-            if not isinstance(value, LocatedTensor):
-                extra[f"{prefix}{name}"] = value
-            elif value.pieces and value.pieces in stored:
-                contents.aliases[logical] = stored[value.pieces]
-            else:
-                stored[value.pieces] = logical
-                _add_tensor(contents, logical, value)
-        contents.add_model(_lifted(contents, extra, "objects.extra"))
+        contents.add_model({f"{prefix}{name}": value for name, value in parts.models[key].items()})
     for state in parts.optimizers.values():
-        _add_optimizer(contents, _named(state, parts))
-    contents.set_trainer({**_lifted(contents, parts.rest, "objects.trainer"), **beside})
-
-
-def _add_tensor(contents: Contents, name: str, tensor: LocatedTensor) -> None:
-    if tensor.resident is not None:
-        contents.add(name, tensor.resident)
-    else:
-        contents.add_pieces(name, tensor.shape, tensor.dtype_name, tensor.pieces)
-
-
-def _add_optimizer(contents: Contents, state: Mapping[str, Any]) -> None:
-    index = len(contents.objects.get("optim", ()))
-    values: dict[Any, dict[str, Any]] = {}
-    for parameter, entries in state[_STATE].items():
-        for name, value in entries.items():
-            if isinstance(value, LocatedTensor):
-                _add_tensor(contents, f"optim.{index}.state.{parameter}.{name}", value)
-            else:
-                values.setdefault(parameter, {})[name] = value
-    described = {
-        key: _lifted(contents, value, f"objects.optim.{index}.{_OBJECT_KEYS.get(key, f'other.{key}')}")
-        for key, value in {**state, _STATE: values}.items()
-    }
-    contents.add_optimizer(described)
+        contents.add_optimizer(_named(state, parts))
+    contents.set_trainer({**parts.rest, **beside})
 
 
 def _named(state: Mapping[str, Any], parts: Parts) -> Mapping[str, Any]:
@@ -377,16 +348,99 @@ def is_ours(objects: Any) -> bool:
     return isinstance(ours, dict) and set(ours) >= {"left", "tensors", "added", "fabric"}
 
 
-def _lifted(contents: Contents, tree: Any, prefix: str) -> Any:
-    """Name the tensors of a tree by where they stand, and put `Lifted` in their places."""
+# --- the way back ---------------------------------------------------------------------------------
 
-    def lift(path: tuple[str, ...], value: Any) -> Any:
-        if not isinstance(value, LocatedTensor):
-            return value
-        name = ".".join((prefix, *path))
-        while name in contents.entries:
-            name += "_"
-        _add_tensor(contents, name, value)
-        return Lifted(name)
 
-    return map_paths(tree, lift)
+def state_to_write(
+    checkpoint: Described,
+    *,
+    model_key: str,
+    optimizer_key: str,
+    parameter_names: ParameterNames | None,
+    named_only: bool = False,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state dict for DCP, and the trainer's objects.
+
+    Args:
+        checkpoint: The checkpoint to write.
+        model_key: The key for the model, unless Fabric's user chose keys.
+        optimizer_key: The key for optimizers, likewise; ``{}`` in it is replaced by their numbers.
+        parameter_names: Names for parameters that have only numbers.
+        named_only: Refuse parameters that have no names even so.
+
+    Returns:
+        Both with `StoredName` in place of tensors.
+
+    Raises:
+        CheckpointError: The names given do not fit.
+    """
+    rest = lightning_dict(checkpoint)
+    rest.pop("optimizer_states", None)
+    states = stored_optimizer_states(checkpoint) or []
+    if parameter_names is not None:
+        states = _renamed(states, parameter_names)
+    if named_only:
+        _require_names(checkpoint.path, states)
+    keys = rest[OURS]["fabric"]
+    if keys is None:
+        state = {model_key: rest.pop("state_dict")} if "state_dict" in rest else {}
+        names = [optimizer_key.format(index) for index in range(len(states))]
+    else:
+        state = {key: rest.pop(key) for key in keys["modules"]}
+        names = list(keys["optimizers"])
+        for key in names:
+            rest.pop(key, None)
+        if len(state) > 1:
+            states = [_without_prefix(each, list(state)) for each in states]
+    for name, each in zip(names, states, strict=True):
+        state[name] = {**each, "param_groups": [_with_names(group) for group in each["param_groups"]]}
+    return state, rest
+
+
+def _renamed(states: Sequence[OptimizerState], names: ParameterNames) -> list[OptimizerState]:
+    counts = [sum(len(group["params"]) for group in state["param_groups"]) for state in states]
+    if [len(of_one) for of_one in names] != counts:
+        raise CheckpointError(
+            f"`parameter_names` has {[len(of_one) for of_one in names]} names for the optimizers, "
+            f"which have {counts} parameters.",
+            remedy="Pass one list for each optimizer, with the names in the order of its groups.",
+        )
+    return [_rename(state, dict(enumerate(of_one))) for state, of_one in zip(states, names, strict=True)]
+
+
+def _without_prefix(state: OptimizerState, modules: Sequence[str]) -> OptimizerState:
+    """Names as in the module that the parameters belong to."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    for key in modules:
+        if names and all(str(name).startswith(f"{key}.") for name in names):
+            return _rename(state, {name: name.removeprefix(f"{key}.") for name in names})
+    return state
+
+
+def _rename(state: OptimizerState, names: Mapping[Any, str]) -> OptimizerState:
+    return OptimizerState(
+        state={names.get(old, old): entries for old, entries in state["state"].items()},
+        param_groups=[
+            {**group, "params": [names.get(old, old) for old in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    )
+
+
+def _with_names(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Optimizers built from ``named_parameters()`` ask for the names as well."""
+    if any(isinstance(name, int) for name in group["params"]):
+        return dict(group)
+    return {**group, "param_names": list(group["params"])}
+
+
+def _require_names(path: Any, states: Sequence[OptimizerState]) -> None:
+    """Refuse optimizers whose parameters have only numbers."""
+    for index, state in enumerate(states):
+        if numbers_parameters(state):
+            raise CheckpointError(
+                f"optimizer {index} of '{path}' numbers its parameters, and Lightning's sharded "
+                "directories name them.",
+                remedy="Pass `parameter_names`, a list of names for each optimizer in the order of its "
+                "groups; or resume once with any strategy of nnx, save, and convert that.",
+            )

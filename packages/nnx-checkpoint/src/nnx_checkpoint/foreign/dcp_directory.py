@@ -1,7 +1,7 @@
 """Directories of `torch.distributed.checkpoint`, as ``dcp.save`` writes them, and Lightning's sharded ones.
 
-They are read by what `nnx_checkpoint.foreign.dcp_files` finds in them, and written here, tensor after tensor,
-from a checkpoint of any format.
+They are read by what `nnx_checkpoint.foreign.dcp_files` finds in them. Torch's own planner and writer
+write them, from a checkpoint of any format and tensor after tensor.
 """
 
 from __future__ import annotations
@@ -9,25 +9,22 @@ from __future__ import annotations
 import io
 import logging
 import os
-import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
-from nnx_checkpoint._torch_compat import DCP_VERSION, new_storage_info
+from nnx_checkpoint._torch_compat import storage_info
+from nnx_checkpoint.dcp import Handle
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.foreign.contents import Contents, ForeignCheckpoint
 from nnx_checkpoint.foreign.dcp_contents import (
@@ -39,159 +36,233 @@ from nnx_checkpoint.foreign.dcp_contents import (
     is_ours,
     nest,
     restore_ours,
+    state_to_write,
 )
 from nnx_checkpoint.foreign.dcp_files import (
-    METADATA,
     DcpMetadata,
     Items,
-    Keys,
     metadata_files,
     read_metadata,
     read_shards,
     shard_files,
 )
-from nnx_checkpoint.foreign.lightning_file import lightning_dict
 from nnx_checkpoint.foreign.torch_file import load_torch_file, map_tree
 from nnx_checkpoint.foreign.torch_writer import write_torch_file
 from nnx_checkpoint.formats import CheckpointFormat, Progress
-from nnx_checkpoint.naming import (
-    FABRIC_KEYS,
-    OptimizerState,
-    StoredName,
-    numbers_parameters,
-    stored_optimizer_states,
-)
+from nnx_checkpoint.naming import FABRIC_KEYS, StoredName, stored_optimizer_states
 from nnx_checkpoint.reader import Checkpoint
-from nnx_checkpoint.shard import Box
-from nnx_checkpoint.slabs import SLAB, new_directory, read_in_order, row_boxes
-from nnx_checkpoint.storage.files import explained, write_file
+from nnx_checkpoint.shard import Shard
+from nnx_checkpoint.slabs import SLAB, Part, new_directory, read_in_order, row_boxes
+from nnx_checkpoint.storage.files import explained
 from nnx_checkpoint.views import Described
 
 __all__ = ["DcpDirectory", "LightningSharded"]
 
+log = logging.getLogger("nnx.checkpoint")
 
-# --- writing a directory --------------------------------------------------------------------------
-# ``dcp.save`` keeps every tensor of a file until the file is complete, so it cannot be used for what does
-# not fit into memory. The files written here are the same: one data file of ``torch.save`` items, each a
-# few megabytes of one tensor, and ``.metadata``. Tied tensors are stored once. What is no state dict goes
-# into an item that is a file of its own.
+_SUFFIX = ".distcp"
 
 
-_DATA, _OBJECT = "__0_0.distcp", "__0_1.distcp"
-_BUFFER = 1 << 20
-
-ParameterNames = Sequence[Sequence[str]]
-"""For each optimizer, the name of parameter 0, 1, ..."""
+# --- reading a directory --------------------------------------------------------------------------
 
 
-def refuse_options(format: str, options: Mapping[str, Any]) -> None:
-    """Raise a `CheckpointError` for options that nothing would honour."""
-    if options:
-        raise CheckpointError(
-            f"format {format!r} has no option {next(iter(options))!r}.",
-            remedy="See its `write` method for those it has.",
-        )
+def looks_like_dcp(path: str | os.PathLike[str]) -> bool:
+    """Whether there are files with the names that DCP gives them."""
+    directory = Path(path)
+    if "://" in os.fspath(path) or not directory.is_dir():
+        return False
+    return bool(metadata_files(directory)) or any(file.suffix == _SUFFIX for file in directory.iterdir())
 
 
-# --- what is written ------------------------------------------------------------------------------
-
-
-def state_to_write(
-    checkpoint: Described,
-    *,
-    model_key: str,
-    optimizer_key: str,
-    parameter_names: ParameterNames | None,
-    named_only: bool = False,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state dict for DCP, and the trainer's objects.
+def read_directory(directory: Path, *, weights_only: bool) -> tuple[DcpMetadata, dict[str, Any]]:
+    """Find every tensor and read every object of a directory.
 
     Args:
-        checkpoint: The checkpoint to write.
-        model_key: The key for the model, unless Fabric's user chose keys.
-        optimizer_key: The key for optimizers, likewise; ``{}`` in it is replaced by their numbers.
-        parameter_names: Names for parameters that have only numbers.
-        named_only: Refuse parameters that have no names even so.
+        directory: The checkpoint.
+        weights_only: False executes what its pickles bring along.
 
     Returns:
-        Both with `StoredName` in place of tensors.
+        The metadata, and the state dict that was saved, with tensors still in the files.
 
     Raises:
-        CheckpointError: The names given do not fit.
+        CheckpointError: It is incomplete, damaged, malicious, or of two saves.
     """
-    rest = lightning_dict(checkpoint)
-    rest.pop("optimizer_states", None)
-    states = stored_optimizer_states(checkpoint) or []
-    if parameter_names is not None:
-        states = _renamed(states, parameter_names)
-    if named_only:
-        _require_names(checkpoint.path, states)
-    keys = rest[OURS]["fabric"]
-    if keys is None:
-        state = {model_key: rest.pop("state_dict")} if "state_dict" in rest else {}
-        names = [optimizer_key.format(index) for index in range(len(states))]
-    else:
-        state = {key: rest.pop(key) for key in keys["modules"]}
-        names = list(keys["optimizers"])
-        for key in names:
-            rest.pop(key, None)
-        if len(state) > 1:
-            states = [_without_prefix(each, list(state)) for each in states]
-    for name, each in zip(names, states, strict=True):
-        state[name] = {**each, "param_groups": [_with_names(group) for group in each["param_groups"]]}
-    return state, rest
+    metadata = read_metadata(directory, weights_only=weights_only)
+    with Items(directory, weights_only=weights_only) as items:
+        items.check_lengths(metadata.items)
+        check_ages([directory / file for file in metadata.data_files], metadata.files)
+        values = {name: items.load(name, item) for name, item in metadata.objects.items()}
+        values |= {name: items.locate(name, tensor) for name, tensor in metadata.tensors.items()}
+    return metadata, nest({name: values[name] for name in metadata.keys}, metadata.keys)
 
 
-def _renamed(states: Sequence[OptimizerState], names: ParameterNames) -> list[OptimizerState]:
-    counts = [sum(len(group["params"]) for group in state["param_groups"]) for state in states]
-    if [len(of_one) for of_one in names] != counts:
-        raise CheckpointError(
-            f"`parameter_names` has {[len(of_one) for of_one in names]} names for the optimizers, "
-            f"which have {counts} parameters.",
-            remedy="Pass one list for each optimizer, with the names in the order of its groups.",
-        )
-    return [_rename(state, dict(enumerate(of_one))) for state, of_one in zip(states, names, strict=True)]
+def opened(
+    path: str | os.PathLike[str],
+    format: str,
+    metadata: DcpMetadata,
+    parts: Parts,
+    beside: Mapping[str, Any],
+) -> ForeignCheckpoint:
+    """The checkpoint, from its parts.
 
-
-def _without_prefix(state: OptimizerState, modules: Sequence[str]) -> OptimizerState:
-    """Names as in the module that the parameters belong to."""
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    for key in modules:
-        if names and all(str(name).startswith(f"{key}.") for name in names):
-            return _rename(state, {name: name.removeprefix(f"{key}.") for name in names})
-    return state
-
-
-def _rename(state: OptimizerState, names: Mapping[Any, str]) -> OptimizerState:
-    return OptimizerState(
-        state={names.get(old, old): entries for old, entries in state["state"].items()},
-        param_groups=[
-            {**group, "params": [names.get(old, old) for old in group["params"]]}
-            for group in state["param_groups"]
-        ],
+    Args:
+        path: The directory.
+        format: Name of its format.
+        metadata: The metadata, which say what it claims to hold.
+        parts: The state dict, taken apart.
+        beside: Objects of the trainer that lie beside the state dict.
+    """
+    contents = Contents(path, format)
+    beside = dict(beside)
+    origin = restore_ours(contents, beside)
+    add_parts(contents, parts, beside)
+    if origin is not None:
+        return contents.opened(**origin)
+    directory = Path(path)
+    unused = sorted(
+        file.name
+        for file in directory.iterdir()
+        if file.suffix == _SUFFIX and file.name not in metadata.data_files
     )
+    provenance: dict[str, Any] = {"keys": parts.keys}
+    if unused:
+        provenance["files of another save"] = unused
+    return contents.opened(world_size=metadata.world_size, provenance=provenance)
 
 
-def _with_names(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Optimizers built from ``named_parameters()`` ask for the names as well."""
-    if any(isinstance(name, int) for name in group["params"]):
-        return dict(group)
-    return {**group, "param_names": list(group["params"])}
+_PAUSE = 10.0
+"""Seconds that may pass between two files of a copy, beside the time that the second one takes."""
+_SLOWEST = 10e6
+"""Bytes per second below which nobody copies a checkpoint."""
 
 
-def _require_names(path: Any, states: Sequence[OptimizerState]) -> None:
-    """Refuse optimizers whose parameters have only numbers."""
-    for index, state in enumerate(states):
-        if numbers_parameters(state):
+def check_ages(earlier: Iterable[Path], later: Sequence[Path]) -> None:
+    """Refuse files of two saves, as far as their times tell.
+
+    DCP overwrites a directory's files one by one under the same names, and its metadata last. When that is
+    interrupted, data of two steps lies side by side, and torch reads it without a word. Only the times betray
+    it: data that is newer than the metadata, after a pause. A copy may have times in any order, but no pause.
+
+    Args:
+        earlier: Files that were complete before any of `later` was written.
+        later: The others.
+
+    Raises:
+        CheckpointError: They were written in the wrong order, with a pause between.
+    """
+    with explained("read", later[-1]):
+        end = max(path.stat().st_mtime for path in later)
+        found = sorted((path.stat().st_mtime - end, path.stat().st_size, path) for path in earlier)
+    late = [(age, size, path) for age, size, path in found if age > 0]
+    previous = 0.0
+    for number, (age, size, path) in enumerate(late):
+        if age - previous > _PAUSE + size / _SLOWEST:
             raise CheckpointError(
-                f"optimizer {index} of '{path}' numbers its parameters, and Lightning's sharded "
-                "directories name them.",
-                remedy="Pass `parameter_names`, a list of names for each optimizer in the order of its "
-                "groups; or resume once with any strategy of nnx, save, and convert that.",
+                f"'{path.parent}' holds files of two saves: {_names(late[number:])} were written "
+                f"{age - previous:.0f} seconds after the rest, by a save into the same directory that was "
+                "interrupted.",
+                remedy=f"Resume from another checkpoint. If you know that it is whole, `touch {later[-1]}`.",
             )
+        previous = age
+    if late:
+        log.warning(
+            "%s in %s is newer than %s. That is so in a copy; otherwise the files are of two saves.",
+            _names(late),
+            later[-1].parent,
+            later[-1].name,
+        )
 
 
-# --- writing it -----------------------------------------------------------------------------------
+def _names(late: Sequence[tuple[float, int, Path]]) -> str:
+    return ", ".join(path.name for _, _, path in late[:4]) + (", ..." if len(late) > 4 else "")
+
+
+# --- writing --------------------------------------------------------------------------------------
+# Torch's writer keeps every tensor of a file until the file is complete. Those that it gets here are views of
+# the two slabs of a few megabytes that the source is read into, one chunk after the other; so they take no
+# memory of their own. It must ask for a chunk only when the last one is written: hence no copying ahead.
+
+
+_OBJECT = "__0_1.distcp"
+"""The file that holds the trainer's objects; torch names its only data file ``__0_0.distcp``."""
+
+
+class _StoredHandle(Handle):
+    """Stands for a tensor of a checkpoint until its chunks are written."""
+
+    source: StoredName
+
+    @classmethod
+    def of(cls, source: StoredName) -> _StoredHandle:
+        """The handle for a tensor, in chunks as `read_in_order` gives them."""
+        entry = source.stored.entry(source.key)
+        boxes = tuple(row_boxes(entry.shape, entry.itemsize, SLAB))
+        views = tuple(torch.empty(box.size, dtype=entry.dtype, device="meta") for box in boxes)
+        handle = cls(Shard(entry.shape, entry.dtype, boxes, views))
+        handle.source = StoredName(source.stored, entry.name)
+        return handle
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans a state dict of `StoredName`, and reads the chunks of their tensors when they are due.
+
+    Args:
+        checkpoint: The checkpoint that the tensors are read from.
+        progress: Told how many bytes of tensors are done.
+    """
+
+    def __init__(self, checkpoint: Described, progress: Progress) -> None:
+        super().__init__()
+        self._checkpoint, self._progress = checkpoint, progress
+        self.parts: Iterator[Part] = iter(())
+        """The chunks that are not written yet."""
+        self.tied: dict[str, str] = {}
+        """Names of tensors that are stored under another name already."""
+
+    @override
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        handles = map_tree(state_dict, lambda v: _StoredHandle.of(v) if isinstance(v, StoredName) else v)
+        try:
+            super().set_up_planner(handles, storage_meta, is_coordinator)
+        except ValueError as error:
+            raise CheckpointError(
+                f"two entries of '{self._checkpoint.path}' would have one name in a DCP directory: {error}.",
+                remedy="Convert to another format.",
+            ) from error
+        names: dict[str, str] = {}
+        for name, value in list(self.state_dict.items()):
+            if isinstance(value, _StoredHandle) and names.setdefault(value.source.key, name) != name:
+                self.tied[name] = names[value.source.key]
+                del self.state_dict[name]
+        self.parts = read_in_order(self._checkpoint, names, progress=self._progress)
+
+    @override
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        value = self.state_dict[write_item.index.fqn]
+        if not isinstance(value, _StoredHandle):
+            return super().resolve_data(write_item)
+        assert write_item.tensor_data is not None
+        data, size = next(self.parts).data, write_item.tensor_data.chunk.sizes
+        flat = torch.frombuffer(data, dtype=value.dtype) if data else torch.empty(0, dtype=value.dtype)
+        return flat.view(size)
+
+    @override
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        whole = map_tree(
+            object, lambda v: v.source.stored.read(v.source.key) if isinstance(v, _StoredHandle) else v
+        )
+        try:
+            return super().transform_object(write_item, whole)
+        except Exception as error:  # pickle raises what the object's own methods raise
+            raise CheckpointError(
+                f"'{write_item.index.fqn}' cannot be pickled: {type(error).__name__}: {error}.",
+                remedy="Convert to another format, or to the weights alone.",
+            ) from error
 
 
 def write_dcp_files(
@@ -208,142 +279,62 @@ def write_dcp_files(
         directory: The directory to write into, which is empty.
         checkpoint: The checkpoint that each `StoredName` in the others is read from.
         state: The state dict.
-        objects: A further key, and one object for it that is stored as a whole.
+        objects: A further key, and one object for it that is stored as a whole, in a file of its own.
         progress: Told how many bytes of tensors are done.
 
     Raises:
         CheckpointError: An object cannot be pickled, or reading or writing failed.
     """
-    metadata = Metadata({}, planner_data={}, storage_data={})
-    metadata.storage_meta = StorageMeta()
-    metadata.version = DCP_VERSION
-    leaves = list(_flattened(state, ()))
-    with explained("write", directory / _DATA), (directory / _DATA).open("xb", buffering=_BUFFER) as file:
-        tensors: dict[str, list[str]] = {}
-        for keys, value in leaves:
-            name = _announce(metadata, keys)
-            if isinstance(value, StoredName):
-                tensors.setdefault(checkpoint.entry(value.key).name, []).append(name)
-            else:
-                _write_object(file, metadata, name, value)
-        _write_tensors(file, metadata, checkpoint, tensors, progress)
-        file.flush()
-        os.fsync(file.fileno())
-    if objects is not None:
-        name = _announce(metadata, (objects[0],))
-        path = directory / _OBJECT
-        write_torch_file(path, objects[1], checkpoint, name="archive", progress=lambda done, total: None)
-        _place(metadata, name, None, _OBJECT, 0, path.stat().st_size)
-        metadata.state_dict_metadata[name] = BytesStorageMetadata()
-    write_file(directory / METADATA, pickle.dumps(metadata))
+    planner = _Planner(checkpoint, progress)
+    writer = FileSystemWriter(directory, per_thread_copy_ahead=0)
+    planner.set_up_planner(dict(state), is_coordinator=True)
+    with explained("write", directory):
+        writer.set_up_storage_writer(True)
+        local = writer.prepare_local_plan(planner.create_local_plan())
+        plans, metadata = planner.create_global_plan([local])
+        (plan,) = writer.prepare_global_plan(plans)
+        try:
+            results = writer.write_data(planner.finish_plan(plan), planner).wait()
+        except (
+            RuntimeError
+        ) as error:  # where the system refused to write, torch says that a position is wrong
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+        list(planner.parts)  # none is left; that the last one is done is told now
+        results += _tie(planner.tied, metadata, results)
+        if objects is not None:
+            name, tree = objects
+            path = directory / _OBJECT
+            write_torch_file(path, tree, checkpoint, name="archive", progress=lambda done, total: None)
+            size = path.stat().st_size
+            metadata.state_dict_metadata[name] = BytesStorageMetadata()
+            metadata.planner_data[name] = (name,)
+            results.append(WriteResult(MetadataIndex(name), size, storage_info()(_OBJECT, 0, size)))
+        writer.finish(metadata, [results])
 
 
-def _flattened(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
-    """As DCP flattens a state dict: every dict, and lists in which there is a dict or a tensor."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _flattened(item, (*keys, str(key)))
-    elif isinstance(value, list) and _holds_containers(value):
-        for position, item in enumerate(value):
-            yield from _flattened(item, (*keys, position))
-    else:
-        yield keys, value
+def _tie(tied: Mapping[str, str], metadata: Metadata, results: Sequence[WriteResult]) -> list[WriteResult]:
+    """Give tensors further names, under which the same items are found."""
+    names: dict[str, list[str]] = {}
+    for name, first in tied.items():
+        names.setdefault(first, []).append(name)
+        metadata.state_dict_metadata[name] = metadata.state_dict_metadata[first]
+    return [
+        replace(result, index=replace(result.index, fqn=name))
+        for result in results
+        for name in names.get(result.index.fqn, ())
+    ]
 
 
-def _holds_containers(values: Sequence[Any]) -> bool:
-    return any(
-        isinstance(value, (Mapping, Tensor, StoredName))
-        or (isinstance(value, list) and _holds_containers(value))
-        for value in values
-    )
+# --- the formats ----------------------------------------------------------------------------------
 
 
-def _announce(metadata: Metadata, keys: Keys) -> str:
-    name = ".".join(str(key) for key in keys)
-    if name in metadata.planner_data:
+def refuse_options(format: str, options: Mapping[str, Any]) -> None:
+    """Raise a `CheckpointError` for options that nothing would honour."""
+    if options:
         raise CheckpointError(
-            f"two entries of the checkpoint would both be called '{name}' in a DCP directory.",
-            remedy="Convert to another format.",
+            f"format {format!r} has no option {next(iter(options))!r}.",
+            remedy="See its `write` method for those it has.",
         )
-    metadata.planner_data[name] = keys
-    return name
-
-
-def _write_object(file: BinaryIO, metadata: Metadata, name: str, value: Any) -> None:
-    whole = map_tree(value, lambda leaf: leaf.stored.read(leaf.key) if isinstance(leaf, StoredName) else leaf)
-    if isinstance(whole, Tensor):
-        _write_part(file, metadata, [name], Box.whole(whole.shape), whole.contiguous())
-        _describe(metadata, name, whole.shape, whole.dtype, [Box.whole(whole.shape)])
-        return
-    buffer = io.BytesIO()
-    try:
-        torch.save(whole, buffer)
-    except Exception as error:  # pickle raises what the object's own methods raise
-        raise CheckpointError(
-            f"'{name}' cannot be pickled: {type(error).__name__}: {error}.",
-            remedy="Convert to another format, or to the weights alone.",
-        ) from error
-    start = file.tell()
-    file.write(buffer.getbuffer())
-    _place(metadata, name, None, _DATA, start, file.tell() - start)
-    metadata.state_dict_metadata[name] = BytesStorageMetadata()
-
-
-def _write_tensors(
-    file: BinaryIO,
-    metadata: Metadata,
-    checkpoint: Checkpoint,
-    names: Mapping[str, Sequence[str]],
-    progress: Progress,
-) -> None:
-    """Write stored tensors, each under one or more names."""
-    boxes = {
-        stored: list(row_boxes(entry.shape, entry.itemsize, SLAB))
-        for stored, entry in ((stored, checkpoint.entry(stored)) for stored in names)
-    }
-    for stored, flat_names in names.items():
-        entry = checkpoint.entry(stored)
-        for name in flat_names:
-            _describe(metadata, name, entry.shape, entry.dtype, boxes[stored])
-    remaining = {stored: iter(of_one) for stored, of_one in boxes.items()}
-    for part in read_in_order(checkpoint, names, progress=progress):
-        box, dtype = next(remaining[part.name]), checkpoint.entry(part.name).dtype
-        flat = torch.frombuffer(part.data, dtype=dtype) if part.data else torch.empty(0, dtype=dtype)
-        _write_part(file, metadata, names[part.name], box, flat.view(box.size))
-
-
-def _write_part(file: BinaryIO, metadata: Metadata, names: Sequence[str], box: Box, data: Tensor) -> None:
-    start = file.tell()
-    torch.save(data, file)
-    for name in names:
-        _place(metadata, name, box, _DATA, start, file.tell() - start)
-
-
-def _describe(
-    metadata: Metadata, name: str, shape: Sequence[int], dtype: torch.dtype, boxes: Sequence[Box]
-) -> None:
-    chunks = [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)) for box in boxes]
-    properties = TensorProperties(dtype=dtype)
-    metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
-
-
-def _place(metadata: Metadata, name: str, box: Box | None, file: str, start: int, length: int) -> None:
-    index = MetadataIndex(name, None if box is None else box.offset)
-    metadata.storage_data[index] = new_storage_info(file, start, length)
-
-
-# --- the format ``dcp`` ---------------------------------------------------------------------------
-
-
-log = logging.getLogger("nnx.checkpoint")
-
-_SUFFIX = ".distcp"
-_PAUSE = 10.0
-"""Seconds that may pass between two files of one save, beside the time that writing takes."""
-_SLOWEST = 10e6
-"""Bytes per second below which nobody copies a checkpoint."""
-_SKEW = 2.0
-"""Seconds by which the clocks of two machines may differ."""
 
 
 class DcpDirectory(CheckpointFormat):
@@ -407,113 +398,6 @@ class DcpDirectory(CheckpointFormat):
         )
         with new_directory(path) as directory:
             write_dcp_files(directory, described, state, objects=(TRAINER, beside), progress=progress)
-
-
-def looks_like_dcp(path: str | os.PathLike[str]) -> bool:
-    """Whether there are files with the names that DCP gives them."""
-    directory = Path(path)
-    if "://" in os.fspath(path) or not directory.is_dir():
-        return False
-    return bool(metadata_files(directory)) or any(file.suffix == _SUFFIX for file in directory.iterdir())
-
-
-def read_directory(directory: Path, *, weights_only: bool) -> tuple[DcpMetadata, dict[str, Any]]:
-    """Find every tensor and read every object of a directory.
-
-    Args:
-        directory: The checkpoint.
-        weights_only: False executes what its pickles bring along.
-
-    Returns:
-        The metadata, and the state dict that was saved, with `LocatedTensor` in place of tensors.
-
-    Raises:
-        CheckpointError: It is incomplete, damaged, malicious, or of two saves.
-    """
-    metadata = read_metadata(directory, weights_only=weights_only)
-    with Items(directory, weights_only=weights_only) as items:
-        items.check_lengths(metadata.items)
-        check_ages([directory / file for file in metadata.data_files], metadata.files)
-        values: dict[str, Any] = {name: items.load(name, item) for name, item in metadata.objects.items()}
-        for name, tensor in sorted(metadata.tensors.items(), key=lambda pair: pair[1].position):
-            values[name] = items.locate(tensor)
-    return metadata, nest({name: values[name] for name in metadata.keys}, metadata.keys)
-
-
-def opened(
-    path: str | os.PathLike[str],
-    format: str,
-    metadata: DcpMetadata,
-    parts: Parts,
-    beside: Mapping[str, Any],
-) -> ForeignCheckpoint:
-    """The checkpoint, from its parts.
-
-    Args:
-        path: The directory.
-        format: Name of its format.
-        metadata: The metadata, which say what it claims to hold.
-        parts: The state dict, taken apart.
-        beside: Objects of the trainer that lie beside the state dict.
-    """
-    contents = Contents(path, format)
-    beside = dict(beside)
-    origin = restore_ours(contents, beside)
-    add_parts(contents, parts, beside)
-    if origin is not None:
-        return contents.opened(**origin)
-    directory = Path(path)
-    unused = sorted(
-        file.name
-        for file in directory.iterdir()
-        if file.suffix == _SUFFIX and file.name not in metadata.data_files
-    )
-    provenance: dict[str, Any] = {"keys": parts.keys}
-    if unused:
-        provenance["files of another save"] = unused
-    return contents.opened(world_size=metadata.world_size, provenance=provenance)
-
-
-def check_ages(earlier: Sequence[Path], later: Sequence[Path]) -> None:
-    """Refuse files of two saves, as far as their times tell.
-
-    DCP overwrites a directory's files one by one under the same names, and its metadata last. When that is
-    interrupted, data of two steps lies side by side, and only the times betray it: data that is newer than
-    the metadata, after a pause. A copy may have times in any order, but no pause.
-
-    Args:
-        earlier: Files that were complete before any of `later` was written.
-        later: The others.
-
-    Raises:
-        CheckpointError: They were written in the wrong order, with a pause between.
-    """
-    times: dict[Path, float] = {}
-    sizes: dict[Path, int] = {}
-    for path in (*earlier, *later):
-        with explained("read", path):
-            status = path.stat()
-        times[path], sizes[path] = status.st_mtime, status.st_size
-    end = max(times[path] for path in later)
-    late = sorted((path for path in earlier if times[path] > end + _SKEW), key=times.__getitem__)
-    if not late:
-        return
-    first = late[0]
-    before = max(time for path, time in times.items() if path not in late)
-    pause = times[first] - before
-    names = ", ".join(path.name for path in late[:4]) + (", ..." if len(late) > 4 else "")
-    if pause > _PAUSE + sizes[first] / _SLOWEST:
-        raise CheckpointError(
-            f"'{first.parent}' holds files of two saves: {names} were written {pause:.0f} seconds after "
-            "the rest, by a save into the same directory that was interrupted.",
-            remedy=f"Resume from another checkpoint. If you know that it is whole, `touch {later[-1]}`.",
-        )
-    log.warning(
-        "%s in %s is newer than %s. That is so in a copy; otherwise the files are of two saves.",
-        names,
-        first.parent,
-        later[-1].name,
-    )
 
 
 # --- the format ``lightning_sharded`` -------------------------------------------------------------
