@@ -23,7 +23,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -75,20 +75,26 @@ _PUTS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
 _GETS = ("GET", "BINGET", "LONG_BINGET")
 
 
-def _effect(operation: pickletools.OpcodeInfo) -> tuple[int, int] | None:
-    """How many objects an operation takes from the stack and puts there; None if that varies."""
-    before = operation.stack_before
-    if operation.name in ("MARK", *_PUTS, *_GETS) or pickletools.markobject in before:
-        return None
-    return len(before), len(operation.stack_after)
+_MARK, _PUT, _GET, _TO_MARK = -1, -2, -3, -4
+"""How many objects an operation takes, where that is not a number."""
 
 
-_EFFECTS = {op.name: (8 + _MEMORY.get(op.name, 0), _effect(op)) for op in pickletools.opcodes}
-_MADE_OF_MARK = {
-    op.name
-    for op in pickletools.opcodes
-    if op.stack_before[:1] == [pickletools.markobject] and op.stack_after
-}
+def _effect(operation: pickletools.OpcodeInfo) -> tuple[int, int, int]:
+    """The bytes that an operation takes, and how many objects it takes from the stack and puts there."""
+    before, given = operation.stack_before, len(operation.stack_after)
+    taken = len(before)
+    if operation.name == "MARK":
+        taken = _MARK
+    elif operation.name in _PUTS:
+        taken = _PUT
+    elif operation.name in _GETS:
+        taken = _GET
+    elif pickletools.markobject in before:  # with something before the mark, it is a container
+        taken, given = _TO_MARK, given * (before[0] is pickletools.markobject)
+    return 8 + _MEMORY.get(operation.name, 0), taken, given
+
+
+_EFFECTS = {operation.name: _effect(operation) for operation in pickletools.opcodes}
 
 _ATTRIBUTE_DICTS = (
     "lightning.fabric.utilities.data",
@@ -202,74 +208,62 @@ def refuse_swollen(file: IO[bytes], *, nbytes: int, source: str) -> None:
     if not zipfile.is_zipfile(file):
         file.seek(0)
         for _ in range(5):  # the old format is as many pickles, and the elements of tensors after them
-            _Operations(nbytes, source).count(file)
+            _count_operations(file, nbytes, source)
         return
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
             if entry.filename.endswith("/data.pkl"):
-                _Operations(nbytes, source).count(io.BytesIO(archive.read(entry)))
+                _count_operations(io.BytesIO(archive.read(entry)), nbytes, source)
 
 
-class _Operations:
-    """What a pickle does, as far as sizes go: for every object on the stack how much a hash of it looks at.
+def _count_operations(pickled: IO[bytes], nbytes: int, source: str) -> None:
+    """Follow one pickle up to its end, or to where it is damaged: who unpickles it says what is wrong.
 
     Args:
+        pickled: The pickle.
         nbytes: Size of the file.
         source: Its path, for messages.
+
+    Raises:
+        CheckpointError: See `refuse_swollen`.
     """
-
-    def __init__(self, nbytes: int, source: str) -> None:
-        self._nbytes, self._source = nbytes, source
-        self._stack: list[int] = []
-        self._below: list[list[int]] = []  # what lies below each mark
-        self._memo: dict[Any, int] = {}
-        self._memory = self._waiting = 0
-
-    def count(self, pickled: IO[bytes]) -> None:
-        """Follow one pickle up to its end, or to where it is damaged: who unpickles it says what is wrong."""
-        most = max(_MOST_OBJECTS, self._nbytes)
-        most_memory = 3 * self._nbytes + (48 << 20)
-        with contextlib.suppress(ValueError, IndexError):
-            for operation, argument, _ in pickletools.genops(pickled):
-                self._follow(operation.name, argument)
-                weight = self._stack[-1] if self._stack else 0
-                if weight > most or self._memory > most_memory or self._waiting > _MOST_OBJECTS:
-                    raise CheckpointError(
-                        f"the pickle in '{self._source}', a file of {self._nbytes:,} bytes, makes so many "
-                        "objects that they fill the memory.",
-                        remedy="No training program writes that; use another checkpoint.",
-                    )
-
-    def _follow(self, name: str, argument: Any) -> None:
-        memory, effect = _EFFECTS[name]
-        self._memory += memory + (len(argument) if isinstance(argument, (str, bytes)) else 0)
-        if effect is None:
-            self._follow_special(name, argument)
-            return
-        taken, given = effect
-        weight = 0
-        for _ in range(taken):
-            weight += self._stack.pop()
-        self._stack += (weight or 1,) * given
-        self._waiting += given - taken
-
-    def _follow_special(self, name: str, argument: Any) -> None:
-        """What touches the memo, or takes all down to a mark."""
-        if name == "MARK":
-            self._below.append(self._stack)
-            self._stack = []
-        elif name in _PUTS:
-            self._memo[len(self._memo) if argument is None else argument] = self._stack[-1]
-        elif name in _GETS:
-            self._stack.append(self._memo.get(argument, 1))
-            self._waiting += 1
-        else:
-            taken, self._stack = self._stack, self._below.pop()
-            self._memory -= _MEMORY["MARK"]
-            self._waiting -= len(taken)
-            if name in _MADE_OF_MARK:  # else they go into a container
-                self._stack.append(sum(taken))
-                self._waiting += 1
+    most, most_memory = max(_MOST_OBJECTS, nbytes), 3 * nbytes + (48 << 20)
+    stack: list[int] = []  # for every object on the stack how much a hash of it looks at
+    below: list[list[int]] = []  # what lies below each mark
+    memo: dict[Any, int] = {}
+    memory = waiting = 0
+    with contextlib.suppress(ValueError, IndexError):
+        for operation, argument, _ in pickletools.genops(pickled):
+            cost, taken, given = _EFFECTS[operation.name]
+            memory += cost + (len(argument) if isinstance(argument, (str, bytes)) else 0)
+            if taken >= 0:
+                weight = 0
+                for _ in range(taken):
+                    weight += stack.pop()
+                if given:
+                    stack += (weight or 1,) * given
+                waiting += given - taken
+            elif taken == _MARK:
+                below.append(stack)
+                stack = []
+            elif taken == _PUT:
+                memo[len(memo) if argument is None else argument] = stack[-1]
+            elif taken == _GET:
+                stack.append(memo.get(argument, 1))
+                waiting += 1
+            else:
+                above, stack = stack, below.pop()
+                memory -= _MEMORY["MARK"]
+                waiting -= len(above)
+                if given:  # else they go into a container
+                    stack.append(sum(above))
+                    waiting += 1
+            if memory > most_memory or waiting > _MOST_OBJECTS or (stack and stack[-1] > most):
+                raise CheckpointError(
+                    f"the pickle in '{source}', a file of {nbytes:,} bytes, makes so many objects that they "
+                    "fill the memory.",
+                    remedy="No training program writes that; use another checkpoint.",
+                )
 
 
 class StandIns:
@@ -612,6 +606,8 @@ def read_tensors(tree: Any) -> Any:
 
 _LONGEST_PICKLE = 1 << 16
 """A tensor's pickle has some 200 bytes."""
+_READ_AT_ONCE = 1 << 14
+"""Bytes that cost less to read than a dozen short reads."""
 _LOCAL = struct.Struct("<26xHH")
 """The beginning of a record in a zip file, with the lengths of its name and of its extra field."""
 
@@ -673,7 +669,9 @@ def locate_tensor(reader: FileReader, path: Path, start: int, length: int) -> Fi
     Raises:
         Exception: There is something else, or it is damaged or malicious; of whatever kind.
     """
-    part = _FilePart(reader, start, length)
+    part: IO[bytes] = cast("IO[bytes]", _FilePart(reader, start, length))
+    if length <= _READ_AT_ONCE:
+        part = io.BytesIO(part.read())
     with zipfile.ZipFile(part) as archive:
         records = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in records.values()):
@@ -681,7 +679,7 @@ def locate_tensor(reader: FileReader, path: Path, start: int, length: int) -> Fi
         pickled, order = (_small_record(archive, records.get(name)) for name in ("data.pkl", "byteorder"))
     if order not in (b"", b"little"):
         raise ValueError("its bytes are in big-endian order")
-    _Operations(length, str(path)).count(io.BytesIO(pickled))
+    _count_operations(io.BytesIO(pickled), length, str(path))
     tensor = _TensorUnpickler(pickled).load()
     if not isinstance(tensor, _Described):
         raise ValueError(f"it holds a {type(tensor).__name__} instead of a tensor")
