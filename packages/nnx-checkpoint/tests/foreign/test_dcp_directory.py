@@ -153,10 +153,11 @@ def test_reads_tensors_whose_elements_are_in_another_order(tmp_path: Path) -> No
     last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     conjugate = torch.randn(3, dtype=torch.complex64).conj()
     path = save(tmp_path / "d", {"model": {"columns": columns, "last": last, "conjugate": conjugate}})
-    checkpoint = storage.open_checkpoint(path)
+    checkpoint: Any = storage.open_checkpoint(path)
     assert torch.equal(checkpoint.read("model.columns"), columns)
     assert torch.equal(checkpoint.read("model.last"), last)
     assert torch.equal(checkpoint.read("model.conjugate"), conjugate)
+    assert set(checkpoint._contents.resident) == {"model.conjugate"}  # the others stay on disk
 
 
 def test_reads_what_each_rank_saved_for_itself(pool: WorkerPool, tmp_path: Path) -> None:

@@ -192,15 +192,17 @@ class Contents:
                 self._places[place] = key
             self.add(key, value)
 
-    def add_optimizer(self, state: Mapping[str, Any], names: Sequence[str] | None = None) -> None:
+    def add_optimizer(
+        self, state: Mapping[str, Any], names: Sequence[str] | Mapping[Any, str] | None = None
+    ) -> None:
         """Add the next optimizer: ``state`` and ``param_groups`` as torch has them, named or numbered.
 
         Args:
             state: As ``Optimizer.state_dict()`` gives it; further keys are kept too.
-            names: What parameter 0, 1, ... of the groups is called. Where they are not given and the groups
-                hold ``param_names`` (torch stores them for optimizers built from ``named_parameters``),
-                these replace the numbers, if they are names of the model added before: those of one of
-                its parts are not.
+            names: What parameter 0, 1, ... of the groups is called, or those in a mapping. Where they
+                are not given and the groups hold ``param_names`` (torch stores them for optimizers built from
+                ``named_parameters``), these replace the numbers, if they are names of the model added before:
+                those of one of its parts are not.
         """
         optimizers = self.objects.setdefault("optim", [])
         prefix = f"optim.{len(optimizers)}.state"
@@ -226,10 +228,10 @@ class Contents:
             optimizers[-1]["other"] = other
 
     def _names_by_number(
-        self, groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None
-    ) -> dict[Any, str]:
+        self, groups: Sequence[Mapping[str, Any]], names: Sequence[str] | Mapping[Any, str] | None
+    ) -> Mapping[Any, str]:
         if names is not None:
-            return dict(enumerate(names))
+            return names if isinstance(names, Mapping) else dict(enumerate(names))
         found: dict[Any, str] = {}
         for group in groups:
             if "param_names" in group:

@@ -290,34 +290,25 @@ def add_parts(contents: Contents, parts: Parts, beside: Mapping[str, Any]) -> No
     for key, prefix in parts.prefixes.items():
         contents.add_model({f"{prefix}{name}": value for name, value in parts.models[key].items()})
     for state in parts.optimizers.values():
-        contents.add_optimizer(_named(state, parts))
+        contents.add_optimizer(state, _logical_names(state, parts))
     contents.set_trainer({**parts.rest, **beside})
 
 
-def _named(state: Mapping[str, Any], parts: Parts) -> Mapping[str, Any]:
-    """An optimizer's state by logical names, as far as they are known, and without ``param_names``.
+def _logical_names(state: Mapping[str, Any], parts: Parts) -> dict[Any, str]:
+    """What the parameters of an optimizer are called, as far as that is known.
 
-    These replace numbers where they are names of a model. Where there are several models, the key of the one
-    that the parameters belong to comes before their names, unless they could belong to several.
+    ``param_names`` count where they are names of a model and the parameters have numbers. Where there are
+    several models, the key of the one that the parameters belong to comes before their names, unless they
+    could belong to several.
     """
     order = [name for group in state[_GROUPS] for name in group["params"]]
     given = [name for group in state[_GROUPS] for name in group.get("param_names", ())]
     numbered = any(isinstance(name, int) for name in order)
     known = given if numbered and len(given) == len(order) else order
     owners = [key for key, model in parts.models.items() if order and set(known) <= set(model)]
-    logical = {name: name for name in order}
-    if len(owners) == 1:
-        prefix = parts.prefixes[owners[0]]
-        logical = {old: f"{prefix}{new}" for old, new in zip(order, known, strict=True)}
-    groups = [
-        {
-            **{key: value for key, value in group.items() if key != "param_names"},
-            "params": [logical[name] for name in group["params"]],
-        }
-        for group in state[_GROUPS]
-    ]
-    renamed = {logical.get(name, name): entries for name, entries in state[_STATE].items()}
-    return {**state, _STATE: renamed, _GROUPS: groups}
+    if len(owners) != 1:
+        return {}
+    return {old: f"{parts.prefixes[owners[0]]}{new}" for old, new in zip(order, known, strict=True)}
 
 
 def restore_ours(contents: Contents, beside: dict[str, Any]) -> dict[str, Any] | None:

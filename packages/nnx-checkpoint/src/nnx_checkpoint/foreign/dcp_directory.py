@@ -328,15 +328,6 @@ def _tie(tied: Mapping[str, str], metadata: Metadata, results: Sequence[WriteRes
 # --- the formats ----------------------------------------------------------------------------------
 
 
-def refuse_options(format: str, options: Mapping[str, Any]) -> None:
-    """Raise a `CheckpointError` for options that nothing would honour."""
-    if options:
-        raise CheckpointError(
-            f"format {format!r} has no option {next(iter(options))!r}.",
-            remedy="See its `write` method for those it has.",
-        )
-
-
 class DcpDirectory(CheckpointFormat):
     """What ``dcp.save`` writes: ``.metadata`` and files of every rank, or safetensors files without it."""
 
@@ -387,7 +378,7 @@ class DcpDirectory(CheckpointFormat):
         Raises:
             CheckpointError: An object cannot be pickled, or reading or writing failed.
         """
-        refuse_options(self.name, options)
+        self.refuse_options(options)
         described = Described(checkpoint)
         several = len(stored_optimizer_states(described) or ()) > 1
         state, beside = state_to_write(
@@ -465,7 +456,7 @@ class LightningSharded(CheckpointFormat):
             CheckpointError: An optimizer's parameters have no names, an object cannot be pickled, or reading
                 or writing failed.
         """
-        refuse_options(self.name, options)
+        self.refuse_options(options)
         if strategy not in _MODEL_KEY:
             raise CheckpointError(
                 f"Lightning has no sharding strategy {strategy!r}.",
