@@ -26,8 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import nnx_checkpoint as storage
-from nnx_checkpoint.foreign.dcp_contents import interpret
-from nnx_checkpoint.foreign.dcp_directory import DcpDirectory
+from nnx_checkpoint.foreign.dcp_directory import DcpDirectory, interpret
 from nnx_checkpoint.formats import get_format
 from nnx_checkpoint.naming import collect, stored_optimizer_states
 from nnx_checkpoint.shard import shard_of
@@ -615,7 +614,7 @@ def assert_equal_checkpoints(actual: storage.Checkpoint, expected: storage.Check
 @pytest.fixture
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slabs that the tensors of `example` do not fit into."""
-    for module in ("nnx_checkpoint.slabs", "nnx_checkpoint.foreign.dcp_directory"):
+    for module in ("nnx_checkpoint.slabs", "nnx_checkpoint.foreign.dcp_files"):
         monkeypatch.setattr(f"{module}.SLAB", 4096)
 
 

@@ -1,43 +1,25 @@
 """Directories of `torch.distributed.checkpoint`, as ``dcp.save`` writes them, and Lightning's sharded ones.
 
-They are read by what `nnx_checkpoint.foreign.dcp_files` finds in them. Torch's own planner and writer
-write them, from a checkpoint of any format and tensor after tensor.
+What is in their files is the matter of `nnx_checkpoint.foreign.dcp_files`; here is what it means. DCP stores
+any nested state dict, and programs that use it put models and optimizers under keys of their own. `interpret`
+recognizes the usual ones by their keys and by their form. What is recognized as neither is kept, under its
+own keys, with the trainer's objects. `state_to_write` makes such a state dict of any checkpoint.
 """
 
 from __future__ import annotations
 
-import io
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
-from nnx_checkpoint._torch_compat import storage_info
-from nnx_checkpoint.dcp import Handle
 from nnx_checkpoint.errors import CheckpointError
-from nnx_checkpoint.foreign.contents import Contents, ForeignCheckpoint
-from nnx_checkpoint.foreign.dcp_contents import (
-    OURS,
-    TRAINER,
-    Parts,
-    add_parts,
-    interpret,
-    is_ours,
-    nest,
-    restore_ours,
-    state_to_write,
-)
+from nnx_checkpoint.foreign.contents import IN_FILES, TENSORS, Contents, ForeignCheckpoint, Lifted, unpack
 from nnx_checkpoint.foreign.dcp_files import (
     DcpMetadata,
     Items,
@@ -45,22 +27,443 @@ from nnx_checkpoint.foreign.dcp_files import (
     read_metadata,
     read_shards,
     shard_files,
+    write_dcp_files,
 )
-from nnx_checkpoint.foreign.torch_file import load_torch_file, map_tree
+from nnx_checkpoint.foreign.lightning_file import lightning_dict
+from nnx_checkpoint.foreign.torch_file import load_torch_file
 from nnx_checkpoint.foreign.torch_writer import write_torch_file
 from nnx_checkpoint.formats import CheckpointFormat, Progress
-from nnx_checkpoint.naming import FABRIC_KEYS, StoredName, stored_optimizer_states
+from nnx_checkpoint.naming import (
+    FABRIC_KEYS,
+    OptimizerState,
+    numbers_parameters,
+    stored_optimizer_states,
+)
 from nnx_checkpoint.reader import Checkpoint
-from nnx_checkpoint.shard import Shard
-from nnx_checkpoint.slabs import SLAB, Part, new_directory, read_in_order, row_boxes
+from nnx_checkpoint.slabs import new_directory
 from nnx_checkpoint.storage.files import explained
 from nnx_checkpoint.views import Described
 
-__all__ = ["DcpDirectory", "LightningSharded"]
+__all__ = ["DcpDirectory", "LightningSharded", "interpret", "nest"]
 
 log = logging.getLogger("nnx.checkpoint")
 
 _SUFFIX = ".distcp"
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+_EXTRA_STATE = "_extra_state"
+_STATE, _GROUPS = "state", "param_groups"
+
+
+# --- the parts of a state dict --------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Parts:
+    """A state dict, taken apart.
+
+    Attributes:
+        models: State dicts by key; tensors are still in the files, anything else is extra state.
+        optimizers: ``{"state", "param_groups"}`` by key, named or numbered.
+        rest: Everything else.
+    """
+
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    optimizers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rest: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> dict[str, list[str]]:
+        """The keys of models and optimizers, for Fabric's users, who look them up by these."""
+        return {"modules": list(self.models), "optimizers": list(self.optimizers)}
+
+    @property
+    def prefixes(self) -> dict[str, str]:
+        """What precedes a parameter's logical name: nothing, or a model's key where there are several."""
+        return {key: f"{key}." if len(self.models) > 1 else "" for key in self.models}
+
+
+# --- from flat names to a tree --------------------------------------------------------------------
+
+
+class _Node(dict["str | int", Any]):
+    """A container of the state dict, as opposed to a dict that was saved as one object."""
+
+
+def nest(values: Mapping[str, Any], keys: Mapping[str, Sequence[str | int]]) -> dict[str, Any]:
+    """Build the state dict that was saved.
+
+    Args:
+        values: The values by flat name.
+        keys: The keys and list positions that lead to each.
+
+    Raises:
+        CheckpointError: Two values claim the same place.
+
+    Example:
+        >>> nest({"a.b": 1, "c.0": 2}, {"a.b": ("a", "b"), "c.0": ("c", 0)})
+        {'a': {'b': 1}, 'c': [2]}
+    """
+    root = _Node()
+    for name, value in values.items():
+        *parents, last = keys[name]
+        node: Any = root
+        for key in parents:
+            node = node.setdefault(key, _Node()) if isinstance(node, _Node) else None
+        if not isinstance(node, _Node) or last in node:
+            raise CheckpointError(
+                f"the metadata puts '{name}' where something else is: {list(keys[name])}.",
+                remedy="It is damaged; resume from another checkpoint.",
+            )
+        node[last] = value
+    return {str(key): _plain(value) for key, value in root.items()}
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, _Node):
+        return value
+    if value and all(isinstance(key, int) for key in value):
+        return [_plain(item) for _, item in sorted(value.items())]
+    return {str(key): _plain(item) for key, item in value.items()}
+
+
+# --- recognizing ----------------------------------------------------------------------------------
+
+
+def interpret(
+    tree: Mapping[str, Any], *, keys: Mapping[str, Sequence[str]] | None = None, every_model: bool = False
+) -> Parts:
+    """Take a state dict apart.
+
+    An optimizer is a dict that has the form of one, nested or flattened, whatever its key. A model is what
+    stands under one of the usual keys; without such a key, the tensors that stand side by side at the top;
+    without those, every dict of nothing but tensors. One level around all of this, as in ``{"app": ...}``,
+    is looked through.
+
+    Args:
+        tree: The state dict; tensors are still in the files.
+        keys: The keys that are ``modules`` and ``optimizers``, where that is known.
+        every_model: Take every dict of nothing but tensors for a model.
+
+    Raises:
+        CheckpointError: An optimizer's state is malformed.
+    """
+    if keys is not None:
+        return _by_keys(tree, keys)
+    tree = _unwrapped(tree)
+    if _is_optimizer(tree):
+        return Parts(optimizers={"optimizer": _optimizer(tree)})
+    parts = Parts(rest=dict(tree))
+    found = {key: state for name, value in tree.items() for key, state in _optimizers(name, value)}
+    for key in sorted(found, key=_natural):
+        parts.optimizers[key] = _optimizer(found[key])
+        parts.rest.pop(key.partition("[")[0], None)
+    dicts = [key for key, value in parts.rest.items() if _holds_tensors_only(value)]
+    usual = [key for key in _MODEL_KEYS if isinstance(parts.rest.get(key), dict)][:1]
+    if every_model or usual:
+        parts.models = {key: _flat(parts.rest.pop(key)) for key in (dicts if every_model else usual)}
+    elif any(isinstance(value, TENSORS) for value in parts.rest.values()):
+        names = [k for k, value in parts.rest.items() if isinstance(value, TENSORS) or _is_extra(k)]
+        parts.models = {"model": _flat({name: parts.rest.pop(name) for name in names})}
+    else:
+        parts.models = {key: _flat(parts.rest.pop(key)) for key in dicts}
+    return parts
+
+
+def _by_keys(tree: Mapping[str, Any], keys: Mapping[str, Sequence[str]]) -> Parts:
+    rest = dict(tree)
+    nothing: dict[str, Any] = {_STATE: {}, _GROUPS: []}
+    return Parts(
+        models={key: _flat(rest.pop(key, {})) for key in keys["modules"]},
+        optimizers={key: _optimizer(rest.pop(key, nothing)) for key in keys["optimizers"]},
+        rest=rest,
+    )
+
+
+def _unwrapped(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    if len(tree) != 1:
+        return tree
+    (key, inner), *_ = tree.items()
+    if key in _MODEL_KEYS or not isinstance(inner, dict) or _is_optimizer(inner):
+        return tree
+    holds_parts = any(
+        (name in _MODEL_KEYS and isinstance(value, dict)) or _is_optimizer(value)
+        for name, value in inner.items()
+    )
+    return inner if holds_parts else tree
+
+
+def _optimizers(key: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if _is_optimizer(value):
+        yield key, value
+    elif isinstance(value, list) and value and all(_is_optimizer(item) for item in value):
+        for position, item in enumerate(value):
+            yield f"{key}[{position}]", item
+
+
+def _is_optimizer(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    groups = value.get(_GROUPS)
+    if isinstance(groups, list):
+        return all(isinstance(group, dict) and "params" in group for group in groups)
+    return _is_flattened(value)
+
+
+def _is_flattened(value: Mapping[str, Any]) -> bool:
+    """Whether it is what torch's ``flatten_optimizer_state_dict`` makes of an optimizer's state."""
+    of_groups = [key.startswith(f"{_GROUPS}.") for key in value]
+    return any(of_groups) and all(
+        is_one or key.startswith(f"{_STATE}.") for is_one, key in zip(of_groups, value, strict=True)
+    )
+
+
+def _holds_tensors_only(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(_is_member(*pair) for pair in value.items())
+
+
+def _is_member(key: str, value: Any) -> bool:
+    """Whether it can be an entry of a module's state dict."""
+    return isinstance(value, TENSORS) or _is_extra(key) or _holds_tensors_only(value)
+
+
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == _EXTRA_STATE
+
+
+def _flat(model: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Join the keys of dicts of state dicts; extra state stays what it is."""
+    flat: dict[str, Any] = {}
+    for key, value in model.items():
+        if isinstance(value, dict) and not _is_extra(key):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _natural(key: str) -> list[Any]:
+    """So that ``optimizer_10`` comes after ``optimizer_9``."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)]
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+
+def _optimizer(value: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state in torch's own form, with numbers where its groups have numbers."""
+    value = _unflattened(value) if _is_flattened(value) else value
+    groups = [dict(group) for group in value[_GROUPS]]
+    state = value.get(_STATE, {})
+    if not isinstance(state, dict) or not all(isinstance(entries, dict) for entries in state.values()):
+        raise CheckpointError(
+            "an optimizer's state in the checkpoint does not map parameters to their entries.",
+            remedy="Save what `Optimizer.state_dict()` or torch's `get_optimizer_state_dict` returns.",
+        )
+    if any(isinstance(number, int) for group in groups for number in group["params"]):
+        state = {int(number): entries for number, entries in state.items()}
+    return {**value, _STATE: state, _GROUPS: groups}
+
+
+def _unflattened(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo ``flatten_optimizer_state_dict``; parameters with equal hyper-parameters make up a group."""
+    hyper: dict[str, dict[str, Any]] = {}
+    for key, item in value.items():
+        if key.startswith(f"{_GROUPS}."):
+            parameter, _, name = key.removeprefix(f"{_GROUPS}.").rpartition(".")
+            hyper.setdefault(parameter, {})[name] = item.read() if isinstance(item, IN_FILES) else item
+    groups: dict[str, dict[str, Any]] = {}
+    for parameter, values in hyper.items():
+        group = groups.setdefault(repr(sorted(values.items())), {**values, "params": []})
+        group["params"].append(parameter)
+    state: dict[str, Any] = {}
+    for key, item in value.items():
+        if key.startswith(f"{_STATE}."):
+            parameter, name = _split(key.removeprefix(f"{_STATE}."), hyper)
+            state.setdefault(parameter, {})[name] = item
+    return {_STATE: state, _GROUPS: list(groups.values())}
+
+
+def _split(key: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
+    parameter, _, name = key.rpartition(".")
+    while parameter and parameter not in parameters:
+        parameter, _, more = parameter.rpartition(".")
+        name = f"{more}.{name}"
+    if not parameter:
+        raise CheckpointError(
+            f"the optimizer's entry '{key}' belongs to none of the parameters in its groups.",
+            remedy="It was saved by another program, or is damaged; resume from another checkpoint.",
+        )
+    return parameter, name
+
+
+# --- logical names --------------------------------------------------------------------------------
+
+
+OURS = "nnx"
+"""Under which key of the trainer's objects stands what DCP and Lightning have no place for."""
+TRAINER = "trainer"
+"""Under which key our own DCP directories keep the trainer's objects."""
+
+ParameterNames = Sequence[Sequence[str]]
+"""For each optimizer, the name of parameter 0, 1, ..."""
+
+
+def add_parts(contents: Contents, parts: Parts, beside: Mapping[str, Any]) -> None:
+    """Add everything under its logical name. Names of one place in the files are tied.
+
+    Args:
+        contents: The contents of the checkpoint.
+        parts: The state dict, taken apart.
+        beside: Objects of the trainer that lie beside it.
+    """
+    for key, prefix in parts.prefixes.items():
+        contents.add_model({f"{prefix}{name}": value for name, value in parts.models[key].items()})
+    for state in parts.optimizers.values():
+        contents.add_optimizer(state, _logical_names(state, parts))
+    contents.set_trainer({**parts.rest, **beside})
+
+
+def _logical_names(state: Mapping[str, Any], parts: Parts) -> dict[Any, str]:
+    """What the parameters of an optimizer are called, as far as that is known.
+
+    ``param_names`` count where they are names of a model and the parameters have numbers. Where there are
+    several models, the key of the one that the parameters belong to comes before their names, unless they
+    could belong to several.
+    """
+    order = [name for group in state[_GROUPS] for name in group["params"]]
+    given = [name for group in state[_GROUPS] for name in group.get("param_names", ())]
+    numbered = any(isinstance(name, int) for name in order)
+    known = given if numbered and len(given) == len(order) else order
+    owners = [key for key, model in parts.models.items() if order and set(known) <= set(model)]
+    if len(owners) != 1:
+        return {}
+    return {old: f"{parts.prefixes[owners[0]]}{new}" for old, new in zip(order, known, strict=True)}
+
+
+def restore_ours(contents: Contents, beside: dict[str, Any]) -> dict[str, Any] | None:
+    """Take out of the trainer's objects what `state_to_write` put there.
+
+    Args:
+        contents: The contents that it belongs to.
+        beside: The objects, which lose it.
+
+    Returns:
+        World size and provenance of what was written; None if another program wrote this.
+    """
+    ours = beside.pop(OURS) if is_ours(beside) else None
+    if ours is None:
+        return None
+    for name, tensor in ours["tensors"].items():
+        contents.add(name, tensor)
+    for key in ours["added"]:
+        beside.pop(key, None)
+    if ours["fabric"]:
+        beside[FABRIC_KEYS] = ours["fabric"]
+    return unpack(ours["left"], contents, Lifted, source=str(contents.path))
+
+
+def is_ours(objects: Any) -> bool:
+    """Whether nnx wrote these objects of a trainer."""
+    ours = objects.get(OURS) if isinstance(objects, dict) else None
+    return isinstance(ours, dict) and set(ours) >= {"left", "tensors", "added", "fabric"}
+
+
+# --- the way back ---------------------------------------------------------------------------------
+
+
+def state_to_write(
+    checkpoint: Described,
+    *,
+    model_key: str,
+    optimizer_key: str,
+    parameter_names: ParameterNames | None,
+    named_only: bool = False,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state dict for DCP, and the trainer's objects.
+
+    Args:
+        checkpoint: The checkpoint to write.
+        model_key: The key for the model, unless Fabric's user chose keys.
+        optimizer_key: The key for optimizers, likewise; ``{}`` in it is replaced by their numbers.
+        parameter_names: Names for parameters that have only numbers.
+        named_only: Refuse parameters that have no names even so.
+
+    Returns:
+        Both with `StoredName` in place of tensors.
+
+    Raises:
+        CheckpointError: The names given do not fit.
+    """
+    rest = lightning_dict(checkpoint)
+    rest.pop("optimizer_states", None)
+    states = stored_optimizer_states(checkpoint) or []
+    if parameter_names is not None:
+        states = _renamed(states, parameter_names)
+    if named_only:
+        _require_names(checkpoint.path, states)
+    keys = rest[OURS]["fabric"]
+    if keys is None:
+        state = {model_key: rest.pop("state_dict")} if "state_dict" in rest else {}
+        names = [optimizer_key.format(index) for index in range(len(states))]
+    else:
+        state = {key: rest.pop(key) for key in keys["modules"]}
+        names = list(keys["optimizers"])
+        for key in names:
+            rest.pop(key, None)
+        if len(state) > 1:
+            states = [_without_prefix(each, list(state)) for each in states]
+    for name, each in zip(names, states, strict=True):
+        state[name] = {**each, "param_groups": [_with_names(group) for group in each["param_groups"]]}
+    return state, rest
+
+
+def _renamed(states: Sequence[OptimizerState], names: ParameterNames) -> list[OptimizerState]:
+    counts = [sum(len(group["params"]) for group in state["param_groups"]) for state in states]
+    if [len(of_one) for of_one in names] != counts:
+        raise CheckpointError(
+            f"`parameter_names` has {[len(of_one) for of_one in names]} names for the optimizers, "
+            f"which have {counts} parameters.",
+            remedy="Pass one list for each optimizer, with the names in the order of its groups.",
+        )
+    return [_rename(state, dict(enumerate(of_one))) for state, of_one in zip(states, names, strict=True)]
+
+
+def _without_prefix(state: OptimizerState, modules: Sequence[str]) -> OptimizerState:
+    """Names as in the module that the parameters belong to."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    for key in modules:
+        if names and all(str(name).startswith(f"{key}.") for name in names):
+            return _rename(state, {name: name.removeprefix(f"{key}.") for name in names})
+    return state
+
+
+def _rename(state: OptimizerState, names: Mapping[Any, str]) -> OptimizerState:
+    return OptimizerState(
+        state={names.get(old, old): entries for old, entries in state["state"].items()},
+        param_groups=[
+            {**group, "params": [names.get(old, old) for old in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    )
+
+
+def _with_names(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Optimizers built from ``named_parameters()`` ask for the names as well."""
+    if any(isinstance(name, int) for name in group["params"]):
+        return dict(group)
+    return {**group, "param_names": list(group["params"])}
+
+
+def _require_names(path: Any, states: Sequence[OptimizerState]) -> None:
+    """Refuse optimizers whose parameters have only numbers."""
+    for index, state in enumerate(states):
+        if numbers_parameters(state):
+            raise CheckpointError(
+                f"optimizer {index} of '{path}' numbers its parameters, and Lightning's sharded "
+                "directories name them.",
+                remedy="Pass `parameter_names`, a list of names for each optimizer in the order of its "
+                "groups; or resume once with any strategy of nnx, save, and convert that.",
+            )
 
 
 # --- reading a directory --------------------------------------------------------------------------
@@ -175,154 +578,6 @@ def check_ages(earlier: Iterable[Path], later: Sequence[Path]) -> None:
 
 def _names(late: Sequence[tuple[float, int, Path]]) -> str:
     return ", ".join(path.name for _, _, path in late[:4]) + (", ..." if len(late) > 4 else "")
-
-
-# --- writing --------------------------------------------------------------------------------------
-# Torch's writer keeps every tensor of a file until the file is complete. Those that it gets here are views of
-# the two slabs of a few megabytes that the source is read into, one chunk after the other; so they take no
-# memory of their own. It must ask for a chunk only when the last one is written: hence no copying ahead.
-
-
-_OBJECT = "__0_1.distcp"
-"""The file that holds the trainer's objects; torch names its only data file ``__0_0.distcp``."""
-
-
-class _StoredHandle(Handle):
-    """Stands for a tensor of a checkpoint until its chunks are written."""
-
-    source: StoredName
-
-    @classmethod
-    def of(cls, source: StoredName) -> _StoredHandle:
-        """The handle for a tensor, in chunks as `read_in_order` gives them."""
-        entry = source.stored.entry(source.key)
-        boxes = tuple(row_boxes(entry.shape, entry.itemsize, SLAB))
-        views = tuple(torch.empty(box.size, dtype=entry.dtype, device="meta") for box in boxes)
-        handle = cls(Shard(entry.shape, entry.dtype, boxes, views))
-        handle.source = StoredName(source.stored, entry.name)
-        return handle
-
-
-class _Planner(DefaultSavePlanner):
-    """Plans a state dict of `StoredName`, and reads the chunks of their tensors when they are due.
-
-    Args:
-        checkpoint: The checkpoint that the tensors are read from.
-        progress: Told how many bytes of tensors are done.
-    """
-
-    def __init__(self, checkpoint: Described, progress: Progress) -> None:
-        super().__init__()
-        self._checkpoint, self._progress = checkpoint, progress
-        self.parts: Iterator[Part] = iter(())
-        """The chunks that are not written yet."""
-        self.tied: dict[str, str] = {}
-        """Names of tensors that are stored under another name already."""
-
-    @override
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        handles = map_tree(state_dict, lambda v: _StoredHandle.of(v) if isinstance(v, StoredName) else v)
-        try:
-            super().set_up_planner(handles, storage_meta, is_coordinator)
-        except ValueError as error:
-            raise CheckpointError(
-                f"two entries of '{self._checkpoint.path}' would have one name in a DCP directory: {error}.",
-                remedy="Convert to another format.",
-            ) from error
-        names: dict[str, str] = {}
-        for name, value in list(self.state_dict.items()):
-            if isinstance(value, _StoredHandle) and names.setdefault(value.source.key, name) != name:
-                self.tied[name] = names[value.source.key]
-                del self.state_dict[name]
-        self.parts = read_in_order(self._checkpoint, names, progress=self._progress)
-
-    @override
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        value = self.state_dict[write_item.index.fqn]
-        if not isinstance(value, _StoredHandle):
-            return super().resolve_data(write_item)
-        assert write_item.tensor_data is not None
-        data, size = next(self.parts).data, write_item.tensor_data.chunk.sizes
-        flat = torch.frombuffer(data, dtype=value.dtype) if data else torch.empty(0, dtype=value.dtype)
-        return flat.view(size)
-
-    @override
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        whole = map_tree(
-            object, lambda v: v.source.stored.read(v.source.key) if isinstance(v, _StoredHandle) else v
-        )
-        try:
-            return super().transform_object(write_item, whole)
-        except Exception as error:  # pickle raises what the object's own methods raise
-            raise CheckpointError(
-                f"'{write_item.index.fqn}' cannot be pickled: {type(error).__name__}: {error}.",
-                remedy="Convert to another format, or to the weights alone.",
-            ) from error
-
-
-def write_dcp_files(
-    directory: Path,
-    checkpoint: Described,
-    state: Mapping[str, Any],
-    *,
-    objects: tuple[str, Any] | None = None,
-    progress: Progress,
-) -> None:
-    """Write the files of a DCP directory.
-
-    Args:
-        directory: The directory to write into, which is empty.
-        checkpoint: The checkpoint that each `StoredName` in the others is read from.
-        state: The state dict.
-        objects: A further key, and one object for it that is stored as a whole, in a file of its own.
-        progress: Told how many bytes of tensors are done.
-
-    Raises:
-        CheckpointError: An object cannot be pickled, or reading or writing failed.
-    """
-    planner = _Planner(checkpoint, progress)
-    writer = FileSystemWriter(directory, per_thread_copy_ahead=0)
-    planner.set_up_planner(dict(state), is_coordinator=True)
-    with explained("write", directory):
-        writer.set_up_storage_writer(True)
-        local = writer.prepare_local_plan(planner.create_local_plan())
-        plans, metadata = planner.create_global_plan([local])
-        (plan,) = writer.prepare_global_plan(plans)
-        try:
-            results = writer.write_data(planner.finish_plan(plan), planner).wait()
-        except (
-            RuntimeError
-        ) as error:  # where the system refused to write, torch says that a position is wrong
-            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-        list(planner.parts)  # none is left; that the last one is done is told now
-        results += _tie(planner.tied, metadata, results)
-        if objects is not None:
-            name, tree = objects
-            path = directory / _OBJECT
-            write_torch_file(path, tree, checkpoint, name="archive", progress=lambda done, total: None)
-            size = path.stat().st_size
-            metadata.state_dict_metadata[name] = BytesStorageMetadata()
-            metadata.planner_data[name] = (name,)
-            results.append(WriteResult(MetadataIndex(name), size, storage_info()(_OBJECT, 0, size)))
-        writer.finish(metadata, [results])
-
-
-def _tie(tied: Mapping[str, str], metadata: Metadata, results: Sequence[WriteResult]) -> list[WriteResult]:
-    """Give tensors further names, under which the same items are found."""
-    names: dict[str, list[str]] = {}
-    for name, first in tied.items():
-        names.setdefault(first, []).append(name)
-        metadata.state_dict_metadata[name] = metadata.state_dict_metadata[first]
-    return [
-        replace(result, index=replace(result.index, fqn=name))
-        for result in results
-        for name in names.get(result.index.fqn, ())
-    ]
 
 
 # --- the formats ----------------------------------------------------------------------------------
