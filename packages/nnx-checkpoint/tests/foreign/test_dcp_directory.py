@@ -349,6 +349,22 @@ def test_a_tuple_that_never_ends_in_a_tensors_place_is_refused(tmp_path: Path) -
         storage.open_checkpoint(path)
 
 
+def test_terabytes_in_a_tensors_place_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "d", {"model": {"a": torch.ones(2)}})
+    torch.save(torch.zeros(1, dtype=torch.complex64).expand(1 << 40).conj(), path / "evil.distcp")
+    length = (path / "evil.distcp").stat().st_size
+
+    def claim(metadata: Metadata) -> None:
+        entry: Any = metadata.state_dict_metadata["model.a"]
+        entry.size = entry.chunks[0].sizes = torch.Size([1 << 40])
+        for info in metadata.storage_data.values():
+            vars(info).update(relative_path="evil.distcp", offset=0, length=length)
+
+    edit(path, claim)
+    with pytest.raises(CheckpointError, match=r"it has 8 bytes of data for shape \(1099511627776,\)"):
+        storage.open_checkpoint(path)
+
+
 def test_a_pickle_cannot_change_the_classes_of_torch(tmp_path: Path) -> None:
     path = save(tmp_path / "d", {"model": {"a": torch.ones(2)}})
     name = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"

@@ -476,7 +476,7 @@ class Items:
         except CheckpointError:
             raise
         except Exception as error:
-            reason = (str(error) or type(error).__name__).strip().split("\n")[0]
+            reason = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
             raise CheckpointError(
                 f"cannot read '{name}' in '{self._directory / item.file}' at byte {item.start}: {reason}.",
                 remedy=f"Restore it from a backup, or resume from another checkpoint.{more}",

@@ -674,17 +674,17 @@ def locate_tensor(reader: FileReader, path: Path, start: int, length: int) -> Fi
         part = io.BytesIO(part.read())
     with zipfile.ZipFile(part) as archive:
         records = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+        if len(records) != len(archive.infolist()):
+            raise ValueError("it has two records of one name")
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in records.values()):
             raise ValueError("its records are compressed")
         pickled, order = (_small_record(archive, records.get(name)) for name in ("data.pkl", "byteorder"))
     if order not in (b"", b"little"):
         raise ValueError("its bytes are in big-endian order")
-    _count_operations(io.BytesIO(pickled), length, str(path))
+    _count_operations(io.BytesIO(pickled), len(pickled), str(path))
     tensor = _TensorUnpickler(pickled).load()
     if not isinstance(tensor, _Described):
         raise ValueError(f"it holds a {type(tensor).__name__} instead of a tensor")
-    if not tensor.plain:
-        return None
     record = records[f"data/{tensor.storage}"]
     part.seek(record.header_offset)
     place = start + record.header_offset + _LOCAL.size + sum(_LOCAL.unpack(part.read(_LOCAL.size)))
@@ -695,7 +695,7 @@ def locate_tensor(reader: FileReader, path: Path, start: int, length: int) -> Fi
         raise ValueError(f"it has {record.file_size} bytes of data for shape {found.shape} of {found.dtype}")
     if place + record.file_size > start + length:
         raise ValueError("its data ends after the file")
-    return found
+    return found if tensor.plain else None
 
 
 def _small_record(archive: zipfile.ZipFile, entry: zipfile.ZipInfo | None) -> bytes:
