@@ -120,22 +120,6 @@ def loads_itself(module: nn.Module) -> bool:
     return overrides or not loader.startswith("torch.") or bool(module._load_state_dict_pre_hooks)
 
 
-DCP_RECORDS = (
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "MEM_FORMAT_ENCODING",
-    "Metadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "TensorProperties",
-    "TensorStorageMetadata",
-    "_MEM_FORMAT_ENCODING",
-    "_StorageInfo",
-    "_StoragePrefix",
-)
-"""Names of the classes, in modules below ``torch.distributed``, that a pickled ``.metadata`` is made of
-(torch 2.11 to 2.13, and older ones, where some were in other modules and had no underscore)."""
-
 STORAGE_DTYPES = {
     "BFloat16Storage": "bfloat16",
     "BoolStorage": "bool",
@@ -182,15 +166,12 @@ def rebuilding(storage: Any, shape: tuple[int, ...], dtype: torch.dtype) -> tupl
 
 _CLASSES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 
-DCP_VERSION = "1.0.0"
-"""What torch 2.4 to 2.13 write into ``.metadata``: ``CURRENT_DCP_VERSION`` of their filesystem module."""
 
+def storage_info() -> Any:
+    """The class that says where an item of a DCP directory lies: its file, first byte and length.
 
-def new_storage_info(file: str, start: int, length: int) -> Any:
-    """Where an item of a DCP directory lies.
-
-    It is a `torch.distributed.checkpoint.filesystem._StorageInfo` (torch 2.11 to 2.13).
+    It is `torch.distributed.checkpoint.filesystem._StorageInfo` (torch 2.11 to 2.13).
     """
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    return _StorageInfo(file, start, length)
+    return _StorageInfo

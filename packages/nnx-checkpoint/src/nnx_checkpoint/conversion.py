@@ -195,8 +195,7 @@ class Native(CheckpointFormat):
         Raises:
             CheckpointError: An object has no JSON form, or reading or writing failed.
         """
-        if options:
-            raise CheckpointError(f"format 'nnx' has no option {next(iter(options))!r}.")
+        self.refuse_options(options)
         described = Described(checkpoint)
         with _target(path) as place:
             transaction = begin(place)

@@ -272,12 +272,8 @@ class Reader(StorageReader):
                 planner.load_bytes(item, _pickled(objects[item.storage_index.fqn]))
                 continue
             target = planner.resolve_tensor(item).detach()
-            offsets = zip(
-                item.storage_index.offset or item.storage_offsets, item.storage_offsets, strict=True
-            )
-            box = Box(tuple(chunk + inside for chunk, inside in offsets), tuple(item.lengths))
             boxes, views = parts.setdefault(item.storage_index.fqn, ([], []))
-            boxes.append(box)
+            boxes.append(_stored_region(item))
             views.append(target)
             filled.append((item, target))
         checkpoint.fill(

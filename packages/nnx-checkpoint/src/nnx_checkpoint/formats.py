@@ -103,6 +103,14 @@ class CheckpointFormat(ABC):
             remedy=f"Convert to one of {', '.join(writable())}.",
         )
 
+    def refuse_options(self, options: Mapping[str, Any]) -> None:
+        """Raise a `CheckpointError` for options of `write` that nothing would honour."""
+        if options:
+            raise CheckpointError(
+                f"format {self.name!r} has no option {next(iter(options))!r}.",
+                remedy="See its `write` method for those it has.",
+            )
+
 
 _HOME = "nnx_checkpoint.foreign"
 _BUILT_IN = (

@@ -8,6 +8,7 @@ import random
 import shutil
 import time
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import nnx_checkpoint as storage
-from nnx_checkpoint.foreign.dcp_contents import interpret
-from nnx_checkpoint.foreign.dcp_directory import DcpDirectory
+from nnx_checkpoint.foreign.dcp_directory import DcpDirectory, interpret
 from nnx_checkpoint.formats import get_format
 from nnx_checkpoint.naming import collect, stored_optimizer_states
 from nnx_checkpoint.shard import shard_of
@@ -152,10 +152,11 @@ def test_reads_tensors_whose_elements_are_in_another_order(tmp_path: Path) -> No
     last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     conjugate = torch.randn(3, dtype=torch.complex64).conj()
     path = save(tmp_path / "d", {"model": {"columns": columns, "last": last, "conjugate": conjugate}})
-    checkpoint = storage.open_checkpoint(path)
+    checkpoint: Any = storage.open_checkpoint(path)
     assert torch.equal(checkpoint.read("model.columns"), columns)
     assert torch.equal(checkpoint.read("model.last"), last)
     assert torch.equal(checkpoint.read("model.conjugate"), conjugate)
+    assert set(checkpoint._contents.resident) == {"model.conjugate"}  # the others stay on disk
 
 
 def test_reads_what_each_rank_saved_for_itself(pool: WorkerPool, tmp_path: Path) -> None:
@@ -334,6 +335,46 @@ def test_runs_nothing_that_stands_in_a_tensors_place(tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
 
 
+def test_a_tuple_that_never_ends_in_a_tensors_place_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "d", {"model": {"a": torch.ones(2)}})
+    key: tuple[Any, ...] = (1,)
+    for _ in range(60):
+        key = (key, key)
+    with zipfile.ZipFile(path / "evil.distcp", "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02}" + pickle.dumps(key, 2)[2:-1] + b"K\x01s.")
+    length = (path / "evil.distcp").stat().st_size
+    evil = {"relative_path": "evil.distcp", "offset": 0, "length": length}
+    edit(path, lambda metadata: [vars(info).update(evil) for info in metadata.storage_data.values()])
+    with pytest.raises(CheckpointError, match="makes so many objects"):
+        storage.open_checkpoint(path)
+
+
+def test_terabytes_in_a_tensors_place_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "d", {"model": {"a": torch.ones(2)}})
+    torch.save(torch.zeros(1, dtype=torch.complex64).expand(1 << 40).conj(), path / "evil.distcp")
+    length = (path / "evil.distcp").stat().st_size
+
+    def claim(metadata: Metadata) -> None:
+        entry: Any = metadata.state_dict_metadata["model.a"]
+        entry.size = entry.chunks[0].sizes = torch.Size([1 << 40])
+        for info in metadata.storage_data.values():
+            vars(info).update(relative_path="evil.distcp", offset=0, length=length)
+
+    edit(path, claim)
+    with pytest.raises(CheckpointError, match=r"it has 8 bytes of data for shape \(1099511627776,\)"):
+        storage.open_checkpoint(path)
+
+
+def test_a_pickle_cannot_change_the_classes_of_torch(tmp_path: Path) -> None:
+    path = save(tmp_path / "d", {"model": {"a": torch.ones(2)}})
+    name = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    changed = name + b"N}X\x07\x00\x00\x00versionX\x03\x00\x00\x00bads\x86b0"  # setattr(Metadata, ...)
+    whole = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(changed + whole)
+    assert torch.equal(storage.open_checkpoint(path).read("model.a"), torch.ones(2))
+    assert Metadata.version is None
+
+
 def edit(path: Path, change: Callable[[Metadata], object]) -> None:
     metadata = pickle.loads((path / ".metadata").read_bytes())
     change(metadata)
@@ -430,7 +471,7 @@ def _break(metadata: Metadata) -> None:
         (_turn_negative, r"not a box: offset \(0, 0\), size \(0, -4\)"),
         (_collide, "puts 'model.b' where something else is"),
         (_break, "is not the metadata of a DCP checkpoint, or it is damaged"),
-        (_swap, r"holds shape \(2,\), and the metadata says \(4,\)"),
+        (_swap, r"holds shape \(4,\), and the metadata says \(2,\)"),
     ],
 )
 def test_refuses_claims_that_are_not_so(tmp_path: Path, change: Callable[[Any], Any], message: str) -> None:
@@ -503,6 +544,15 @@ def test_refuses_data_that_an_interrupted_save_put_into_the_directory(tmp_path: 
         storage.open_checkpoint(path)
     os.utime(path / ".metadata")  # the remedy that the message names
     storage.open_checkpoint(path)
+
+
+def test_finds_the_pause_behind_clocks_that_differ(tmp_path: Path) -> None:
+    path = save(
+        tmp_path / "d", {"model": {"a": torch.ones(2), "b": torch.ones(2)}}, single_file_per_rank=False
+    )
+    set_times(path, {"__0_0.distcp": 0.3, "__0_1.distcp": 700, ".metadata": 0})
+    with pytest.raises(CheckpointError, match=r"files of two saves: __0_1\.distcp were written 700 seconds"):
+        storage.open_checkpoint(path)
 
 
 def test_warns_of_times_that_a_copy_has_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -580,7 +630,7 @@ def assert_equal_checkpoints(actual: storage.Checkpoint, expected: storage.Check
 @pytest.fixture
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slabs that the tensors of `example` do not fit into."""
-    for module in ("nnx_checkpoint.slabs", "nnx_checkpoint.foreign.dcp_directory"):
+    for module in ("nnx_checkpoint.slabs", "nnx_checkpoint.foreign.dcp_files"):
         monkeypatch.setattr(f"{module}.SLAB", 4096)
 
 
@@ -695,6 +745,45 @@ def test_writes_in_bounded_memory(tmp_path: Path, run_python: Callable[..., Any]
     run_python(BOUNDED, str(tmp_path / "source"), str(tmp_path / "out"), "lightning_sharded")
 
 
+FULL = """
+    import resource
+    import signal
+    import sys
+    import torch
+    import nnx_checkpoint as storage
+    from nnx_checkpoint.errors import CheckpointError
+    from nnx_checkpoint.formats import get_format
+    from nnx_checkpoint.shard import shard_of
+
+    storage.save(sys.argv[1], tensors={"model.0": shard_of(torch.ones(1 << 20))}, collective=False)
+    source = storage.open_checkpoint(sys.argv[1])
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    try:
+        get_format("dcp").write(source, sys.argv[2])
+    except CheckpointError as error:
+        print(error)
+"""
+
+
+def test_says_what_helps_when_the_system_refuses_to_write(
+    tmp_path: Path, run_python: Callable[..., Any]
+) -> None:
+    said = run_python(FULL, str(tmp_path / "source"), str(tmp_path / "out"))
+    assert "File too large" in said.stdout and "ulimit -f" in said.stdout
+    assert {entry.name for entry in tmp_path.iterdir()} == {"source", "script.py"}
+
+
+def test_writes_the_same_where_there_is_an_accelerator(
+    tmp_path: Path, small_slabs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch then copies tensors ahead, unless it is told not to; ours are valid until the next one."""
+    source = example(tmp_path / "source")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    DcpDirectory().write(source, tmp_path / "out")
+    assert_equal_checkpoints(storage.open_checkpoint(tmp_path / "out"), source)
+
+
 def test_writes_nothing_where_something_is(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(CheckpointError, match="out"):
@@ -722,7 +811,8 @@ def test_names_two_entries_that_would_have_one_name(tmp_path: Path) -> None:
     objects = {"trainer": {}, "extra": {"a": {"b": 1}}}
     storage.save(tmp_path / "source", tensors=tensors, objects=objects, collective=False)
     with pytest.raises(
-        CheckpointError, match=r"two entries of the checkpoint would both be called 'model\.a\.b'"
+        CheckpointError,
+        match=r"two entries of '.*source' would have one name in a DCP directory: .*model\.a\.b",
     ):
         DcpDirectory().write(storage.open_checkpoint(tmp_path / "source"), tmp_path / "out")
 

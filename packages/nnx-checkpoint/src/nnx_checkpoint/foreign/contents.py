@@ -88,6 +88,36 @@ class Lifted:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class LocatedTensor:
+    """A tensor that is still in its files, in several parts.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its element type.
+        pieces: Its boxes, and where the elements of each are, in row-major order.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+    def entry(self, name: str) -> TensorEntry:
+        """Describe it for the index."""
+        return TensorEntry(name, self.shape, str(self.dtype).removeprefix("torch."), self.pieces)
+
+    def read(self) -> Tensor:
+        """Read it into new memory."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        Fetcher(PlainFiles()).fetch([Wanted(self.entry(""), Box.whole(self.shape), tensor)])
+        return tensor
+
+
+IN_FILES = (FileTensor, LocatedTensor)
+TENSORS = (*IN_FILES, Tensor)
+"""What stands for a tensor in the state dicts that `Contents` takes."""
+
+
 class Contents:
     """The logical contents of a foreign checkpoint, filled part by part.
 
@@ -110,9 +140,9 @@ class Contents:
         self._places: dict[tuple[Any, ...], str] = {}
         self._permuted: dict[str, tuple[tuple[int, ...], TensorEntry]] = {}
 
-    def add(self, name: str, value: FileTensor | Tensor) -> None:
+    def add(self, name: str, value: FileTensor | LocatedTensor | Tensor) -> None:
         """Add a complete tensor under a logical name."""
-        if isinstance(value, FileTensor) and value.is_contiguous:
+        if isinstance(value, LocatedTensor) or (isinstance(value, FileTensor) and value.is_contiguous):
             self.entries[name] = value.entry(name)
             return
         dtype = str(value.dtype).removeprefix("torch.")
@@ -151,7 +181,7 @@ class Contents:
         extra = self.objects.setdefault("extra", {})
         for name, value in state_dict.items():
             key = f"model.{name}"
-            if not isinstance(value, (FileTensor, Tensor)):
+            if not isinstance(value, TENSORS):
                 extra[name] = value
                 continue
             place = _place(value)
@@ -162,15 +192,17 @@ class Contents:
                 self._places[place] = key
             self.add(key, value)
 
-    def add_optimizer(self, state: Mapping[str, Any], names: Sequence[str] | None = None) -> None:
+    def add_optimizer(
+        self, state: Mapping[str, Any], names: Sequence[str] | Mapping[Any, str] | None = None
+    ) -> None:
         """Add the next optimizer: ``state`` and ``param_groups`` as torch has them, named or numbered.
 
         Args:
             state: As ``Optimizer.state_dict()`` gives it; further keys are kept too.
-            names: What parameter 0, 1, ... of the groups is called. Where they are not given and the groups
-                hold ``param_names`` (torch stores them for optimizers built from ``named_parameters``),
-                these replace the numbers, if they are names of the model added before: those of one of
-                its parts are not.
+            names: What parameter 0, 1, ... of the groups is called, or those in a mapping. Where they
+                are not given and the groups hold ``param_names`` (torch stores them for optimizers built from
+                ``named_parameters``), these replace the numbers, if they are names of the model added before:
+                those of one of its parts are not.
         """
         optimizers = self.objects.setdefault("optim", [])
         prefix = f"optim.{len(optimizers)}.state"
@@ -179,7 +211,7 @@ class Contents:
         for parameter, entries in state["state"].items():
             name = renamed.get(parameter, parameter)
             for key, value in entries.items():
-                if isinstance(value, (FileTensor, Tensor)):
+                if isinstance(value, TENSORS):
                     self.add(f"{prefix}.{name}.{key}", value)
                 else:
                     values.setdefault(name, {})[key] = value
@@ -196,10 +228,10 @@ class Contents:
             optimizers[-1]["other"] = other
 
     def _names_by_number(
-        self, groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None
-    ) -> dict[Any, str]:
+        self, groups: Sequence[Mapping[str, Any]], names: Sequence[str] | Mapping[Any, str] | None
+    ) -> Mapping[Any, str]:
         if names is not None:
-            return dict(enumerate(names))
+            return names if isinstance(names, Mapping) else dict(enumerate(names))
         found: dict[Any, str] = {}
         for group in groups:
             if "param_names" in group:
@@ -242,7 +274,7 @@ class Contents:
         """Give every tensor of a tree a name that says where it stands, as `Encoder` does."""
 
         def lift(path: tuple[str, ...], value: Any) -> Any:
-            if not isinstance(value, (FileTensor, Tensor)):
+            if not isinstance(value, TENSORS):
                 return value
             name = wanted = ".".join((prefix, *path))
             number = 1
@@ -255,8 +287,10 @@ class Contents:
         return map_paths(tree, lift)
 
 
-def _place(value: FileTensor | Tensor) -> tuple[Any, ...] | None:
+def _place(value: FileTensor | LocatedTensor | Tensor) -> tuple[Any, ...] | None:
     """What two tied tensors have in common; None for a tensor without elements."""
+    if isinstance(value, LocatedTensor):
+        return value.pieces or None
     if isinstance(value, FileTensor):
         return (value.path, value.start, value.shape, value.stride, value.dtype) if value.numel else None
     if value.numel() == 0:
@@ -356,7 +390,7 @@ def add_shared_state(contents: Contents, key: str, value: Any, values: dict[str,
     """
     name = key.rpartition(".")[2]
     value = as_step(value) if name == "step" else value
-    if isinstance(value, (FileTensor, torch.Tensor)):
+    if isinstance(value, TENSORS):
         contents.add(key, value)
     else:
         values[name] = value

@@ -1,99 +1,374 @@
 """Directories of `torch.distributed.checkpoint`, as ``dcp.save`` writes them, and Lightning's sharded ones.
 
-They are read by what `nnx_checkpoint.foreign.dcp_files` finds in them, and written here, tensor after tensor,
-from a checkpoint of any format.
+What is in their files is the matter of `nnx_checkpoint.foreign.dcp_files`; here is what it means. DCP stores
+any nested state dict, and programs that use it put models and optimizers under keys of their own. `interpret`
+recognizes the usual ones by their keys and by their form. What is recognized as neither is kept, under its
+own keys, with the trainer's objects. `state_to_write` makes such a state dict of any checkpoint.
 """
 
 from __future__ import annotations
 
-import io
 import logging
 import os
-import pickle
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from typing_extensions import override
 
-from nnx_checkpoint._torch_compat import DCP_VERSION, new_storage_info
 from nnx_checkpoint.errors import CheckpointError
-from nnx_checkpoint.foreign.contents import Contents, ForeignCheckpoint
-from nnx_checkpoint.foreign.dcp_contents import (
-    OURS,
-    TRAINER,
-    Parts,
-    add_parts,
-    interpret,
-    is_ours,
-    nest,
-    restore_ours,
-)
+from nnx_checkpoint.foreign.contents import IN_FILES, TENSORS, Contents, ForeignCheckpoint, Lifted, unpack
 from nnx_checkpoint.foreign.dcp_files import (
-    METADATA,
     DcpMetadata,
     Items,
-    Keys,
     metadata_files,
     read_metadata,
     read_shards,
     shard_files,
+    write_dcp_files,
 )
 from nnx_checkpoint.foreign.lightning_file import lightning_dict
-from nnx_checkpoint.foreign.torch_file import load_torch_file, map_tree
+from nnx_checkpoint.foreign.torch_file import load_torch_file
 from nnx_checkpoint.foreign.torch_writer import write_torch_file
 from nnx_checkpoint.formats import CheckpointFormat, Progress
 from nnx_checkpoint.naming import (
     FABRIC_KEYS,
     OptimizerState,
-    StoredName,
     numbers_parameters,
     stored_optimizer_states,
 )
 from nnx_checkpoint.reader import Checkpoint
-from nnx_checkpoint.shard import Box
-from nnx_checkpoint.slabs import SLAB, new_directory, read_in_order, row_boxes
-from nnx_checkpoint.storage.files import explained, write_file
+from nnx_checkpoint.slabs import new_directory
+from nnx_checkpoint.storage.files import explained
 from nnx_checkpoint.views import Described
 
-__all__ = ["DcpDirectory", "LightningSharded"]
+__all__ = ["DcpDirectory", "LightningSharded", "interpret", "nest"]
+
+log = logging.getLogger("nnx.checkpoint")
+
+_SUFFIX = ".distcp"
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+_EXTRA_STATE = "_extra_state"
+_STATE, _GROUPS = "state", "param_groups"
 
 
-# --- writing a directory --------------------------------------------------------------------------
-# ``dcp.save`` keeps every tensor of a file until the file is complete, so it cannot be used for what does
-# not fit into memory. The files written here are the same: one data file of ``torch.save`` items, each a
-# few megabytes of one tensor, and ``.metadata``. Tied tensors are stored once. What is no state dict goes
-# into an item that is a file of its own.
+# --- the parts of a state dict --------------------------------------------------------------------
 
 
-_DATA, _OBJECT = "__0_0.distcp", "__0_1.distcp"
-_BUFFER = 1 << 20
+@dataclass(slots=True)
+class Parts:
+    """A state dict, taken apart.
+
+    Attributes:
+        models: State dicts by key; tensors are still in the files, anything else is extra state.
+        optimizers: ``{"state", "param_groups"}`` by key, named or numbered.
+        rest: Everything else.
+    """
+
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    optimizers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rest: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> dict[str, list[str]]:
+        """The keys of models and optimizers, for Fabric's users, who look them up by these."""
+        return {"modules": list(self.models), "optimizers": list(self.optimizers)}
+
+    @property
+    def prefixes(self) -> dict[str, str]:
+        """What precedes a parameter's logical name: nothing, or a model's key where there are several."""
+        return {key: f"{key}." if len(self.models) > 1 else "" for key in self.models}
+
+
+# --- from flat names to a tree --------------------------------------------------------------------
+
+
+class _Node(dict["str | int", Any]):
+    """A container of the state dict, as opposed to a dict that was saved as one object."""
+
+
+def nest(values: Mapping[str, Any], keys: Mapping[str, Sequence[str | int]]) -> dict[str, Any]:
+    """Build the state dict that was saved.
+
+    Args:
+        values: The values by flat name.
+        keys: The keys and list positions that lead to each.
+
+    Raises:
+        CheckpointError: Two values claim the same place.
+
+    Example:
+        >>> nest({"a.b": 1, "c.0": 2}, {"a.b": ("a", "b"), "c.0": ("c", 0)})
+        {'a': {'b': 1}, 'c': [2]}
+    """
+    root = _Node()
+    for name, value in values.items():
+        *parents, last = keys[name]
+        node: Any = root
+        for key in parents:
+            node = node.setdefault(key, _Node()) if isinstance(node, _Node) else None
+        if not isinstance(node, _Node) or last in node:
+            raise CheckpointError(
+                f"the metadata puts '{name}' where something else is: {list(keys[name])}.",
+                remedy="It is damaged; resume from another checkpoint.",
+            )
+        node[last] = value
+    return {str(key): _plain(value) for key, value in root.items()}
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, _Node):
+        return value
+    if value and all(isinstance(key, int) for key in value):
+        return [_plain(item) for _, item in sorted(value.items())]
+    return {str(key): _plain(item) for key, item in value.items()}
+
+
+# --- recognizing ----------------------------------------------------------------------------------
+
+
+def interpret(
+    tree: Mapping[str, Any], *, keys: Mapping[str, Sequence[str]] | None = None, every_model: bool = False
+) -> Parts:
+    """Take a state dict apart.
+
+    An optimizer is a dict that has the form of one, nested or flattened, whatever its key. A model is what
+    stands under one of the usual keys; without such a key, the tensors that stand side by side at the top;
+    without those, every dict of nothing but tensors. One level around all of this, as in ``{"app": ...}``,
+    is looked through.
+
+    Args:
+        tree: The state dict; tensors are still in the files.
+        keys: The keys that are ``modules`` and ``optimizers``, where that is known.
+        every_model: Take every dict of nothing but tensors for a model.
+
+    Raises:
+        CheckpointError: An optimizer's state is malformed.
+    """
+    if keys is not None:
+        return _by_keys(tree, keys)
+    tree = _unwrapped(tree)
+    if _is_optimizer(tree):
+        return Parts(optimizers={"optimizer": _optimizer(tree)})
+    parts = Parts(rest=dict(tree))
+    found = {key: state for name, value in tree.items() for key, state in _optimizers(name, value)}
+    for key in sorted(found, key=_natural):
+        parts.optimizers[key] = _optimizer(found[key])
+        parts.rest.pop(key.partition("[")[0], None)
+    dicts = [key for key, value in parts.rest.items() if _holds_tensors_only(value)]
+    usual = [key for key in _MODEL_KEYS if isinstance(parts.rest.get(key), dict)][:1]
+    if every_model or usual:
+        parts.models = {key: _flat(parts.rest.pop(key)) for key in (dicts if every_model else usual)}
+    elif any(isinstance(value, TENSORS) for value in parts.rest.values()):
+        names = [k for k, value in parts.rest.items() if isinstance(value, TENSORS) or _is_extra(k)]
+        parts.models = {"model": _flat({name: parts.rest.pop(name) for name in names})}
+    else:
+        parts.models = {key: _flat(parts.rest.pop(key)) for key in dicts}
+    return parts
+
+
+def _by_keys(tree: Mapping[str, Any], keys: Mapping[str, Sequence[str]]) -> Parts:
+    rest = dict(tree)
+    nothing: dict[str, Any] = {_STATE: {}, _GROUPS: []}
+    return Parts(
+        models={key: _flat(rest.pop(key, {})) for key in keys["modules"]},
+        optimizers={key: _optimizer(rest.pop(key, nothing)) for key in keys["optimizers"]},
+        rest=rest,
+    )
+
+
+def _unwrapped(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    if len(tree) != 1:
+        return tree
+    (key, inner), *_ = tree.items()
+    if key in _MODEL_KEYS or not isinstance(inner, dict) or _is_optimizer(inner):
+        return tree
+    holds_parts = any(
+        (name in _MODEL_KEYS and isinstance(value, dict)) or _is_optimizer(value)
+        for name, value in inner.items()
+    )
+    return inner if holds_parts else tree
+
+
+def _optimizers(key: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if _is_optimizer(value):
+        yield key, value
+    elif isinstance(value, list) and value and all(_is_optimizer(item) for item in value):
+        for position, item in enumerate(value):
+            yield f"{key}[{position}]", item
+
+
+def _is_optimizer(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    groups = value.get(_GROUPS)
+    if isinstance(groups, list):
+        return all(isinstance(group, dict) and "params" in group for group in groups)
+    return _is_flattened(value)
+
+
+def _is_flattened(value: Mapping[str, Any]) -> bool:
+    """Whether it is what torch's ``flatten_optimizer_state_dict`` makes of an optimizer's state."""
+    of_groups = [key.startswith(f"{_GROUPS}.") for key in value]
+    return any(of_groups) and all(
+        is_one or key.startswith(f"{_STATE}.") for is_one, key in zip(of_groups, value, strict=True)
+    )
+
+
+def _holds_tensors_only(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(_is_member(*pair) for pair in value.items())
+
+
+def _is_member(key: str, value: Any) -> bool:
+    """Whether it can be an entry of a module's state dict."""
+    return isinstance(value, TENSORS) or _is_extra(key) or _holds_tensors_only(value)
+
+
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == _EXTRA_STATE
+
+
+def _flat(model: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Join the keys of dicts of state dicts; extra state stays what it is."""
+    flat: dict[str, Any] = {}
+    for key, value in model.items():
+        if isinstance(value, dict) and not _is_extra(key):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _natural(key: str) -> list[Any]:
+    """So that ``optimizer_10`` comes after ``optimizer_9``."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)]
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+
+def _optimizer(value: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state in torch's own form, with numbers where its groups have numbers."""
+    value = _unflattened(value) if _is_flattened(value) else value
+    groups = [dict(group) for group in value[_GROUPS]]
+    state = value.get(_STATE, {})
+    if not isinstance(state, dict) or not all(isinstance(entries, dict) for entries in state.values()):
+        raise CheckpointError(
+            "an optimizer's state in the checkpoint does not map parameters to their entries.",
+            remedy="Save what `Optimizer.state_dict()` or torch's `get_optimizer_state_dict` returns.",
+        )
+    if any(isinstance(number, int) for group in groups for number in group["params"]):
+        state = {int(number): entries for number, entries in state.items()}
+    return {**value, _STATE: state, _GROUPS: groups}
+
+
+def _unflattened(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo ``flatten_optimizer_state_dict``; parameters with equal hyper-parameters make up a group."""
+    hyper: dict[str, dict[str, Any]] = {}
+    for key, item in value.items():
+        if key.startswith(f"{_GROUPS}."):
+            parameter, _, name = key.removeprefix(f"{_GROUPS}.").rpartition(".")
+            hyper.setdefault(parameter, {})[name] = item.read() if isinstance(item, IN_FILES) else item
+    groups: dict[str, dict[str, Any]] = {}
+    for parameter, values in hyper.items():
+        group = groups.setdefault(repr(sorted(values.items())), {**values, "params": []})
+        group["params"].append(parameter)
+    state: dict[str, Any] = {}
+    for key, item in value.items():
+        if key.startswith(f"{_STATE}."):
+            parameter, name = _split(key.removeprefix(f"{_STATE}."), hyper)
+            state.setdefault(parameter, {})[name] = item
+    return {_STATE: state, _GROUPS: list(groups.values())}
+
+
+def _split(key: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
+    parameter, _, name = key.rpartition(".")
+    while parameter and parameter not in parameters:
+        parameter, _, more = parameter.rpartition(".")
+        name = f"{more}.{name}"
+    if not parameter:
+        raise CheckpointError(
+            f"the optimizer's entry '{key}' belongs to none of the parameters in its groups.",
+            remedy="It was saved by another program, or is damaged; resume from another checkpoint.",
+        )
+    return parameter, name
+
+
+# --- logical names --------------------------------------------------------------------------------
+
+
+OURS = "nnx"
+"""Under which key of the trainer's objects stands what DCP and Lightning have no place for."""
+TRAINER = "trainer"
+"""Under which key our own DCP directories keep the trainer's objects."""
 
 ParameterNames = Sequence[Sequence[str]]
 """For each optimizer, the name of parameter 0, 1, ..."""
 
 
-def refuse_options(format: str, options: Mapping[str, Any]) -> None:
-    """Raise a `CheckpointError` for options that nothing would honour."""
-    if options:
-        raise CheckpointError(
-            f"format {format!r} has no option {next(iter(options))!r}.",
-            remedy="See its `write` method for those it has.",
-        )
+def add_parts(contents: Contents, parts: Parts, beside: Mapping[str, Any]) -> None:
+    """Add everything under its logical name. Names of one place in the files are tied.
+
+    Args:
+        contents: The contents of the checkpoint.
+        parts: The state dict, taken apart.
+        beside: Objects of the trainer that lie beside it.
+    """
+    for key, prefix in parts.prefixes.items():
+        contents.add_model({f"{prefix}{name}": value for name, value in parts.models[key].items()})
+    for state in parts.optimizers.values():
+        contents.add_optimizer(state, _logical_names(state, parts))
+    contents.set_trainer({**parts.rest, **beside})
 
 
-# --- what is written ------------------------------------------------------------------------------
+def _logical_names(state: Mapping[str, Any], parts: Parts) -> dict[Any, str]:
+    """What the parameters of an optimizer are called, as far as that is known.
+
+    ``param_names`` count where they are names of a model and the parameters have numbers. Where there are
+    several models, the key of the one that the parameters belong to comes before their names, unless they
+    could belong to several.
+    """
+    order = [name for group in state[_GROUPS] for name in group["params"]]
+    given = [name for group in state[_GROUPS] for name in group.get("param_names", ())]
+    numbered = any(isinstance(name, int) for name in order)
+    known = given if numbered and len(given) == len(order) else order
+    owners = [key for key, model in parts.models.items() if order and set(known) <= set(model)]
+    if len(owners) != 1:
+        return {}
+    return {old: f"{parts.prefixes[owners[0]]}{new}" for old, new in zip(order, known, strict=True)}
+
+
+def restore_ours(contents: Contents, beside: dict[str, Any]) -> dict[str, Any] | None:
+    """Take out of the trainer's objects what `state_to_write` put there.
+
+    Args:
+        contents: The contents that it belongs to.
+        beside: The objects, which lose it.
+
+    Returns:
+        World size and provenance of what was written; None if another program wrote this.
+    """
+    ours = beside.pop(OURS) if is_ours(beside) else None
+    if ours is None:
+        return None
+    for name, tensor in ours["tensors"].items():
+        contents.add(name, tensor)
+    for key in ours["added"]:
+        beside.pop(key, None)
+    if ours["fabric"]:
+        beside[FABRIC_KEYS] = ours["fabric"]
+    return unpack(ours["left"], contents, Lifted, source=str(contents.path))
+
+
+def is_ours(objects: Any) -> bool:
+    """Whether nnx wrote these objects of a trainer."""
+    ours = objects.get(OURS) if isinstance(objects, dict) else None
+    return isinstance(ours, dict) and set(ours) >= {"left", "tensors", "added", "fabric"}
+
+
+# --- the way back ---------------------------------------------------------------------------------
 
 
 def state_to_write(
@@ -191,159 +466,121 @@ def _require_names(path: Any, states: Sequence[OptimizerState]) -> None:
             )
 
 
-# --- writing it -----------------------------------------------------------------------------------
+# --- reading a directory --------------------------------------------------------------------------
 
 
-def write_dcp_files(
-    directory: Path,
-    checkpoint: Described,
-    state: Mapping[str, Any],
-    *,
-    objects: tuple[str, Any] | None = None,
-    progress: Progress,
-) -> None:
-    """Write the files of a DCP directory.
+def looks_like_dcp(path: str | os.PathLike[str]) -> bool:
+    """Whether there are files with the names that DCP gives them."""
+    directory = Path(path)
+    if "://" in os.fspath(path) or not directory.is_dir():
+        return False
+    return bool(metadata_files(directory)) or any(file.suffix == _SUFFIX for file in directory.iterdir())
+
+
+def read_directory(directory: Path, *, weights_only: bool) -> tuple[DcpMetadata, dict[str, Any]]:
+    """Find every tensor and read every object of a directory.
 
     Args:
-        directory: The directory to write into, which is empty.
-        checkpoint: The checkpoint that each `StoredName` in the others is read from.
-        state: The state dict.
-        objects: A further key, and one object for it that is stored as a whole.
-        progress: Told how many bytes of tensors are done.
+        directory: The checkpoint.
+        weights_only: False executes what its pickles bring along.
+
+    Returns:
+        The metadata, and the state dict that was saved, with tensors still in the files.
 
     Raises:
-        CheckpointError: An object cannot be pickled, or reading or writing failed.
+        CheckpointError: It is incomplete, damaged, malicious, or of two saves.
     """
-    metadata = Metadata({}, planner_data={}, storage_data={})
-    metadata.storage_meta = StorageMeta()
-    metadata.version = DCP_VERSION
-    leaves = list(_flattened(state, ()))
-    with explained("write", directory / _DATA), (directory / _DATA).open("xb", buffering=_BUFFER) as file:
-        tensors: dict[str, list[str]] = {}
-        for keys, value in leaves:
-            name = _announce(metadata, keys)
-            if isinstance(value, StoredName):
-                tensors.setdefault(checkpoint.entry(value.key).name, []).append(name)
-            else:
-                _write_object(file, metadata, name, value)
-        _write_tensors(file, metadata, checkpoint, tensors, progress)
-        file.flush()
-        os.fsync(file.fileno())
-    if objects is not None:
-        name = _announce(metadata, (objects[0],))
-        path = directory / _OBJECT
-        write_torch_file(path, objects[1], checkpoint, name="archive", progress=lambda done, total: None)
-        _place(metadata, name, None, _OBJECT, 0, path.stat().st_size)
-        metadata.state_dict_metadata[name] = BytesStorageMetadata()
-    write_file(directory / METADATA, pickle.dumps(metadata))
+    metadata = read_metadata(directory, weights_only=weights_only)
+    with Items(directory, weights_only=weights_only) as items:
+        items.check_lengths(metadata.items)
+        check_ages([directory / file for file in metadata.data_files], metadata.files)
+        values = {name: items.load(name, item) for name, item in metadata.objects.items()}
+        values |= {name: items.locate(name, tensor) for name, tensor in metadata.tensors.items()}
+    return metadata, nest({name: values[name] for name in metadata.keys}, metadata.keys)
 
 
-def _flattened(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
-    """As DCP flattens a state dict: every dict, and lists in which there is a dict or a tensor."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _flattened(item, (*keys, str(key)))
-    elif isinstance(value, list) and _holds_containers(value):
-        for position, item in enumerate(value):
-            yield from _flattened(item, (*keys, position))
-    else:
-        yield keys, value
+def opened(
+    path: str | os.PathLike[str],
+    format: str,
+    metadata: DcpMetadata,
+    parts: Parts,
+    beside: Mapping[str, Any],
+) -> ForeignCheckpoint:
+    """The checkpoint, from its parts.
 
-
-def _holds_containers(values: Sequence[Any]) -> bool:
-    return any(
-        isinstance(value, (Mapping, Tensor, StoredName))
-        or (isinstance(value, list) and _holds_containers(value))
-        for value in values
+    Args:
+        path: The directory.
+        format: Name of its format.
+        metadata: The metadata, which say what it claims to hold.
+        parts: The state dict, taken apart.
+        beside: Objects of the trainer that lie beside the state dict.
+    """
+    contents = Contents(path, format)
+    beside = dict(beside)
+    origin = restore_ours(contents, beside)
+    add_parts(contents, parts, beside)
+    if origin is not None:
+        return contents.opened(**origin)
+    directory = Path(path)
+    unused = sorted(
+        file.name
+        for file in directory.iterdir()
+        if file.suffix == _SUFFIX and file.name not in metadata.data_files
     )
+    provenance: dict[str, Any] = {"keys": parts.keys}
+    if unused:
+        provenance["files of another save"] = unused
+    return contents.opened(world_size=metadata.world_size, provenance=provenance)
 
 
-def _announce(metadata: Metadata, keys: Keys) -> str:
-    name = ".".join(str(key) for key in keys)
-    if name in metadata.planner_data:
-        raise CheckpointError(
-            f"two entries of the checkpoint would both be called '{name}' in a DCP directory.",
-            remedy="Convert to another format.",
-        )
-    metadata.planner_data[name] = keys
-    return name
-
-
-def _write_object(file: BinaryIO, metadata: Metadata, name: str, value: Any) -> None:
-    whole = map_tree(value, lambda leaf: leaf.stored.read(leaf.key) if isinstance(leaf, StoredName) else leaf)
-    if isinstance(whole, Tensor):
-        _write_part(file, metadata, [name], Box.whole(whole.shape), whole.contiguous())
-        _describe(metadata, name, whole.shape, whole.dtype, [Box.whole(whole.shape)])
-        return
-    buffer = io.BytesIO()
-    try:
-        torch.save(whole, buffer)
-    except Exception as error:  # pickle raises what the object's own methods raise
-        raise CheckpointError(
-            f"'{name}' cannot be pickled: {type(error).__name__}: {error}.",
-            remedy="Convert to another format, or to the weights alone.",
-        ) from error
-    start = file.tell()
-    file.write(buffer.getbuffer())
-    _place(metadata, name, None, _DATA, start, file.tell() - start)
-    metadata.state_dict_metadata[name] = BytesStorageMetadata()
-
-
-def _write_tensors(
-    file: BinaryIO,
-    metadata: Metadata,
-    checkpoint: Checkpoint,
-    names: Mapping[str, Sequence[str]],
-    progress: Progress,
-) -> None:
-    """Write stored tensors, each under one or more names."""
-    boxes = {
-        stored: list(row_boxes(entry.shape, entry.itemsize, SLAB))
-        for stored, entry in ((stored, checkpoint.entry(stored)) for stored in names)
-    }
-    for stored, flat_names in names.items():
-        entry = checkpoint.entry(stored)
-        for name in flat_names:
-            _describe(metadata, name, entry.shape, entry.dtype, boxes[stored])
-    remaining = {stored: iter(of_one) for stored, of_one in boxes.items()}
-    for part in read_in_order(checkpoint, names, progress=progress):
-        box, dtype = next(remaining[part.name]), checkpoint.entry(part.name).dtype
-        flat = torch.frombuffer(part.data, dtype=dtype) if part.data else torch.empty(0, dtype=dtype)
-        _write_part(file, metadata, names[part.name], box, flat.view(box.size))
-
-
-def _write_part(file: BinaryIO, metadata: Metadata, names: Sequence[str], box: Box, data: Tensor) -> None:
-    start = file.tell()
-    torch.save(data, file)
-    for name in names:
-        _place(metadata, name, box, _DATA, start, file.tell() - start)
-
-
-def _describe(
-    metadata: Metadata, name: str, shape: Sequence[int], dtype: torch.dtype, boxes: Sequence[Box]
-) -> None:
-    chunks = [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)) for box in boxes]
-    properties = TensorProperties(dtype=dtype)
-    metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
-
-
-def _place(metadata: Metadata, name: str, box: Box | None, file: str, start: int, length: int) -> None:
-    index = MetadataIndex(name, None if box is None else box.offset)
-    metadata.storage_data[index] = new_storage_info(file, start, length)
-
-
-# --- the format ``dcp`` ---------------------------------------------------------------------------
-
-
-log = logging.getLogger("nnx.checkpoint")
-
-_SUFFIX = ".distcp"
 _PAUSE = 10.0
-"""Seconds that may pass between two files of one save, beside the time that writing takes."""
+"""Seconds that may pass between two files of a copy, beside the time that the second one takes."""
 _SLOWEST = 10e6
 """Bytes per second below which nobody copies a checkpoint."""
-_SKEW = 2.0
-"""Seconds by which the clocks of two machines may differ."""
+
+
+def check_ages(earlier: Iterable[Path], later: Sequence[Path]) -> None:
+    """Refuse files of two saves, as far as their times tell.
+
+    DCP overwrites a directory's files one by one under the same names, and its metadata last. When that is
+    interrupted, data of two steps lies side by side, and torch reads it without a word. Only the times betray
+    it: data that is newer than the metadata, after a pause. A copy may have times in any order, but no pause.
+
+    Args:
+        earlier: Files that were complete before any of `later` was written.
+        later: The others.
+
+    Raises:
+        CheckpointError: They were written in the wrong order, with a pause between.
+    """
+    with explained("read", later[-1]):
+        end = max(path.stat().st_mtime for path in later)
+        found = sorted((path.stat().st_mtime - end, path.stat().st_size, path) for path in earlier)
+    late = [(age, size, path) for age, size, path in found if age > 0]
+    previous = 0.0
+    for number, (age, size, path) in enumerate(late):
+        if age - previous > _PAUSE + size / _SLOWEST:
+            raise CheckpointError(
+                f"'{path.parent}' holds files of two saves: {_names(late[number:])} were written "
+                f"{age - previous:.0f} seconds after the rest, by a save into the same directory that was "
+                "interrupted.",
+                remedy=f"Resume from another checkpoint. If you know that it is whole, `touch {later[-1]}`.",
+            )
+        previous = age
+    if late:
+        log.warning(
+            "%s in %s is newer than %s. That is so in a copy; otherwise the files are of two saves.",
+            _names(late),
+            later[-1].parent,
+            later[-1].name,
+        )
+
+
+def _names(late: Sequence[tuple[float, int, Path]]) -> str:
+    return ", ".join(path.name for _, _, path in late[:4]) + (", ..." if len(late) > 4 else "")
+
+
+# --- the formats ----------------------------------------------------------------------------------
 
 
 class DcpDirectory(CheckpointFormat):
@@ -396,7 +633,7 @@ class DcpDirectory(CheckpointFormat):
         Raises:
             CheckpointError: An object cannot be pickled, or reading or writing failed.
         """
-        refuse_options(self.name, options)
+        self.refuse_options(options)
         described = Described(checkpoint)
         several = len(stored_optimizer_states(described) or ()) > 1
         state, beside = state_to_write(
@@ -407,113 +644,6 @@ class DcpDirectory(CheckpointFormat):
         )
         with new_directory(path) as directory:
             write_dcp_files(directory, described, state, objects=(TRAINER, beside), progress=progress)
-
-
-def looks_like_dcp(path: str | os.PathLike[str]) -> bool:
-    """Whether there are files with the names that DCP gives them."""
-    directory = Path(path)
-    if "://" in os.fspath(path) or not directory.is_dir():
-        return False
-    return bool(metadata_files(directory)) or any(file.suffix == _SUFFIX for file in directory.iterdir())
-
-
-def read_directory(directory: Path, *, weights_only: bool) -> tuple[DcpMetadata, dict[str, Any]]:
-    """Find every tensor and read every object of a directory.
-
-    Args:
-        directory: The checkpoint.
-        weights_only: False executes what its pickles bring along.
-
-    Returns:
-        The metadata, and the state dict that was saved, with `LocatedTensor` in place of tensors.
-
-    Raises:
-        CheckpointError: It is incomplete, damaged, malicious, or of two saves.
-    """
-    metadata = read_metadata(directory, weights_only=weights_only)
-    with Items(directory, weights_only=weights_only) as items:
-        items.check_lengths(metadata.items)
-        check_ages([directory / file for file in metadata.data_files], metadata.files)
-        values: dict[str, Any] = {name: items.load(name, item) for name, item in metadata.objects.items()}
-        for name, tensor in sorted(metadata.tensors.items(), key=lambda pair: pair[1].position):
-            values[name] = items.locate(tensor)
-    return metadata, nest({name: values[name] for name in metadata.keys}, metadata.keys)
-
-
-def opened(
-    path: str | os.PathLike[str],
-    format: str,
-    metadata: DcpMetadata,
-    parts: Parts,
-    beside: Mapping[str, Any],
-) -> ForeignCheckpoint:
-    """The checkpoint, from its parts.
-
-    Args:
-        path: The directory.
-        format: Name of its format.
-        metadata: The metadata, which say what it claims to hold.
-        parts: The state dict, taken apart.
-        beside: Objects of the trainer that lie beside the state dict.
-    """
-    contents = Contents(path, format)
-    beside = dict(beside)
-    origin = restore_ours(contents, beside)
-    add_parts(contents, parts, beside)
-    if origin is not None:
-        return contents.opened(**origin)
-    directory = Path(path)
-    unused = sorted(
-        file.name
-        for file in directory.iterdir()
-        if file.suffix == _SUFFIX and file.name not in metadata.data_files
-    )
-    provenance: dict[str, Any] = {"keys": parts.keys}
-    if unused:
-        provenance["files of another save"] = unused
-    return contents.opened(world_size=metadata.world_size, provenance=provenance)
-
-
-def check_ages(earlier: Sequence[Path], later: Sequence[Path]) -> None:
-    """Refuse files of two saves, as far as their times tell.
-
-    DCP overwrites a directory's files one by one under the same names, and its metadata last. When that is
-    interrupted, data of two steps lies side by side, and only the times betray it: data that is newer than
-    the metadata, after a pause. A copy may have times in any order, but no pause.
-
-    Args:
-        earlier: Files that were complete before any of `later` was written.
-        later: The others.
-
-    Raises:
-        CheckpointError: They were written in the wrong order, with a pause between.
-    """
-    times: dict[Path, float] = {}
-    sizes: dict[Path, int] = {}
-    for path in (*earlier, *later):
-        with explained("read", path):
-            status = path.stat()
-        times[path], sizes[path] = status.st_mtime, status.st_size
-    end = max(times[path] for path in later)
-    late = sorted((path for path in earlier if times[path] > end + _SKEW), key=times.__getitem__)
-    if not late:
-        return
-    first = late[0]
-    before = max(time for path, time in times.items() if path not in late)
-    pause = times[first] - before
-    names = ", ".join(path.name for path in late[:4]) + (", ..." if len(late) > 4 else "")
-    if pause > _PAUSE + sizes[first] / _SLOWEST:
-        raise CheckpointError(
-            f"'{first.parent}' holds files of two saves: {names} were written {pause:.0f} seconds after "
-            "the rest, by a save into the same directory that was interrupted.",
-            remedy=f"Resume from another checkpoint. If you know that it is whole, `touch {later[-1]}`.",
-        )
-    log.warning(
-        "%s in %s is newer than %s. That is so in a copy; otherwise the files are of two saves.",
-        names,
-        first.parent,
-        later[-1].name,
-    )
 
 
 # --- the format ``lightning_sharded`` -------------------------------------------------------------
@@ -581,7 +711,7 @@ class LightningSharded(CheckpointFormat):
             CheckpointError: An optimizer's parameters have no names, an object cannot be pickled, or reading
                 or writing failed.
         """
-        refuse_options(self.name, options)
+        self.refuse_options(options)
         if strategy not in _MODEL_KEY:
             raise CheckpointError(
                 f"Lightning has no sharding strategy {strategy!r}.",

@@ -103,8 +103,7 @@ class LightningFile(CheckpointFormat):
         Raises:
             CheckpointError: An object cannot be pickled, or reading or writing failed.
         """
-        if options:
-            raise CheckpointError(f"format 'lightning' has no option {next(iter(options))!r}.")
+        self.refuse_options(options)
         _know_attribute_dict()
         described = Described(checkpoint)
         tree = lightning_dict(described)

@@ -250,8 +250,7 @@ class SafetensorsFiles(CheckpointFormat):
             CheckpointError: Nothing begins with the prefix, a single file cannot hold all, an object has no
                 JSON form, or reading or writing failed.
         """
-        if options:
-            raise CheckpointError(f"format 'safetensors' has no option {next(iter(options))!r}.")
+        self.refuse_options(options)
         job = _Writing(Described(checkpoint), f"{_MODEL}{prefix}", progress)
         if not job.weights:
             raise CheckpointError(

@@ -10,6 +10,7 @@ import argparse
 import collections
 import contextlib
 import copy
+import errno
 import importlib
 import io
 import math
@@ -22,7 +23,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -34,15 +35,13 @@ from nnx_checkpoint._torch_compat import STORAGE_DTYPES, load_structure, positio
 from nnx_checkpoint.box import Box
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.index import Piece, TensorEntry
-from nnx_checkpoint.storage.files import is_file, read_exactly
+from nnx_checkpoint.storage.files import FileReader, is_file, read_exactly
 
 __all__ = [
-    "DescribedTensor",
     "FileTensor",
     "Inert",
-    "TorchArchive",
-    "describe_tensor",
     "load_torch_file",
+    "locate_tensor",
     "map_paths",
     "map_tree",
     "mentions",
@@ -74,6 +73,28 @@ _MEMORY = {
 """Roughly how many bytes an operation of a pickle takes, beside those of what it holds and a place for it."""
 _PUTS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
 _GETS = ("GET", "BINGET", "LONG_BINGET")
+
+
+_MARK, _PUT, _GET, _TO_MARK = -1, -2, -3, -4
+"""How many objects an operation takes, where that is not a number."""
+
+
+def _effect(operation: pickletools.OpcodeInfo) -> tuple[int, int, int]:
+    """The bytes that an operation takes, and how many objects it takes from the stack and puts there."""
+    before, given = operation.stack_before, len(operation.stack_after)
+    taken = len(before)
+    if operation.name == "MARK":
+        taken = _MARK
+    elif operation.name in _PUTS:
+        taken = _PUT
+    elif operation.name in _GETS:
+        taken = _GET
+    elif pickletools.markobject in before:  # with something before the mark, it is a container
+        taken, given = _TO_MARK, given * (before[0] is pickletools.markobject)
+    return 8 + _MEMORY.get(operation.name, 0), taken, given
+
+
+_EFFECTS = {operation.name: _effect(operation) for operation in pickletools.opcodes}
 
 _ATTRIBUTE_DICTS = (
     "lightning.fabric.utilities.data",
@@ -187,71 +208,62 @@ def refuse_swollen(file: IO[bytes], *, nbytes: int, source: str) -> None:
     if not zipfile.is_zipfile(file):
         file.seek(0)
         for _ in range(5):  # the old format is as many pickles, and the elements of tensors after them
-            _Operations(nbytes, source).count(file)
+            _count_operations(file, nbytes, source)
         return
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
             if entry.filename.endswith("/data.pkl"):
-                _Operations(nbytes, source).count(io.BytesIO(archive.read(entry)))
+                _count_operations(io.BytesIO(archive.read(entry)), nbytes, source)
 
 
-class _Operations:
-    """What a pickle does, as far as sizes go: for every object on the stack how much a hash of it looks at.
+def _count_operations(pickled: IO[bytes], nbytes: int, source: str) -> None:
+    """Follow one pickle up to its end, or to where it is damaged: who unpickles it says what is wrong.
 
     Args:
+        pickled: The pickle.
         nbytes: Size of the file.
         source: Its path, for messages.
+
+    Raises:
+        CheckpointError: See `refuse_swollen`.
     """
-
-    def __init__(self, nbytes: int, source: str) -> None:
-        self._nbytes, self._source = nbytes, source
-        self._stack: list[int] = []
-        self._below: list[list[int]] = []  # what lies below each mark
-        self._memo: dict[Any, int] = {}
-        self._memory = self._waiting = 0
-
-    def count(self, pickled: IO[bytes]) -> None:
-        """Follow one pickle up to its end, or to where it is damaged: who unpickles it says what is wrong."""
-        with contextlib.suppress(ValueError, IndexError):
-            for operation, argument, _ in pickletools.genops(pickled):
-                self._follow(operation, argument)
-                self._check(self._stack[-1] if self._stack else 0)
-
-    def _follow(self, operation: pickletools.OpcodeInfo, argument: Any) -> None:
-        name, before = operation.name, operation.stack_before
-        self._memory += (
-            8 + _MEMORY.get(name, 0) + (len(argument) if isinstance(argument, (str, bytes)) else 0)
-        )
-        if name == "MARK":
-            self._below.append(self._stack)
-            self._stack = []
-        elif name in _PUTS:
-            self._memo[len(self._memo) if argument is None else argument] = self._stack[-1]
-        elif name in _GETS:
-            self._push([self._memo.get(argument, 1)])
-        elif pickletools.markobject in before:
-            taken, self._stack = self._stack, self._below.pop()
-            self._memory -= _MEMORY["MARK"]
-            self._waiting -= len(taken)
-            if before[0] is pickletools.markobject and operation.stack_after:  # else they go into a container
-                self._push([sum(taken)])
-        else:
-            taken = [self._stack.pop() for _ in before]
-            self._waiting -= len(taken)
-            self._push([sum(taken) or 1 for _ in operation.stack_after])
-
-    def _push(self, weights: list[int]) -> None:
-        self._stack += weights
-        self._waiting += len(weights)
-
-    def _check(self, weight: int) -> None:
-        is_small = self._memory <= 3 * self._nbytes + (48 << 20) and self._waiting <= _MOST_OBJECTS
-        if not is_small or weight > max(_MOST_OBJECTS, self._nbytes):
-            raise CheckpointError(
-                f"the pickle in '{self._source}', a file of {self._nbytes:,} bytes, makes so many objects "
-                "that they fill the memory.",
-                remedy="No training program writes that; use another checkpoint.",
-            )
+    most, most_memory = max(_MOST_OBJECTS, nbytes), 3 * nbytes + (48 << 20)
+    stack: list[int] = []  # for every object on the stack how much a hash of it looks at
+    below: list[list[int]] = []  # what lies below each mark
+    memo: dict[Any, int] = {}
+    memory = waiting = 0
+    with contextlib.suppress(ValueError, IndexError):
+        for operation, argument, _ in pickletools.genops(pickled):
+            cost, taken, given = _EFFECTS[operation.name]
+            memory += cost + (len(argument) if isinstance(argument, (str, bytes)) else 0)
+            if taken >= 0:
+                weight = 0
+                for _ in range(taken):
+                    weight += stack.pop()
+                if given:
+                    stack += (weight or 1,) * given
+                waiting += given - taken
+            elif taken == _MARK:
+                below.append(stack)
+                stack = []
+            elif taken == _PUT:
+                memo[len(memo) if argument is None else argument] = stack[-1]
+            elif taken == _GET:
+                stack.append(memo.get(argument, 1))
+                waiting += 1
+            else:
+                above, stack = stack, below.pop()
+                memory -= _MEMORY["MARK"]
+                waiting -= len(above)
+                if given:  # else they go into a container
+                    stack.append(sum(above))
+                    waiting += 1
+            if memory > most_memory or waiting > _MOST_OBJECTS or (stack and stack[-1] > most):
+                raise CheckpointError(
+                    f"the pickle in '{source}', a file of {nbytes:,} bytes, makes so many objects that they "
+                    "fill the memory.",
+                    remedy="No training program writes that; use another checkpoint.",
+                )
 
 
 class StandIns:
@@ -586,134 +598,122 @@ def read_tensors(tree: Any) -> Any:
     return map_tree(tree, lambda value: value.read() if isinstance(value, FileTensor) else value)
 
 
-# --- zip files that hold one tensor ---------------------------------------------------------------
-# Where its elements are, from a few hundred bytes: only the zip's directory and the pickle are read, which
-# lie at its two ends. The pickle is read by an unpickler that knows nothing but tensors and calls nothing
-# of torch. Positions count from the beginning of the zip, so that it may lie inside another file.
+# --- one tensor in a part of a file ---------------------------------------------------------------
+# The data files of `torch.distributed.checkpoint` are many files of ``torch.save`` end to end, most of which
+# hold one tensor. Where its elements are is found from a few hundred bytes: from the zip's directory and from
+# the pickle, which is read by an unpickler that knows nothing but tensors and calls nothing of torch.
 
 
-_END = 2048
-"""Bytes read at once at each end: what precedes and what follows the elements, usually."""
 _LONGEST_PICKLE = 1 << 16
 """A tensor's pickle has some 200 bytes."""
-_LONGEST_DIRECTORY = 1 << 16
-"""It lists some seven records."""
-_LOCAL, _CENTRAL = struct.Struct("<4s22xHH"), struct.Struct("<4s6xH8xIIHHH8xI")
-_END_RECORD, _LOCATOR = struct.Struct("<4s6xHII2x"), struct.Struct("<4s4xQ4x")
-_END_RECORD_64 = struct.Struct("<4s28xQQQ")
-_UNKNOWN = 0xFFFFFFFF
+_READ_AT_ONCE = 1 << 14
+"""Bytes that cost less to read than a dozen short reads."""
+_LOCAL = struct.Struct("<26xHH")
+"""The beginning of a record in a zip file, with the lengths of its name and of its extra field."""
 
 
-class TorchArchive:
-    """The records of a zip file of ``torch.save``, found by reading little more than its ends.
+class _FilePart(io.RawIOBase):
+    """A part of an open file, as a file of its own.
 
     Args:
-        read: Gives the bytes at a position, so many of them.
-        length: Length of the file.
-
-    Raises:
-        ValueError: It is no such file, or it is damaged.
+        reader: The file.
+        start: Position of its first byte.
+        length: The number of its bytes.
     """
 
-    def __init__(self, read: Callable[[int, int], bytes], length: int) -> None:
-        self._read, self._length = read, length
-        self._head: bytes = read(0, min(_END, length))
-        size = min(_END, length)
-        self._tail: bytes = self._head if size == length else read(length - size, size)
-        self._records = self._directory()
+    def __init__(self, reader: FileReader, start: int, length: int) -> None:
+        super().__init__()
+        self._reader, self._start, self._length = reader, start, length
+        self._position = 0
 
-    @property
-    def byte_order(self) -> bytes:
-        """What the record of that name says; empty where there is none, as before torch 2.1."""
-        return self.record("byteorder", 16) if "byteorder" in self._records else b""
+    @override
+    def readable(self) -> bool:
+        return True
 
-    def record(self, name: str, longest: int) -> bytes:
-        """The bytes of a record."""
-        start, size = self.place(name)
-        if size > longest:
-            raise ValueError(f"record {name} has {size} bytes")
-        return self._bytes(start, size)
+    @override
+    def seekable(self) -> bool:
+        return True
 
-    def place(self, name: str) -> tuple[int, int]:
-        """Position and length of a record's data."""
-        if name not in self._records:
-            raise ValueError(f"it has no record {name}")
-        header, size = self._records[name]
-        signature, name_length, extra = _LOCAL.unpack(self._bytes(header, _LOCAL.size))
-        start = header + _LOCAL.size + name_length + extra
-        if signature != b"PK\x03\x04" or start + size > self._length:
-            raise ValueError(f"the header of record {name} is damaged")
-        return start, size
+    @override
+    def tell(self) -> int:
+        return self._position
 
-    def _bytes(self, start: int, size: int) -> bytes:
-        if start + size > self._length:
-            raise ValueError("it ends too early")
-        if start + size <= len(self._head):
-            return self._head[start : start + size]
-        before = self._length - len(self._tail)
-        if start >= before:
-            return self._tail[start - before : start - before + size]
-        return self._read(start, size)
+    @override
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        if position < 0:
+            raise OSError(errno.EINVAL, "a position before the beginning")
+        self._position = position
+        return position
 
-    def _directory(self) -> dict[str, tuple[int, int]]:
-        """For each record, without the archive's name, where its header is and how long its data."""
-        end = self._length - _END_RECORD.size
-        signature, count, size, start = _END_RECORD.unpack(self._bytes(max(end, 0), _END_RECORD.size))
-        if signature != b"PK\x05\x06":
-            raise ValueError("it is not a zip file of torch.save, or it is truncated")
-        signature, place = _LOCATOR.unpack(self._bytes(end - _LOCATOR.size, _LOCATOR.size))
-        if signature == b"PK\x06\x07":
-            signature, count, size, start = _END_RECORD_64.unpack(self._bytes(place, _END_RECORD_64.size))
-            if signature != b"PK\x06\x06":
-                raise ValueError("its directory is damaged")
-        if size > _LONGEST_DIRECTORY:
-            raise ValueError(f"its directory has {size} bytes")
-        directory = self._bytes(start, size)
-        records, position = {}, 0
-        for _ in range(count):
-            name, place, size, position = _entry(directory, position)
-            records[name] = (place, size)
-        return records
+    @override
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer)[: max(self._length - self._position, 0)]
+        self._reader.read_into(self._start + self._position, view)
+        self._position += len(view)
+        return len(view)
 
 
-def _entry(directory: bytes, position: int) -> tuple[str, int, int, int]:
-    """One entry of a zip's directory: name, position of its header, length, and where the next begins."""
-    signature, method, stored, size, name, extra, comment, place = _CENTRAL.unpack_from(directory, position)
-    if signature != b"PK\x01\x02" or method != 0 or stored != size:
-        raise ValueError("its directory is damaged or names compressed records")
-    start = position + _CENTRAL.size
-    text = directory[start : start + name].decode()
-    more = directory[start + name : start + name + extra]
-    if _UNKNOWN in (size, place):
-        size, place = _long_fields(more, size, place)
-    return text.partition("/")[2], place, size, start + name + extra + comment
+def locate_tensor(reader: FileReader, path: Path, start: int, length: int) -> FileTensor | None:
+    """Find the elements of a tensor that ``torch.save`` wrote alone into a part of a file.
+
+    Args:
+        reader: The file.
+        path: Its path.
+        start: Position of the part's first byte.
+        length: The number of its bytes.
+
+    Returns:
+        The tensor; None if what is stored are not its values as they are, so that it has to be loaded.
+
+    Raises:
+        Exception: There is something else, or it is damaged or malicious; of whatever kind.
+    """
+    part: IO[bytes] = cast("IO[bytes]", _FilePart(reader, start, length))
+    if length <= _READ_AT_ONCE:
+        part = io.BytesIO(part.read())
+    with zipfile.ZipFile(part) as archive:
+        records = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+        if len(records) != len(archive.infolist()):
+            raise ValueError("it has two records of one name")
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in records.values()):
+            raise ValueError("its records are compressed")
+        pickled, order = (_small_record(archive, records.get(name)) for name in ("data.pkl", "byteorder"))
+    if order not in (b"", b"little"):
+        raise ValueError("its bytes are in big-endian order")
+    _count_operations(io.BytesIO(pickled), len(pickled), str(path))
+    tensor = _TensorUnpickler(pickled).load()
+    if not isinstance(tensor, _Described):
+        raise ValueError(f"it holds a {type(tensor).__name__} instead of a tensor")
+    record = records[f"data/{tensor.storage}"]
+    part.seek(record.header_offset)
+    place = start + record.header_offset + _LOCAL.size + sum(_LOCAL.unpack(part.read(_LOCAL.size)))
+    first = place + tensor.offset * tensor.dtype.itemsize
+    found = FileTensor(tensor.shape, tensor.dtype, tensor.stride, path, first)
+    nbytes = max(found.numel * found.dtype.itemsize, found.extent)
+    if min((tensor.offset, *tensor.stride)) < 0 or first + nbytes > place + record.file_size:
+        raise ValueError(f"it has {record.file_size} bytes of data for shape {found.shape} of {found.dtype}")
+    if place + record.file_size > start + length:
+        raise ValueError("its data ends after the file")
+    return found if tensor.plain else None
 
 
-def _long_fields(extra: bytes, size: int, place: int) -> tuple[int, int]:
-    """What does not fit into 32 bits is in a field with tag 1: length, stored length, position."""
-    position = 0
-    while position + 4 <= len(extra):
-        tag, length = struct.unpack_from("<HH", extra, position)
-        if tag == 1:
-            values = list(struct.unpack_from(f"<{length // 8}Q", extra, position + 4))
-            if size == _UNKNOWN:
-                size = values.pop(0)
-                values.pop(0)
-            return size, values.pop(0) if place == _UNKNOWN else place
-        position += 4 + length
-    raise ValueError("its directory is damaged")
-
-
-# --- the pickle of a tensor -----------------------------------------------------------------------
+def _small_record(archive: zipfile.ZipFile, entry: zipfile.ZipInfo | None) -> bytes:
+    """The bytes of a record; none where there is no such record."""
+    if entry is None:
+        return b""
+    if entry.file_size > _LONGEST_PICKLE:
+        raise ValueError(f"record {entry.filename} has {entry.file_size} bytes")
+    return archive.read(entry)
 
 
 @dataclass(frozen=True, slots=True)
-class DescribedTensor:
+class _Described:
     """A tensor as its pickle describes it.
 
     Attributes:
         storage: Name of the record that has its elements, below ``data/``.
-        dtype_name: Its element type, without ``torch.``.
+        dtype: Its element type.
         offset: The number of elements that precede its first one in the record.
         shape: Its shape.
         stride: Its strides, in elements.
@@ -721,7 +721,7 @@ class DescribedTensor:
     """
 
     storage: str
-    dtype_name: str
+    dtype: torch.dtype
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -736,14 +736,15 @@ def _describe(
     requires_grad: bool,
     hooks: Any,
     *more: Any,
-) -> DescribedTensor:
+) -> _Described:
     """Called in place of torch's ``_rebuild_tensor_v2`` and ``_rebuild_tensor_v3``."""
     key, dtype_name = storage
     names = [value for value in more if isinstance(value, str)]
     flags = [value for value in more if isinstance(value, Mapping) and value]
-    return DescribedTensor(
-        key, names[0] if names else dtype_name, offset, tuple(shape), tuple(stride), not flags
-    )
+    dtype = getattr(torch, names[0] if names else dtype_name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{dtype} is no element type")
+    return _Described(key, dtype, offset, tuple(shape), tuple(stride), not flags)
 
 
 def _first(value: Any, *more: Any) -> Any:
@@ -775,18 +776,3 @@ class _TensorUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any, /) -> tuple[str, str]:
         _, dtype_name, key, *_ = pid
         return key, dtype_name
-
-
-def describe_tensor(archive: TorchArchive) -> DescribedTensor:
-    """What the pickle says of the tensor.
-
-    Raises:
-        ValueError: The file holds something else.
-        pickle.UnpicklingError: The same, or it is damaged or malicious.
-    """
-    described = _TensorUnpickler(archive.record("data.pkl", _LONGEST_PICKLE)).load()
-    if not isinstance(described, DescribedTensor):
-        raise ValueError(f"it holds a {type(described).__name__} instead of a tensor")
-    if archive.byte_order not in (b"", b"little"):
-        raise ValueError("its bytes are in big-endian order")
-    return described
