@@ -6,11 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
+
+# torch 2.13 calls them all_gather_single and reduce_scatter_single, and warns about the names that 2.11 has.
+_new: Any = dist
+all_gather_into = getattr(_new, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_into = getattr(_new, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def exchange_in_transforms(kind: type, exchange: Callable[[Any], Any]) -> None:
