@@ -166,7 +166,7 @@ def test_a_full_card_is_measured_with_what_little_there_is() -> None:
     }
 
 
-def test_a_bus_is_measured_at_a_size_at_which_its_latency_does_not_count(
+def test_a_bus_is_measured_where_its_latency_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rates = {torch.device("cpu"): 1e9, torch.device("meta"): 2e9}
