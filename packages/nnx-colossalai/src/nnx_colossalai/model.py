@@ -37,7 +37,7 @@ from nnx_colossalai.plan.model import model_spec, optimizer_state, widths
 from nnx_colossalai.plan.planner import Planned, downgrade, evaluate, plan, why_not_lower
 from nnx_colossalai.plan.probe import Probe, doubtful_units, left_with_the_root, probe
 from nnx_colossalai.plan.resources import resources
-from nnx_colossalai.plan.spec import ModelSpec, Rates, Resources, Tier
+from nnx_colossalai.plan.spec import ModelSpec, RankResources, Rates, Tier
 from nnx_core.backend import ParallelContext, Sample, first_call
 from nnx_core.errors import NnxError, UnsupportedError
 from nnx_core.hidden_state import held_state
@@ -166,7 +166,7 @@ class Placing:
             mixed=kinds.mixed,
         )
 
-    def _available(self) -> Resources:
+    def _available(self) -> RankResources:
         """Budgets of all ranks, and rates, which do not matter where there is room for everything."""
         return resources(
             self._device,
@@ -177,7 +177,7 @@ class Placing:
             rates=None if self._is_limited else Rates(),
         )
 
-    def _left_by(self, before: Sequence[Memory], available: Resources) -> Resources:
+    def _left_by(self, before: Sequence[Memory], available: RankResources) -> RankResources:
         """The budgets less what other models take; host memory that is measured tells by itself."""
         device = sum(memory.device for memory in before)
         host = sum(memory.host for memory in before) if self._options.host_bytes is not None else 0
@@ -412,7 +412,7 @@ class ChunkedModel:
         replaced = {old: after[name] for name, old in before.items() if after[name] is not old}
         for optimizer in self._optimizers:
             repoint_optimizer(optimizer, replaced)
-            move_states(optimizer)
+            move_state_to_parameters(optimizer)
         self.stepper.chunks = self.engine.chunks
 
     def begin_step(self) -> None:
@@ -496,7 +496,7 @@ def make_engine(context: ParallelContext, device: Device[Any], dtype: torch.dtyp
 
 
 @torch.no_grad()
-def move_states(optimizer: Optimizer) -> None:
+def move_state_to_parameters(optimizer: Optimizer) -> None:
     """Put every tensor of the optimizer's state where its parameter is now.
 
     Args:

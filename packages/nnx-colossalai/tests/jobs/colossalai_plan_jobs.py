@@ -15,7 +15,7 @@ from nnx_colossalai.chunks.units import find_units
 from nnx_colossalai.device import HostDevice
 from nnx_colossalai.plan.probe import probe
 from nnx_colossalai.plan.resources import resources
-from nnx_colossalai.plan.spec import Rates, Resources
+from nnx_colossalai.plan.spec import RankResources, Rates
 
 
 def resources_of_ranks(cache: Path) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def resources_of_ranks(cache: Path) -> dict[str, Any]:
     }
 
 
-def rates_in(found: Resources) -> Rates:
+def rates_in(found: RankResources) -> Rates:
     return Rates(**{field.name: getattr(found, field.name) for field in fields(Rates)})
 
 

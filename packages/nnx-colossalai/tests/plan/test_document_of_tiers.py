@@ -10,12 +10,12 @@ import pytest
 
 from nnx_colossalai.plan.document import PlanDocument, plan_key
 from nnx_colossalai.plan.planner import Planned, plan
-from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, Resources, Tier
+from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
 from nnx_core.errors import PlanError
 
 GROUPS = tuple(Group(name=f"layers.{at}", numel=1000, trainable=1000) for at in range(4))
 SPEC = ModelSpec(groups=(*GROUPS, Group(name="", numel=10, trainable=10)))
-RESOURCES = Resources(device_bytes=50_000, host_bytes=100_000)
+RESOURCES = RankResources(device_bytes=50_000, host_bytes=100_000)
 
 
 @pytest.fixture(scope="module")

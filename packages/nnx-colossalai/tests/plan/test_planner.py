@@ -14,7 +14,7 @@ from nnx_colossalai.plan.constraints import Wishes, allowed_tiers
 from nnx_colossalai.plan.cost import MemoryModel
 from nnx_colossalai.plan.planner import candidates, downgrade, evaluate, plan, why_not_lower
 from nnx_colossalai.plan.schedule import TimeModel
-from nnx_colossalai.plan.spec import Placement, Resources, Tier
+from nnx_colossalai.plan.spec import Placement, RankResources, Tier
 from nnx_core.errors import PlanError
 
 
@@ -91,7 +91,7 @@ def test_more_memory_is_never_slower(seed):
 
 
 def test_everything_stays_on_the_device_where_it_fits():
-    planned = plan(layers(6), Resources(device_bytes=HUGE, host_bytes=HUGE))
+    planned = plan(layers(6), RankResources(device_bytes=HUGE, host_bytes=HUGE))
     assert set(tiers_of(planned)) == {Tier.GATHERED}
     assert planned.busy["to_device"] == planned.busy["host"] == 0
 
@@ -99,7 +99,7 @@ def test_everything_stays_on_the_device_where_it_fits():
 def test_above_one_rank_weights_are_sharded_where_complete_ones_do_not_fit():
     spec = layers(8, world_size=4)
     least, most = (MemoryModel(spec).device_peak([tier] * 8) for tier in (Tier.SHARDED, Tier.GATHERED))
-    planned = plan(spec, Resources(device_bytes=(least + most) // 2, host_bytes=0))
+    planned = plan(spec, RankResources(device_bytes=(least + most) // 2, host_bytes=0))
     assert set(tiers_of(planned)) == {Tier.GATHERED, Tier.SHARDED}
 
 
@@ -131,7 +131,7 @@ def test_a_plan_is_the_same_whatever_the_seed_of_hashes_and_needs_no_torch():
 @pytest.mark.parametrize("world_size", [1, 8])
 def test_a_model_of_7_billion_parameters_is_planned_in_seconds(world_size):
     begin = time.process_time()
-    planned = plan(llama(world_size), Resources(device_bytes=24 * 2**30, host_bytes=128 * 2**30))
+    planned = plan(llama(world_size), RankResources(device_bytes=24 * 2**30, host_bytes=128 * 2**30))
     assert time.process_time() - begin < 10
     assert planned.memory.device <= 24 * 2**30
     assert planned.memory.device >= 23 * 2**30 or world_size > 1
@@ -140,7 +140,7 @@ def test_a_model_of_7_billion_parameters_is_planned_in_seconds(world_size):
 def test_200_groups_are_planned_in_seconds():
     begin = time.process_time()
     spec = layers(200)
-    planned = plan(spec, Resources(device_bytes=2_000_000, host_bytes=HUGE))
+    planned = plan(spec, RankResources(device_bytes=2_000_000, host_bytes=HUGE))
     assert time.process_time() - begin < 20
     assert planned.memory.device <= 2_000_000
 
@@ -149,7 +149,7 @@ def test_200_groups_are_planned_in_seconds():
 
 
 def test_every_group_says_why_it_is_not_higher():
-    resources = Resources(device_bytes=50_000, host_bytes=HUGE)
+    resources = RankResources(device_bytes=50_000, host_bytes=HUGE)
     planned = plan(layers(4), resources)
     assert set(planned.reasons) == {f"layers.{at}" for at in range(4)}
     tiers = planned.placement.tiers
@@ -162,7 +162,7 @@ def test_every_group_says_why_it_is_not_higher():
 
 def test_a_placement_made_by_hand_is_told_its_cost_though_it_does_not_fit():
     placement = Placement({"layers.0": Tier.GATHERED, "layers.1": Tier.OFFLOADED})
-    told = evaluate(layers(2), Resources(device_bytes=1, host_bytes=1), placement)
+    told = evaluate(layers(2), RankResources(device_bytes=1, host_bytes=1), placement)
     assert told.placement == placement and told.memory.device > 1
 
 
@@ -183,7 +183,7 @@ def test_a_downgrade_needs_less_of_the_device_and_only_moves_groups_down(seed):
 
 
 def test_a_downgrade_saves_the_bytes_that_are_missing():
-    spec, resources = layers(8), Resources(device_bytes=HUGE, host_bytes=HUGE)
+    spec, resources = layers(8), RankResources(device_bytes=HUGE, host_bytes=HUGE)
     planned = plan(spec, resources)
     for missing in (1, 16_000, 50_000, 100_000):
         lower = downgrade(planned, spec, resources, missing=missing)
@@ -192,7 +192,7 @@ def test_a_downgrade_saves_the_bytes_that_are_missing():
 
 
 def test_a_downgrade_that_the_host_has_no_room_for_names_what_it_needs():
-    spec, resources = layers(4), Resources(device_bytes=HUGE, host_bytes=10_000)
+    spec, resources = layers(4), RankResources(device_bytes=HUGE, host_bytes=10_000)
     planned = plan(spec, resources)
     assert downgrade(planned, spec, resources) is None
     error = why_not_lower(planned, spec, resources)
@@ -201,7 +201,11 @@ def test_a_downgrade_that_the_host_has_no_room_for_names_what_it_needs():
 
 
 def test_a_downgrade_keeps_to_the_wishes_and_names_them_where_they_leave_nothing():
-    spec, resources, wishes = layers(4), Resources(device_bytes=HUGE, host_bytes=HUGE), Wishes(policy="cuda")
+    spec, resources, wishes = (
+        layers(4),
+        RankResources(device_bytes=HUGE, host_bytes=HUGE),
+        Wishes(policy="cuda"),
+    )
     planned = plan(spec, resources, wishes)
     assert downgrade(planned, spec, resources, wishes) is None
     error = why_not_lower(planned, spec, resources, wishes)
@@ -210,7 +214,7 @@ def test_a_downgrade_keeps_to_the_wishes_and_names_them_where_they_leave_nothing
 
 
 def test_a_downgrade_below_the_lowest_tier_says_what_fills_the_device():
-    spec, resources = layers(4, activation=50_000), Resources(device_bytes=HUGE, host_bytes=HUGE)
+    spec, resources = layers(4, activation=50_000), RankResources(device_bytes=HUGE, host_bytes=HUGE)
     planned = plan(spec, resources, Wishes(policy="streamed"))
     error = why_not_lower(planned, spec, resources)
     assert "the device ran out of memory under a plan with a peak of" in error.message

@@ -8,7 +8,7 @@ import pytest
 from jobs.colossalai_recount import FULL, random_spec, recount
 from nnx_colossalai.plan.cost import footprint, memory
 from nnx_colossalai.plan.schedule import step_time, work
-from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, Resources, Tier
+from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
 
 TIERS = list(Tier)
 
@@ -121,7 +121,7 @@ def timed(tier, *, overlapped, count=4, compute=3.0, **rates):
         Group(name=f"layers.{at}", numel=1000, trainable=1000, compute_seconds=compute) for at in range(count)
     )
     fast = dict.fromkeys(("to_device", "to_host", "host_step", "device_step", "collective"), 1e15)
-    resources = Resources(device_bytes=1, host_bytes=1, **{**fast, **rates})
+    resources = RankResources(device_bytes=1, host_bytes=1, **{**fast, **rates})
     placement = Placement({group.name: tier for group in groups})
     return step_time(ModelSpec(groups=groups), resources, placement, overlapped=overlapped).seconds
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from nnx_colossalai.plan.constraints import Wishes
 from nnx_colossalai.plan.document import plan_table, summary
 from nnx_colossalai.plan.planner import _Search, evaluate
-from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, Resources, Tier
+from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
 
 MIB = 2**20
 LAYERS = tuple(Group(name=f"layers.{at}", numel=MIB, trainable=MIB) for at in range(4))
 SPEC = ModelSpec(groups=(*LAYERS, Group(name="", numel=10, trainable=0)))
-RESOURCES = Resources(device_bytes=100 * MIB, host_bytes=200 * MIB)
+RESOURCES = RankResources(device_bytes=100 * MIB, host_bytes=200 * MIB)
 
 
 def table(*tiers: Tier, spec: ModelSpec = SPEC) -> list[str]:

@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from nnx_colossalai.plan import document
 from nnx_colossalai.plan.document import draw_timeline
 from nnx_colossalai.plan.planner import Planned, evaluate
-from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, Resources, Tier
+from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
 from nnx_core.errors import PlanError
 
 MIB = 2**20
@@ -21,14 +21,14 @@ LAYERS = tuple(
     Group(name=f"layers.{at}", numel=MIB, trainable=MIB, activation_bytes=8 * MIB) for at in range(6)
 )
 SPEC = ModelSpec(groups=(*LAYERS, Group(name="", numel=10, trainable=10)), other_device_bytes=9 * MIB)
-RESOURCES = Resources(device_bytes=150 * MIB, host_bytes=200 * MIB)
+RESOURCES = RankResources(device_bytes=150 * MIB, host_bytes=200 * MIB)
 
 
 def planned(tier: Tier, spec: ModelSpec = SPEC) -> Planned:
     return evaluate(spec, RESOURCES, Placement(dict.fromkeys([group.name for group in spec.groups], tier)))
 
 
-def drawn(path: Path, plan: Planned, resources: Resources = RESOURCES) -> dict[str, float]:
+def drawn(path: Path, plan: Planned, resources: RankResources = RESOURCES) -> dict[str, float]:
     """Share of the picture that each kind's color fills, without the legend."""
     draw_timeline(plan.memory, resources, path, title="a title")
     pixels = imread(path)[..., :3]

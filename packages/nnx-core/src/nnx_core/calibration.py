@@ -25,7 +25,7 @@ from nnx_core.cache import cache_directory, read_json, write_json
 from nnx_core.collectives import Communicator, GroupCommunicator
 from nnx_core.hardware import COLLECTIVES, Collective, Hardware, MeasuredLink, link_of_json
 
-__all__ = ["Clock", "calibrated", "measure_compute", "measure_copies", "measure_link"]
+__all__ = ["calibrated"]
 
 
 _FORMAT = 5

@@ -18,17 +18,7 @@ from typing import Any, Literal
 
 from nnx_core.errors import OptionError
 
-__all__ = [
-    "COLLECTIVES",
-    "PROFILES",
-    "Collective",
-    "Hardware",
-    "Link",
-    "MeasuredLink",
-    "link_of_json",
-    "profile",
-    "sent_share",
-]
+__all__ = ["PROFILES", "Collective", "Hardware", "Link", "MeasuredLink", "profile"]
 
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from nnx_colossalai.chunks.chunk import Chunk, guard, unguard
+from nnx_colossalai.chunks.chunk import Chunk, guard_pending, unguard_pending
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.errors import DeviceMemoryError
 from nnx_colossalai.plan.spec import Tier
@@ -196,7 +196,7 @@ class Working(Enum):
     """They have the masters' values."""
 
 
-class Memory(Enum):
+class Residence(Enum):
     """Whether the working weights have device memory, and how long."""
 
     LASTING = auto()
@@ -266,7 +266,7 @@ class LocalChunk(Chunk):
         self._pending: Callable[[], None] | None = None
         self._shown = Shown.MASTERS
         self._working = Working.STALE
-        self._memory = Memory.LASTING
+        self._residence = Residence.LASTING
         self._lock = Lock()
         self._place(tier)
 
@@ -285,7 +285,7 @@ class LocalChunk(Chunk):
     @property
     def is_resident(self) -> bool:
         """Whether it is streamed, on the device now, and will be let go; the root's is there all along."""
-        return self._memory is Memory.PASSING and self.name != ""
+        return self._residence is Residence.PASSING and self.name != ""
 
     @property
     def is_settled(self) -> bool:
@@ -350,7 +350,7 @@ class LocalChunk(Chunk):
         for buffers in made:
             self._fill(buffers, handles)
         self._working = Working.STALE
-        self._memory = Memory.FREED if tier is Tier.STREAMED else Memory.LASTING
+        self._residence = Residence.FREED if tier is Tier.STREAMED else Residence.LASTING
 
     @torch.no_grad()
     def _fill(self, buffers: _Buffers, handles: Mapping[int, tuple[Any, ...]]) -> None:
@@ -411,13 +411,13 @@ class LocalChunk(Chunk):
             self._pending = wait
             self._working = Working.AWAITED
         if wait is None:
-            unguard(self.masters.values())
+            unguard_pending(self.masters.values())
         else:
-            guard(self.masters.values(), self._touched)
+            guard_pending(self.masters.values(), self._touched)
 
     def finish(self) -> None:
         """Wait for the optimizer, without having anything be used."""
-        unguard(self.masters.values())
+        unguard_pending(self.masters.values())
         self._wait()
 
     def _wait(self) -> None:
@@ -429,7 +429,7 @@ class LocalChunk(Chunk):
 
     def _touched(self) -> None:
         """The user looks at a master that is being stepped, and may change it without our noticing."""
-        unguard(self.masters.values())
+        unguard_pending(self.masters.values())
         self._wait()
         self._working = Working.STALE
         self._on_use(self)
@@ -445,11 +445,11 @@ class LocalChunk(Chunk):
         """A step begins: the parameters show working weights, which whoever uses them makes ready first."""
         if self._pending is None and self._working is Working.FRESH and self._is_changed():
             self._working = Working.STALE
-        unguard(self.masters.values())
+        unguard_pending(self.masters.values())
         for slot in self.slots:
             slot.parameter.data = slot.working  # type: ignore[assignment] # slots have working weights
         self._shown = Shown.WORKING
-        guard(self.masters.values(), self._used_alone)
+        guard_pending(self.masters.values(), self._used_alone)
 
     def _is_changed(self) -> bool:
         return any(slot.parameter._version != slot.version for slot in self.slots)
@@ -466,12 +466,12 @@ class LocalChunk(Chunk):
         """
         if self._shown is Shown.READY:
             return
-        unguard(self.masters.values())
+        unguard_pending(self.masters.values())
         self._wait()
         if self._working is not Working.FRESH:
             self._make_new()
             self._working = Working.FRESH
-        if self._memory is Memory.FREED:
+        if self._residence is Residence.FREED:
             self._fetch()
         if hold:
             self.hold()
@@ -483,8 +483,8 @@ class LocalChunk(Chunk):
 
     def hold(self) -> None:
         """Stay on the device until the step is over."""
-        if self._memory is Memory.PASSING:
-            self._memory = Memory.HELD
+        if self._residence is Residence.PASSING:
+            self._residence = Residence.HELD
 
     def prepare(self) -> None:
         """Begin what `make_ready` would wait for, if that can be done without waiting."""
@@ -495,7 +495,7 @@ class LocalChunk(Chunk):
         if self._working is not Working.FRESH:
             self._make_new()
             self._working = Working.FRESH
-        if self._memory is Memory.FREED:
+        if self._residence is Residence.FREED:
             self._fetch_if_it_fits()
 
     def _make_new(self) -> None:
@@ -514,7 +514,7 @@ class LocalChunk(Chunk):
             if buffers.event is not None:  # the last fetch still reads it, as far as this thread knows
                 self._device.host_waits(buffers.event)
             buffers.source.copy_(buffers.master)
-            if self._memory is not Memory.FREED:
+            if self._residence is not Residence.FREED:
                 buffers.event = self._device.copy(buffers.working, buffers.source)
         elif self.tier.steps_on_host:
             buffers.event = self._device.copy(buffers.working, buffers.master)
@@ -534,7 +534,7 @@ class LocalChunk(Chunk):
             raise
         for buffers in fetched:
             buffers.event = self._device.copy(buffers.working, buffers.source)  # type: ignore[arg-type]
-        self._memory = Memory.PASSING
+        self._residence = Residence.PASSING
 
     def _fetch_if_it_fits(self) -> None:
         with suppress(DeviceMemoryError):  # whoever needs it will ask again, and be told
@@ -542,23 +542,23 @@ class LocalChunk(Chunk):
 
     def let_go(self) -> bool:
         """Free the device memory of streamed weights that nobody uses now; whether there was some."""
-        if self._memory is not Memory.PASSING or self.users:
+        if self._residence is not Residence.PASSING or self.users:
             return False
         for buffers in self._buffers:
             if buffers.working is not None:
                 self._device.release(buffers.working)
-        self._memory = Memory.FREED
+        self._residence = Residence.FREED
         if self._shown is not Shown.MASTERS:
             self._shown = Shown.WORKING
-            guard(self.masters.values(), self._used_alone)
+            guard_pending(self.masters.values(), self._used_alone)
         return True
 
     def end(self) -> None:
         """A step is over: the parameters show the masters, which nothing reads or writes any more."""
         self.users = 0
-        if self._memory is Memory.HELD:
-            self._memory = Memory.PASSING
-        unguard(self.masters.values())
+        if self._residence is Residence.HELD:
+            self._residence = Residence.PASSING
+        unguard_pending(self.masters.values())
         if self._shown is Shown.READY:
             self._keep_changes()
         for slot in self.slots:
@@ -566,7 +566,7 @@ class LocalChunk(Chunk):
             slot.accumulator = None
         self._shown = Shown.MASTERS
         if self._pending is not None:  # not used in this step, and the optimizer is still at it
-            guard(self.masters.values(), self._touched)
+            guard_pending(self.masters.values(), self._touched)
             return
         self.let_go()
         for buffers in self._buffers:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from nnx_colossalai.plan.cost import Memory, Moment
-from nnx_colossalai.plan.spec import ModelSpec, Resources, Tier
+from nnx_colossalai.plan.spec import ModelSpec, RankResources, Tier
 from nnx_core.errors import OptionError, PlanError
 
 POLICIES: Mapping[str, tuple[Tier, ...]] = {
@@ -201,7 +201,7 @@ def in_words(count: int) -> str:
 
 
 def no_room_on_device(
-    spec: ModelSpec, least: Memory, resources: Resources, *, after: bool = False
+    spec: ModelSpec, least: Memory, resources: RankResources, *, after: bool = False
 ) -> PlanError:
     """The device cannot hold even the placement that needs least of it.
 
@@ -227,7 +227,7 @@ def no_room_on_device(
     )
 
 
-def no_room_on_host(spec: ModelSpec, least: Memory, resources: Resources) -> PlanError:
+def no_room_on_host(spec: ModelSpec, least: Memory, resources: RankResources) -> PlanError:
     """The host cannot hold what the device has no room for."""
     device, host = in_words(resources.device_bytes), in_words(resources.host_bytes)
     return PlanError(
@@ -237,7 +237,7 @@ def no_room_on_host(spec: ModelSpec, least: Memory, resources: Resources) -> Pla
     )
 
 
-def not_these_wishes(least: Memory, resources: Resources, wishes: Wishes) -> PlanError:
+def not_these_wishes(least: Memory, resources: RankResources, wishes: Wishes) -> PlanError:
     """A placement would fit, but none that keeps to what is asked for."""
     device, host = in_words(resources.device_bytes), in_words(resources.host_bytes)
     return PlanError(

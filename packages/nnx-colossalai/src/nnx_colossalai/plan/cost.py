@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, Resources, Tier
+from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
 
 Phase = Literal["forward", "backward", "step"]
 
@@ -284,7 +284,7 @@ class MemoryModel:
         stays = sum(one.device for one in prints) + self.spec.other_device_bytes
         return stays + max(sum(parts) for _, _, parts in self._moments(prints))
 
-    def fits(self, tiers: Sequence[Tier], resources: Resources) -> bool:
+    def fits(self, tiers: Sequence[Tier], resources: RankResources) -> bool:
         """Whether both peaks are within their budgets; what stays is looked at before any moment."""
         prints = self._prints(tiers)
         stays = sum(one.weights + one.masters + one.optimizer + one.gradients for one in prints)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from nnx_colossalai.plan.cost import Memory, footprint
 from nnx_colossalai.plan.planner import Planned
 from nnx_colossalai.plan.schedule import work
-from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, Resources, Tier
+from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
 from nnx_core.errors import PlanError
 from nnx_core.plan import PlanFormat, save_plan
 
@@ -46,7 +46,7 @@ class PlanDocument:
     body: Mapping[str, Any]
 
     @classmethod
-    def of(cls, spec: ModelSpec, resources: Resources, planned: Planned) -> PlanDocument:
+    def of(cls, spec: ModelSpec, resources: RankResources, planned: Planned) -> PlanDocument:
         """The document of a plan.
 
         Args:
@@ -232,7 +232,7 @@ _ROOT = "(root)"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def plan_table(spec: ModelSpec, resources: Resources, planned: Planned) -> str:
+def plan_table(spec: ModelSpec, resources: RankResources, planned: Planned) -> str:
     """The table of a plan, for one rank, with its sums and predictions below.
 
     Args:
@@ -252,7 +252,7 @@ def plan_table(spec: ModelSpec, resources: Resources, planned: Planned) -> str:
     return "\n".join([rows[0], "-" * max(map(len, rows)), *rows[1:], "", summary(spec, resources, planned)])
 
 
-def summary(spec: ModelSpec, resources: Resources, planned: Planned) -> str:
+def summary(spec: ModelSpec, resources: RankResources, planned: Planned) -> str:
     """Peak memory against the budgets, the time of a step, and what limits it; three lines."""
     peak = planned.memory.peak
     kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in peak.by_kind.items() if size)
@@ -338,7 +338,7 @@ _GIB = 2**30
 _MOST_LABELS = 24
 
 
-def draw_timeline(memory: Memory, resources: Resources, path: str | Path, *, title: str = "") -> None:
+def draw_timeline(memory: Memory, resources: RankResources, path: str | Path, *, title: str = "") -> None:
     """Draw the memory over one step to a PNG file.
 
     Args:
@@ -388,7 +388,7 @@ def _stack(axes: Axes, memory: Memory) -> None:
         below = above
 
 
-def _budget(axes: Axes, memory: Memory, resources: Resources) -> None:
+def _budget(axes: Axes, memory: Memory, resources: RankResources) -> None:
     """The budget as a line, unless it is so far above that nothing else could be seen."""
     budget, peak = resources.device_bytes / _GIB, max(memory.device, 1) / _GIB
     if budget <= 4 * peak:

@@ -21,7 +21,7 @@ from nnx_colossalai.plan.document import PlanDocument, draw_timeline, plan_table
 from nnx_colossalai.plan.model import model_spec, optimizer_state, widths
 from nnx_colossalai.plan.planner import Planned, plan
 from nnx_colossalai.plan.probe import Probe, doubtful_units, left_with_the_root, probe
-from nnx_colossalai.plan.spec import ModelSpec, Rates, Resources
+from nnx_colossalai.plan.spec import ModelSpec, RankResources, Rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class DryRun:
 
     Attributes:
         spec: The model.
-        resources: What each rank may use.
+        resources: The budgets and rates of each rank.
         planned: The plan.
         probe: The measurement of what a step keeps and computes.
         waste: Share of elements that sharding adds.
@@ -38,7 +38,7 @@ class DryRun:
     """
 
     spec: ModelSpec
-    resources: Resources
+    resources: RankResources
     planned: Planned
     probe: Probe
     waste: float
@@ -116,7 +116,7 @@ def dry_run(
     spec = model_spec(
         units, world_size=world_size, precision=precision, optimizer=optimizer, probe=found, flops=rates.flops
     )
-    there = Resources(device_bytes=device_bytes, host_bytes=host_bytes, **asdict(rates))
+    there = RankResources(device_bytes=device_bytes, host_bytes=host_bytes, **asdict(rates))
     state = "" if isinstance(optimizer, int) else optimizer_state(optimizer).note
     notes = tuple(note for note in (found.note, state) if note)
     return DryRun(spec, there, plan(spec, there, wishes), found, waste(units, world_size=world_size), notes)

@@ -23,7 +23,7 @@ from nnx_colossalai.plan.constraints import (
 )
 from nnx_colossalai.plan.cost import Memory, MemoryModel
 from nnx_colossalai.plan.schedule import LANES, TimeModel
-from nnx_colossalai.plan.spec import ModelSpec, Placement, Resources, Tier
+from nnx_colossalai.plan.spec import ModelSpec, Placement, RankResources, Tier
 from nnx_core.errors import OptionError, PlanError
 
 _TIERS = tuple(Tier)
@@ -48,7 +48,7 @@ class Planned:
     busy: Mapping[str, float] = field(default_factory=dict)
 
 
-def plan(spec: ModelSpec, resources: Resources, wishes: Wishes | None = None) -> Planned:
+def plan(spec: ModelSpec, resources: RankResources, wishes: Wishes | None = None) -> Planned:
     """The fastest placement that fits.
 
     Args:
@@ -63,7 +63,7 @@ def plan(spec: ModelSpec, resources: Resources, wishes: Wishes | None = None) ->
     Example:
         >>> from nnx_colossalai.plan.spec import Group
         >>> groups = tuple(Group(name=f"layer.{at}", numel=1000, trainable=1000) for at in range(4))
-        >>> planned = plan(ModelSpec(groups=groups), Resources(device_bytes=50_000, host_bytes=100_000))
+        >>> planned = plan(ModelSpec(groups=groups), RankResources(device_bytes=50_000, host_bytes=100_000))
         >>> [tier.value for tier in planned.placement.tiers.values()]
         ['gathered', 'gathered', 'offloaded', 'offloaded']
     """
@@ -75,7 +75,7 @@ def plan(spec: ModelSpec, resources: Resources, wishes: Wishes | None = None) ->
 
 
 def evaluate(
-    spec: ModelSpec, resources: Resources, placement: Placement, wishes: Wishes | None = None
+    spec: ModelSpec, resources: RankResources, placement: Placement, wishes: Wishes | None = None
 ) -> Planned:
     """What a placement costs that was made elsewhere, such as one edited by hand; it need not fit.
 
@@ -90,7 +90,12 @@ def evaluate(
 
 
 def downgrade(
-    planned: Planned, spec: ModelSpec, resources: Resources, wishes: Wishes | None = None, *, missing: int = 1
+    planned: Planned,
+    spec: ModelSpec,
+    resources: RankResources,
+    wishes: Wishes | None = None,
+    *,
+    missing: int = 1,
 ) -> Planned | None:
     """The cheapest placement with less device memory, after the device ran out of it.
 
@@ -116,7 +121,12 @@ def downgrade(
 
 
 def why_not_lower(
-    planned: Planned, spec: ModelSpec, resources: Resources, wishes: Wishes | None = None, *, missing: int = 1
+    planned: Planned,
+    spec: ModelSpec,
+    resources: RankResources,
+    wishes: Wishes | None = None,
+    *,
+    missing: int = 1,
 ) -> PlanError:
     """The error to raise where `downgrade` has found nothing, with the reason and the knob."""
     choices = _Search(spec, resources, wishes or Wishes())
@@ -142,7 +152,7 @@ def why_not_lower(
 class _Search:
     """One model, its budgets and wishes, and what placements of it cost."""
 
-    def __init__(self, spec: ModelSpec, resources: Resources, wishes: Wishes) -> None:
+    def __init__(self, spec: ModelSpec, resources: RankResources, wishes: Wishes) -> None:
         _check(spec, resources)
         self.spec, self.resources, self.wishes = spec, resources, wishes
         self.memory = MemoryModel(spec)
@@ -273,7 +283,7 @@ class _Search:
         return (no_room_on_host if fitting else no_room_on_device)(self.spec, costs, self.resources)
 
 
-def _check(spec: ModelSpec, resources: Resources) -> None:
+def _check(spec: ModelSpec, resources: RankResources) -> None:
     names = [group.name for group in spec.groups]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise OptionError(f"several groups are named {twice}.", remedy="Give each group a name of its own.")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nnx_checkpoint.collective import all_gather_object, control_group
 from nnx_colossalai.device.device import Device, HostDevice, host_memory
-from nnx_colossalai.plan.spec import Rates, Resources
+from nnx_colossalai.plan.spec import RankResources, Rates
 from nnx_core.calibration import calibrated
 from nnx_core.collectives import GroupCommunicator
 from nnx_core.hardware import Hardware, sent_share
@@ -36,7 +36,7 @@ def resources(
     dtype: torch.dtype = torch.float32,
     group: dist.ProcessGroup | None = None,
     rates: Rates | None = None,
-) -> Resources:
+) -> RankResources:
     """Budgets and rates of this world: those of `rates`, else measured once for the machine. Collective.
 
     A simulated device is not measured: its copies say nothing of a machine, and plans on it must repeat.
@@ -55,7 +55,7 @@ def resources(
         rates = _measured(device, dtype, group, control) if real else Rates()
     host = available_host_bytes(local_world_size) if host_bytes is None else host_bytes
     budgets = all_gather_object((device.capacity, host), control)
-    return Resources(
+    return RankResources(
         device_bytes=min(one for one, _ in budgets),
         host_bytes=min(other for _, other in budgets),
         **asdict(rates),
@@ -81,7 +81,7 @@ def rates_of(figures: Hardware, dtype: torch.dtype, *, ranks: int) -> Rates:
     """The rates that a plan counts with.
 
     Args:
-        figures: What is known of the machine.
+        figures: The figures of the machine.
         dtype: The dtype that forward and backward compute in.
         ranks: Number of ranks; a single one gathers nothing, and keeps the default.
     """

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nnx_colossalai.plan.cost import MemoryModel
-from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, Resources, Tier
+from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
 
 _FORWARD = 1 / 3  # of the time of forward and backward together, which differentiates for weights and inputs
 _NOT_HIDDEN = (
@@ -116,7 +116,7 @@ class StepTime:
 
 
 def step_time(
-    spec: ModelSpec, resources: Resources, placement: Placement, *, overlapped: bool = True
+    spec: ModelSpec, resources: RankResources, placement: Placement, *, overlapped: bool = True
 ) -> StepTime:
     """Predicted time of one step under a placement.
 
@@ -157,7 +157,7 @@ class TimeModel:
     def __init__(
         self,
         spec: ModelSpec,
-        resources: Resources,
+        resources: RankResources,
         *,
         overlapped: bool,
         uses: Sequence[tuple[int, int]] | None = None,
@@ -284,7 +284,7 @@ def _lanes(group: Group, one: _Seconds) -> tuple[float, ...]:
     )
 
 
-def _over(resources: Resources, one: Work) -> _Seconds:
+def _over(resources: RankResources, one: Work) -> _Seconds:
     return _Seconds(
         fetch=one.fetched / resources.to_device,
         refresh=one.refreshed / resources.to_device,

@@ -102,7 +102,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resources(Rates):
+class RankResources(Rates):
     """What a rank may use, and how fast it is.
 
     Attributes:
