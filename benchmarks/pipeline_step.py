@@ -256,8 +256,8 @@ class Planned:
     """A traced model and what its cuts are predicted to cost."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
+        from nnx_core.calibration import calibrated
         from nnx_nnscaler.cost import CostModel
-        from nnx_nnscaler.cost.hardware import calibrated
         from nnx_nnscaler.pipeline.planning import prepare
         from nnx_nnscaler.runtime.collectives import GroupCommunicator
         from nnx_nnscaler.trace import trace_forward

@@ -262,7 +262,7 @@ MEASURE = """
 import json
 import torch
 import torch.distributed as dist
-from nnx_nnscaler.cost.hardware import calibrated
+from nnx_core.calibration import calibrated
 from nnx_nnscaler.runtime.collectives import GroupCommunicator
 
 dist.init_process_group("gloo")

@@ -70,6 +70,20 @@ class Box:
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.size)
 
 
+def cut_range(begin: int, numel: int, *, low: int, high: int) -> tuple[int, int]:
+    """What a partition ``[low, high)`` of a flat buffer holds of a tensor at ``[begin, begin + numel)``.
+
+    Returns:
+        Where that begins in the tensor, and its length; 0 and 0 where they have nothing in common.
+
+    Example:
+        >>> cut_range(4, 6, low=7, high=14), cut_range(4, 6, low=12, high=14)
+        ((3, 3), (0, 0))
+    """
+    first, last = max(begin, low), min(begin + numel, high)
+    return (first - begin, last - first) if last > first else (0, 0)
+
+
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Cut a range of the row-major flattened tensor into boxes, in order of their elements.
 

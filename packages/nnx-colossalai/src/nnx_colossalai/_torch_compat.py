@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -43,7 +42,6 @@ __all__ = [
     "make_last",
     "makes_cuda_graphs",
     "recover",
-    "shadow_of",
     "tree_leaves",
     "tree_map",
     "when_backward_has_ended",
@@ -71,22 +69,6 @@ def has_hooks_that_see_the_result(optimizer: Optimizer) -> bool:
     """Whether something runs after the step, or around every optimizer's step."""
     after = optimizer._optimizer_step_post_hooks
     return bool(after or base._global_optimizer_post_hooks or base._global_optimizer_pre_hooks)
-
-
-def shadow_of(
-    optimizer: Optimizer, groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]
-) -> Optimizer:
-    """An optimizer of the same class and settings over other tensors, without the user's hooks."""
-    shadow = object.__new__(type(optimizer))
-    vars(shadow).update(vars(optimizer))
-    vars(shadow).pop("step", None)  # which schedulers and the core have replaced on the object
-    vars(shadow).update(
-        param_groups=groups,
-        state=defaultdict(dict, state),
-        _optimizer_step_pre_hooks=OrderedDict(),
-        _optimizer_step_post_hooks=OrderedDict(),
-    )
-    return shadow
 
 
 @contextmanager

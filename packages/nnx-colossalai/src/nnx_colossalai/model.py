@@ -33,11 +33,11 @@ from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.plan.constraints import Wishes
 from nnx_colossalai.plan.cost import Memory
 from nnx_colossalai.plan.document import PlanDocument, draw_timeline, plan_table, size_text
-from nnx_colossalai.plan.hardware import Rates, hardware
 from nnx_colossalai.plan.model import model_spec, optimizer_state, widths
 from nnx_colossalai.plan.planner import Planned, downgrade, evaluate, plan, why_not_lower
 from nnx_colossalai.plan.probe import Probe, doubtful_units, left_with_the_root, probe
-from nnx_colossalai.plan.spec import Hardware, ModelSpec, Tier
+from nnx_colossalai.plan.resources import resources
+from nnx_colossalai.plan.spec import ModelSpec, RankResources, Rates, Tier
 from nnx_core.backend import ParallelContext, Sample, first_call
 from nnx_core.errors import NnxError, UnsupportedError
 from nnx_core.hidden_state import held_state
@@ -98,8 +98,7 @@ class Placing:
         self.found = self._find(module, sample)
         with together(control_group(), doing="reading the options"):
             self._wishes = wishes_of(options, [unit.name for unit in self.found])
-        self._hardware, self._rates = self._measured()
-        self._hardware = self._left_by(before)
+        self._resources = self._left_by(before, self._available())
         self.spec = self._counted(None)
         self.planned = self._on_first_rank(self._first_plan, doing="planning")
         self._report("planned")
@@ -111,7 +110,7 @@ class Placing:
 
     def table(self) -> str:
         """The plan as text."""
-        return plan_table(self.spec, self._hardware, self.planned)
+        return plan_table(self.spec, self._resources, self.planned)
 
     # --- what is there ------------------------------------------------------------------------
 
@@ -167,9 +166,9 @@ class Placing:
             mixed=kinds.mixed,
         )
 
-    def _measured(self) -> tuple[Hardware, Rates]:
+    def _available(self) -> RankResources:
         """Budgets of all ranks, and rates, which do not matter where there is room for everything."""
-        return hardware(
+        return resources(
             self._device,
             host_bytes=self._options.host_bytes,
             local_world_size=self._context.local_world_size,
@@ -178,16 +177,16 @@ class Placing:
             rates=None if self._is_limited else Rates(),
         )
 
-    def _left_by(self, before: Sequence[Memory]) -> Hardware:
+    def _left_by(self, before: Sequence[Memory], available: RankResources) -> RankResources:
         """The budgets less what other models take; host memory that is measured tells by itself."""
         device = sum(memory.device for memory in before)
         host = sum(memory.host for memory in before) if self._options.host_bytes is not None else 0
         if before and self._is_limited:
             self._note(f"{size_text(device)} of device memory are planned for models set up before.")
         return replace(
-            self._hardware,
-            device_bytes=max(self._hardware.device_bytes - device, 0),
-            host_bytes=max(self._hardware.host_bytes - host, 0),
+            available,
+            device_bytes=max(available.device_bytes - device, 0),
+            host_bytes=max(available.host_bytes - host, 0),
         )
 
     def _counted(self, optimizers: Sequence[Optimizer] | None) -> ModelSpec:
@@ -197,7 +196,7 @@ class Placing:
             precision=self._context.precision,
             optimizer=optimizers,
             probe=self._probe,
-            flops=self._rates.flops,
+            flops=self._resources.flops,
         )
 
     # --- the plan -----------------------------------------------------------------------------
@@ -205,15 +204,15 @@ class Placing:
     def _first_plan(self) -> Planned:
         path = self._options.plan
         if path is None:
-            return plan(self.spec, self._hardware, self._wishes)
+            return plan(self.spec, self._resources, self._wishes)
         placement = PlanDocument.load(path).placement(self.spec, path=path)
-        planned = evaluate(self.spec, self._hardware, placement, self._wishes)
-        if planned.memory.device > self._hardware.device_bytes:
+        planned = evaluate(self.spec, self._resources, placement, self._wishes)
+        if planned.memory.device > self._resources.device_bytes:
             log.warning(
                 "The plan %r is used although it needs %s on the device and %s are allowed.",
                 path,
                 size_text(planned.memory.device),
-                size_text(self._hardware.device_bytes),
+                size_text(self._resources.device_bytes),
             )
         return planned
 
@@ -227,7 +226,9 @@ class Placing:
         if spec == self.spec or self._options.plan is not None:
             return False
         self.spec, before = spec, self.planned
-        self.planned = self._on_first_rank(lambda: plan(spec, self._hardware, self._wishes), doing="planning")
+        self.planned = self._on_first_rank(
+            lambda: plan(spec, self._resources, self._wishes), doing="planning"
+        )
         if self.planned.placement == before.placement:
             return False
         self._report("planned again for the optimizer's state")
@@ -243,7 +244,7 @@ class Placing:
         Raises:
             PlanError: There is none; the message says why.
         """
-        known = self.planned, self.spec, self._hardware, self._wishes
+        known = self.planned, self.spec, self._resources, self._wishes
 
         def next_plan() -> Planned:
             wanted = max(missing, rather)
@@ -283,9 +284,9 @@ class Placing:
     def _write(self) -> None:
         options = self._options
         if options.plan_file is not None:
-            PlanDocument.of(self.spec, self._hardware, self.planned).save(options.plan_file)
+            PlanDocument.of(self.spec, self._resources, self.planned).save(options.plan_file)
         if options.timeline_file is not None:
-            draw_timeline(self.planned.memory, self._hardware, options.timeline_file)
+            draw_timeline(self.planned.memory, self._resources, options.timeline_file)
 
 
 def wishes_of(options: ColossalAIOptions, names: Iterable[str]) -> Wishes:
@@ -411,7 +412,7 @@ class ChunkedModel:
         replaced = {old: after[name] for name, old in before.items() if after[name] is not old}
         for optimizer in self._optimizers:
             repoint_optimizer(optimizer, replaced)
-            move_states(optimizer)
+            move_state_to_parameters(optimizer)
         self.stepper.chunks = self.engine.chunks
 
     def begin_step(self) -> None:
@@ -495,7 +496,7 @@ def make_engine(context: ParallelContext, device: Device[Any], dtype: torch.dtyp
 
 
 @torch.no_grad()
-def move_states(optimizer: Optimizer) -> None:
+def move_state_to_parameters(optimizer: Optimizer) -> None:
     """Put every tensor of the optimizer's state where its parameter is now.
 
     Args:

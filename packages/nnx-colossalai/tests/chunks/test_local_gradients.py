@@ -23,7 +23,8 @@ from jobs.colossalai_local import (
     same_bits,
 )
 from jobs.simulated_device import SimDevice
-from nnx_colossalai.chunks.local_gradients import Gradients, Slot
+from nnx_colossalai.chunks.local_chunk import Slot
+from nnx_colossalai.chunks.local_gradients import Gradients
 from nnx_colossalai.device import HostDevice
 from nnx_colossalai.plan.spec import Tier
 

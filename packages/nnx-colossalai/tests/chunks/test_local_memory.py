@@ -19,7 +19,7 @@ from jobs.colossalai_local import (
     same_bits,
 )
 from jobs.simulated_device import SimDevice
-from nnx_colossalai.chunks.local_gradients import segments_of
+from nnx_colossalai.chunks.local_chunk import segments_of
 from nnx_colossalai.errors import DeviceMemoryError
 from nnx_colossalai.plan.spec import Tier
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from jobs.colossalai_local import TIERS, UNITS, ByHand, Layers, inputs, lay_out, mean_square, same_bits
-from nnx_colossalai.chunks.chunk import guard, is_guarded, unguard
+from nnx_colossalai.chunks.chunk import guard_pending, is_pending, unguard_pending
 from nnx_colossalai.plan.spec import Tier
 
 each_tier = pytest.mark.parametrize("tier", TIERS, ids=lambda one: one.value)
@@ -140,7 +140,7 @@ def test_whoever_looks_at_a_master_that_is_being_stepped_waits_for_it(use, dtype
     background.start(at_once=False)
     USES[use](model.layers[2].up.weight)
     assert background.waited == ["layers.2"]
-    assert not is_guarded(model.layers[2].down.bias)
+    assert not is_pending(model.layers[2].down.bias)
     background.end()
     engine.device.close()
 
@@ -166,14 +166,14 @@ def test_what_is_written_to_a_master_after_waiting_for_it_counts(dtype):
 def test_what_tells_nothing_of_the_values_does_not_wait():
     weight = nn.Parameter(torch.ones(2, 3))
     weight.grad = torch.ones(2, 3)
-    guard([weight], lambda: pytest.fail("waits"))
+    guard_pending([weight], lambda: pytest.fail("waits"))
     assert (weight.shape, weight.dim(), weight.numel(), weight.requires_grad) == ((2, 3), 2, 6, True)
     assert weight.dtype == torch.float32 and weight.is_leaf and weight in {weight}
     weight.grad = None
     torch.optim.SGD([weight], lr=0.1).zero_grad()
     weight.register_hook(lambda gradient: gradient).remove()
     assert isinstance(weight, nn.Parameter) and weight.grad is None
-    unguard([weight])
+    unguard_pending([weight])
     assert type(weight) is nn.Parameter and "_nnx_wait" not in vars(weight)
 
 
@@ -205,6 +205,6 @@ def test_an_evaluation_that_leaves_a_chunk_alone_does_not_wait_for_it():
 def test_a_later_guard_takes_the_place_of_an_earlier_one():
     seen = []
     weight = nn.Parameter(torch.ones(2))
-    guard([weight], lambda: (seen.append(1), unguard([weight])))
-    guard([weight], lambda: (seen.append(2), unguard([weight])))
+    guard_pending([weight], lambda: (seen.append(1), unguard_pending([weight])))
+    guard_pending([weight], lambda: (seen.append(2), unguard_pending([weight])))
     assert weight.sum() == 2 and seen == [2]

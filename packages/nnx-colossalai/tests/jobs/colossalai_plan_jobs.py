@@ -1,8 +1,9 @@
-"""Jobs that measure hardware on several ranks, which differ."""
+"""Jobs that measure the machine on several ranks, which differ."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,28 @@ from torch import Tensor, nn
 
 from nnx_colossalai.chunks.units import find_units
 from nnx_colossalai.device import HostDevice
-from nnx_colossalai.plan.hardware import hardware
 from nnx_colossalai.plan.probe import probe
+from nnx_colossalai.plan.resources import resources
+from nnx_colossalai.plan.spec import RankResources, Rates
 
 
-def hardware_of_ranks(cache: Path) -> dict[str, Any]:
+def resources_of_ranks(cache: Path) -> dict[str, Any]:
     """Budgets that fall with the rank, and rates measured by each and by all."""
     os.environ["NNX_CACHE_DIR"] = str(cache)
     rank = dist.get_rank()
     device = HostDevice(capacity=10_000_000 - rank)
-    found, rates = hardware(device, host_bytes=5_000 - rank, group=dist.group.WORLD)
-    again, same = hardware(device, host_bytes=7_000, group=dist.group.WORLD)
+    found = resources(device, host_bytes=5_000 - rank, group=dist.group.WORLD)
+    again = resources(device, host_bytes=7_000, group=dist.group.WORLD)
     return {
         "budgets": (found.device_bytes, found.host_bytes, again.host_bytes),
-        "rates": rates,
-        "kept": same == rates,
+        "rates": rates_in(found),
+        "kept": rates_in(again) == rates_in(found),
         "files": len(list(cache.rglob("*.json"))),
     }
+
+
+def rates_in(found: RankResources) -> Rates:
+    return Rates(**{field.name: getattr(found, field.name) for field in fields(Rates)})
 
 
 def probe_a_forward_that_communicates() -> str:

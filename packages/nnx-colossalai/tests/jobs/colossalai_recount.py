@@ -2,7 +2,7 @@
 
 import random
 
-from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Tier
+from nnx_colossalai.plan.spec import Group, ModelSpec, RankResources, Tier
 
 HUGE = 10**15
 
@@ -80,11 +80,11 @@ def random_spec(seed, most=7, nested=True):
     )
 
 
-def random_hardware(seed, spec):
+def random_resources(seed, spec):
     draw = random.Random(seed)
     most, none = recount(spec, [Tier.GATHERED] * len(spec.groups))
     least, host = recount(spec, [Tier.STREAMED] * len(spec.groups))
-    return Hardware(
+    return RankResources(
         device_bytes=int(least + (most - least) * draw.uniform(-0.2, 1.1)),
         host_bytes=int(none + (host - none) * draw.uniform(0.2, 1.3)),
         **{

@@ -10,29 +10,29 @@ import pytest
 
 from nnx_colossalai.plan.document import PlanDocument, plan_key
 from nnx_colossalai.plan.planner import Planned, plan
-from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Placement, Tier
+from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
 from nnx_core.errors import PlanError
 
 GROUPS = tuple(Group(name=f"layers.{at}", numel=1000, trainable=1000) for at in range(4))
 SPEC = ModelSpec(groups=(*GROUPS, Group(name="", numel=10, trainable=10)))
-HARDWARE = Hardware(device_bytes=50_000, host_bytes=100_000)
+RESOURCES = RankResources(device_bytes=50_000, host_bytes=100_000)
 
 
 @pytest.fixture(scope="module")
 def planned() -> Planned:
-    return plan(SPEC, HARDWARE)
+    return plan(SPEC, RESOURCES)
 
 
 @pytest.fixture
 def file(tmp_path: Path, planned: Planned) -> Path:
     path = tmp_path / "plans" / "plan.json"
-    PlanDocument.of(SPEC, HARDWARE, planned).save(path)
+    PlanDocument.of(SPEC, RESOURCES, planned).save(path)
     return path
 
 
 def test_a_plan_is_read_as_it_was_written(file: Path, planned: Planned) -> None:
     found = PlanDocument.load(file)
-    assert found == PlanDocument.of(SPEC, HARDWARE, planned)
+    assert found == PlanDocument.of(SPEC, RESOURCES, planned)
     assert found.placement(SPEC) == planned.placement
     assert len(set(planned.placement.tiers.values())) > 1
     assert [path.name for path in file.parent.iterdir()] == ["plan.json"]
@@ -155,10 +155,10 @@ def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path, planned:
         PlanDocument.load(tmp_path / "none.json")
     (tmp_path / "file").write_text("")
     with pytest.raises(PlanError, match=r"cannot be written: .*\. Choose another path\."):
-        PlanDocument.of(SPEC, HARDWARE, planned).save(tmp_path / "file" / "plan.json")
+        PlanDocument.of(SPEC, RESOURCES, planned).save(tmp_path / "file" / "plan.json")
     (tmp_path / "folder").mkdir()
     with pytest.raises(PlanError, match="cannot be written"):
-        PlanDocument.of(SPEC, HARDWARE, planned).save(tmp_path / "folder")
+        PlanDocument.of(SPEC, RESOURCES, planned).save(tmp_path / "folder")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
 
 

@@ -18,9 +18,8 @@ from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.plan.constraints import Wishes
 from nnx_colossalai.plan.document import PlanDocument
 from nnx_colossalai.plan.dry_run import dry_run
-from nnx_colossalai.plan.hardware import Rates
 from nnx_colossalai.plan.model import model_spec
-from nnx_colossalai.plan.spec import Tier
+from nnx_colossalai.plan.spec import Rates, Tier
 from nnx_core.backend import ParallelContext
 from nnx_core.errors import PlanError
 
@@ -100,7 +99,7 @@ def test_keyword_inputs_wishes_and_rates_are_kept_to() -> None:
         precision="32-true",
     )
     assert set(outcome.planned.placement.tiers.values()) == {Tier.STREAMED}
-    assert outcome.hardware.host_step == 5.0
+    assert outcome.resources.host_step == 5.0
     assert (outcome.spec.optimizer_bytes, outcome.spec.working_bytes) == (0, 4)
     assert outcome.notes == () and outcome.probe.note == ""
 

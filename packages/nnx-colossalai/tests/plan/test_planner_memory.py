@@ -8,7 +8,7 @@ import pytest
 from jobs.colossalai_recount import FULL, random_spec, recount
 from nnx_colossalai.plan.cost import footprint, memory
 from nnx_colossalai.plan.schedule import step_time, work
-from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Placement, Tier
+from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
 
 TIERS = list(Tier)
 
@@ -121,9 +121,9 @@ def timed(tier, *, overlapped, count=4, compute=3.0, **rates):
         Group(name=f"layers.{at}", numel=1000, trainable=1000, compute_seconds=compute) for at in range(count)
     )
     fast = dict.fromkeys(("to_device", "to_host", "host_step", "device_step", "collective"), 1e15)
-    hardware = Hardware(device_bytes=1, host_bytes=1, **{**fast, **rates})
+    resources = RankResources(device_bytes=1, host_bytes=1, **{**fast, **rates})
     placement = Placement({group.name: tier for group in groups})
-    return step_time(ModelSpec(groups=groups), hardware, placement, overlapped=overlapped).seconds
+    return step_time(ModelSpec(groups=groups), resources, placement, overlapped=overlapped).seconds
 
 
 def test_a_step_on_the_host_is_hidden_behind_the_forward_only_where_it_overlaps():

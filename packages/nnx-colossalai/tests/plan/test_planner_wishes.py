@@ -6,7 +6,7 @@ from jobs.colossalai_recount import HUGE, layers, llama, random_spec, tiers_of
 from nnx_colossalai.plan.constraints import Wishes
 from nnx_colossalai.plan.cost import MemoryModel
 from nnx_colossalai.plan.planner import evaluate, plan
-from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Placement, Tier
+from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
 from nnx_core.errors import OptionError, PlanError
 
 # ---------------------------------------------------------------- what is asked for
@@ -16,7 +16,7 @@ from nnx_core.errors import OptionError, PlanError
 @pytest.mark.parametrize("model", ["layers", "llama", "ragged"])
 def test_the_fraction_offloaded_is_what_was_asked_for_to_within_one_group(model, fraction):
     spec = {"layers": layers(12), "llama": llama(), "ragged": random_spec(5, most=12)}[model]
-    planned = plan(spec, Hardware(device_bytes=HUGE, host_bytes=HUGE), Wishes(offload_fraction=fraction))
+    planned = plan(spec, RankResources(device_bytes=HUGE, host_bytes=HUGE), Wishes(offload_fraction=fraction))
     trained = [group.trainable for group in spec.groups]
     there = sum(numel for numel, tier in zip(trained, tiers_of(planned), strict=True) if tier.steps_on_host)
     assert abs(there - fraction * sum(trained)) <= max(trained) / 2
@@ -28,14 +28,14 @@ def test_the_fraction_offloaded_is_what_was_asked_for_to_within_one_group(model,
 def test_streamed_ones_are_part_of_the_offloaded_ones(streamed):
     spec = layers(20)
     wishes = Wishes(offload_fraction=0.5, stream_fraction=streamed)
-    tiers = tiers_of(plan(spec, Hardware(device_bytes=HUGE, host_bytes=HUGE), wishes))
+    tiers = tiers_of(plan(spec, RankResources(device_bytes=HUGE, host_bytes=HUGE), wishes))
     assert sum(tier.steps_on_host for tier in tiers) == 10
     assert sum(tier is Tier.STREAMED for tier in tiers) == 20 * streamed
 
 
 def test_a_fraction_of_streamed_groups_alone_leaves_the_others_to_the_planner():
     wishes = Wishes(stream_fraction=0.25)
-    tiers = tiers_of(plan(layers(8), Hardware(device_bytes=HUGE, host_bytes=HUGE), wishes))
+    tiers = tiers_of(plan(layers(8), RankResources(device_bytes=HUGE, host_bytes=HUGE), wishes))
     assert tiers.count(Tier.STREAMED) == 2 and tiers.count(Tier.GATHERED) == 6
 
 
@@ -44,13 +44,13 @@ def test_a_fraction_of_streamed_groups_alone_leaves_the_others_to_the_planner():
     [("cuda", Tier.GATHERED), ("cpu", Tier.STREAMED), *((tier.value, tier) for tier in Tier)],
 )
 def test_a_policy_puts_every_group_where_it_says(policy, expected):
-    planned = plan(layers(3), Hardware(device_bytes=HUGE, host_bytes=HUGE), Wishes(policy=policy))
+    planned = plan(layers(3), RankResources(device_bytes=HUGE, host_bytes=HUGE), Wishes(policy=policy))
     assert set(tiers_of(planned)) == {expected}
 
 
 def test_single_groups_can_be_placed_by_name():
     wishes = Wishes(tiers={"layers.1": "streamed"})
-    planned = plan(layers(3), Hardware(device_bytes=HUGE, host_bytes=HUGE), wishes)
+    planned = plan(layers(3), RankResources(device_bytes=HUGE, host_bytes=HUGE), wishes)
     assert tiers_of(planned) == [Tier.GATHERED, Tier.STREAMED, Tier.GATHERED]
     assert planned.reasons["layers.1"] == "asked for"
 
@@ -58,7 +58,9 @@ def test_single_groups_can_be_placed_by_name():
 def test_complete_weights_are_kept_nowhere_where_that_is_not_allowed():
     wishes = Wishes(gathered_allowed=False)
     for world_size in (1, 4):
-        planned = plan(layers(3, world_size=world_size), Hardware(device_bytes=HUGE, host_bytes=HUGE), wishes)
+        planned = plan(
+            layers(3, world_size=world_size), RankResources(device_bytes=HUGE, host_bytes=HUGE), wishes
+        )
         assert set(tiers_of(planned)) == {Tier.SHARDED}
 
 
@@ -66,8 +68,8 @@ def test_complete_weights_are_kept_nowhere_where_that_is_not_allowed():
 def test_the_margin_is_the_share_of_the_free_device_memory_that_masters_and_state_take(ratio):
     spec = layers(10, activation=5000)
     weights = MemoryModel(spec).device_peak([Tier.OFFLOADED] * 10)
-    hardware = Hardware(device_bytes=weights + 100_000, host_bytes=HUGE)
-    planned = plan(spec, hardware, Wishes(gpu_margin_ratio=ratio))
+    resources = RankResources(device_bytes=weights + 100_000, host_bytes=HUGE)
+    planned = plan(spec, resources, Wishes(gpu_margin_ratio=ratio))
     there = tiers_of(planned).count(Tier.GATHERED)
     assert there == min(int(ratio * 100_000 // 16_000), 6)
 
@@ -76,7 +78,7 @@ def test_frozen_groups_do_not_count_in_a_fraction():
     frozen = tuple(Group(name=f"frozen.{at}", numel=5000, trainable=0) for at in range(4))
     spec = ModelSpec(groups=(*frozen, *layers(4).groups))
     wishes = Wishes(offload_fraction=0.5)
-    tiers = tiers_of(plan(spec, Hardware(device_bytes=HUGE, host_bytes=HUGE), wishes))
+    tiers = tiers_of(plan(spec, RankResources(device_bytes=HUGE, host_bytes=HUGE), wishes))
     assert sum(tier.steps_on_host for tier in tiers[4:]) == 2
     assert set(tiers[:4]) == {Tier.GATHERED}
 
@@ -134,13 +136,15 @@ def test_a_wish_that_makes_no_sense_is_refused(wishes, message):
 
 def test_a_tier_for_a_group_that_there_is_not_names_the_nearest():
     with pytest.raises(OptionError, match=r"no group of that name. Nearest names: 'layers.1'"):
-        plan(layers(3), Hardware(device_bytes=HUGE, host_bytes=HUGE), Wishes(tiers={"layer.1": "sharded"}))
+        plan(
+            layers(3), RankResources(device_bytes=HUGE, host_bytes=HUGE), Wishes(tiers={"layer.1": "sharded"})
+        )
 
 
 def test_a_fraction_that_single_groups_make_impossible_says_what_is_nearest():
     wishes = Wishes(offload_fraction=0.0, tiers={"layers.0": "offloaded", "layers.1": "offloaded"})
     with pytest.raises(OptionError) as error:
-        plan(layers(4), Hardware(device_bytes=HUGE, host_bytes=HUGE), wishes)
+        plan(layers(4), RankResources(device_bytes=HUGE, host_bytes=HUGE), wishes)
     assert "offload_fraction=0.0 cannot be met" in str(error.value)
     assert error.value.remedy == "Set offload_fraction to 0.500, or leave out the tiers of single groups."
 
@@ -150,7 +154,7 @@ def test_a_fraction_that_single_groups_make_impossible_says_what_is_nearest():
 
 def refused(spec, device, host, **wishes):
     with pytest.raises(PlanError) as error:
-        plan(spec, Hardware(device_bytes=device, host_bytes=host), Wishes(**wishes))
+        plan(spec, RankResources(device_bytes=device, host_bytes=host), Wishes(**wishes))
     return error.value
 
 
@@ -164,7 +168,7 @@ def test_a_device_too_small_for_the_largest_layer_names_it_the_bytes_and_the_kno
     )
     assert "The largest group is 'head' with 9000 elements, 18000 bytes of complete weights." in error.message
     assert error.remedy == "Raise device_memory, or lower chunk_size, so that the largest group is divided."
-    plan(spec, Hardware(device_bytes=needed, host_bytes=HUGE))
+    plan(spec, RankResources(device_bytes=needed, host_bytes=HUGE))
 
 
 def test_activations_that_do_not_fit_ask_for_checkpointing():
@@ -210,16 +214,18 @@ def test_wishes_that_do_not_fit_are_named_where_a_plan_without_them_would(wishes
 def test_sizes_and_rates_that_make_no_sense_are_refused(groups, rates, message):
     spec = ModelSpec(groups=tuple(Group(name=name, numel=n, trainable=t) for name, n, t in groups))
     with pytest.raises(OptionError, match=message):
-        plan(spec, Hardware(device_bytes=HUGE, host_bytes=HUGE, **rates))
+        plan(spec, RankResources(device_bytes=HUGE, host_bytes=HUGE, **rates))
 
 
 def test_a_placement_without_a_tier_for_a_group_is_refused():
     with pytest.raises(PlanError, match=r"no tier for \['layers.1'\]. Add one for each group."):
         evaluate(
-            layers(2), Hardware(device_bytes=HUGE, host_bytes=HUGE), Placement({"layers.0": Tier.SHARDED})
+            layers(2),
+            RankResources(device_bytes=HUGE, host_bytes=HUGE),
+            Placement({"layers.0": Tier.SHARDED}),
         )
 
 
 def test_a_model_without_groups_is_planned():
-    planned = plan(ModelSpec(groups=()), Hardware(device_bytes=10, host_bytes=0))
+    planned = plan(ModelSpec(groups=()), RankResources(device_bytes=10, host_bytes=0))
     assert tiers_of(planned) == [] and planned.memory.device == 0 and planned.seconds == 0

@@ -7,17 +7,17 @@ from dataclasses import replace
 from nnx_colossalai.plan.constraints import Wishes
 from nnx_colossalai.plan.document import plan_table, summary
 from nnx_colossalai.plan.planner import _Search, evaluate
-from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Placement, Tier
+from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
 
 MIB = 2**20
 LAYERS = tuple(Group(name=f"layers.{at}", numel=MIB, trainable=MIB) for at in range(4))
 SPEC = ModelSpec(groups=(*LAYERS, Group(name="", numel=10, trainable=0)))
-HARDWARE = Hardware(device_bytes=100 * MIB, host_bytes=200 * MIB)
+RESOURCES = RankResources(device_bytes=100 * MIB, host_bytes=200 * MIB)
 
 
 def table(*tiers: Tier, spec: ModelSpec = SPEC) -> list[str]:
     placement = Placement(dict(zip([group.name for group in spec.groups], tiers, strict=True)))
-    return plan_table(spec, HARDWARE, evaluate(spec, HARDWARE, placement)).splitlines()
+    return plan_table(spec, RESOURCES, evaluate(spec, RESOURCES, placement)).splitlines()
 
 
 def test_alike_layers_are_one_line_with_their_sums() -> None:
@@ -36,8 +36,8 @@ def test_what_nobody_has_fixed_is_not_called_given() -> None:
     """Each of these layers alone would fit a tier higher, and be faster."""
     tiers = (*[Tier.STREAMED] * 4, Tier.GATHERED)
     assert table(*tiers)[2].endswith("  as given")
-    found = _Search(SPEC, HARDWARE, Wishes()).planned(tiers)
-    assert plan_table(SPEC, HARDWARE, found).splitlines()[2].endswith("  fastest of what was compared")
+    found = _Search(SPEC, RESOURCES, Wishes()).planned(tiers)
+    assert plan_table(SPEC, RESOURCES, found).splitlines()[2].endswith("  fastest of what was compared")
 
 
 def test_layers_of_other_tiers_sizes_or_names_are_lines_of_their_own() -> None:
@@ -51,14 +51,14 @@ def test_layers_of_other_tiers_sizes_or_names_are_lines_of_their_own() -> None:
 
 def test_the_sums_name_the_peak_the_budgets_and_what_limits_the_step() -> None:
     placement = Placement(dict.fromkeys([group.name for group in SPEC.groups], Tier.OFFLOADED))
-    planned = evaluate(SPEC, replace(HARDWARE, host_step=1e6), placement)
-    lines = summary(SPEC, HARDWARE, planned).splitlines()
+    planned = evaluate(SPEC, replace(RESOURCES, host_step=1e6), placement)
+    lines = summary(SPEC, RESOURCES, planned).splitlines()
     assert lines[0].startswith("4,194,314 elements in 5 chunks on 1 rank; predicted 4.40")
     assert lines[0].endswith(" s a step, most of it host")
     peak = planned.memory.peak
     assert f"of 100.00 MiB in the backward of {peak.group} (weights 8.00 MiB, " in lines[1]
     assert lines[2].endswith(" of 200.00 MiB")
-    assert "ms a step" in summary(SPEC, HARDWARE, evaluate(SPEC, HARDWARE, placement))
+    assert "ms a step" in summary(SPEC, RESOURCES, evaluate(SPEC, RESOURCES, placement))
 
 
 def test_columns_stand_under_their_heads() -> None:

@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from nnx_colossalai.plan import document
 from nnx_colossalai.plan.document import draw_timeline
 from nnx_colossalai.plan.planner import Planned, evaluate
-from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Placement, Tier
+from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
 from nnx_core.errors import PlanError
 
 MIB = 2**20
@@ -21,16 +21,16 @@ LAYERS = tuple(
     Group(name=f"layers.{at}", numel=MIB, trainable=MIB, activation_bytes=8 * MIB) for at in range(6)
 )
 SPEC = ModelSpec(groups=(*LAYERS, Group(name="", numel=10, trainable=10)), other_device_bytes=9 * MIB)
-HARDWARE = Hardware(device_bytes=150 * MIB, host_bytes=200 * MIB)
+RESOURCES = RankResources(device_bytes=150 * MIB, host_bytes=200 * MIB)
 
 
 def planned(tier: Tier, spec: ModelSpec = SPEC) -> Planned:
-    return evaluate(spec, HARDWARE, Placement(dict.fromkeys([group.name for group in spec.groups], tier)))
+    return evaluate(spec, RESOURCES, Placement(dict.fromkeys([group.name for group in spec.groups], tier)))
 
 
-def drawn(path: Path, plan: Planned, hardware: Hardware = HARDWARE) -> dict[str, float]:
+def drawn(path: Path, plan: Planned, resources: RankResources = RESOURCES) -> dict[str, float]:
     """Share of the picture that each kind's color fills, without the legend."""
-    draw_timeline(plan.memory, hardware, path, title="a title")
+    draw_timeline(plan.memory, resources, path, title="a title")
     pixels = imread(path)[..., :3]
     pixels = pixels[:, : int(0.84 * pixels.shape[1])]
     return {
@@ -60,8 +60,8 @@ def test_a_budget_near_the_peak_is_a_line_and_one_far_above_does_not_flatten_the
     tmp_path: Path,
 ) -> None:
     plan = planned(Tier.GATHERED)
-    near = drawn(tmp_path / "near.png", plan, replace(HARDWARE, device_bytes=300 * MIB))
-    far = drawn(tmp_path / "far.png", plan, replace(HARDWARE, device_bytes=2**40))
+    near = drawn(tmp_path / "near.png", plan, replace(RESOURCES, device_bytes=300 * MIB))
+    far = drawn(tmp_path / "far.png", plan, replace(RESOURCES, device_bytes=2**40))
     assert far["masters"] > 1.5 * near["masters"]
 
 
@@ -76,4 +76,4 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         PlanError, match=r"the drawing .*a\.png' cannot be written: .*\. Choose another path\."
     ):
-        draw_timeline(planned(Tier.SHARDED).memory, HARDWARE, tmp_path / "file" / "a.png")
+        draw_timeline(planned(Tier.SHARDED).memory, RESOURCES, tmp_path / "file" / "a.png")

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
+
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+
+# torch 2.13 calls them all_gather_single and reduce_scatter_single, and warns about the names that 2.11 has.
+_new: Any = dist
+all_gather_into = getattr(_new, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_into = getattr(_new, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def exchange_in_transforms(kind: type, exchange: Callable[[Any], Any]) -> None:
@@ -46,6 +55,29 @@ def run_step_hooks(
     for hook in tuple(hooks.values()):
         hook(optimizer, tuple(args), dict(kwargs))
     optimizer._opt_called = True  # type: ignore[attr-defined] # what a scheduler asks for
+
+
+_HOOKS_OF_OPTIMIZERS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+def shadow_of(
+    optimizer: OptimizerT, groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]] | None = None
+) -> OptimizerT:
+    """An optimizer of the same class and settings over other groups and state, without the user's hooks."""
+    shadow = object.__new__(type(optimizer))
+    vars(shadow).update(vars(optimizer))
+    for wrapped in ("step", "zero_grad"):  # what schedulers and strategies put on the user's object
+        vars(shadow).pop(wrapped, None)
+    vars(shadow).update({hooks: OrderedDict() for hooks in _HOOKS_OF_OPTIMIZERS})
+    shadow.param_groups, shadow.state = groups, defaultdict(dict, state or {})
+    return shadow
 
 
 def storage_users(tensor: Tensor) -> int:

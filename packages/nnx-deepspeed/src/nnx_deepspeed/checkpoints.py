@@ -161,7 +161,7 @@ Shapes = Sequence[Mapping[str, Sequence[int]]]
 """For each flat group, its parameters in order, by name."""
 
 
-class Partitions:
+class StoredPartitions:
     """The optimizer files of all ranks together.
 
     Args:
@@ -491,7 +491,7 @@ def _load_model(path: Path, weights_only: bool) -> dict[str, Any]:
     return loaded
 
 
-def _partitions(files: Files, main: Mapping[str, Any]) -> Partitions | Universal | None:
+def _partitions(files: Files, main: Mapping[str, Any]) -> StoredPartitions | Universal | None:
     """The optimizer's files; None where there was no ZeRO."""
     shapes = main.get("param_shapes")
     if shapes is None:
@@ -519,7 +519,7 @@ def _partitions(files: Files, main: Mapping[str, Any]) -> Partitions | Universal
             f"'{files.directory}' was written by {world} ranks, but has '{stale[0]}' of another save.",
             remedy="Delete files that are left from an earlier save with another number of ranks.",
         )
-    return Partitions(files.directory, list(states.values()), shapes)
+    return StoredPartitions(files.directory, list(states.values()), shapes)
 
 
 def _partition_count(state: Mapping[str, Any]) -> int:
@@ -540,7 +540,7 @@ def _partition_count(state: Mapping[str, Any]) -> int:
 def _add_model(
     contents: Contents,
     main: Mapping[str, Any],
-    partitions: Partitions | Universal | None,
+    partitions: StoredPartitions | Universal | None,
     frozen: _Frozen,
     weights: str,
 ) -> None:
@@ -604,7 +604,7 @@ def _frozen(files: Files, main: Mapping[str, Any], world_size: int, weights_only
 
 
 def _add_optimizer(
-    contents: Contents, main: Mapping[str, Any], partitions: Partitions | Universal | None
+    contents: Contents, main: Mapping[str, Any], partitions: StoredPartitions | Universal | None
 ) -> None:
     if partitions is None:
         if main.get("optimizer") is not None:
@@ -626,7 +626,7 @@ def _add_optimizer(
 
 
 def _as_passed(
-    names: Sequence[str], main: Mapping[str, Any], partitions: Partitions | Universal
+    names: Sequence[str], main: Mapping[str, Any], partitions: StoredPartitions | Universal
 ) -> list[str]:
     """The order in which the optimizer was given its parameters, before they were dealt out to the ranks."""
     config = main.get("ds_config")

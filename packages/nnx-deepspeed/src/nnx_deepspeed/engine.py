@@ -53,7 +53,7 @@ from nnx_deepspeed.config import (
 )
 from nnx_deepspeed.partitioned import PartitionedParameter, WholeGradients
 from nnx_deepspeed.partitions import FrozenValues, Partitions, follow, were_written
-from nnx_deepspeed.unused import UnusedParameters, copy_hyperparameters, shadow_of
+from nnx_deepspeed.unused import UnusedParameters, copy_hyperparameters, shadow_for_partitions
 
 __all__ = ["ZeroEngine"]
 
@@ -97,7 +97,7 @@ class ZeroEngine:
         self._attributes_of_modules = {submodule: set(vars(submodule)) for submodule in module.modules()}
         self._strides = lay_in_order(module.parameters())
         exact = _exact_weights(module, config)
-        self.shadow = shadow_of(optimizer)
+        self.shadow = shadow_for_partitions(optimizer)
         number_alike()
         skip_what_is_no_parameter()
         fitting = with_fitting_buckets(config, module)

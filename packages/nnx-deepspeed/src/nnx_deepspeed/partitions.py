@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nnx_checkpoint.box import cut_range
 from nnx_checkpoint.shard import Box, Shard, shard_of, shard_of_range
 from nnx_core.errors import CheckpointError
 from nnx_core.gradients import Gradient
@@ -59,10 +60,7 @@ class FrozenValues:
 
     def shard(self, parameter: nn.Parameter, shape: torch.Size) -> Shard:
         """This rank's part; writing into it counts after `reload`."""
-        part = self._parts[parameter]
-        if not part.numel():
-            return Shard(tuple(shape), part.dtype, (), ())
-        return shard_of_range(part, shape=shape, start=own_range(parameter)[0])
+        return shard_of_range(self._parts[parameter], shape=shape, start=own_range(parameter)[0])
 
     def follow(self) -> None:
         """Take over what was written into the weights."""
@@ -119,7 +117,10 @@ def follow(masters: Tensor, weights: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Elements ``[start, start + length)`` of a parameter; they begin at `offset` of partition `flat`."""
+    """Elements ``[start, start + length)`` of a parameter; they begin at `offset` of partition `flat`.
+
+    Where this rank holds none of a parameter all but `flat` is 0.
+    """
 
     flat: int
     start: int
@@ -149,7 +150,7 @@ class Partitions:
         self._shapes = {parameter: _shape(parameter) for parameter in module.parameters()}
         groups = trainable_groups(zero)
         self._flats = [flat for _, flat in groups]
-        self._parts: dict[nn.Parameter, _Part | None] = {}
+        self._parts: dict[nn.Parameter, _Part] = {}
         self._flat_of: dict[nn.Parameter, int] = {}
         self.missed: dict[nn.Parameter, int] = {}
         for index, (parameters, _) in enumerate(groups):
@@ -158,14 +159,13 @@ class Partitions:
                 self._parts[parameter] = self._part(parameter, index)
         self._unstepped = set(self._flat_of)
 
-    def _part(self, parameter: nn.Parameter, flat: int) -> _Part | None:
-        if self._is_stage_3:
-            offset, padded = position(self._zero, parameter)
-            start = self._rank * padded
-            length = min(padded, self._shapes[parameter].numel() - start)
-            return _Part(flat, start, offset, length) if length > 0 else None
-        found = fragment(parameter)
-        return None if found is None else _Part(flat, *found)
+    def _part(self, parameter: nn.Parameter, flat: int) -> _Part:
+        if not self._is_stage_3:
+            return _Part(flat, *(fragment(parameter) or (0, 0, 0)))
+        offset, padded = position(self._zero, parameter)
+        low, numel = self._rank * padded, self._shapes[parameter].numel()
+        start, length = cut_range(0, numel, low=low, high=low + padded)
+        return _Part(flat, start, offset if length else 0, length)
 
     def shape(self, parameter: nn.Parameter) -> torch.Size:
         """The whole parameter's, which stage 3 empties between steps."""
@@ -196,12 +196,8 @@ class Partitions:
             return self.frozen.shard(parameter, self._shapes[parameter])
         if not self._is_stage_3:
             return shard_of(parameter)
-        shape, local = self._shapes[parameter], local_partition(parameter).flatten()
-        start = self._rank * local.numel()
-        length = max(0, min(local.numel(), shape.numel() - start))
-        if not length:
-            return Shard(tuple(shape), local.dtype, (), ())
-        return shard_of_range(local[:length], shape=shape, start=start)
+        start, held = own_range(parameter)
+        return shard_of_range(held.flatten(), shape=self._shapes[parameter], start=start)
 
     def take_exact(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """Begin with masters that are as exact as what DeepSpeed has rounded."""
@@ -219,11 +215,9 @@ class Partitions:
         return self._is_stage_3 or parameter in self._flat_of or parameter in self.frozen
 
     def _shard(self, parameter: nn.Parameter, flat: Tensor) -> Shard:
-        shape, part = self._shapes[parameter], self._parts[parameter]
-        if part is None:
-            return Shard(tuple(shape), flat.dtype, (), ())
-        piece = flat.detach().narrow(0, part.offset, part.length)
-        return shard_of_range(piece, shape=shape, start=part.start)
+        part = self._parts[parameter]
+        held = flat.detach().narrow(0, part.offset, part.length)
+        return shard_of_range(held, shape=self._shapes[parameter], start=part.start)
 
     # --- optimizer state ----------------------------------------------------------------------
 
@@ -245,7 +239,7 @@ class Partitions:
     def range_of(self, parameter: nn.Parameter) -> tuple[Tensor, int, int] | None:
         """The flat partition with this rank's part, where it begins there, and its length."""
         part = self._parts[parameter]
-        return None if part is None else (self._flats[part.flat], part.offset, part.length)
+        return (self._flats[part.flat], part.offset, part.length) if part.length else None
 
     def count_step(self, unused: Sequence[nn.Parameter]) -> None:
         """A step was made that left some parameters alone."""
@@ -292,11 +286,7 @@ class Partitions:
         shape = getattr(value, "shape", None)
         if shape is None or name == "step":
             return False
-        return tuple(shape) in (tuple(self._shapes[parameter]), (self._length(parameter),))
-
-    def _length(self, parameter: nn.Parameter) -> int:
-        part = self._parts[parameter]
-        return 0 if part is None else part.length
+        return tuple(shape) in (tuple(self._shapes[parameter]), (self._parts[parameter].length,))
 
     @torch.no_grad()
     def take_state(self, optimizer: Optimizer, shadow: Optimizer) -> None:
@@ -311,13 +301,10 @@ class Partitions:
                 if tuple(value.shape) == tuple(self._shapes[parameter]):
                     mine[name].fill_from(value)
                 else:
-                    part = shard_of_range(value, shape=self._shapes[parameter], start=self._start(parameter))
+                    start = self._parts[parameter].start
+                    part = shard_of_range(value, shape=self._shapes[parameter], start=start)
                     for into, view in zip(mine[name].data, part.data, strict=True):
                         into.copy_(view)
-
-    def _start(self, parameter: nn.Parameter) -> int:
-        part = self._parts[parameter]
-        return 0 if part is None else part.start
 
     @torch.no_grad()
     def leave_state(self, optimizer: Optimizer, shadow: Optimizer) -> None:
@@ -336,9 +323,7 @@ class Partitions:
     def _whole_state(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
         shape, part = self._shapes[parameter], self._parts[parameter]
         whole = torch.zeros(shape.numel(), dtype=value.dtype, device=parameter.device)
-        if part is not None:
-            mine = value.narrow(0, part.offset, part.length)
-            whole.narrow(0, part.start, part.length).copy_(mine)
+        whole.narrow(0, part.start, part.length).copy_(value.narrow(0, part.offset, part.length))
         if dist.get_world_size() > 1:
             dist.all_reduce(whole)  # every element lies on one rank; adding zeros changes none
         return whole.view(shape)
@@ -357,7 +342,7 @@ class Partitions:
             places.append((pieces, [0, *ends]))
         found = {}
         for parameter, part in self._parts.items():
-            if part is None:
+            if not part.length:
                 continue
             pieces, begins = places[part.flat]
             index = bisect_right(begins, part.offset) - 1

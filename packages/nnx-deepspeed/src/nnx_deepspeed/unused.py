@@ -8,7 +8,6 @@ one, by which Adam corrects its averages: a parameter that is used again is refu
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nnx_core._torch_compat import shadow_of
 from nnx_core.errors import UnsupportedError
 from nnx_deepspeed._deepspeed_compat import counts_by_number
 from nnx_deepspeed.partitions import Partitions
@@ -33,31 +33,15 @@ from nnx_deepspeed.partitions import Partitions
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 
-
-def shadow_of(optimizer: OptimizerT) -> OptimizerT:
-    """An optimizer of the same class and settings over the same parameters, without state or hooks."""
-    shadow = object.__new__(type(optimizer))
-    shadow.__dict__.update(optimizer.__dict__)
-    for wrapped in ("step", "zero_grad"):  # what schedulers and strategies put on the user's object
-        shadow.__dict__.pop(wrapped, None)
-    for hooks in _HOOKS:
-        shadow.__dict__[hooks] = OrderedDict()
-    shadow.state = defaultdict(dict)
-    shadow.param_groups = [
+def shadow_for_partitions(optimizer: OptimizerT) -> OptimizerT:
+    """An optimizer of the same class and settings over the parameters that train, without state or hooks."""
+    groups = [
         {**group, "params": trainable}
         for group in optimizer.param_groups
         if (trainable := [parameter for parameter in group["params"] if parameter.requires_grad])
     ]
-    return shadow
+    return shadow_of(optimizer, groups)
 
 
 def copy_hyperparameters(groups: Sequence[dict[str, Any]], shadow: Optimizer) -> None:
@@ -193,7 +177,7 @@ def allows_gaps(shadow: Optimizer) -> bool:
 
 def _trial(shadow: Optimizer, *, in_one: bool) -> Tensor:
     """Values after steps some of which leave a parameter out: in one partition with another, or apart."""
-    optimizer = shadow_of(shadow)
+    optimizer = shadow_for_partitions(shadow)
     results = []
     for group in shadow.param_groups:
         values = torch.linspace(-1.0, 2.0, 8, dtype=torch.float64)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -23,11 +24,12 @@ from fairscale.nn.data_parallel import FullyShardedDataParallel
 from fairscale.nn.data_parallel.fully_sharded_data_parallel import TrainingState, get_fsdp_instances
 from torch import Tensor, nn
 
+from nnx_checkpoint.box import cut_range
+from nnx_checkpoint.shard import Shard, shard_of_range
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import CollectiveOrder, used_anywhere
 from nnx_core.whole import local_mode
 from nnx_fairscale._fairscale_compat import STREAMS, NullStream
-from nnx_fairscale.pieces import Piece, cut
 
 _MARK = "_is_sharded"
 _OURS = frozenset({_MARK, "_part"})
@@ -42,6 +44,38 @@ def is_taken(parameter: nn.Parameter) -> bool:
 def leave_out(parameter: nn.Parameter) -> None:
     """Let no unit take the parameter: it stays whole on every rank."""
     setattr(parameter, _MARK, False)
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """A parameter of the user's, and the range of it that this rank holds.
+
+    Attributes:
+        parameter: The user's own object; between steps its data are this rank's elements.
+        shape: Shape of the whole parameter.
+        start: Flat index, in the whole parameter, of the first element held here.
+        length: Number of elements held here; tensors of the parameter may have padding behind them.
+        begin: Flat index, in the tensor that is communicated, of the whole parameter's first element.
+        places: The modules that hold the parameter, each with the name it has there.
+        shown: The tensor that is in its places while it is gathered.
+    """
+
+    parameter: nn.Parameter
+    shape: torch.Size
+    start: int
+    length: int
+    begin: int = 0
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    shown: Tensor | None = None
+
+    def is_in_place(self) -> bool:
+        """Whether the modules that held the parameter still do, it or what is shown of it."""
+        there = [owner._parameters.get(name) for owner, name in self.places]
+        return all(held is not None and (held is self.parameter or held is self.shown) for held in there)
+
+    def shard(self, tensor: Tensor) -> Shard:
+        """Where a tensor with this rank's elements, of the parameter or of its optimizer state, lies."""
+        return shard_of_range(tensor.detach()[: self.length], shape=self.shape, start=self.start)
 
 
 class _View(nn.Parameter):
@@ -161,7 +195,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
             flat._param_infos, flat._param_numels, flat._param_shapes, strict=True
         ):
             parameter = owners[owner, name]
-            start, length = cut(begin, numel, low=low, high=low + shard.numel())
+            start, length = cut_range(begin, numel, low=low, high=low + shard.numel())
             at = begin + start - low if length else 0
             parameter.data = shard[at : at + length]
             setattr(parameter, _MARK, True)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nnx_checkpoint.box import cut_range
 from nnx_core._torch_compat import storage_users
 from nnx_core.errors import UnsupportedError
 from nnx_core.hidden_state import HiddenState
@@ -37,8 +38,7 @@ from nnx_core.whole import (
     show_whole,
     unguard,
 )
-from nnx_fairscale._fairscale_fsdp import Unit
-from nnx_fairscale.pieces import Piece, cut
+from nnx_fairscale._fairscale_fsdp import Piece, Unit
 
 _OWN_REFERENCES = 3
 """What `sys.getrefcount` says of a whole that only its part holds: the part, a local name, the argument."""
@@ -86,7 +86,9 @@ class _PiecePart(Part):
             return own.view(piece.shape)
         size = unit.shard_size
         numel = piece.shape.numel()
-        cuts = [cut(piece.begin, numel, low=r * size, high=(r + 1) * size) for r in range(unit.world_size)]
+        cuts = [
+            cut_range(piece.begin, numel, low=r * size, high=(r + 1) * size) for r in range(unit.world_size)
+        ]
         longest = max(length for _, length in cuts)
         sent = torch.zeros(longest, dtype=own.dtype, device=unit.compute_device)
         sent[: piece.length].copy_(own)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from nnx_core._torch_compat import begin_anew, param_groups, state_of, states_of
+from nnx_core._torch_compat import param_groups, state_of, states_of
 from nnx_core.errors import UnsupportedError
 from nnx_core.watch import refuse_unequal_gradient
 from nnx_core.whole import local_mode
@@ -474,8 +474,3 @@ def at_end_of_backward(
         when_backward_ends(after)
 
     state._register_root_post_backward_final_callback = registered
-
-
-def recover(root: nn.Module) -> None:
-    """After an error in a step: let every unit begin anew with its part; accumulated gradients stay."""
-    begin_anew(states_of(root))

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nnx_checkpoint.shard import shard_of
 from nnx_checkpoint.state import ModelState, OptimizerState
+from nnx_core._torch_compat import begin_anew, states_of
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.gradients import Gradient, refuse_sparse_layers
@@ -50,7 +51,6 @@ from nnx_fsdp._torch_compat import (
     finish_after_backward,
     name_as_before,
     prepare_root,
-    recover,
     remove_fully_shard,
 )
 from nnx_fsdp.agreement import REMEDY, ReplicatedParameters, StepAgreement, unshardable
@@ -673,7 +673,7 @@ def _recovering(module: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        recover(module)
+        begin_anew(states_of(module))
         raise
 
 

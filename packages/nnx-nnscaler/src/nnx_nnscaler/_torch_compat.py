@@ -5,21 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 __all__ = [
-    "all_gather_into",
-    "reduce_scatter_into",
     "schedule_actions",
     "stage_backward_input",
     "stage_backward_weight",
 ]
-
-# torch 2.13 calls them all_gather_single and reduce_scatter_single, and warns about the names that 2.11 has.
-_new: Any = dist
-all_gather_into = getattr(_new, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_into = getattr(_new, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def schedule_actions(

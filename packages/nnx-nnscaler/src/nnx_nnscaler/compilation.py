@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from nnx_checkpoint.collective import control_group, together
 from nnx_core.backend import ParallelContext, Sample, first_call
+from nnx_core.calibration import calibrated
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.codegen.self_check import checked_if_small, checked_up_to
 from nnx_nnscaler.codegen.store import Store
@@ -30,7 +31,6 @@ from nnx_nnscaler.compiler import (
     ProgramForm,
     code_digest,
 )
-from nnx_nnscaler.cost.hardware import calibrated
 from nnx_nnscaler.cost.model import CostModel
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.options import V_SHAPED, NnScalerOptions

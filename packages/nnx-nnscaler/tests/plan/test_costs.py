@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
-import torch
 
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, strategies_of
-from nnx_core.errors import OptionError
-from nnx_nnscaler.cost import CostModel, Hardware, Link, MeasuredLink, hardware
-from nnx_nnscaler.cost.hardware import PROFILES, calibrated, profile
-from nnx_nnscaler.cost.hardware import _load as load
+from nnx_core.hardware import profile
+from nnx_nnscaler.cost import CostModel
 from nnx_nnscaler.cost.model import NOTHING, Local, Prices, Stored, extra_work, saved_by, work_of
 from nnx_nnscaler.ir import Graph, Op, Ref, TensorMeta
 from nnx_nnscaler.placement import P, R, S
@@ -20,7 +14,6 @@ from nnx_nnscaler.plan.context import PolicyContext
 from nnx_nnscaler.plan.evaluation import peak_memory
 from nnx_nnscaler.plan.planning import assignment_of, plan_program
 from nnx_nnscaler.plan.program_plan import Strategy, Use
-from nnx_nnscaler.runtime.collectives import run_as_ranks
 
 
 def prices(graph: Graph, *, size: int = 2, units: int = 1, zero: bool = False) -> Prices:
@@ -237,115 +230,3 @@ def test_the_peak_of_one_rank_is_what_a_step_really_holds() -> None:
     context = PolicyContext(graph, 1, lambda op, graph, size: strategies_of(op, graph, 1)[:1])
     bound = CostModel().prices(graph, size=1)
     assert peak_memory(context.flow, assignment_of(graph, plan), bound) == plan.prediction.memory
-
-
-def test_links_interpolate_what_was_measured_and_scale_it_with_ranks() -> None:
-    points = dict.fromkeys(("all_reduce", "all_gather"), ((1000.0, 1.0), (3000.0, 2.0)))
-    link = MeasuredLink(2, points)
-    assert link.seconds("all_gather", 500, 2) == 1.0
-    assert link.seconds("all_gather", 2000, 2) == 1.5
-    assert link.seconds("all_gather", 5000, 2) == 3.0
-    assert link.seconds("all_gather", 2000, 1) == 0.0
-    assert link.seconds("all_gather", 2000, 4) == pytest.approx(2.0)  # 3/4 are sent and not 1/2
-    assert link.throughput("all_gather", 2) == pytest.approx(1 / 2000)
-    assert Link(1e-6, 1e9).seconds("all_reduce", 1e6, 8) > Link(1e-6, 1e9).seconds("all_reduce", 1e6, 2)
-
-
-@pytest.mark.parametrize(
-    "points", [((1e3, 1.0), (2e3, 3.0), (4e3, 3.0)), ((1e3, 3.0), (2e3, 3.0), (4e3, 3.0))]
-)
-def test_no_link_is_infinitely_fast_where_larger_messages_seemed_to_take_no_longer(
-    points: tuple[tuple[float, float], ...],
-) -> None:
-    link = MeasuredLink(2, {"all_reduce": points})
-    assert link.throughput("all_reduce", 2) >= 2 / 3e3 / 4
-    assert link.seconds("all_reduce", 1e6, 2) == pytest.approx(
-        3.0 + (1e6 - 4e3) * link.throughput("all_reduce", 2)
-    )
-    assert link.seconds("all_reduce", 3e3, 2) == 3.0
-
-
-@pytest.mark.parametrize(
-    ("device", "rate", "largest"),
-    [("cpu", 1e9, 4 * 1024**2), ("cuda", 1e11, 256 * 1024**2), ("cpu", 1e6, 64 * 1024)],
-    ids=["cpu", "cuda", "slow"],
-)
-def test_links_are_measured_beyond_their_latency_and_slow_ones_not_for_long(
-    device: str, rate: float, largest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def seconds(unit: object, device: object, clock: object, kind: str, whole: int) -> float:
-        return whole / rate
-
-    monkeypatch.setattr(hardware, "_collective_seconds", seconds)
-    unit = run_as_ranks(2, lambda unit: unit)[0]
-    link = hardware.measure_link(unit, torch.device(device), hardware._cpu_clock)
-    for found in link.points.values():
-        assert found[0][0] == 4096 and found[-1][0] == largest
-
-
-@pytest.mark.parametrize("name", PROFILES)
-def test_profiles_are_marked_as_published_and_survive_json(name: str) -> None:
-    hardware = profile(name)
-    assert hardware.origin == "published"
-    assert Hardware.of_json(json.loads(json.dumps(hardware.to_json()))) == hardware
-    assert hardware.flops("float8_e4m3fn") == hardware.flops("float32")
-
-
-def test_an_unknown_profile_names_the_known_ones() -> None:
-    with pytest.raises(OptionError, match=r"no hardware profile 'tpu'.*a100-nvlink, cpu, h100-ib"):
-        profile("tpu")
-
-
-def test_groups_within_a_node_use_its_link_and_others_the_network() -> None:
-    hardware = profile("h100-nvlink")
-    assert hardware.link(8) is hardware.inside
-    assert hardware.link(16) is hardware.link(4, stride=8) is hardware.across
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure as little as can be: what is tried is what becomes of it."""
-    monkeypatch.setattr(hardware, "_LAPS", 4)
-
-
-@pytest.fixture
-def measured(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Hardware, Path]:
-    monkeypatch.setenv("NNX_CACHE_DIR", str(tmp_path))
-    return measure()[0], next((tmp_path / "nnscaler" / "measured").iterdir())
-
-
-def measure(**more: bool) -> list[Hardware]:
-    return run_as_ranks(2, lambda unit: calibrated(unit, torch.device("cpu"), group=None, **more))
-
-
-def test_the_machine_is_measured_once_and_kept(measured: tuple[Hardware, Path]) -> None:
-    hardware, kept = measured
-    assert hardware.origin == "measured"
-    assert min(hardware.bandwidth, hardware.special, hardware.random, hardware.overhead, hardware.update) > 0
-    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
-        assert isinstance(hardware.inside, MeasuredLink)
-        seconds = [seconds for _, seconds in hardware.inside.points[kind]]
-        assert seconds == sorted(seconds)
-        assert seconds[0] > 0
-    again = measure()
-    assert again[0] == again[1] == Hardware.of_json(json.loads(kept.read_text())["hardware"])
-
-
-def test_a_damaged_measurement_is_made_again(measured: tuple[Hardware, Path]) -> None:
-    kept = measured[1]
-    key = json.loads(kept.read_text())["key"]
-    assert load(key) is not None
-    for damage in ("", "{", "[]", json.dumps({"key": 1, "hardware": measured[0].to_json()})):
-        kept.write_text(damage)
-        assert load(key) is None
-    assert measure()[0].origin == "measured"
-    assert json.loads(kept.read_text())["hardware"]["origin"] == "measured"
-
-
-def test_a_directory_that_cannot_be_written_is_done_without(
-    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    monkeypatch.setenv("NNX_CACHE_DIR", str(blocked))
-    assert measure(fresh=True)[0].origin == "measured"

@@ -10,8 +10,8 @@ import pytest
 
 from jobs.nnscaler_plan_graphs import mlp, stack, strategies_of
 from nnx_core.errors import PlanError
+from nnx_core.hardware import profile
 from nnx_nnscaler.cost import CostModel
-from nnx_nnscaler.cost.hardware import profile
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.plan.document import Plan, diff, explain, fingerprint
 from nnx_nnscaler.plan.evaluation import Flow, evaluate

@@ -8,8 +8,8 @@ import pytest
 
 from jobs.nnscaler_plan_graphs import mlp, stack, strategies_of
 from nnx_core.errors import PlanError
+from nnx_core.hardware import profile
 from nnx_nnscaler.cost import CostModel
-from nnx_nnscaler.cost.hardware import profile
 from nnx_nnscaler.plan.planning import plan_mesh
 
 H100 = CostModel(hardware=profile("h100-nvlink"))

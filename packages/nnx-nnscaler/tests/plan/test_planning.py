@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, stack_plan_text, strategies_of
 from nnx_core.errors import PlanError
+from nnx_core.hardware import profile
 from nnx_nnscaler.cost import CostModel
-from nnx_nnscaler.cost.hardware import profile
 from nnx_nnscaler.ir import Graph, Op, Ref, Size, TensorMeta
 from nnx_nnscaler.placement import R, S
 from nnx_nnscaler.plan.planning import plan_program

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, strategies_of
+from nnx_core.hardware import profile
 from nnx_nnscaler.cost import CostModel, Hardware, Link
-from nnx_nnscaler.cost.hardware import profile
 from nnx_nnscaler.cost.model import Prices
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.plan.context import PolicyContext
@@ -17,7 +17,8 @@ from nnx_nnscaler.plan.solver import Program, fold
 
 FAST_LINK = Hardware(
     name="fast", origin="published", matmul={"float32": 1e9}, bandwidth=1e9, special=1e8, random=1e8,
-    overhead=1e-6, update=1e-9, update_overhead=1e-6,
+    overhead=1e-6, update=1e-9, update_overhead=1e-6, fused_update=1e-9, host_update=1e-9,
+    to_device=1e9, to_host=1e9,
     inside=Link(1e-6, 1e10), across=Link(1e-6, 1e10), ranks_per_node=8,
 )  # fmt: skip
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from nnx_checkpoint.box import Box, boxes_of_range, find_fault
+from nnx_checkpoint.box import Box, boxes_of_range, cut_range, find_fault
 from nnx_checkpoint.codec import Encoder, decode
 from nnx_checkpoint.dtypes import DTYPES
 from nnx_checkpoint.errors import CheckpointError
@@ -323,9 +323,9 @@ def spans_of_partitions(offset: int, numel: int, size: int) -> list[Span]:
     """
     spans = []
     for rank in range(offset // max(size, 1), math.ceil((offset + numel) / max(size, 1))):
-        first, last = max(offset, rank * size), min(offset + numel, (rank + 1) * size)
-        if first < last:
-            spans.append(Span(rank, first - rank * size, first - offset, last - offset))
+        start, length = cut_range(offset, numel, low=rank * size, high=(rank + 1) * size)
+        if length:
+            spans.append(Span(rank, offset + start - rank * size, start, start + length))
     return spans
 
 
@@ -337,11 +337,9 @@ def split_evenly(position: int, numel: int, world_size: int) -> list[Span]:
         [(0, 10, 0, 2), (1, 10, 2, 4), (2, 10, 4, 5)]
     """
     part = math.ceil(numel / world_size)
-    cuts = [min(rank * part, numel) for rank in range(world_size + 1)]
+    held = [cut_range(0, numel, low=rank * part, high=(rank + 1) * part) for rank in range(world_size)]
     return [
-        Span(rank, position, cuts[rank], cuts[rank + 1])
-        for rank in range(world_size)
-        if cuts[rank] < cuts[rank + 1]
+        Span(rank, position, start, start + length) for rank, (start, length) in enumerate(held) if length
     ]
 
 

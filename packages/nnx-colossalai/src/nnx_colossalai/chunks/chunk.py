@@ -35,13 +35,13 @@ __all__ = [
     "ChunkEngine",
     "Unit",
     "cast_to",
-    "guard",
-    "is_guarded",
+    "guard_pending",
+    "is_pending",
     "is_transparent",
     "kept_outputs",
     "needs_no_backward",
     "tensors_with_gradient",
-    "unguard",
+    "unguard_pending",
 ]
 
 
@@ -316,16 +316,16 @@ class _Guard:
         return repr(self)
 
 
-def guard(parameters: Iterable[nn.Parameter], wait: Callable[[], None]) -> None:
+def guard_pending(parameters: Iterable[nn.Parameter], wait: Callable[[], None]) -> None:
     """Make the next use of any of the parameters call `wait`; a guard that is there is replaced.
 
     Args:
         parameters: The parameters, of any class, DTensors too.
-        wait: Must `unguard` all parameters that were given, and return when they can be used.
+        wait: Must `unguard_pending` all parameters that were given, and return when they can be used.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(2))
-        >>> guard([weight], lambda: (unguard([weight]), print("waiting")))
+        >>> guard_pending([weight], lambda: (unguard_pending([weight]), print("waiting")))
         >>> weight.shape, weight.grad, float(weight.sum())
         waiting
         (torch.Size([2]), None, 2.0)
@@ -336,7 +336,7 @@ def guard(parameters: Iterable[nn.Parameter], wait: Callable[[], None]) -> None:
             parameter.__class__ = guarded_class(type(parameter), _Guard)
 
 
-def unguard(parameters: Iterable[nn.Parameter]) -> None:
+def unguard_pending(parameters: Iterable[nn.Parameter]) -> None:
     """Give parameters their own class back."""
     for parameter in parameters:
         if isinstance(parameter, _Guard):
@@ -344,7 +344,7 @@ def unguard(parameters: Iterable[nn.Parameter]) -> None:
             del parameter._nnx_wait
 
 
-def is_guarded(parameter: Tensor) -> bool:
+def is_pending(parameter: Tensor) -> bool:
     """Whether a use of the parameter would wait."""
     return isinstance(parameter, _Guard)
 

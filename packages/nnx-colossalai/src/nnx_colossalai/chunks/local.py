@@ -35,9 +35,8 @@ from nnx_colossalai.chunks.chunk import (
     needs_no_backward,
     tensors_with_gradient,
 )
-from nnx_colossalai.chunks.local_chunk import LocalChunk
-from nnx_colossalai.chunks.local_gradients import Gradients, Slot, is_chunkable, segments_of
-from nnx_colossalai.chunks.local_listening import Listener
+from nnx_colossalai.chunks.local_chunk import LocalChunk, Slot, is_chunkable, segments_of
+from nnx_colossalai.chunks.local_gradients import Gradients, Listener
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext
@@ -345,7 +344,7 @@ class _Window:
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: self._open())  # type: ignore[no-untyped-call]
         if not is_transparent(output) or _shows_inner_outputs(module):
-            self.chunk.held = True  # its backward may begin anywhere
+            self.chunk.hold()  # its backward may begin anywhere
 
     def _open(self) -> None:
         self._step.backward_runs()
@@ -355,7 +354,7 @@ class _Window:
         self.chunk.users += 1
         self.chunk.make_ready()
         if torch.is_grad_enabled():  # of gradients that will be differentiated, which uses the weights again
-            self.chunk.held = True
+            self.chunk.hold()
         expected = {key: will_run(node) for key, node in self._nodes.items()}
         if None in expected.values():
             self._missing = {None}  # nobody can tell: until the backward's end

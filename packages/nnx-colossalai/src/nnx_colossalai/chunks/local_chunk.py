@@ -9,7 +9,7 @@ module a moment earlier, whichever comes first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -20,11 +20,156 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from nnx_colossalai.chunks.chunk import Chunk, guard, unguard
-from nnx_colossalai.chunks.local_gradients import Segment, Slot, view_like
+from nnx_colossalai.chunks.chunk import Chunk, guard_pending, unguard_pending
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.errors import DeviceMemoryError
 from nnx_colossalai.plan.spec import Tier
+
+# --- flat ------------------------------------------------------------------------------------------------
+#
+# Parameters one after the other in flat buffers, exactly as large as they are together.
+#
+# A `Segment` is what a chunk has of one kind: the same dtype between steps, the same dtype in a step, all
+# trained or all frozen. Parameters that divide evenly come first, so every one lies at an address that is a
+# multiple of as much as its own size is, and no byte is lost to padding.
+
+
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_WIDEST = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Parameters of one kind, as they follow each other in each flat buffer.
+
+    Attributes:
+        dtype: Between steps.
+        working_dtype: The dtype in a step.
+        names: Full names.
+        parameters: The user's objects.
+        offsets: The offset of each parameter's first element.
+        numel: The number of all elements.
+        templates: Meta tensors with the shape and strides of each.
+    """
+
+    dtype: torch.dtype
+    working_dtype: torch.dtype
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+    offsets: tuple[int, ...]
+    numel: int
+    templates: tuple[Tensor, ...]
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Each parameter's part of a flat buffer."""
+        return [
+            view_like(buffer, template, offset)
+            for template, offset in zip(self.templates, self.offsets, strict=True)
+        ]
+
+
+def is_chunkable(parameter: nn.Parameter) -> bool:
+    """Whether a parameter can lie in a flat buffer: it has values, of an ordinary floating dtype.
+
+    Example:
+        >>> is_chunkable(nn.Parameter(torch.zeros(2))), is_chunkable(nn.Parameter(torch.zeros(2).cfloat()))
+        (True, False)
+    """
+    return parameter.dtype in _DTYPES and not nn.parameter.is_lazy(parameter)
+
+
+def segments_of(
+    parameters: Mapping[str, nn.Parameter], working_dtype: Callable[[nn.Parameter], torch.dtype]
+) -> list[Segment]:
+    """Lay parameters out, kind by kind, in the order in which kinds first occur.
+
+    Example:
+        >>> layer = nn.Linear(3, 2)
+        >>> [segment] = segments_of(dict(layer.named_parameters()), lambda _: torch.bfloat16)
+        >>> segment.names, segment.offsets, segment.numel
+        (('weight', 'bias'), (0, 6), 8)
+    """
+    kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in parameters.items():
+        kind = (parameter.dtype, working_dtype(parameter), parameter.requires_grad)
+        kinds.setdefault(kind, []).append((name, parameter))
+    return [_segment(dtype, working, members) for (dtype, working, _), members in kinds.items()]
+
+
+def _segment(
+    dtype: torch.dtype, working: torch.dtype, members: Iterable[tuple[str, nn.Parameter]]
+) -> Segment:
+    ordered = sorted(members, key=lambda member: -_evenness(member[1].numel()))
+    offsets, end = [], 0
+    for _, parameter in ordered:
+        offsets.append(end)
+        end += parameter.numel()
+    return Segment(
+        dtype=dtype,
+        working_dtype=working,
+        names=tuple(name for name, _ in ordered),
+        parameters=tuple(parameter for _, parameter in ordered),
+        offsets=tuple(offsets),
+        numel=end,
+        templates=tuple(_template(parameter) for _, parameter in ordered),
+    )
+
+
+def _evenness(numel: int) -> int:
+    """The largest power of two that divides a number, up to what alignment can gain from."""
+    return min(numel & -numel, _WIDEST) if numel else _WIDEST
+
+
+def _template(parameter: nn.Parameter) -> Tensor:
+    """Keeps an order of elements such as channels last, and makes a view with gaps dense."""
+    with torch.no_grad():
+        return torch.empty_like(parameter.detach(), device="meta", memory_format=torch.preserve_format)
+
+
+def view_like(buffer: Tensor, template: Tensor, offset: int = 0) -> Tensor:
+    """Elements of a flat buffer from `offset` on, in the shape and order of `template`."""
+    with torch.no_grad(), torch.inference_mode(False):
+        return buffer.as_strided(template.shape, template.stride(), buffer.storage_offset() + offset)
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One parameter of a chunk.
+
+    Attributes:
+        parameter: The user's object.
+        template: Its shape and order of elements, on the meta device.
+        master: Its values between steps.
+        working: The weights that it computes with in a step; None where that is the master itself.
+        on_host: True if the master lies in host memory.
+        total: Its complete gradient while a backward runs, in the master's dtype and memory.
+        memory: Host memory that its last total was in, and the next one will be in, if nobody holds the last.
+        version: The version of the parameter when the working weights were shown.
+        accumulator: The autograd node of its gradient in this step, where somebody has asked for it.
+        handles: The handles of our hooks.
+    """
+
+    parameter: nn.Parameter
+    template: Tensor
+    master: Tensor
+    working: Tensor | None
+    on_host: bool
+    total: Tensor | None = None
+    memory: Tensor | None = None
+    version: int = 0
+    accumulator: Any = None
+    handles: tuple[Any, ...] = ()
+    numel: int = field(init=False)
+    dtype: torch.dtype = field(init=False)
+    geometry: tuple[torch.Size, tuple[int, ...]] = field(init=False)
+    """Shape and strides of the template; tensors take longer to tell these, and the master's dtype."""
+
+    def __post_init__(self) -> None:
+        self.numel, self.dtype = self.template.numel(), self.master.dtype
+        self.geometry = (self.template.shape, self.template.stride())
+
+
+# --- local chunk -----------------------------------------------------------------------------------------
 
 
 class Shown(Enum):
@@ -38,15 +183,30 @@ class Shown(Enum):
     """In a step: working weights that have the masters' values and are on the device, or on their way."""
 
 
-class Refresh(Enum):
-    """What a step in the background still owes to the working weights."""
+class Working(Enum):
+    """How the working weights, or what they are fetched from, stand to the masters."""
 
+    STALE = auto()
+    """Masters were or may have been changed: they are made anew before they are used."""
     AWAITED = auto()
-    """They are made when the chunk's masters have been stepped."""
+    """A step in the background makes them anew when it has stepped the masters."""
     WANTED = auto()
-    """The same, and they are fetched to the device at once, because the next step has asked for them."""
-    DONE = auto()
-    """Nothing."""
+    """The same, and it fetches them to the device at once, because the next step has asked for them."""
+    FRESH = auto()
+    """They have the masters' values."""
+
+
+class Residence(Enum):
+    """Whether the working weights have device memory, and how long."""
+
+    LASTING = auto()
+    """As long as the chunk's tier is not `streamed`."""
+    FREED = auto()
+    """Streamed weights that are in host memory alone."""
+    PASSING = auto()
+    """Streamed weights on the device, until nobody uses them."""
+    HELD = auto()
+    """The same until the step is over, because something used them on its own, or may."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +242,6 @@ class LocalChunk(Chunk):
     Attributes:
         slots: The parameters that have working weights of their own.
         users: Forwards and backwards that run with it now.
-        held: True if it stays on the device until the step is over, because something used it on its own.
     """
 
     def __init__(
@@ -101,13 +260,13 @@ class LocalChunk(Chunk):
             for name, parameter in zip(segment.names, segment.parameters, strict=True)
         }
         self.slots: list[Slot] = []
-        self.users, self.held = 0, False
+        self.users = 0
         self._segments, self._device, self._on_use = segments, device, on_use
         self._buffers: list[_Buffers] = []
         self._pending: Callable[[], None] | None = None
         self._shown = Shown.MASTERS
-        self._refresh = Refresh.DONE
-        self._stale, self._resident = True, False
+        self._working = Working.STALE
+        self._residence = Residence.LASTING
         self._lock = Lock()
         self._place(tier)
 
@@ -126,7 +285,7 @@ class LocalChunk(Chunk):
     @property
     def is_resident(self) -> bool:
         """Whether it is streamed, on the device now, and will be let go; the root's is there all along."""
-        return self._resident and not self.held and self.name != ""
+        return self._residence is Residence.PASSING and self.name != ""
 
     @property
     def is_settled(self) -> bool:
@@ -190,7 +349,8 @@ class LocalChunk(Chunk):
         self.tier, self._buffers, self.slots = tier, made, []
         for buffers in made:
             self._fill(buffers, handles)
-        self._stale, self._resident = True, False
+        self._working = Working.STALE
+        self._residence = Residence.FREED if tier is Tier.STREAMED else Residence.LASTING
 
     @torch.no_grad()
     def _fill(self, buffers: _Buffers, handles: Mapping[int, tuple[Any, ...]]) -> None:
@@ -237,27 +397,27 @@ class LocalChunk(Chunk):
             return
         if self._pending is None:
             # At the next use, because the user may change masters until then.
-            self._stale = True
+            self._working = Working.STALE
             return
         self._make_new()
         with self._lock:
-            before, self._refresh = self._refresh, Refresh.DONE
-        if before is Refresh.WANTED:
+            before, self._working = self._working, Working.FRESH
+        if before is Working.WANTED:
             self._fetch_if_it_fits()
 
     @override
     def set_pending(self, wait: Callable[[], None] | None) -> None:
         with self._lock:
             self._pending = wait
-            self._refresh = Refresh.AWAITED
+            self._working = Working.AWAITED
         if wait is None:
-            unguard(self.masters.values())
+            unguard_pending(self.masters.values())
         else:
-            guard(self.masters.values(), self._touched)
+            guard_pending(self.masters.values(), self._touched)
 
     def finish(self) -> None:
         """Wait for the optimizer, without having anything be used."""
-        unguard(self.masters.values())
+        unguard_pending(self.masters.values())
         self._wait()
 
     def _wait(self) -> None:
@@ -269,9 +429,9 @@ class LocalChunk(Chunk):
 
     def _touched(self) -> None:
         """The user looks at a master that is being stepped, and may change it without our noticing."""
-        unguard(self.masters.values())
+        unguard_pending(self.masters.values())
         self._wait()
-        self._stale = True
+        self._working = Working.STALE
         self._on_use(self)
 
     # --- a step -------------------------------------------------------------------------------
@@ -279,48 +439,63 @@ class LocalChunk(Chunk):
     def distrust(self) -> None:
         """Masters may have been changed in ways that leave no trace."""
         if self._pending is None:
-            self._stale = True
+            self._working = Working.STALE
 
     def begin(self) -> None:
         """A step begins: the parameters show working weights, which whoever uses them makes ready first."""
-        if self._pending is None and not self._stale:
-            self._stale = any(slot.parameter._version != slot.version for slot in self.slots)
-        unguard(self.masters.values())
+        if self._pending is None and self._working is Working.FRESH and self._is_changed():
+            self._working = Working.STALE
+        unguard_pending(self.masters.values())
         for slot in self.slots:
             slot.parameter.data = slot.working  # type: ignore[assignment] # slots have working weights
         self._shown = Shown.WORKING
-        guard(self.masters.values(), self._used_alone)
+        guard_pending(self.masters.values(), self._used_alone)
+
+    def _is_changed(self) -> bool:
+        return any(slot.parameter._version != slot.version for slot in self.slots)
 
     def _used_alone(self) -> None:
         """Something uses a parameter, and its module is not running."""
-        self.held = True
-        self.make_ready()
+        self.make_ready(hold=True)
 
-    def make_ready(self) -> None:
-        """Let computing use the working weights."""
+    def make_ready(self, *, hold: bool = False) -> None:
+        """Let computing use the working weights.
+
+        Args:
+            hold: True if they stay on the device until the step is over.
+        """
         if self._shown is Shown.READY:
             return
-        unguard(self.masters.values())
+        unguard_pending(self.masters.values())
         self._wait()
-        if self._stale:
+        if self._working is not Working.FRESH:
             self._make_new()
-        if self.is_streamed and not self._resident:
+            self._working = Working.FRESH
+        if self._residence is Residence.FREED:
             self._fetch()
+        if hold:
+            self.hold()
         for buffers in self._buffers:
             if buffers.event is not None:
                 self._device.compute_waits(buffers.event)
         self._shown = Shown.READY
         self._on_use(self)
 
+    def hold(self) -> None:
+        """Stay on the device until the step is over."""
+        if self._residence is Residence.PASSING:
+            self._residence = Residence.HELD
+
     def prepare(self) -> None:
         """Begin what `make_ready` would wait for, if that can be done without waiting."""
         with self._lock:
-            if self._pending is not None and self._refresh is not Refresh.DONE:
-                self._refresh = Refresh.WANTED if self.is_streamed else Refresh.AWAITED
+            if self._pending is not None and self._working is not Working.FRESH:
+                self._working = Working.WANTED if self.is_streamed else Working.AWAITED
                 return
-        if self._pending is None and self._stale:
+        if self._working is not Working.FRESH:
             self._make_new()
-        if self.is_streamed and not self._resident:
+            self._working = Working.FRESH
+        if self._residence is Residence.FREED:
             self._fetch_if_it_fits()
 
     def _make_new(self) -> None:
@@ -331,7 +506,6 @@ class LocalChunk(Chunk):
                 self._make_new_buffers(buffers)
             for slot in self.slots:
                 slot.version = slot.parameter._version
-        self._stale = False
 
     def _make_new_buffers(self, buffers: _Buffers) -> None:
         if buffers.working is None:
@@ -340,7 +514,7 @@ class LocalChunk(Chunk):
             if buffers.event is not None:  # the last fetch still reads it, as far as this thread knows
                 self._device.host_waits(buffers.event)
             buffers.source.copy_(buffers.master)
-            if self._resident:
+            if self._residence is not Residence.FREED:
                 buffers.event = self._device.copy(buffers.working, buffers.source)
         elif self.tier.steps_on_host:
             buffers.event = self._device.copy(buffers.working, buffers.master)
@@ -360,7 +534,7 @@ class LocalChunk(Chunk):
             raise
         for buffers in fetched:
             buffers.event = self._device.copy(buffers.working, buffers.source)  # type: ignore[arg-type]
-        self._resident = True
+        self._residence = Residence.PASSING
 
     def _fetch_if_it_fits(self) -> None:
         with suppress(DeviceMemoryError):  # whoever needs it will ask again, and be told
@@ -368,21 +542,23 @@ class LocalChunk(Chunk):
 
     def let_go(self) -> bool:
         """Free the device memory of streamed weights that nobody uses now; whether there was some."""
-        if not self.is_streamed or not self._resident or self.users or self.held:
+        if self._residence is not Residence.PASSING or self.users:
             return False
         for buffers in self._buffers:
             if buffers.working is not None:
                 self._device.release(buffers.working)
-        self._resident = False
+        self._residence = Residence.FREED
         if self._shown is not Shown.MASTERS:
             self._shown = Shown.WORKING
-            guard(self.masters.values(), self._used_alone)
+            guard_pending(self.masters.values(), self._used_alone)
         return True
 
     def end(self) -> None:
         """A step is over: the parameters show the masters, which nothing reads or writes any more."""
-        self.users, self.held = 0, False
-        unguard(self.masters.values())
+        self.users = 0
+        if self._residence is Residence.HELD:
+            self._residence = Residence.PASSING
+        unguard_pending(self.masters.values())
         if self._shown is Shown.READY:
             self._keep_changes()
         for slot in self.slots:
@@ -390,7 +566,7 @@ class LocalChunk(Chunk):
             slot.accumulator = None
         self._shown = Shown.MASTERS
         if self._pending is not None:  # not used in this step, and the optimizer is still at it
-            guard(self.masters.values(), self._touched)
+            guard_pending(self.masters.values(), self._touched)
             return
         self.let_go()
         for buffers in self._buffers:
@@ -402,7 +578,7 @@ class LocalChunk(Chunk):
         """Working weights that the user has changed in place are the masters' new values."""
         changed = [slot for slot in self.slots if slot.parameter._version != slot.version]
         if changed:
-            self._stale = True
+            self._working = Working.STALE
             with torch.no_grad():
                 for slot in changed:
                     slot.master.copy_(slot.working)  # type: ignore[arg-type] # slots have working weights

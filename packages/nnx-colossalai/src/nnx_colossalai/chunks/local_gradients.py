@@ -5,21 +5,23 @@ aside, so that nothing is ever added up in 16 bits. After it has, the gradient i
 converted, small ones a few at a time; for masters in host memory it travels at its own dtype on the copy lane
 and is converted there when it has arrived. At the end of the backward the masters get their gradients.
 
-This file owns staging memory; it never decides when a backward has ended.
+This file owns staging memory, and the hooks by which a step hears of gradients; it never decides when a
+backward has ended.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from nnx_colossalai._torch_compat import has_memory_alone
+from nnx_colossalai._torch_compat import Silenced, has_memory_alone, make_last
+from nnx_colossalai.chunks.local_chunk import LocalChunk, Slot, view_like
 from nnx_colossalai.device.device import Device
 
 _BATCH = 1 << 20
@@ -27,43 +29,6 @@ _BATCH = 1 << 20
 
 _LARGE = 1 << 14
 """Elements from which a total has memory of its own."""
-
-
-@dataclass(slots=True, eq=False)
-class Slot:
-    """One parameter of a chunk.
-
-    Attributes:
-        parameter: The user's object.
-        template: Its shape and order of elements, on the meta device.
-        master: Its values between steps.
-        working: The weights that it computes with in a step; None where that is the master itself.
-        on_host: True if the master lies in host memory.
-        total: Its complete gradient while a backward runs, in the master's dtype and memory.
-        memory: Host memory that its last total was in, and the next one will be in, if nobody holds the last.
-        version: The version of the parameter when the working weights were shown.
-        accumulator: The autograd node of its gradient in this step, where somebody has asked for it.
-        handles: The handles of our hooks.
-    """
-
-    parameter: nn.Parameter
-    template: Tensor
-    master: Tensor
-    working: Tensor | None
-    on_host: bool
-    total: Tensor | None = None
-    memory: Tensor | None = None
-    version: int = 0
-    accumulator: Any = None
-    handles: tuple[Any, ...] = ()
-    numel: int = field(init=False)
-    dtype: torch.dtype = field(init=False)
-    geometry: tuple[torch.Size, tuple[int, ...]] = field(init=False)
-    """Shape and strides of the template; tensors take longer to tell these, and the master's dtype."""
-
-    def __post_init__(self) -> None:
-        self.numel, self.dtype = self.template.numel(), self.master.dtype
-        self.geometry = (self.template.shape, self.template.stride())
 
 
 @dataclass(slots=True, eq=False)
@@ -276,109 +241,151 @@ def _on_host(slot: Slot, allocate: Callable[[int, torch.dtype], Tensor]) -> Tens
     return slot.memory.detach().as_strided(*slot.geometry)
 
 
-# --- flat ------------------------------------------------------------------------------------------------
+# --- listening -------------------------------------------------------------------------------------------
 #
-# Parameters one after the other in flat buffers, exactly as large as they are together.
+# How a step hears of gradients: of each by itself, or of a chunk's small ones with the last of them.
 #
-# A `Segment` is what a chunk has of one kind: the same dtype between steps, the same dtype in a step, all
-# trained or all frozen. Parameters that divide evenly come first, so every one lies at an address that is a
-# multiple of as much as its own size is, and no byte is lost to padding. This file knows layouts and views;
-# it allocates and copies nothing.
+# A call of Python between two kernels finds nothing of its own in the caches, and costs about as much as a
+# small kernel. So a chunk whose masters lie on the device learns which of its small parameters gets its
+# gradient last. From the next backward on the hooks of its others are off while the backward runs; what has
+# arrived is converted when the last one comes, or at the end where the order was another one. Every parameter
+# has its hook when a backward begins, and whatever is called first takes the others off: no backward goes
+# unnoticed.
+#
+# Two gradients of one parameter in one backward must not be added up at the working dtype. Where backwards
+# run inside of each other, or a forward inside of a backward, which may begin one, every parameter keeps its
+# hook for good. One case escapes: a backward inside of another one that runs no forward, was not there when
+# the order was learned, and reaches a small parameter twice.
 
 
-_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_WIDEST = 64
+_SMALL = 1 << 20
+"""Elements up to which a gradient may wait at its working dtype for others; larger ones are worth a call."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Segment:
-    """Parameters of one kind, as they follow each other in each flat buffer.
+class Listener:
+    """Hooks on the parameters of chunks.
 
-    Attributes:
-        dtype: Between steps.
-        working_dtype: The dtype in a step.
-        names: Full names.
-        parameters: The user's objects.
-        offsets: The offset of each parameter's first element.
-        numel: The number of all elements.
-        templates: Meta tensors with the shape and strides of each.
+    Args:
+        gradients: The gradients' destination.
+        is_active: True if a step is under way.
+        notice: Called in one when a gradient is about to arrive, or has.
+        arrived: Called with what was heard of, when it has been taken.
     """
 
-    dtype: torch.dtype
-    working_dtype: torch.dtype
-    names: tuple[str, ...]
-    parameters: tuple[nn.Parameter, ...]
-    offsets: tuple[int, ...]
-    numel: int
-    templates: tuple[Tensor, ...]
+    def __init__(
+        self,
+        gradients: Gradients,
+        is_active: Callable[[], bool],
+        notice: Callable[[], None],
+        arrived: Callable[[LocalChunk, Slot], None],
+    ) -> None:
+        self._gradients, self._is_active = gradients, is_active
+        self._notice, self._arrived = notice, arrived
+        self._last: dict[LocalChunk, Slot] = {}
+        self._heard: set[Slot] = set()
+        self._together: dict[LocalChunk, list[Slot]] = {}
+        self._silenced = Silenced(())
+        self._may_group = True
 
-    def views(self, buffer: Tensor) -> list[Tensor]:
-        """Each parameter's part of a flat buffer."""
-        return [
-            view_like(buffer, template, offset)
-            for template, offset in zip(self.templates, self.offsets, strict=True)
-        ]
+    # --- hooks --------------------------------------------------------------------------------
+
+    def listen(self, chunk: LocalChunk) -> None:
+        """Take the gradients of parameters that are trained, after whoever else looks at them."""
+        for slot in chunk.slots:
+            parameter = slot.parameter
+            if slot.handles:
+                make_last(slot.handles[0])
+            elif parameter.requires_grad:
+                after = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda _, chunk=chunk, slot=slot: self._after(chunk, slot)
+                )
+                slot.handles = (after,)
+            if parameter.grad is not None:
+                self.listen_before(slot)
+
+    def listen_before(self, slot: Slot) -> None:
+        """Where a gradient is there already: put it aside before another comes."""
+        parameter = slot.parameter
+        if len(slot.handles) == 1 and parameter.requires_grad and parameter.grad is not None:
+            before = parameter.register_hook(lambda _: self._before(slot))  # type: ignore[no-untyped-call]
+            slot.handles = (*slot.handles, before)
+
+    def stop(self, chunks: Iterable[LocalChunk]) -> None:
+        """Remove all hooks, and hold on to nothing of the chunks."""
+        self.end_backward()
+        for chunk in chunks:
+            for slot in chunk.slots:
+                for handle in slot.handles:
+                    handle.remove()
+                slot.handles = ()
+        self._last.clear()
+        self._heard.clear()
+
+    def _before(self, slot: Slot) -> None:
+        if self._is_active():
+            self._notice()
+            self._gradients.put_aside(slot)
+
+    def _after(self, chunk: LocalChunk, slot: Slot) -> None:
+        if not self._is_active():
+            return
+        if chunk in self._together and self._last[chunk] is slot:
+            self._gradients.take_all(self._together[chunk])
+        # Before the hooks of others are taken off, and gradients that are there are put aside.
+        self._gradients.take(slot)
+        self._notice()
+        if chunk not in self._together:
+            self._learn(chunk, slot)
+        self._arrived(chunk, slot)
+
+    def _learn(self, chunk: LocalChunk, slot: Slot) -> None:
+        if slot in self._heard:
+            self.stay_apart()
+            return
+        self._heard.add(slot)
+        if self._may_group and _may_wait(slot):
+            self._last[chunk] = slot
+
+    # --- together -----------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Take the hooks off parameters whose gradients another one's will tell of."""
+        self.end_backward()  # of one that failed
+        self._heard.clear()
+        if not self._may_group or torch.is_grad_enabled():
+            return
+        for chunk, last in self._last.items():
+            if last.parameter.requires_grad:
+                self._together[chunk] = [
+                    slot
+                    for slot in chunk.slots
+                    if slot is not last and slot.handles and slot.parameter.requires_grad and _may_wait(slot)
+                ]
+        waiting = [slot for together in self._together.values() for slot in together]
+        for slot in waiting:
+            if slot.parameter.grad is not None:
+                self._gradients.put_aside(slot)
+        self._silenced = Silenced(handle for slot in waiting for handle in slot.handles)
+
+    def end_backward(self) -> bool:
+        """Put them back, and take what has come after the last one; whether there was any."""
+        self._silenced.end()
+        together, self._together = self._together, {}
+        is_late = False
+        for chunk, slots in together.items():
+            late = [slot for slot in slots if slot.parameter.grad is not None]
+            if late:
+                self._gradients.take_all(late)
+                is_late = True
+                del self._last[chunk]  # the next backward shows which one is the last now
+        return is_late
+
+    def stay_apart(self) -> None:
+        """Hear of every gradient from now on."""
+        self._may_group = False
+        self.end_backward()
+        self._last.clear()
 
 
-def is_chunkable(parameter: nn.Parameter) -> bool:
-    """Whether a parameter can lie in a flat buffer: it has values, of an ordinary floating dtype.
-
-    Example:
-        >>> is_chunkable(nn.Parameter(torch.zeros(2))), is_chunkable(nn.Parameter(torch.zeros(2).cfloat()))
-        (True, False)
-    """
-    return parameter.dtype in _DTYPES and not nn.parameter.is_lazy(parameter)
-
-
-def segments_of(
-    parameters: Mapping[str, nn.Parameter], working_dtype: Callable[[nn.Parameter], torch.dtype]
-) -> list[Segment]:
-    """Lay parameters out, kind by kind, in the order in which kinds first occur.
-
-    Example:
-        >>> layer = nn.Linear(3, 2)
-        >>> [segment] = segments_of(dict(layer.named_parameters()), lambda _: torch.bfloat16)
-        >>> segment.names, segment.offsets, segment.numel
-        (('weight', 'bias'), (0, 6), 8)
-    """
-    kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in parameters.items():
-        kind = (parameter.dtype, working_dtype(parameter), parameter.requires_grad)
-        kinds.setdefault(kind, []).append((name, parameter))
-    return [_segment(dtype, working, members) for (dtype, working, _), members in kinds.items()]
-
-
-def _segment(
-    dtype: torch.dtype, working: torch.dtype, members: Iterable[tuple[str, nn.Parameter]]
-) -> Segment:
-    ordered = sorted(members, key=lambda member: -_evenness(member[1].numel()))
-    offsets, end = [], 0
-    for _, parameter in ordered:
-        offsets.append(end)
-        end += parameter.numel()
-    return Segment(
-        dtype=dtype,
-        working_dtype=working,
-        names=tuple(name for name, _ in ordered),
-        parameters=tuple(parameter for _, parameter in ordered),
-        offsets=tuple(offsets),
-        numel=end,
-        templates=tuple(_template(parameter) for _, parameter in ordered),
-    )
-
-
-def _evenness(numel: int) -> int:
-    """The largest power of two that divides a number, up to what alignment can gain from."""
-    return min(numel & -numel, _WIDEST) if numel else _WIDEST
-
-
-def _template(parameter: nn.Parameter) -> Tensor:
-    """Keeps an order of elements such as channels last, and makes a view with gaps dense."""
-    with torch.no_grad():
-        return torch.empty_like(parameter.detach(), device="meta", memory_format=torch.preserve_format)
-
-
-def view_like(buffer: Tensor, template: Tensor, offset: int = 0) -> Tensor:
-    """Elements of a flat buffer from `offset` on, in the shape and order of `template`."""
-    with torch.no_grad(), torch.inference_mode(False):
-        return buffer.as_strided(template.shape, template.stride(), buffer.storage_offset() + offset)
+def _may_wait(slot: Slot) -> bool:
+    return not slot.on_host and slot.numel <= _SMALL

@@ -46,7 +46,7 @@ from nnx_fsdp.backend import FSDPBackend
 from nnx_fsdp.options import FSDPOptions
 from nnx_fsdp.units import UnitChoice
 
-__all__ = ["CastParameters", "Segment", "ShardedChunk", "ShardedEngine", "segments_of"]
+__all__ = ["CastParameters", "ShardedSegment", "ShardedChunk", "ShardedEngine", "sharded_segments"]
 
 
 T = TypeVar("T")
@@ -397,26 +397,28 @@ class CastParameters:
 #
 # The memory of one FSDP2 unit: its masters, and beside them, where they differ, what is gathered.
 #
-# A `Segment` is the parameters of one dtype. Its masters are one flat buffer, which the DTensors of the
-# module and the optimizers are views of. Gathered are the masters themselves where they lie on the device,
-# and a copy in the working dtype where they lie in host memory.
+# A `ShardedSegment` is the parameters of one dtype. Its masters are one flat buffer, which the DTensors of
+# the module and the optimizers are views of. Gathered are the masters themselves where they lie on the
+# device, and a copy in the working dtype where they lie in host memory.
 
 
-def segments_of(
+def sharded_segments(
     gathered: Iterable[Gathered], device: Device[Any], working_dtype: torch.dtype | None
-) -> list[Segment]:
+) -> list[ShardedSegment]:
     """The parameters of a unit by their dtype, in FSDP2's order."""
     by_dtype: dict[torch.dtype, list[ShardedParameter]] = defaultdict(list)
     for group in gathered:
         for parameter in group.parameters:
             by_dtype[parameter.parameter.dtype].append(parameter)
     return [
-        Segment(parameters, device, working_dtype if dtype.is_floating_point and working_dtype else dtype)
+        ShardedSegment(
+            parameters, device, working_dtype if dtype.is_floating_point and working_dtype else dtype
+        )
         for dtype, parameters in by_dtype.items()
     ]
 
 
-class Segment:
+class ShardedSegment:
     """Parameters of one dtype.
 
     Args:
@@ -572,7 +574,7 @@ class ShardedChunk(Chunk):
         self.index, self.name, self.tier = 0, name, tier
         self.masters: Mapping[str, nn.Parameter] = {}
         self._device, self._used = device, used
-        self._segments = segments_of(gathered, device, working_dtype)
+        self._segments = sharded_segments(gathered, device, working_dtype)
         self._gathered = gathered
         self._gathered_versions: list[int] = []
         self._wait: Callable[[], None] | None = None

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from nnx_colossalai._torch_compat import has_hooks_that_see_the_result, shadow_of, without_guards
-from nnx_colossalai.chunks.chunk import Chunk, guard, unguard
+from nnx_colossalai._torch_compat import has_hooks_that_see_the_result, without_guards
+from nnx_colossalai.chunks.chunk import Chunk, guard_pending, unguard_pending
 from nnx_colossalai.optimizers.kernels import (
     DeepSpeedAdam,
     groups_for_step,
@@ -32,6 +32,7 @@ from nnx_colossalai.optimizers.kernels import (
     needs_whole_tensors,
     steps_each_parameter,
 )
+from nnx_core._torch_compat import shadow_of
 from nnx_core.errors import NnxError
 from nnx_core.hidden_state import held_state
 from nnx_core.options import check_choice
@@ -483,9 +484,9 @@ def _guard_gradient(parameter: nn.Parameter, ticket: Ticket) -> None:
         ticket.over.wait()
         used = held()
         if used is not None:
-            unguard([used])
+            unguard_pending([used])
 
-    guard([gradient], wait)
+    guard_pending([gradient], wait)
 
 
 class Background:

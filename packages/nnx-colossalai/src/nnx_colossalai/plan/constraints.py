@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from nnx_colossalai.plan.cost import Memory, Moment
-from nnx_colossalai.plan.spec import Hardware, ModelSpec, Tier
+from nnx_colossalai.plan.spec import ModelSpec, RankResources, Tier
 from nnx_core.errors import OptionError, PlanError
 
 POLICIES: Mapping[str, tuple[Tier, ...]] = {
@@ -201,14 +201,14 @@ def in_words(count: int) -> str:
 
 
 def no_room_on_device(
-    spec: ModelSpec, least: Memory, hardware: Hardware, *, after: bool = False
+    spec: ModelSpec, least: Memory, resources: RankResources, *, after: bool = False
 ) -> PlanError:
     """The device cannot hold even the placement that needs least of it.
 
     Args:
         spec: The model.
         least: The least memory of that placement.
-        hardware: The budgets.
+        resources: The budgets.
         after: True if the device has run out of memory although the plan fitted.
     """
     peak = least.peak
@@ -222,14 +222,14 @@ def no_room_on_device(
         )
     return PlanError(
         f"the model does not fit: the least device memory that a step needs is {in_words(peak.device)}, "
-        f"{in_words(hardware.device_bytes)} are allowed. {_dominating(spec, peak)}",
+        f"{in_words(resources.device_bytes)} are allowed. {_dominating(spec, peak)}",
         remedy=f"Raise device_memory, or {knob}.",
     )
 
 
-def no_room_on_host(spec: ModelSpec, least: Memory, hardware: Hardware) -> PlanError:
+def no_room_on_host(spec: ModelSpec, least: Memory, resources: RankResources) -> PlanError:
     """The host cannot hold what the device has no room for."""
-    device, host = in_words(hardware.device_bytes), in_words(hardware.host_bytes)
+    device, host = in_words(resources.device_bytes), in_words(resources.host_bytes)
     return PlanError(
         f"the model does not fit: with {device} of device memory a step needs at least "
         f"{in_words(least.host)} of host memory on each rank, {host} are allowed. {_largest(spec)}",
@@ -237,9 +237,9 @@ def no_room_on_host(spec: ModelSpec, least: Memory, hardware: Hardware) -> PlanE
     )
 
 
-def not_these_wishes(least: Memory, hardware: Hardware, wishes: Wishes) -> PlanError:
+def not_these_wishes(least: Memory, resources: RankResources, wishes: Wishes) -> PlanError:
     """A placement would fit, but none that keeps to what is asked for."""
-    device, host = in_words(hardware.device_bytes), in_words(hardware.host_bytes)
+    device, host = in_words(resources.device_bytes), in_words(resources.host_bytes)
     return PlanError(
         f"no placement with {wishes.given} fits: the least that it needs is {in_words(least.device)} of "
         f"device memory ({device} are allowed) and {in_words(least.host)} of host memory ({host} are "

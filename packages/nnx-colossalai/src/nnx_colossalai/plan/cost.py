@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Placement, Tier
+from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
 
 Phase = Literal["forward", "backward", "step"]
 
@@ -284,14 +284,15 @@ class MemoryModel:
         stays = sum(one.device for one in prints) + self.spec.other_device_bytes
         return stays + max(sum(parts) for _, _, parts in self._moments(prints))
 
-    def fits(self, tiers: Sequence[Tier], hardware: Hardware) -> bool:
+    def fits(self, tiers: Sequence[Tier], resources: RankResources) -> bool:
         """Whether both peaks are within their budgets; what stays is looked at before any moment."""
         prints = self._prints(tiers)
         stays = sum(one.weights + one.masters + one.optimizer + one.gradients for one in prints)
-        if stays + self.spec.other_device_bytes > hardware.device_bytes:
+        if stays + self.spec.other_device_bytes > resources.device_bytes:
             return False  # gradients are all there in the step
         return (
-            self.host_peak(tiers) <= hardware.host_bytes and self.device_peak(tiers) <= hardware.device_bytes
+            self.host_peak(tiers) <= resources.host_bytes
+            and self.device_peak(tiers) <= resources.device_bytes
         )
 
     def host_peak(self, tiers: Sequence[Tier]) -> int:

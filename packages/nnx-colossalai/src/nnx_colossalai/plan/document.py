@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from nnx_colossalai.plan.cost import Memory, footprint
 from nnx_colossalai.plan.planner import Planned
 from nnx_colossalai.plan.schedule import work
-from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Placement, Tier
+from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
 from nnx_core.errors import PlanError
 from nnx_core.plan import PlanFormat, save_plan
 
@@ -46,12 +46,12 @@ class PlanDocument:
     body: Mapping[str, Any]
 
     @classmethod
-    def of(cls, spec: ModelSpec, hardware: Hardware, planned: Planned) -> PlanDocument:
+    def of(cls, spec: ModelSpec, resources: RankResources, planned: Planned) -> PlanDocument:
         """The document of a plan.
 
         Args:
             spec: The model that was planned.
-            hardware: Budgets and rates that it was planned for.
+            resources: Budgets and rates that it was planned for.
             planned: The plan.
         """
         sizes = {key: value for key, value in asdict(spec).items() if key != "groups"}
@@ -65,7 +65,7 @@ class PlanDocument:
         body = {
             **_FORMAT.head,
             "model": sizes,
-            "hardware": asdict(hardware),
+            "hardware": asdict(resources),
             "predicted": predicted,
             "chunks": chunks,
         }
@@ -232,12 +232,12 @@ _ROOT = "(root)"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def plan_table(spec: ModelSpec, hardware: Hardware, planned: Planned) -> str:
+def plan_table(spec: ModelSpec, resources: RankResources, planned: Planned) -> str:
     """The table of a plan, for one rank, with its sums and predictions below.
 
     Args:
         spec: The model that was planned.
-        hardware: Budgets that it was planned for.
+        resources: Budgets that it was planned for.
         planned: The plan.
     """
     lines = [_HEAD, *(_row(spec, planned, run) for run in _runs(spec, planned))]
@@ -249,10 +249,10 @@ def plan_table(spec: ModelSpec, hardware: Hardware, planned: Planned) -> str:
         ).rstrip()
         for line in lines
     ]
-    return "\n".join([rows[0], "-" * max(map(len, rows)), *rows[1:], "", summary(spec, hardware, planned)])
+    return "\n".join([rows[0], "-" * max(map(len, rows)), *rows[1:], "", summary(spec, resources, planned)])
 
 
-def summary(spec: ModelSpec, hardware: Hardware, planned: Planned) -> str:
+def summary(spec: ModelSpec, resources: RankResources, planned: Planned) -> str:
     """Peak memory against the budgets, the time of a step, and what limits it; three lines."""
     peak = planned.memory.peak
     kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in peak.by_kind.items() if size)
@@ -265,9 +265,9 @@ def summary(spec: ModelSpec, hardware: Hardware, planned: Planned) -> str:
             f"{elements:,} elements in {len(spec.groups)} chunk{'s' * (len(spec.groups) > 1)} on "
             f"{spec.world_size} rank{'s' * (spec.world_size > 1)}; "
             f"predicted {_seconds(planned.seconds)} a step{limit}",
-            f"device: {size_text(planned.memory.device)} of {size_text(hardware.device_bytes)} in {moment} "
+            f"device: {size_text(planned.memory.device)} of {size_text(resources.device_bytes)} in {moment} "
             f"({kinds or 'nothing'})",
-            f"host: {size_text(planned.memory.host)} of {size_text(hardware.host_bytes)}",
+            f"host: {size_text(planned.memory.host)} of {size_text(resources.host_bytes)}",
         ]
     )
 
@@ -338,12 +338,12 @@ _GIB = 2**30
 _MOST_LABELS = 24
 
 
-def draw_timeline(memory: Memory, hardware: Hardware, path: str | Path, *, title: str = "") -> None:
+def draw_timeline(memory: Memory, resources: RankResources, path: str | Path, *, title: str = "") -> None:
     """Draw the memory over one step to a PNG file.
 
     Args:
         memory: The memory as planned.
-        hardware: Whose budget is drawn.
+        resources: Whose budget is drawn.
         path: The path of the file.
         title: Above the picture.
 
@@ -358,10 +358,10 @@ def draw_timeline(memory: Memory, hardware: Hardware, path: str | Path, *, title
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _stack(axes, memory)
-    _budget(axes, memory, hardware)
+    _budget(axes, memory, resources)
     _label(axes, memory)
-    host = f"host {size_text(memory.host)} of {size_text(hardware.host_bytes)}"
-    peak = f"device {size_text(memory.device)} of {size_text(hardware.device_bytes)}"
+    host = f"host {size_text(memory.host)} of {size_text(resources.host_bytes)}"
+    peak = f"device {size_text(memory.device)} of {size_text(resources.device_bytes)}"
     axes.set_title(f"{title}\n{peak}, {host}".strip())
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True, fontsize="small")
     try:
@@ -388,9 +388,9 @@ def _stack(axes: Axes, memory: Memory) -> None:
         below = above
 
 
-def _budget(axes: Axes, memory: Memory, hardware: Hardware) -> None:
+def _budget(axes: Axes, memory: Memory, resources: RankResources) -> None:
     """The budget as a line, unless it is so far above that nothing else could be seen."""
-    budget, peak = hardware.device_bytes / _GIB, max(memory.device, 1) / _GIB
+    budget, peak = resources.device_bytes / _GIB, max(memory.device, 1) / _GIB
     if budget <= 4 * peak:
         axes.axhline(budget, color="black", linestyle="--", linewidth=1.2, label="budget")
     axes.set_ylim(0, 1.08 * (max(budget, peak) if budget <= 4 * peak else peak))

@@ -6,7 +6,7 @@ A model of any size is built on the meta device and run once without memory; eve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,10 @@ from torch.optim import Optimizer
 from nnx_colossalai.chunks.units import FoundUnit, find_units, waste
 from nnx_colossalai.plan.constraints import Wishes
 from nnx_colossalai.plan.document import PlanDocument, draw_timeline, plan_table
-from nnx_colossalai.plan.hardware import Rates
 from nnx_colossalai.plan.model import model_spec, optimizer_state, widths
 from nnx_colossalai.plan.planner import Planned, plan
 from nnx_colossalai.plan.probe import Probe, doubtful_units, left_with_the_root, probe
-from nnx_colossalai.plan.spec import Hardware, ModelSpec
+from nnx_colossalai.plan.spec import ModelSpec, RankResources, Rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class DryRun:
 
     Attributes:
         spec: The model.
-        hardware: The hardware that it was planned for.
+        resources: The budgets and rates of each rank.
         planned: The plan.
         probe: The measurement of what a step keeps and computes.
         waste: Share of elements that sharding adds.
@@ -39,7 +38,7 @@ class DryRun:
     """
 
     spec: ModelSpec
-    hardware: Hardware
+    resources: RankResources
     planned: Planned
     probe: Probe
     waste: float
@@ -48,15 +47,15 @@ class DryRun:
     @property
     def document(self) -> PlanDocument:
         """The plan, to be saved and used where that world is."""
-        return PlanDocument.of(self.spec, self.hardware, self.planned)
+        return PlanDocument.of(self.spec, self.resources, self.planned)
 
     def draw(self, path: str | Path) -> None:
         """Draw the memory over one step to a PNG file."""
         ranks = self.spec.world_size
-        draw_timeline(self.planned.memory, self.hardware, path, title=f"one of {ranks} ranks, as planned")
+        draw_timeline(self.planned.memory, self.resources, path, title=f"one of {ranks} ranks, as planned")
 
     def __str__(self) -> str:
-        table = plan_table(self.spec, self.hardware, self.planned)
+        table = plan_table(self.spec, self.resources, self.planned)
         added = f"sharding adds {self.waste:.3%} to the elements"
         return "\n".join([table, added, *(f"note: {note}" for note in self.notes)])
 
@@ -92,7 +91,7 @@ def dry_run(
         loss: The loss function of the forward's output; what it keeps is counted too.
         input_kwargs: Keyword arguments of the forward.
         wishes: The constraints that the plan keeps to.
-        rates: The rates of that hardware; by default those of a common accelerator, which nobody measured.
+        rates: The rates of those ranks; by default those of a common accelerator, which nobody measured.
         policy: See `find_units`, as are the next two.
         min_numel: Smallest unit.
         max_numel: Largest unit.
@@ -117,7 +116,7 @@ def dry_run(
     spec = model_spec(
         units, world_size=world_size, precision=precision, optimizer=optimizer, probe=found, flops=rates.flops
     )
-    there = _hardware(rates, device_bytes, host_bytes)
+    there = RankResources(device_bytes=device_bytes, host_bytes=host_bytes, **asdict(rates))
     state = "" if isinstance(optimizer, int) else optimizer_state(optimizer).note
     notes = tuple(note for note in (found.note, state) if note)
     return DryRun(spec, there, plan(spec, there, wishes), found, waste(units, world_size=world_size), notes)
@@ -158,9 +157,3 @@ def _probe(
         return output if loss is None else loss(output)
 
     return probe(units, step, inputs, kwargs, working=kinds.working, mixed=kinds.mixed)
-
-
-def _hardware(rates: Rates, device_bytes: int, host_bytes: int) -> Hardware:
-    known = {field.name for field in fields(Hardware)}
-    own = {name: rate for name, rate in asdict(rates).items() if name in known}
-    return Hardware(device_bytes=device_bytes, host_bytes=host_bytes, **own)

@@ -87,7 +87,7 @@ _UNKNOWN = 2
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerState:
+class OptimizerMemory:
     """What an optimizer keeps.
 
     Attributes:
@@ -99,7 +99,7 @@ class OptimizerState:
     note: str = ""
 
 
-def optimizer_state(optimizer: Optimizer | type[Optimizer] | Iterable[Optimizer] | None) -> OptimizerState:
+def optimizer_state(optimizer: Optimizer | type[Optimizer] | Iterable[Optimizer] | None) -> OptimizerMemory:
     """What an optimizer keeps for an element that it trains, from its class and its groups' options.
 
     Args:
@@ -113,7 +113,7 @@ def optimizer_state(optimizer: Optimizer | type[Optimizer] | Iterable[Optimizer]
         2
     """
     if optimizer is None:
-        return OptimizerState(_UNKNOWN, "no optimizer is known yet: taken for Adam.")
+        return OptimizerMemory(_UNKNOWN, "no optimizer is known yet: taken for Adam.")
     if isinstance(optimizer, type):
         return _of_class(optimizer, [{}])
     if isinstance(optimizer, Optimizer):
@@ -124,16 +124,16 @@ def optimizer_state(optimizer: Optimizer | type[Optimizer] | Iterable[Optimizer]
     return max(found, key=lambda one: one.tensors)
 
 
-def _of_class(cls: type[Optimizer], groups: Sequence[dict[str, Any]]) -> OptimizerState:
+def _of_class(cls: type[Optimizer], groups: Sequence[dict[str, Any]]) -> OptimizerMemory:
     name = next((base.__name__ for base in cls.__mro__ if base.__name__ in _TENSORS), None)
     if name is None:
-        return OptimizerState(
+        return OptimizerMemory(
             _UNKNOWN, f"the state of {cls.__name__} is not known: taken for as large as Adam's."
         )
     most = max(
         (sum(bool(group.get(switch)) for switch in _SWITCHES.get(name, ())) for group in groups), default=0
     )
-    return OptimizerState(_TENSORS[name] + most)
+    return OptimizerMemory(_TENSORS[name] + most)
 
 
 # --- the whole --------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from nnx_colossalai.plan.constraints import (
 )
 from nnx_colossalai.plan.cost import Memory, MemoryModel
 from nnx_colossalai.plan.schedule import LANES, TimeModel
-from nnx_colossalai.plan.spec import Hardware, ModelSpec, Placement, Tier
+from nnx_colossalai.plan.spec import ModelSpec, Placement, RankResources, Tier
 from nnx_core.errors import OptionError, PlanError
 
 _TIERS = tuple(Tier)
@@ -48,12 +48,12 @@ class Planned:
     busy: Mapping[str, float] = field(default_factory=dict)
 
 
-def plan(spec: ModelSpec, hardware: Hardware, wishes: Wishes | None = None) -> Planned:
+def plan(spec: ModelSpec, resources: RankResources, wishes: Wishes | None = None) -> Planned:
     """The fastest placement that fits.
 
     Args:
         spec: The model.
-        hardware: Budgets and rates.
+        resources: Budgets and rates.
         wishes: The constraints that it keeps to; by default none.
 
     Raises:
@@ -63,11 +63,11 @@ def plan(spec: ModelSpec, hardware: Hardware, wishes: Wishes | None = None) -> P
     Example:
         >>> from nnx_colossalai.plan.spec import Group
         >>> groups = tuple(Group(name=f"layer.{at}", numel=1000, trainable=1000) for at in range(4))
-        >>> planned = plan(ModelSpec(groups=groups), Hardware(device_bytes=50_000, host_bytes=100_000))
+        >>> planned = plan(ModelSpec(groups=groups), RankResources(device_bytes=50_000, host_bytes=100_000))
         >>> [tier.value for tier in planned.placement.tiers.values()]
         ['gathered', 'gathered', 'offloaded', 'offloaded']
     """
-    choices = _Search(spec, hardware, wishes or Wishes())
+    choices = _Search(spec, resources, wishes or Wishes())
     best = choices.fastest(choices.candidates, choices.fits)
     if best is None:
         raise choices.nothing_fits()
@@ -75,7 +75,7 @@ def plan(spec: ModelSpec, hardware: Hardware, wishes: Wishes | None = None) -> P
 
 
 def evaluate(
-    spec: ModelSpec, hardware: Hardware, placement: Placement, wishes: Wishes | None = None
+    spec: ModelSpec, resources: RankResources, placement: Placement, wishes: Wishes | None = None
 ) -> Planned:
     """What a placement costs that was made elsewhere, such as one edited by hand; it need not fit.
 
@@ -85,12 +85,17 @@ def evaluate(
     missing = [group.name for group in spec.groups if group.name not in placement.tiers]
     if missing:
         raise PlanError(f"the placement has no tier for {missing}.", remedy="Add one for each group.")
-    choices = _Search(spec, hardware, wishes or Wishes())
+    choices = _Search(spec, resources, wishes or Wishes())
     return choices.planned(tuple(placement.tiers[group.name] for group in spec.groups), otherwise="as given")
 
 
 def downgrade(
-    planned: Planned, spec: ModelSpec, hardware: Hardware, wishes: Wishes | None = None, *, missing: int = 1
+    planned: Planned,
+    spec: ModelSpec,
+    resources: RankResources,
+    wishes: Wishes | None = None,
+    *,
+    missing: int = 1,
 ) -> Planned | None:
     """The cheapest placement with less device memory, after the device ran out of it.
 
@@ -99,54 +104,59 @@ def downgrade(
     Args:
         planned: The plan that was too large.
         spec: The model.
-        hardware: Budgets and rates.
+        resources: Budgets and rates.
         wishes: The constraints of the plan.
         missing: Bytes by which the peak is to be lower, if known.
 
     Returns:
         The new plan, or None if there is none: `why_not_lower` says why.
     """
-    choices = _Search(spec, hardware, wishes or Wishes())
+    choices = _Search(spec, resources, wishes or Wishes())
     most = choices.device_peak(planned) - max(1, missing)
     best = choices.fastest(
         choices.lower(planned),
-        lambda one: choices.keeps(one, most) and choices.memory.host_peak(one) <= hardware.host_bytes,
+        lambda one: choices.keeps(one, most) and choices.memory.host_peak(one) <= resources.host_bytes,
     )
     return None if best is None else choices.planned(best)
 
 
 def why_not_lower(
-    planned: Planned, spec: ModelSpec, hardware: Hardware, wishes: Wishes | None = None, *, missing: int = 1
+    planned: Planned,
+    spec: ModelSpec,
+    resources: RankResources,
+    wishes: Wishes | None = None,
+    *,
+    missing: int = 1,
 ) -> PlanError:
     """The error to raise where `downgrade` has found nothing, with the reason and the knob."""
-    choices = _Search(spec, hardware, wishes or Wishes())
+    choices = _Search(spec, resources, wishes or Wishes())
     most = choices.device_peak(planned) - max(1, missing)
     lower = [one for one in choices.lower(planned) if choices.keeps(one, most)]
     if lower:
         least = in_words(min(map(choices.memory.host_peak, lower)))
         return not_lower(
             planned.memory,
-            f"the next needs {least} of host memory, {in_words(hardware.host_bytes)} are allowed.",
+            f"the next needs {least} of host memory, {in_words(resources.host_bytes)} are allowed.",
             remedy="Raise host_memory, or use more ranks.",
         )
-    free = _Search(spec, hardware, Wishes(overlapped=choices.wishes.overlapped))
+    free = _Search(spec, resources, Wishes(overlapped=choices.wishes.overlapped))
     if choices.wishes.given and any(free.keeps(one, most) for one in free.lower(planned)):
         return not_lower(
             planned.memory,
             f"none keeps to {choices.wishes.given}.",
             remedy="Leave that out, or use activation checkpointing or a smaller batch.",
         )
-    return no_room_on_device(spec, planned.memory, hardware, after=True)
+    return no_room_on_device(spec, planned.memory, resources, after=True)
 
 
 class _Search:
     """One model, its budgets and wishes, and what placements of it cost."""
 
-    def __init__(self, spec: ModelSpec, hardware: Hardware, wishes: Wishes) -> None:
-        _check(spec, hardware)
-        self.spec, self.hardware, self.wishes = spec, hardware, wishes
+    def __init__(self, spec: ModelSpec, resources: RankResources, wishes: Wishes) -> None:
+        _check(spec, resources)
+        self.spec, self.resources, self.wishes = spec, resources, wishes
         self.memory = MemoryModel(spec)
-        self.time = TimeModel(spec, hardware, overlapped=wishes.overlapped, uses=self.memory.uses)
+        self.time = TimeModel(spec, resources, overlapped=wishes.overlapped, uses=self.memory.uses)
         self._names = [group.name for group in spec.groups]
         self._allowed = allowed_tiers(wishes, self._names, spec.world_size)
         self._candidates: list[Choice] | None = None
@@ -163,7 +173,7 @@ class _Search:
         """Whether a placement is within the budgets and the margin."""
         if self._allowance is not None and self._trained_on_device(choice) > self._allowance:
             return False
-        return self.memory.fits(choice, self.hardware)
+        return self.memory.fits(choice, self.resources)
 
     def fastest(self, placements: Iterable[Choice], fits: Callable[[Choice], bool]) -> Choice | None:
         """The best of those that fit; what costs much is not counted of those that cannot be it."""
@@ -207,7 +217,7 @@ class _Search:
         if self.wishes.gpu_margin_ratio is None:
             return None
         weights = tuple(self.wishes.tiers.get(group.name, Tier.OFFLOADED) for group in self.spec.groups)
-        left = self.hardware.device_bytes - self.memory.device_peak(weights)
+        left = self.resources.device_bytes - self.memory.device_peak(weights)
         return int(self.wishes.gpu_margin_ratio * max(0, left))
 
     def _trained_on_device(self, choice: Choice) -> int:
@@ -228,8 +238,8 @@ class _Search:
             return "fits" if self.wishes.policy == "auto" else f"policy {self.wishes.policy!r}"
         other = (*choice[:at], higher[-1], *choice[at + 1 :])
         needed = self.memory.device_peak(other)
-        if needed > self.hardware.device_bytes:
-            allowed = in_words(self.hardware.device_bytes)
+        if needed > self.resources.device_bytes:
+            allowed = in_words(self.resources.device_bytes)
             return f"{higher[-1].value} would need {in_words(needed)} of device memory, {allowed} are allowed"
         if self._allowance is not None and self._trained_on_device(other) > self._allowance:
             return f"{higher[-1].value} would exceed gpu_margin_ratio={self.wishes.gpu_margin_ratio}"
@@ -258,7 +268,7 @@ class _Search:
 
     def nothing_fits(self) -> PlanError:
         """Why no candidate fits."""
-        device = self.hardware.device_bytes
+        device = self.resources.device_bytes
         fitting = [one for one in self.candidates if self.memory.device_peak(one) <= device]
         least = (
             min(fitting, key=self.memory.host_peak)
@@ -267,13 +277,13 @@ class _Search:
         )
         costs = self.memory.memory(least)
         if self.wishes.given:
-            free = _Search(self.spec, self.hardware, Wishes(overlapped=self.wishes.overlapped))
+            free = _Search(self.spec, self.resources, Wishes(overlapped=self.wishes.overlapped))
             if any(free.fits(choice) for choice in free.candidates):
-                return not_these_wishes(costs, self.hardware, self.wishes)
-        return (no_room_on_host if fitting else no_room_on_device)(self.spec, costs, self.hardware)
+                return not_these_wishes(costs, self.resources, self.wishes)
+        return (no_room_on_host if fitting else no_room_on_device)(self.spec, costs, self.resources)
 
 
-def _check(spec: ModelSpec, hardware: Hardware) -> None:
+def _check(spec: ModelSpec, resources: RankResources) -> None:
     names = [group.name for group in spec.groups]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise OptionError(f"several groups are named {twice}.", remedy="Give each group a name of its own.")
@@ -284,9 +294,9 @@ def _check(spec: ModelSpec, hardware: Hardware) -> None:
                 remedy="Count only elements of the group itself.",
             )
     for name in ("to_device", "to_host", "host_step", "device_step", "collective"):
-        if not getattr(hardware, name) > 0:
+        if not getattr(resources, name) > 0:
             raise OptionError(
-                f"the rate {name} is {getattr(hardware, name)!r}.",
+                f"the rate {name} is {getattr(resources, name)!r}.",
                 remedy="Give a number above 0, or measure it.",
             )
 

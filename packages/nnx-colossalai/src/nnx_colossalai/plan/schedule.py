@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nnx_colossalai.plan.cost import MemoryModel
-from nnx_colossalai.plan.spec import Group, Hardware, ModelSpec, Placement, Tier
+from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
 
 _FORWARD = 1 / 3  # of the time of forward and backward together, which differentiates for weights and inputs
 _NOT_HIDDEN = (
@@ -116,23 +116,23 @@ class StepTime:
 
 
 def step_time(
-    spec: ModelSpec, hardware: Hardware, placement: Placement, *, overlapped: bool = True
+    spec: ModelSpec, resources: RankResources, placement: Placement, *, overlapped: bool = True
 ) -> StepTime:
     """Predicted time of one step under a placement.
 
     Args:
         spec: The model.
-        hardware: Its rates.
+        resources: Its rates.
         placement: A tier for each group.
         overlapped: True if a forward waits only for the step of its own group, instead of for all.
     """
-    model = TimeModel(spec, hardware, overlapped=overlapped)
+    model = TimeModel(spec, resources, overlapped=overlapped)
     return model.step_time([placement.tiers[group.name] for group in spec.groups])
 
 
 @dataclass(frozen=True, slots=True)
 class _Seconds:
-    """`Work` divided by the rates of the hardware."""
+    """`Work` divided by the rates of the resources."""
 
     fetch: float
     refresh: float
@@ -149,7 +149,7 @@ class TimeModel:
 
     Args:
         spec: The model.
-        hardware: Its rates.
+        resources: Its rates.
         overlapped: The same as in `step_time`.
         uses: First and last place at which each group is in use; found here where not given.
     """
@@ -157,14 +157,14 @@ class TimeModel:
     def __init__(
         self,
         spec: ModelSpec,
-        hardware: Hardware,
+        resources: RankResources,
         *,
         overlapped: bool,
         uses: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.spec, self.overlapped = spec, overlapped
         self.works = [{tier: work(spec, group, tier) for tier in Tier} for group in spec.groups]
-        self._seconds = [{tier: _over(hardware, one[tier]) for tier in Tier} for one in self.works]
+        self._seconds = [{tier: _over(resources, one[tier]) for tier in Tier} for one in self.works]
         self._lanes = [
             {tier: _lanes(group, one[tier]) for tier in Tier}
             for group, one in zip(spec.groups, self._seconds, strict=True)
@@ -284,14 +284,14 @@ def _lanes(group: Group, one: _Seconds) -> tuple[float, ...]:
     )
 
 
-def _over(hardware: Hardware, one: Work) -> _Seconds:
+def _over(resources: RankResources, one: Work) -> _Seconds:
     return _Seconds(
-        fetch=one.fetched / hardware.to_device,
-        refresh=one.refreshed / hardware.to_device,
-        down=one.gradients / hardware.to_host,
-        gather=one.gathered / hardware.collective,
-        gather_again=one.gathered_again / hardware.collective,
-        reduce=one.reduced / hardware.collective,
-        host=one.host_step / hardware.host_step,
-        device=one.device_step / hardware.device_step,
+        fetch=one.fetched / resources.to_device,
+        refresh=one.refreshed / resources.to_device,
+        down=one.gradients / resources.to_host,
+        gather=one.gathered / resources.collective,
+        gather_again=one.gathered_again / resources.collective,
+        reduce=one.reduced / resources.collective,
+        host=one.host_step / resources.host_step,
+        device=one.device_step / resources.device_step,
     )

@@ -81,26 +81,37 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hardware:
-    """What a rank may use, and how fast it is.
+class Rates:
+    """How fast a rank is; per second. By default a common accelerator, which nobody measured.
 
     Attributes:
-        device_bytes: The bytes of the device for this rank.
-        host_bytes: The bytes of the host for this rank.
-        to_device: Bytes per second from host to device.
-        to_host: Bytes per second from device to host.
-        host_step: Elements per second that the optimizer updates in host memory.
+        to_device: Bytes from host to device.
+        to_host: Bytes from device to host.
+        host_step: Elements that the optimizer updates in host memory.
         device_step: The same on the device.
-        collective: Bytes per second that a rank sends in an all-gather or reduce-scatter.
+        collective: Bytes that a rank sends in an all-gather or reduce-scatter.
+        flops: Floating point operations of matrix products.
     """
 
-    device_bytes: int
-    host_bytes: int
     to_device: float = 20e9
     to_host: float = 20e9
     host_step: float = 1e9
     device_step: float = 50e9
     collective: float = 20e9
+    flops: float = 100e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResources(Rates):
+    """What a rank may use, and how fast it is.
+
+    Attributes:
+        device_bytes: The bytes of the device for this rank.
+        host_bytes: The bytes of the host for this rank.
+    """
+
+    device_bytes: int
+    host_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

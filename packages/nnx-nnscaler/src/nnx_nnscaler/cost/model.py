@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from nnx_core.hardware import Collective, Hardware, profile
 from nnx_nnscaler.codegen.layout import recomputed_owner
-from nnx_nnscaler.cost.hardware import Collective, Hardware, profile
 from nnx_nnscaler.ir import Graph, Op, TensorMeta
 from nnx_nnscaler.placement import P, Placement, R
 from nnx_nnscaler.plan.program_plan import Strategy, Use, conversion

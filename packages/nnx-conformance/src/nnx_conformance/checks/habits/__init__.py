@@ -9,7 +9,6 @@ from nnx_conformance.checks.habits import (  # noqa: I001
     used as used,
     gradients as gradients,
     optimizers as optimizers,
-    sharing as sharing,
     attached as attached,
     weights as weights,
     rare as rare,

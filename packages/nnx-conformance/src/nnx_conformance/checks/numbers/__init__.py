@@ -7,5 +7,4 @@ Most tasks descend without momentum, so that the difference of two weights is a 
 from nnx_conformance.checks.numbers import (  # noqa: I001
     losses as losses,
     optimizers as optimizers,
-    precision as precision,
 )

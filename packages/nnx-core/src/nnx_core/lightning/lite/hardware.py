@@ -42,7 +42,7 @@ _HOST_HAS_NO_INDICES = "Devices of the CPU are processes: pass their number, suc
 
 
 @dataclass(frozen=True, slots=True)
-class Hardware:
+class ChosenHardware:
     """What Fabric is asked for.
 
     Attributes:
@@ -54,7 +54,9 @@ class Hardware:
     devices: int | list[int] | str
 
 
-def choose_hardware(accelerator: Any, devices: Any, gpus: Any = None, tpu_cores: Any = None) -> Hardware:
+def choose_hardware(
+    accelerator: Any, devices: Any, gpus: Any = None, tpu_cores: Any = None
+) -> ChosenHardware:
     """Read the four flags together.
 
     Args:
@@ -69,7 +71,7 @@ def choose_hardware(accelerator: Any, devices: Any, gpus: Any = None, tpu_cores:
 
     Example:
         >>> choose_hardware(None, "2")
-        Hardware(accelerator='cpu', devices=2)
+        ChosenHardware(accelerator='cpu', devices=2)
     """
     chosen, amount = _join_shorthands(
         accelerator_name(accelerator),
@@ -82,7 +84,7 @@ def choose_hardware(accelerator: Any, devices: Any, gpus: Any = None, tpu_cores:
                 f"devices={devices!r} asks for no device of accelerator={accelerator!r}.",
                 remedy="Pass how many devices to use, or `accelerator='cpu'`.",
             )
-        return Hardware("cpu", 1)
+        return ChosenHardware("cpu", 1)
     chosen = "cpu" if chosen is None else chosen
     _check_available(chosen)
     if chosen == "cpu" and isinstance(amount, list):
@@ -90,7 +92,7 @@ def choose_hardware(accelerator: Any, devices: Any, gpus: Any = None, tpu_cores:
             f"devices={devices!r} are indices of devices, and the accelerator is the CPU.",
             remedy=f"{_HOST_HAS_NO_INDICES} For GPUs add `accelerator='gpu'`.",
         )
-    return Hardware(chosen, "auto" if amount is None else amount)
+    return ChosenHardware(chosen, "auto" if amount is None else amount)
 
 
 def parse_devices(flag: str, value: Any) -> int | list[int] | str | None:
