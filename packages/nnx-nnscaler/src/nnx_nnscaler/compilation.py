@@ -37,6 +37,7 @@ from nnx_nnscaler.pipeline.plan import PipelinePlan
 from nnx_nnscaler.pipeline.planning import PipelineOptions, plan_pipeline
 from nnx_nnscaler.pipeline.program import PipelineForm
 from nnx_nnscaler.pipeline.stages import Arrangement
+from nnx_nnscaler.pipeline.timeline import Timeline
 from nnx_nnscaler.plan.document import Plan
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.plan.program_plan import ProgramPlan
@@ -60,6 +61,7 @@ def make_programs(
     options: NnScalerOptions,
     local: Callable[[], AbstractContextManager[Any]],
     arrival: Arrival,
+    timeline: Timeline | None,
 ) -> Programs:
     """Compile the first program of a module. Collective.
 
@@ -73,6 +75,7 @@ def make_programs(
         options: The strategy's.
         local: The context that programs run in.
         arrival: Brings the module to the device, which is done here only if it can be traced no other way.
+        timeline: Measures what this rank does, where that is asked for.
 
     Raises:
         PlanError: No plan fits, or the ranks' modules differ.
@@ -94,7 +97,7 @@ def make_programs(
     )
     programs = Programs(
         call.module,
-        compiler=_compiler(call.module, options, axes, context.device, costs),
+        compiler=_compiler(call.module, options, axes, context.device, costs, timeline),
         runtime=Runtime(GroupCommunicator(axes.within_stage.unit), context.device),
         device=context.device,
         unit=axes.unit_control,
@@ -144,7 +147,12 @@ def _summary(compiled: Compiled, axes: Axes) -> str:
 
 
 def _compiler(
-    root: nn.Module, options: NnScalerOptions, axes: Axes, device: torch.device, costs: CostModel
+    root: nn.Module,
+    options: NnScalerOptions,
+    axes: Axes,
+    device: torch.device,
+    costs: CostModel,
+    timeline: Timeline | None,
 ) -> Compiler:
     cls = type(root)
     policy = options.policy
@@ -161,7 +169,7 @@ def _compiler(
         "compute_config": {key: repr(value) for key, value in options.config.as_dict().items()},
     }
     return Compiler(
-        form=_form(options, axes, costs, memory_limit),
+        form=_form(options, axes, costs, memory_limit, timeline),
         size=axes.unit_size,
         identity=identity,
         store=Store(
@@ -189,7 +197,13 @@ def _pipeline(options: NnScalerOptions, axes: Axes) -> PipelineOptions:
     )
 
 
-def _form(options: NnScalerOptions, axes: Axes, costs: CostModel, memory_limit: int | None) -> ProgramForm:
+def _form(
+    options: NnScalerOptions,
+    axes: Axes,
+    costs: CostModel,
+    memory_limit: int | None,
+    timeline: Timeline | None,
+) -> ProgramForm:
     """What a unit runs: one program for all of its ranks, or a pipeline."""
     if axes.pipe is None:
         return ProgramForm(_planner(options, axes, costs, memory_limit))
@@ -205,7 +219,7 @@ def _form(options: NnScalerOptions, axes: Axes, costs: CostModel, memory_limit: 
             zero=axes.part_size > 1,
         )
 
-    return PipelineForm(plan, axes.pipe)
+    return PipelineForm(plan, axes.pipe, timeline)
 
 
 def _memory_limit(options: NnScalerOptions, device: torch.device) -> int | None:

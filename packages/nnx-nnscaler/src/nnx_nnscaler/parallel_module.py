@@ -17,6 +17,7 @@ from nnx_core.backend import ParallelContext, Sample
 from nnx_core.used import CollectiveOrder
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.options import NnScalerOptions
+from nnx_nnscaler.pipeline.timeline import Timeline
 from nnx_nnscaler.placement import Placement
 from nnx_nnscaler.runtime.arrival import Arrival
 from nnx_nnscaler.runtime.part import NOT_IN_BACKWARD
@@ -46,6 +47,7 @@ class LaidOut:
     Attributes:
         parameters: The parameters as they are stored.
         programs: The programs that run in place of the forward; None where every rank runs the module's own.
+        timeline: Measures a few steps, where that is asked for.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class LaidOut:
     ) -> None:
         self.module = module
         self.programs: Programs | None = None
+        self.timeline: Timeline | None = None
         arrival = Arrival(module, context.device)
         if arrival.is_there or options.verify:  # a check needs values
             arrival.finish()
@@ -69,6 +72,8 @@ class LaidOut:
         if axes.unit_size > 1:
             from nnx_nnscaler.compilation import make_programs  # without units nothing is traced
 
+            if options.timeline_file is not None:
+                self.timeline = Timeline(options.timeline_file, context.device)
             self.programs = make_programs(
                 module,
                 sample,
@@ -77,6 +82,7 @@ class LaidOut:
                 options=options,
                 local=self._local_mode,
                 arrival=arrival,
+                timeline=self.timeline,
             )
         if self.programs is not None:
             prefix = _prefix(module, self.programs.root)
@@ -107,6 +113,8 @@ class LaidOut:
         """
         if self.programs is not None:
             self.programs.detach()
+        if self.timeline is not None:
+            self.timeline.finish()
         self.parameters.give_back(at_end)
 
     def _local_mode(self) -> AbstractContextManager[None]:
@@ -120,6 +128,8 @@ class LaidOut:
         """
         if torch._C._current_graph_task_id() == NOT_IN_BACKWARD:
             self.parameters.reducer.recover()
+        if self.timeline is not None and torch.is_grad_enabled():
+            self.timeline.begin_step()
         try:
             yield
         finally:

@@ -210,9 +210,10 @@ class Turns:
         flowing = call.flows.intersection(stage.arguments)
         leaves = {name: values[name].detach().requires_grad_() for name in flowing}
         arguments = [leaves.get(name, values[name]) for name in stage.arguments]
-        given = call.compute(stage, self._used, arguments)
-        if self._splits:
-            given = [value.clone() for value in given]  # torch detaches them in place, which views refuse
+        with call.measured(FORWARD, number, index):
+            given = call.compute(stage, self._used, arguments)
+            if self._splits:
+                given = [value.clone() for value in given]  # torch detaches them in place, which views refuse
         made = dict(zip(stage.gives, given, strict=True))
         values |= {name: value.detach() for name, value in made.items()}
         self._given[number, index] = leaves, made
@@ -237,7 +238,8 @@ class Turns:
                 outputs.append(value)
                 gradients.append(gradient)
         if outputs:
-            self._differentiate(kind, (number, index), leaves, outputs, gradients)
+            with self._call.measured(kind, number, index):
+                self._differentiate(kind, (number, index), leaves, outputs, gradients)
         for name, leaf in leaves.items():
             if leaf.grad is not None:
                 known = self._gradients.get((index, name))
@@ -273,11 +275,12 @@ class Turns:
     def _finish(self, number: int, index: int) -> None:
         """The gradients of weights that were left for later."""
         left = self._later.pop((number, index), None)
-        if isinstance(left, tuple):
-            torch.autograd.backward(*left)
-        elif left:
-            weights: Any = [leaf for leaf in self._leaves.values() if leaf.requires_grad]
-            stage_backward_weight(iter(weights), left)
+        with self._call.measured(WEIGHTS, number, index):
+            if isinstance(left, tuple):
+                torch.autograd.backward(*left)
+            elif left:
+                weights: Any = [leaf for leaf in self._leaves.values() if leaf.requires_grad]
+                stage_backward_weight(iter(weights), left)
 
     def results(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The results that depend on parameters, as the user's code may differentiate them."""
