@@ -127,7 +127,9 @@ def test_a_picture_has_a_row_for_each_rank_and_a_box_for_each_action(schedule: s
 
 def test_what_was_measured_is_drawn_below_what_was_predicted(tmp_path: Path) -> None:
     plan, timeline = planned(Arrangement(2, 2), 4), tmp_path / "timeline.json"
-    actions = [(rank, action) for rank, own in enumerate(order("1f1b", Arrangement(2, 2), 4)) for action in own]
+    actions = [
+        (rank, action) for rank, own in enumerate(order("1f1b", Arrangement(2, 2), 4)) for action in own
+    ]
     events = [
         {"ph": "X", "pid": rank, "ts": 10.0 * index, "dur": 5.0, "args": {**action._asdict(), "step": step}}
         for step in (3, 4)
