@@ -69,8 +69,8 @@ class GatheredWeight(nn.Parameter):
 def refuse_split_backward(name: str) -> None:
     """Refuse what torch's pipelining asks of a weight to compute its gradient apart from that of inputs.
 
-    It looks for the weights that a module has just then in the graph of its outputs. Those of FSDP2 are others
-    before and after each forward and backward, so that gradients would be lost, and it would not notice.
+    It looks for the weights that a module has just then in the graph of its outputs. Those of FSDP2 are
+    others before and after each forward and backward, so that gradients would be lost without an error.
 
     Args:
         name: The weight's.
@@ -82,8 +82,8 @@ def refuse_split_backward(name: str) -> None:
     for _ in range(_FRAMES):
         if frame.f_globals.get("__name__") == _PIPELINING:
             raise UnsupportedError(
-                f"a schedule of torch.distributed.pipelining computes the gradient of {name!r} apart from those "
-                "of inputs, and would lose it, because FSDP2 gathers and frees weights meanwhile.",
+                f"a schedule of torch.distributed.pipelining computes the gradient of {name!r} apart from "
+                "those of inputs, and would lose it, because FSDP2 gathers and frees weights meanwhile.",
                 remedy="Use Schedule1F1B or ScheduleInterleaved1F1B, or strategy 'nnscaler_pp' with "
                 "pipeline_scheduler='zero_bubble'.",
             )

@@ -1,7 +1,8 @@
 """Schedules as pictures: when each rank along the pipe works on which stage and microbatch, drawn as SVG.
 
 `order` says what the ranks do one after another, `simulate` when they do it if a message takes no time, and
-`draw` shows that for a plan, and below it what a run with ``timeline_file`` has measured. `gantt` takes any steps.
+`draw` shows that for a plan, and below it what a run has measured in a ``timeline_file``. `gantt` takes any
+steps.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -103,7 +102,7 @@ class Timeline:
         """Write what was measured, unless that was done. Collective."""
         if 0 <= self._step < WARMUP and self._rank == 0:
             log.warning(
-                f"{self._path} stays empty: {self._step + 1} steps were trained, and {WARMUP} are not measured."
+                f"{self._path} stays empty: of {self._step + 1} steps the first {WARMUP} are not measured."
             )
         if self._is_written or self._step < WARMUP:
             return
@@ -193,7 +192,7 @@ class _Clock:
 
 
 def _on_one_clock(found: Sequence[tuple[str, float, list[Span]]]) -> Iterator[list[Span]]:
-    """All on the first rank's clock; ranks of one host share it, others had left a barrier when theirs began."""
+    """All on the first rank's clock: ranks of one host share it, those of others left a barrier with it."""
     host, zero, _ = found[0]
     for other, its_zero, spans in found:
         shift = 0.0 if other == host else zero - its_zero
@@ -223,7 +222,7 @@ def _write(path: Path, spans: Sequence[Span]) -> None:
     document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"made by": _TRACE}}
     part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps(document), encoding="utf-8")
-    os.replace(part, path)
+    part.replace(path)
 
 
 def read_timeline(path: str | Path) -> list[Span]:
