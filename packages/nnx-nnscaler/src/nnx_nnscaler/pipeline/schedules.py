@@ -154,6 +154,11 @@ class _BesideLoss(torch.autograd.Function):
         )
 
 
+def _detachable(value: Tensor) -> Tensor:
+    """The same as a tensor that torch can detach in place, which views and leaves are not."""
+    return value.clone() if value.is_leaf or value._is_view() else value  # type: ignore[no-untyped-call]
+
+
 # --- a run ----------------------------------------------------------------------------------------
 
 
@@ -187,6 +192,14 @@ class Turns:
         self._leaves = {
             fqn: weight.detach().requires_grad_(weight.requires_grad) for fqn, weight in self._weights.items()
         }
+        self._trained = {
+            stage.number: [
+                self._leaves[fqn]
+                for fqn in dict.fromkeys(stage.graph.parameters.values())
+                if self._leaves[fqn].requires_grad
+            ]
+            for stage in call.own
+        }
         self._used: Any = ChainMap(self._leaves, call.weights)  # type: ignore[arg-type] # it is only read
         self._given: dict[tuple[int, int], tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
         self._gradients: dict[tuple[int, str], Tensor] = {}
@@ -213,7 +226,7 @@ class Turns:
         with call.measured(FORWARD, number, index):
             given = call.compute(stage, self._used, arguments)
             if self._splits:
-                given = [value.clone() for value in given]  # torch detaches them in place, which views refuse
+                given = [_detachable(value) for value in given]
         made = dict(zip(stage.gives, given, strict=True))
         values |= {name: value.detach() for name, value in made.items()}
         self._given[number, index] = leaves, made
@@ -268,8 +281,8 @@ class Turns:
         elif not leaves:
             self._later[key] = outputs, gradients
         else:
-            weights: Any = [leaf for leaf in self._leaves.values() if leaf.requires_grad]
-            _, groups = stage_backward_input(outputs, gradients, list(leaves.values()), iter(weights))
+            weights: Any = iter(self._trained[key[0]])
+            _, groups = stage_backward_input(outputs, gradients, list(leaves.values()), weights)
             self._later[key] = groups
 
     def _finish(self, number: int, index: int) -> None:
@@ -279,8 +292,8 @@ class Turns:
             if isinstance(left, tuple):
                 torch.autograd.backward(*left)
             elif left:
-                weights: Any = [leaf for leaf in self._leaves.values() if leaf.requires_grad]
-                stage_backward_weight(iter(weights), left)
+                weights: Any = iter(self._trained[number])
+                stage_backward_weight(weights, left)
 
     def results(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The results that depend on parameters, as the user's code may differentiate them."""
