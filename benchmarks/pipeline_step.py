@@ -1,13 +1,15 @@
 """Pipelines: stages against the same cut by hand, the bubble against a replay, the cut against all others.
 
     python benchmarks/pipeline_step.py step      two processes: a step against torch.distributed.pipelining
+    python benchmarks/pipeline_step.py step --schedule zbv      the same in another order; also 1f1b, ...
     python benchmarks/pipeline_step.py bubble    one process: the predicted bubble against a replay
     python benchmarks/pipeline_step.py cut       one process: the longest stage against an exhaustive search
     python benchmarks/pipeline_step.py draw      the pictures of docs/backends/pipelines.md
+    python benchmarks/pipeline_step.py timeline  two processes: a picture of what was measured beside it
 
-``step``: both sides have the same two stages, GPipe's order, the same microbatches and batches, and take
-turns step by step in the same processes. Processor time is the sum over both ranks. By hand it is written
-with `PipelineStage` and `ScheduleGPipe`, and a stage is a module of its own.
+``step``: both sides have the same stages, order, microbatches and batches, and take turns step by step in
+the same processes. Processor time is the sum over both ranks. By hand it is written with `PipelineStage` and
+torch's class of that schedule, and a stage is a module of its own.
 
 ``bubble``: each stage of the plan runs alone, forward and backward for one microbatch; GPipe's order is
 replayed with these times. ``cut``: all cuts between blocks are searched for the best, by predicted and by
@@ -57,8 +59,10 @@ def ours(model: GPT, batch: tuple[Tensor, Tensor], arguments: argparse.Namespace
     options = NnScalerOptions(
         policy="pp",
         pipeline_nmicros=arguments.microbatches,
-        stage_cuts=f"blocks.{arguments.layers // 2}",
-        gen_savedir=tempfile.gettempdir(),
+        pipeline_scheduler=arguments.schedule,
+        stage_cuts=[f"blocks.{first}" for first in starts(arguments)[1:]],
+        gen_savedir=arguments.folder,
+        timeline_file=arguments.timeline,
     )
     backend = NnScalerBackend(options)
     rank = dist.get_rank()
@@ -82,16 +86,16 @@ def ours(model: GPT, batch: tuple[Tensor, Tensor], arguments: argparse.Namespace
 
 
 class Part(nn.Module):
-    """The stage of a rank, as one writes it by hand."""
+    """A stage, as one writes it by hand."""
 
-    def __init__(self, model: GPT, rank: int) -> None:
+    def __init__(self, model: GPT, number: int, begins: Sequence[int]) -> None:
         super().__init__()
-        half = len(model.blocks) // 2
-        self.first = rank == 0
-        self.blocks = model.blocks[:half] if self.first else model.blocks[half:]
+        bounds = [*begins, len(model.blocks)]
+        self.first, self.last = number == 0, number == len(begins) - 1
+        self.blocks = model.blocks[bounds[number] : bounds[number + 1]]
         if self.first:
             self.tokens, self.positions = model.tokens, model.positions
-        else:
+        if self.last:
             self.norm, self.head = model.norm, model.head
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,34 +104,56 @@ class Part(nn.Module):
             x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             x = block(x)
-        return x if self.first else self.head(self.norm(x))
+        return self.head(self.norm(x)) if self.last else x
 
 
 def theirs(model: GPT, batch: tuple[Tensor, Tensor], arguments: argparse.Namespace) -> Step:
     """What a PyTorch user writes."""
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-    rank = dist.get_rank()
-    part = Part(model, rank)
-    stage = PipelineStage(part, rank, RANKS, torch.device("cpu"))
-    schedule = ScheduleGPipe(
-        stage,
+    from nnx_nnscaler.options import SCHEDULES
+
+    begins = starts(arguments)
+    own = arrangement_of(arguments).stages_of(dist.get_rank())
+    parts = nn.ModuleList(Part(model, number, begins) for number in own)
+    stages: Any = [
+        PipelineStage(part, number, len(begins), torch.device("cpu"))
+        for number, part in zip(own, parts, strict=True)
+    ]
+    made: Any = get_schedule_class(SCHEDULES[arguments.schedule])
+    schedule = made(
+        stages[0] if issubclass(made, PipelineScheduleSingle) else stages,
         n_microbatches=arguments.microbatches,
         loss_fn=lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten()),
     )
-    optimizer = torch.optim.AdamW(part.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(parts.parameters(), lr=1e-3)
 
     def step(ids: Tensor, labels: Tensor) -> Tensor | None:
         losses: list[Tensor] = []
-        if rank == 0:
-            schedule.step(ids, return_outputs=False)
-        else:
-            schedule.step(target=labels, losses=losses, return_outputs=False)
+        inputs = [ids] if 0 in own else []
+        target = {"target": labels, "losses": losses} if len(begins) - 1 in own else {}
+        schedule.step(*inputs, **target, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad()
         return torch.stack(losses).mean().detach() if losses else None
 
     return step
+
+
+def arrangement_of(arguments: argparse.Namespace) -> Any:
+    """Which rank has which stage: as many as the schedule takes at least."""
+    from nnx_nnscaler.options import V_SHAPED
+    from nnx_nnscaler.pipeline.stages import Arrangement
+
+    each = 1 if arguments.schedule in ("gpipe", "1f1b", "zero_bubble") else 2
+    return Arrangement(RANKS, each * RANKS, arguments.schedule in V_SHAPED)
+
+
+def starts(arguments: argparse.Namespace) -> list[int]:
+    """The first block of each stage."""
+    stages = arrangement_of(arguments).stages
+    return [arguments.layers * number // stages for number in range(stages)]
 
 
 def measure_step(arguments: argparse.Namespace) -> int:
@@ -151,7 +177,8 @@ def measure_step(arguments: argparse.Namespace) -> int:
                 if index >= 0:
                     laps[side].append(Lap(float(times[0]) / RANKS, float(times[1])))
         rounds.append(laps)
-    code = report_step(rounds, losses, arguments) if dist.get_rank() == RANKS - 1 else 0
+    has_loss = arrangement_of(arguments).rank_of(len(starts(arguments)) - 1) == dist.get_rank()
+    code = report_step(rounds, losses, arguments) if has_loss else 0
     dist.barrier()
     dist.destroy_process_group()
     return code
@@ -168,9 +195,10 @@ def report_step(
         print(f"The two sides do not compute the same: {losses}", file=sys.stderr)
         return 2
     print(
-        f"GPT of {arguments.layers} layers, width {arguments.width}, batch {arguments.batch} x "
-        f"{arguments.context} in {arguments.microbatches} microbatches, {RANKS} ranks, {arguments.rounds} "
-        f"rounds of {arguments.steps} pairs of steps; last losses {float(mine):.6f} and {float(other):.6f}"
+        f"{arguments.schedule}: GPT of {arguments.layers} layers, width {arguments.width}, "
+        f"batch {arguments.batch} x {arguments.context} in {arguments.microbatches} microbatches, "
+        f"{RANKS} ranks, {arguments.rounds} rounds of {arguments.steps} pairs of steps; "
+        f"last losses {float(mine):.6f} and {float(other):.6f}"
     )
     for clock in ("cpu", "wall"):
         ratios = [
@@ -372,6 +400,30 @@ def draw_pictures(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def draw_timeline(arguments: argparse.Namespace) -> int:
+    """Two ranks under one schedule: what was predicted for them, and below it what they did."""
+    from nnx_nnscaler.pipeline.picture import draw
+    from nnx_nnscaler.pipeline.plan import pipeline_plan_from_text
+    from nnx_nnscaler.pipeline.timeline import MEASURED, WARMUP
+
+    dist.init_process_group("gloo")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments.folder, arguments.timeline = folder, f"{folder}/timeline.json"
+        batch = batch_of(arguments)
+        step = ours(model_of(arguments), batch, arguments)
+        for _ in range(WARMUP + MEASURED + 1):
+            step(*batch)
+        if dist.get_rank() == 0:
+            text = next(Path(folder).rglob("plan.json")).read_text(encoding="utf-8")
+            path = ASSETS / "pipeline_measured.svg"
+            picture = draw(pipeline_plan_from_text(text), timeline=arguments.timeline)
+            path.write_text(picture, encoding="utf-8")
+            print(path)
+        dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
 # --- both -----------------------------------------------------------------------------------------
 
 
@@ -399,13 +451,19 @@ def judge(what: str, found: float, bar: float) -> int:
     return 0 if found <= bar else 1
 
 
-WHAT = {"step": measure_step, "bubble": measure_bubble, "cut": measure_cut, "draw": draw_pictures}
+WHAT = {
+    "step": measure_step,
+    "bubble": measure_bubble,
+    "cut": measure_cut,
+    "draw": draw_pictures,
+    "timeline": draw_timeline,
+}
 
 
 def main() -> int:
     """Start the processes, or be one of them."""
     arguments = parse_arguments()
-    if arguments.what == "step" and "LOCAL_RANK" not in os.environ:
+    if arguments.what in ("step", "timeline") and "LOCAL_RANK" not in os.environ:
         return start_again(RANKS)
     torch.set_num_threads(1)
     return WHAT[arguments.what](arguments)
@@ -424,6 +482,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--schedule", default="gpipe", help="of pipeline_scheduler, for step and timeline")
+    parser.set_defaults(folder=tempfile.gettempdir(), timeline=None)
     return parser.parse_args()
 
 

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import pad
 from torch.optim import Optimizer
 
 import nnx
+from nnx_core import Backend
 from nnx_tiny.averaging import average_gradients
 from nnx_tiny.backend import TinyBackend
 
@@ -81,6 +83,24 @@ class IgnoresChanges(TinyBackend):
 
 class NeedsItsOwnBackward(TinyBackend):
     """Averages gradients only where a backward comes by its own method, and says nothing of others."""
+
+    reduces_in_backward = False
+
+
+class PlainFSDP2(TinyBackend):
+    """Torch's FSDP2 of each layer, which frees its weights after forward, and nothing around it."""
+
+    def parallelize(self, module: nn.Module, sample: object) -> Mapping[nn.Parameter, nn.Parameter]:
+        super().parallelize(module, sample)
+        before = dict(module.named_parameters())
+        root: Any = module
+        if self.context.world_size > 1:
+            for layer in (root.embed, *root.blocks, root.head):
+                fully_shard(layer, reshard_after_forward=True)
+        return {before[name]: p for name, p in module.named_parameters() if p is not before[name]}
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        Backend.backward(self, module, loss, *args, **kwargs)
 
     reduces_in_backward = False
 

@@ -48,6 +48,7 @@ _CAUGHT = {
     ),
     "FirstCallOnly": ("layers_called_often",),
     "NeedsItsOwnBackward": ("backward_on_the_loss",),
+    "PlainFSDP2": ("split_backward",),
     "LastBackwardOnly": ("two_backward_passes",),
     "RealPartsOnly": ("complex_parameters",),
     "DenseOnly": ("sparse_gradients",),

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from jobs.manual_jobs import Adversaries, LookingAgain, train
+from jobs.manual_jobs import Adversaries, Interleaved, LookingAgain, train
 from nnx_conformance.check import expect_same_run
-from nnx_conformance.pool import WorkerPool
+from nnx_conformance.checks.habits.gradients import SplitBackward
+from nnx_conformance.pool import JobError, WorkerPool
 from nnx_fsdp.options import MixedPrecision
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -28,6 +29,23 @@ def test_a_step_may_call_parts_and_forwards_as_it_likes(
     ranks = pool.run(train, "fsdp_auto", options, model, world_size=2)
     expect_same_run(ranks, alone, tolerance=1e-5)
     assert [outcome.notes["hooks"] for outcome in ranks] == [0, 0]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_a_pipeline_that_splits_the_backward_is_refused_before_a_gradient_is_lost(
+    pool: WorkerPool, options: dict[str, Any]
+) -> None:
+    with pytest.raises(JobError, match=r"computes the gradient of '.*' apart from those of inputs") as caught:
+        pool.run(train, "fsdp_auto", options, SplitBackward, world_size=2)
+    assert "Use Schedule1F1B or ScheduleInterleaved1F1B" in str(caught.value)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_a_pipeline_that_does_not_has_the_numbers_of_one_process(
+    pool: WorkerPool, options: dict[str, Any]
+) -> None:
+    alone = pool.run(train, "auto", {}, Interleaved, world_size=1)[0]
+    expect_same_run(pool.run(train, "fsdp_auto", options, Interleaved, world_size=2), alone, tolerance=1e-5)
 
 
 def test_inputs_of_a_part_are_cast_as_the_mixed_precision_policy_says(pool: WorkerPool) -> None:

@@ -21,6 +21,7 @@ from nnx_core.elementwise import dependence
 from nnx_core.errors import UnsupportedError
 from nnx_core.hidden_state import HiddenState
 from nnx_core.modules import broadcast_module, lay_in_order, materialize, move_to, with_strides
+from nnx_core.watch import refuse_unequal_gradient
 from nnx_fairscale.options import OSSOptions
 from nnx_fairscale.reducer import GradientReducer
 
@@ -431,6 +432,17 @@ class OSSBackend(OwnedParameters):
             for reducer in self._reducers.values():
                 stack.enter_context(reducer.in_backward())
             super().backward(module, loss, *args, **kwargs)
+
+    def _refuse_unreduced(self, optimizer: Optimizer) -> None:
+        """Also one by one: some may come from a backward, and others be given."""
+        super()._refuse_unreduced(optimizer)
+        names = {p: name for module in self._reducers for name, p in module.named_parameters()}
+        for parameter in self._owners[optimizer].parameters():
+            was_reduced = any(parameter in reducer.reduced for reducer in self._reducers.values())
+            if parameter.grad is not None and not was_reduced:
+                refuse_unequal_gradient(parameter.grad, names.get(parameter, "a parameter"))
+            for reducer in self._reducers.values():
+                reducer.reduced.discard(parameter)
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:

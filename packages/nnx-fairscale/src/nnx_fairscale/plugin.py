@@ -10,7 +10,7 @@ _OF_THE_MODEL = ("gradient_norm_optimizer", "sam_by_closure", "lbfgs")
 _OF_PARAMETERS = (
     *("lamb", "muon", "muon_for_large_matrices", "muon_with_auxiliary_group", "shampoo", "adafactor"),
 )
-_OF_STATE = ("combined_gradients", "optimizer_state_read", "optimizer_state_changed")
+_OF_STATE = ("combined_gradients", "split_backward", "optimizer_state_read", "optimizer_state_changed")
 _OSS = Capabilities(
     accelerators=("cpu", "cuda"),
     precisions=("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"),

@@ -27,6 +27,7 @@ class GradientReducer:
 
     Attributes:
         reductions: The number of times that gradients were averaged.
+        reduced: The parameters whose gradients were, until somebody forgets them.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int) -> None:
@@ -34,6 +35,7 @@ class GradientReducer:
         self._bucket_bytes = bucket_bytes
         self._touched: set[Tensor] = set()
         self.reductions = 0
+        self.reduced: set[Tensor] = set()
         self._synchronize, self._is_queued, self._has_reduced = True, False, False
         self._handles: list[RemovableHandle] = []
         for parameter in self._parameters:
@@ -64,6 +66,7 @@ class GradientReducer:
                 elif parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
                 gradients.append(parameter.grad)
+                self.reduced.add(parameter)
         for bucket in _buckets(gradients, self._bucket_bytes):
             flat = torch.cat([gradient.flatten() for gradient in bucket]).div_(dist.get_world_size())
             dist.all_reduce(flat)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -60,10 +61,40 @@ class GatheredWeight(nn.Parameter):
     def grad(self, gradient: Tensor | None) -> None:
         part = vars(self).get("_part")
         if part is not None and gradient is not None and _GRAD.__get__(self) is None:
+            refuse_split_backward(part.name)
             refuse_unequal_gradient(gradient, part.name)
         _GRAD.__set__(self, gradient)
 
 
+def refuse_split_backward(name: str) -> None:
+    """Refuse what torch's pipelining asks of a weight to compute its gradient apart from that of inputs.
+
+    It looks for the weights that a module has just then in the graph of its outputs. Those of FSDP2 are
+    others before and after each forward and backward, so that gradients would be lost without an error.
+
+    Args:
+        name: The weight's.
+
+    Raises:
+        UnsupportedError: That is where the call comes from.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame.f_globals.get("__name__") == _PIPELINING:
+            raise UnsupportedError(
+                f"a schedule of torch.distributed.pipelining computes the gradient of {name!r} apart from "
+                "those of inputs, and would lose it, because FSDP2 gathers and frees weights meanwhile.",
+                remedy="Use Schedule1F1B or ScheduleInterleaved1F1B, or strategy 'nnscaler_pp' with "
+                "pipeline_scheduler='zero_bubble'.",
+            )
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+
+
+_PIPELINING = "torch.distributed.pipelining._backward"
+_FRAMES = 8
+"""Between a function of torch's pipelining and here there are the guard's, and no more."""
 _DATA, _GRAD = cast(Any, Tensor.data), cast(Any, Tensor.grad)
 
 

@@ -22,7 +22,7 @@ from nnx_core.errors import UnsupportedError
 from nnx_core.tensor_functions import is_elementwise_in_place
 from nnx_core.watch import refuse_unequal_gradient
 from nnx_core.whole import Guard, HeldByTensor, Part, Seen, Source, guard, local_mode, unguard
-from nnx_fsdp._torch_compat import HeldParameter
+from nnx_fsdp._torch_compat import HeldParameter, refuse_split_backward
 
 __all__ = ["ParameterPart", "ShardedPart", "gather"]
 
@@ -299,8 +299,11 @@ class ParameterPart(ShardedPart):
         self._leaf: Tensor | None = None
 
     def whole(self) -> Tensor:  # noqa: D102
+        is_recorded = torch.is_grad_enabled() and self.tensor.requires_grad
+        if is_recorded:
+            refuse_split_backward(self.name)
         value = self.value()
-        if not (torch.is_grad_enabled() and self.tensor.requires_grad):
+        if not is_recorded:
             return value
         if self._leaf is None or self._leaf.data_ptr() != value.data_ptr():
             with local_mode():

@@ -17,7 +17,7 @@ _CAPABILITIES = Capabilities(
     torch_compile=True,
     refuses=(
         *("gradients_read_on_rank_zero", "weights_read_on_rank_zero"),  # all ranks gather
-        *("functional_gradients", "combined_gradients", "sparse_gradients"),
+        *("functional_gradients", "combined_gradients", "split_backward", "sparse_gradients"),
     ),
 )
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn, optim
 from torch.nn.functional import mse_loss
 
+from nnx_conformance.checks.habits.gradients import SplitBackward
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task
 from nnx_conformance.training import fit
@@ -35,6 +36,12 @@ class Adversaries(Plain):
     def configure_optimizers(self) -> Any:
         around = nn.ModuleList([self.embed, self.head])
         return [optim.SGD(self.blocks.parameters(), lr=0.1), optim.SGD(around.parameters(), lr=0.1)]
+
+
+class Interleaved(SplitBackward):
+    """Both gradients of a microbatch at once."""
+
+    schedule = "Interleaved1F1B"
 
 
 class LookingAgain(Plain):

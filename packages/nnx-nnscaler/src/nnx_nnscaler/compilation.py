@@ -39,6 +39,7 @@ from nnx_nnscaler.pipeline.planning import PipelineOptions, plan_pipeline
 from nnx_nnscaler.pipeline.program import PipelineForm
 from nnx_nnscaler.pipeline.stages import Arrangement
 from nnx_nnscaler.pipeline.step import StepForm, Steps, TrainingStep, goes_in_turns, layout_for
+from nnx_nnscaler.pipeline.timeline import Timeline
 from nnx_nnscaler.plan.document import Plan
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.plan.program_plan import ProgramPlan
@@ -63,6 +64,7 @@ def make_programs(
     local: Callable[[], AbstractContextManager[Any]],
     arrival: Arrival,
     loss_scale: Callable[[], float | None],
+    timeline: Timeline | None,
 ) -> tuple[Programs, Steps | None]:
     """Compile the first program of a module. Collective.
 
@@ -78,6 +80,7 @@ def make_programs(
         local: The context that programs run in.
         arrival: Brings the module to the device, which is done here only if it can be traced no other way.
         loss_scale: As a `Runtime` takes it.
+        timeline: Measures what this rank does, where that is asked for.
 
     Raises:
         PlanError: No plan fits, or the ranks' modules differ.
@@ -100,7 +103,7 @@ def make_programs(
     runtime = Runtime(GroupCommunicator(axes.within_stage.unit), context.device, loss_scale)
     programs = Programs(
         call.module,
-        compiler=_compiler(call.module, options, axes, context.device, costs),
+        compiler=_compiler(call.module, options, axes, context.device, costs, timeline),
         runtime=runtime,
         device=context.device,
         unit=axes.unit_control,
@@ -118,7 +121,7 @@ def make_programs(
             document.save(options.save_plan)
     steps = None
     if compiled is not None and options.schedule != "gpipe" and goes_in_turns(compiled.program):
-        steps = _steps(module, programs, axes, runtime, options, costs, local)
+        steps = _steps(module, programs, axes, runtime, options, costs, local, timeline)
     return programs, steps
 
 
@@ -130,6 +133,7 @@ def _steps(
     options: NnScalerOptions,
     costs: CostModel,
     local: Callable[[], AbstractContextManager[Any]],
+    timeline: Timeline | None,
 ) -> Steps | None:
     """The programs of the module's training steps; None if it has no such method."""
     if not hasattr(type(module), "training_step"):
@@ -139,8 +143,8 @@ def _steps(
     assert axes.pipe is not None
     name = f"{type(module).__module__}.{type(module).__qualname__}.training_step"
     compiler = replace(
-        _compiler(module, options, axes, runtime.device, costs),
-        form=StepForm(_pipeline_planner(options, axes, costs, prefix), axes.pipe),
+        _compiler(module, options, axes, runtime.device, costs, timeline),
+        form=StepForm(_pipeline_planner(options, axes, costs, prefix), axes.pipe, timeline),
         store=Store(options.gen_savedir, owner=name, instance=options.instance_name),
         recompute=tuple(prefix + name for name in options.recompute or ()),
         strict=True,
@@ -191,7 +195,12 @@ def _summary(compiled: Compiled, axes: Axes) -> str:
 
 
 def _compiler(
-    root: nn.Module, options: NnScalerOptions, axes: Axes, device: torch.device, costs: CostModel
+    root: nn.Module,
+    options: NnScalerOptions,
+    axes: Axes,
+    device: torch.device,
+    costs: CostModel,
+    timeline: Timeline | None,
 ) -> Compiler:
     cls = type(root)
     policy = options.policy
@@ -208,7 +217,7 @@ def _compiler(
         "compute_config": {key: repr(value) for key, value in options.config.as_dict().items()},
     }
     return Compiler(
-        form=_form(options, axes, costs, memory_limit),
+        form=_form(options, axes, costs, memory_limit, timeline),
         size=axes.unit_size,
         identity=identity,
         store=Store(
@@ -236,11 +245,17 @@ def _pipeline(options: NnScalerOptions, axes: Axes) -> PipelineOptions:
     )
 
 
-def _form(options: NnScalerOptions, axes: Axes, costs: CostModel, memory_limit: int | None) -> ProgramForm:
+def _form(
+    options: NnScalerOptions,
+    axes: Axes,
+    costs: CostModel,
+    memory_limit: int | None,
+    timeline: Timeline | None,
+) -> ProgramForm:
     """What a unit runs: one program for all of its ranks, or a pipeline."""
     if axes.pipe is None:
         return ProgramForm(_planner(options, axes, costs, memory_limit))
-    return PipelineForm(_pipeline_planner(options, axes, costs), axes.pipe)
+    return PipelineForm(_pipeline_planner(options, axes, costs), axes.pipe, timeline)
 
 
 def _pipeline_planner(options: NnScalerOptions, axes: Axes, costs: CostModel, prefix: str = "") -> Planner:

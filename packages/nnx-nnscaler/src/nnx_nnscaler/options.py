@@ -274,6 +274,12 @@ class NnScalerOptions:
         help="Names of the submodules that the second and later stages begin with, such as 'blocks.6'. By "
         "default the longest stage is made as short as can be.",
     )
+    timeline_file: str | None = option(
+        None,
+        help="Measure what each rank does in steps 4 to 6 of training, and write it to this file: one trace "
+        "for chrome://tracing, Perfetto and nnx_nnscaler.pipeline.picture.",
+        types=(str,),
+    )
     gen_savedir: str = option(
         "./.nnscaler", help="Where plans and the generated code are kept.", types=(str,)
     )
@@ -388,7 +394,7 @@ class NnScalerOptions:
                     f"use_end2end=True with policy={self.policy!r}, which has no stages.",
                     remedy="Leave it out: forward may return anything; the loss is computed as you wrote it.",
                 )
-            for name in (*_PIPELINE_FIELDS[:4], "stage_cuts"):
+            for name in (*_PIPELINE_FIELDS[:4], "stage_cuts", "timeline_file"):
                 value = getattr(self, name)
                 if value is not None:
                     raise OptionError(

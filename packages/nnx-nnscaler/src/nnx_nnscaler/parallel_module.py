@@ -17,6 +17,7 @@ from nnx_core.backend import ParallelContext, Sample
 from nnx_core.used import CollectiveOrder
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.options import NnScalerOptions
+from nnx_nnscaler.pipeline.timeline import Timeline
 from nnx_nnscaler.placement import Placement
 from nnx_nnscaler.runtime.arrival import Arrival
 from nnx_nnscaler.runtime.part import NOT_IN_BACKWARD
@@ -49,6 +50,7 @@ class LaidOut:
         parameters: The parameters as they are stored.
         programs: The programs that run in place of the forward; None where every rank runs the module's own.
         steps: The programs that run in place of training steps; None where these are run as they are.
+        timeline: Measures a few steps, where that is asked for.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class LaidOut:
         self.module = module
         self.programs: Programs | None = None
         self.steps: Steps | None = None
+        self.timeline: Timeline | None = None
         arrival = Arrival(module, context.device)
         if arrival.is_there or options.verify:  # a check needs values
             arrival.finish()
@@ -74,6 +77,8 @@ class LaidOut:
         if axes.unit_size > 1:
             from nnx_nnscaler.compilation import make_programs  # without units nothing is traced
 
+            if options.timeline_file is not None:
+                self.timeline = Timeline(options.timeline_file, context.device)
             self.programs, self.steps = make_programs(
                 module,
                 sample,
@@ -83,6 +88,7 @@ class LaidOut:
                 local=self._local_mode,
                 arrival=arrival,
                 loss_scale=loss_scale,
+                timeline=self.timeline,
             )
         if self.programs is not None:
             prefix = _prefix(module, self.programs.root)
@@ -116,6 +122,8 @@ class LaidOut:
         """
         if self.programs is not None:
             self.programs.detach()
+        if self.timeline is not None:
+            self.timeline.finish()
         self.parameters.give_back(at_end)
 
     def _local_mode(self) -> AbstractContextManager[None]:
@@ -135,6 +143,8 @@ class LaidOut:
         """
         if torch._C._current_graph_task_id() == NOT_IN_BACKWARD:
             self.parameters.reducer.recover()
+        if self.timeline is not None and torch.is_grad_enabled():
+            self.timeline.begin_step()
         try:
             yield
         finally:

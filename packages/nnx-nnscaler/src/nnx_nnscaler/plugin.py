@@ -10,7 +10,7 @@ _OF_PLANS = (
     *("iterable_split_by_rank", "shuffled_by_rank"),  # ranks of a unit have to read one batch
     *("gradient_of_a_weight", "gradient_penalty"),  # programs compute the forward in parts
 )
-_OF_RANKS = ("combined_gradients",)  # each rank would combine those of its own samples
+_OF_RANKS = ("combined_gradients", "split_backward")  # each rank would have those of its own samples
 _OF_PARTS = ("gradients_read_on_rank_zero", "weights_read_on_rank_zero")  # all ranks gather
 _PLANNED = Capabilities(
     accelerators=("cpu", "cuda"),
@@ -35,7 +35,7 @@ _CHOSEN = replace(
 )
 _REPLICATED = replace(
     _CHOSEN,
-    refuses=_OF_RANKS,
+    refuses=("combined_gradients",),
     tensor_parallel=False,
     activation_checkpointing=False,
     needs_sample=False,

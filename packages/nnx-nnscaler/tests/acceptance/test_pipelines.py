@@ -6,6 +6,7 @@ By default some combinations are tried, in turns (see `turns`).
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,19 @@ from jobs.nnscaler_pipeline_jobs import (
     logged,
     loop_of_ones_own,
     losses_in_turns,
+    measured,
     odd_steps,
     second_backward,
     unequal_batches,
     weights_after,
 )
 from nnx_conformance.pool import WorkerPool
-from nnx_core.errors import UnsupportedError
-from nnx_nnscaler.options import SCHEDULES
+from nnx_core.errors import NnxError, UnsupportedError
+from nnx_nnscaler.options import SCHEDULES, V_SHAPED
+from nnx_nnscaler.pipeline.picture import order
+from nnx_nnscaler.pipeline.schedules import Action
+from nnx_nnscaler.pipeline.stages import Arrangement
+from nnx_nnscaler.pipeline.timeline import read_timeline
 
 SHAPES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "pp2": ("nnscaler_pp", 2, {}),
@@ -123,6 +129,43 @@ def test_what_a_loss_does_not_see_is_not_stepped_and_masks_and_penalties_count_o
     for found in pool.run(weights_after, schedule, str(tmp_path), world_size=2):
         for name, weights in found.items():
             torch.testing.assert_close({name: weights}, {name: expected[name]}, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [name if name in ("gpipe", "zbv") else pytest.param(name, marks=pytest.mark.full) for name in SCHEDULES],
+)
+def test_a_timeline_has_what_each_rank_did_in_three_steps(
+    pool: WorkerPool, tmp_path: Path, schedule: str
+) -> None:
+    file = tmp_path / "runs" / "timeline.json"
+    pool.run(measured, str(tmp_path), str(file), schedule, 8, world_size=2)
+    spans = read_timeline(file)
+    stages = 1 + max(span.stage for span in spans)
+    wanted = order(schedule, Arrangement(2, stages, schedule in V_SHAPED), 4)
+    for step in (3, 4, 5):
+        own = sorted((span for span in spans if span.step == step), key=lambda span: span.start)
+        for rank in (0, 1):
+            done = [span for span in own if span.rank == rank]
+            assert [Action(*span[2:5]) for span in done] == list(wanted[rank])
+            assert all(one.stop <= other.start for one, other in pairwise(done))
+        times = {(span.kind, span.stage, span.microbatch): span for span in own}
+        for (kind, stage, index), span in times.items():
+            if kind == "F" and stage:
+                assert times["F", stage - 1, index].stop <= span.start
+            if kind in ("B", "I") and stage < stages - 1:
+                before = times.get(("B", stage + 1, index)) or times["I", stage + 1, index]
+                assert before.stop <= span.start
+    assert {span.step for span in spans} == {3, 4, 5}
+
+
+def test_a_run_that_is_too_short_says_that_nothing_was_measured(pool: WorkerPool, tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+    short = pool.run(measured, str(tmp_path), str(file), "1f1b", 2, world_size=2)
+    assert len(short[0]) == 2
+    assert file.read_text() == ""
+    with pytest.raises(NnxError, match="is not a timeline"):
+        read_timeline(file)
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ def test_a_compute_config_that_makes_no_sense_is_refused_with_a_remedy(fields, m
             r"stage_cuts names 1 submodules, and 4 stages need 3",
         ),
         ({"stage_cuts": ["a"]}, r"stage_cuts=\('a',\) with policy='autodist', which has no stages"),
+        ({"timeline_file": "t.json"}, r"timeline_file='t.json' with policy='autodist', which has no stages"),
         ({"policy": "autodis"}, r"policy='autodis' is not allowed"),
         ({"policy": "zero", "use_zero": False}, r"policy='zero' contradicts use_zero=False"),
         ({"zero_ngroups": 2}, r"zero_ngroups=2 without use_zero"),

@@ -316,6 +316,20 @@ def unequal_batches(schedule: str, folder: str) -> list[float]:
     return module.losses
 
 
+def measured(folder: str, file: str, schedule: str, steps: int) -> list[float]:
+    """Losses of a run that is measured, four microbatches a step."""
+    module = Deep()
+    train(
+        *(module, rows(4 * steps)),
+        batch=8,
+        folder=folder,
+        pipeline_scheduler=schedule,
+        pipeline_nmicros=4,
+        timeline_file=file,
+    )
+    return module.losses
+
+
 def auxiliary_loss(folder: str) -> tuple[str, str]:
     return _error(WithAuxiliaryLoss(), folder)
 

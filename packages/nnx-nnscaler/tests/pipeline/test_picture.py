@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from torch import nn, ones
 
-from nnx_core.errors import OptionError, PlanError
+from nnx_core.errors import NnxError, OptionError, PlanError
 from nnx_nnscaler.cost import CostModel
 from nnx_nnscaler.pipeline.picture import Step, draw, order, simulate, waiting_share
 from nnx_nnscaler.pipeline.plan import PipelinePlan
@@ -114,13 +116,37 @@ def test_one_forward_one_backward_keeps_no_more_microbatches_than_there_are_stag
 def test_a_picture_has_a_row_for_each_rank_and_a_box_for_each_action(schedule: str) -> None:
     plan = planned(Arrangement(2, 2), 4)
     root = ElementTree.fromstring(draw(plan, schedule))
-    boxes = root.findall(f"{SVG}g")
+    boxes = root.findall(f"{SVG}g/{SVG}g")
     assert sorted(box.attrib["class"] for box in boxes) == [BACKWARD] * 8 + [FORWARD] * 8
     assert len({box.find(f"{SVG}rect").attrib["y"] for box in boxes}) == 2  # type: ignore[union-attr]
     title = root.findtext(f"{SVG}title")
     total = (max(plan.seconds) + min(plan.seconds) / 4) * 1e3
     assert title is not None
     assert title.startswith(f"{schedule}, predicted: 2 stages on 2 ranks, 4 microbatches; {total:.3g} ms")
+
+
+def test_what_was_measured_is_drawn_below_what_was_predicted(tmp_path: Path) -> None:
+    plan, timeline = planned(Arrangement(2, 2), 4), tmp_path / "timeline.json"
+    actions = [
+        (rank, action) for rank, own in enumerate(order("1f1b", Arrangement(2, 2), 4)) for action in own
+    ]
+    events = [
+        {"ph": "X", "pid": rank, "ts": 10.0 * index, "dur": 5.0, "args": {**action._asdict(), "step": step}}
+        for step in (3, 4)
+        for index, (rank, action) in enumerate(actions)
+    ]
+    timeline.write_text(json.dumps({"traceEvents": events}))
+    predicted, below = ElementTree.fromstring(draw(plan, timeline=timeline)).findall(f"{SVG}g")
+    assert len(predicted.findall(f"{SVG}g")) == len(below.findall(f"{SVG}g")) == 16
+    assert below.findtext(f"{SVG}text") == "measured: step 5; 0.155 ms, of which a rank waits 74%"
+
+
+def test_what_is_no_timeline_is_refused(tmp_path: Path) -> None:
+    timeline = tmp_path / "timeline.json"
+    for text, message in (("", "is not a timeline"), ('{"traceEvents": []}', "has no actions")):
+        timeline.write_text(text)
+        with pytest.raises(NnxError, match=message):
+            draw(planned(Arrangement(2, 2), 4), timeline=timeline)
 
 
 def test_what_cannot_be_drawn_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from nnx_nnscaler.ir import Graph, TensorMeta
 from nnx_nnscaler.pipeline.execution import BACKWARD, Line, Look, Passage
 from nnx_nnscaler.pipeline.plan import PipelinePlan
 from nnx_nnscaler.pipeline.stages import Stage
+from nnx_nnscaler.pipeline.timeline import Timeline
 from nnx_nnscaler.placement import R
 from nnx_nnscaler.runtime.functions import Runtime
 
@@ -55,6 +57,7 @@ class Lineup:
         stages: The stages.
         programs: The programs of this rank's stages, by number.
         pipe: The ranks along the pipe.
+        timeline: Measures what this rank does, where that is asked for.
 
     Attributes:
         rank: This rank's place along the pipe.
@@ -71,12 +74,14 @@ class Lineup:
         stages: Sequence[Stage],
         programs: Mapping[int, Program],
         pipe: dist.ProcessGroup,
+        timeline: Timeline | None = None,
     ) -> None:
         self.graph = graph
         self.plan = plan
         self.stages = stages
         self.programs = programs
         self.pipe = pipe
+        self.timeline = timeline
         self.rank = dist.get_rank(pipe)
         self.own = plan.arrangement.stages_of(self.rank)
         self.bundles = self._all_bundles()
@@ -162,6 +167,7 @@ class Call:
         flows: The names of the values that a gradient flows into.
         passage: What is sent and received with gradients.
         between: What passes between stages: the same, or without gradients where these are sent apart.
+        timeline: What actions are told to; None unless they are measured in this call.
     """
 
     def __init__(
@@ -191,6 +197,9 @@ class Call:
         self._line = Line(lineup.pipe, runtime.device)
         self.passage = Passage(self._line, lineup.reached, records=torch.is_grad_enabled())
         self.between = Passage(self._line, lineup.reached, records=False) if in_turns else self.passage
+        timeline = lineup.timeline
+        is_measured = timeline is not None and timeline.measures and torch.is_grad_enabled()
+        self.timeline = timeline if is_measured else None
         self._part = {name: size // runtime.microbatches for name, size in symbols.items()}
         self.weights = _Borrowed(weights, self._borrow(weights))
 
@@ -199,9 +208,21 @@ class Call:
         for stage in self.own:
             for index, values in enumerate(microbatches):
                 self.receive(stage, index, values)
-                given = self.compute(stage, self.weights, [values[name] for name in stage.arguments])
+                arguments = [values[name] for name in stage.arguments]
+                with self.measured("F", stage.number, index):
+                    given = self.compute(stage, self.weights, arguments)
                 values |= dict(zip(stage.gives, given, strict=True))
                 self.send(stage, index, values)
+                if self.timeline is not None:
+                    self.timeline.during_backward("B", stage.number, index, given)
+                    received = [values[name] for one in self._incoming(stage) for name in one.names]
+                    self.timeline.ends_before([*received, self.passage.token])
+
+    def measured(self, kind: str, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Around an action, which is measured where that is asked for."""
+        if self.timeline is None:
+            return nullcontext()
+        return self.timeline.during(kind, stage, microbatch)
 
     def compute(
         self, stage: Stage, weights: Mapping[str, Tensor], arguments: Sequence[Tensor]

@@ -1,13 +1,15 @@
 """Schedules as pictures: when each rank along the pipe works on which stage and microbatch, drawn as SVG.
 
 `order` says what the ranks do one after another, `simulate` when they do it if a message takes no time, and
-`draw` shows that for a plan. What ran can be drawn in the same way: `gantt` takes any steps.
+`draw` shows that for a plan, and below it what a run has measured in a ``timeline_file``. `gantt` takes any
+steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import NamedTuple
 
 from nnx_core.errors import OptionError, PlanError
@@ -16,6 +18,7 @@ from nnx_nnscaler.options import SCHEDULES
 from nnx_nnscaler.pipeline.plan import PipelinePlan
 from nnx_nnscaler.pipeline.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, actions
 from nnx_nnscaler.pipeline.stages import Arrangement
+from nnx_nnscaler.pipeline.timeline import read_timeline
 
 FORWARD_SHARE = 1 / 3
 """Of the time that a stage takes: for each product of matrices there are two more in the backward pass."""
@@ -166,53 +169,87 @@ def predicted(plan: PipelinePlan, schedule: str) -> list[Step]:
     return simulate(order(schedule, plan.arrangement, plan.microbatches), forward, backward)
 
 
+def measured(timeline: str | Path) -> tuple[list[Step], str]:
+    """What ran in the last step of a timeline, from the time at which it began, and what to call it.
+
+    Args:
+        timeline: A file that the option ``timeline_file`` has named.
+
+    Raises:
+        NnxError: As `read_timeline` does.
+    """
+    spans = read_timeline(timeline)
+    last = max(span.step for span in spans)
+    spans = [span for span in spans if span.step == last]
+    begin = min(span.start for span in spans)
+    steps = [
+        Step(span.rank, Action(span.kind, span.stage, span.microbatch), span.start - begin, span.stop - begin)
+        for span in spans
+    ]
+    return steps, f"measured: step {last + 1}"
+
+
 # --- the picture ----------------------------------------------------------------------------------
 
 
-def draw(plan: PipelinePlan, schedule: str | None = None) -> str:
+def draw(plan: PipelinePlan, schedule: str | None = None, *, timeline: str | Path | None = None) -> str:
     """The predicted schedule of a plan as SVG: a row for each rank, a box for each stage and microbatch.
 
     Args:
         plan: The plan; a third of a stage's predicted time is taken for the forward pass.
         schedule: As in `order`; by default the plan's own.
+        timeline: A file that the option ``timeline_file`` has named: its last step is drawn below.
 
     Raises:
-        OptionError: As `order` does.
+        NnxError: As `order` and `read_timeline` do.
     """
     schedule = schedule or plan.schedule
     steps = predicted(plan, schedule)
     stages, ranks = plan.arrangement.stages, plan.arrangement.ranks
     title = f"{schedule}, predicted: {stages} stages on {ranks} ranks, {plan.microbatches} microbatches"
-    return gantt(steps, title=title)
+    return _page([(steps, title)] if timeline is None else [(steps, title), measured(timeline)])
 
 
-def gantt(steps: Sequence[Step], *, title: str) -> str:
+def gantt(steps: Sequence[Step], title: str) -> str:
     """Steps as SVG.
 
     Args:
         steps: What ran, or would run; at least one.
         title: What stands above.
     """
-    ranks = 1 + max(step.rank for step in steps)
-    total = max(step.stop for step in steps)
-    width, height = _LEFT + _WIDTH + 20, _TOP + ranks * (_ROW + _GAP) + 36
-    stages = [sorted({step.action.stage for step in steps if step.rank == rank}) for rank in range(ranks)]
-    head = f"{title}; {total * 1e3:.3g} ms, of which a rank waits {waiting_share(steps):.0%}"
-    lines = [
+    return _page([(steps, title)])
+
+
+def _page(charts: Sequence[tuple[Sequence[Step], str]]) -> str:
+    """Charts one below the other."""
+    width, height = _LEFT + _WIDTH + 20, 0
+    lines, heads = [], []
+    for steps, title in charts:
+        ranks, total = 1 + max(step.rank for step in steps), max(step.stop for step in steps)
+        heads.append(f"{title}; {total * 1e3:.3g} ms, of which a rank waits {waiting_share(steps):.0%}")
+        lines += [f'<g transform="translate(0 {height})">', *_chart(steps, heads[-1], ranks, total), "</g>"]
+        height += _TOP + ranks * (_ROW + _GAP) + 36
+    head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="Helvetica, Arial, sans-serif" font-size="13" role="img">',
-        f"<title>{escape(head)}</title>",
+        f"<title>{escape('. '.join(heads))}</title>",
         f'<rect width="{width}" height="{height}" rx="10" fill="#ffffff"/>',
-        f'<text x="{_LEFT}" y="28">{escape(head)}</text>',
     ]
+    return "\n".join([*head, *lines, "</svg>"]) + "\n"
+
+
+def _chart(steps: Sequence[Step], head: str, ranks: int, total: float) -> list[str]:
+    """A line of text, and a row for each rank."""
+    stages = [sorted({step.action.stage for step in steps if step.rank == rank}) for rank in range(ranks)]
+    lines = [f'<text x="{_LEFT}" y="28">{escape(head)}</text>']
     for rank in range(ranks):
         y = _TOP + rank * (_ROW + _GAP)
         lines.append(f'<text x="{_LEFT - 10}" y="{y + 22}" text-anchor="end">rank {rank}</text>')
         lines.append(f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH}" height="{_ROW}" fill="#f5f5f5"/>')
     lines += [_box(step, stages[step.rank].index(step.action.stage), _WIDTH / total) for step in steps]
     kinds = {step.action.kind for step in steps}
-    lines += _legend(kinds, several=max(map(len, stages)) > 1, y=height - 26)
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    y = _TOP + ranks * (_ROW + _GAP) + 10
+    return lines + _legend(kinds, several=max(map(len, stages)) > 1, y=y)
 
 
 def _box(step: Step, loop: int, scale: float) -> str:

@@ -28,6 +28,7 @@ from nnx_nnscaler.pipeline.plan import PipelinePlan, pipeline_plan_from_text, pi
 from nnx_nnscaler.pipeline.planning import prepare
 from nnx_nnscaler.pipeline.schedules import Action, Turns, actions
 from nnx_nnscaler.pipeline.stages import make_stages
+from nnx_nnscaler.pipeline.timeline import Timeline
 from nnx_nnscaler.placement import P, Placement, R
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.plan.program_plan import ProgramPlan
@@ -45,10 +46,12 @@ class PipelineForm(ProgramForm):
 
     Attributes:
         pipe: This rank's group along the pipe.
+        timeline: Measures what this rank does, where that is asked for.
     """
 
     needs_first: ClassVar[bool] = True  # which says what each rank stores
     pipe: dist.ProcessGroup
+    timeline: Timeline | None = None
 
     def source(self, graph: Graph, plan: Any, *, title: str, recompute: Sequence[str]) -> str:
         """The source of every stage, one behind the other."""
@@ -65,7 +68,7 @@ class PipelineForm(ProgramForm):
 
     def load(self, entry: Entry, graph: Graph, path: Path | None) -> tuple[Any, Program]:  # noqa: D102
         plan = pipeline_plan_from_text(entry.plan)
-        return plan, PipelineProgram(graph, plan, entry.source, path, self.pipe)
+        return plan, PipelineProgram(graph, plan, entry.source, path, self.pipe, self.timeline)
 
 
 def _sections(source: str) -> list[str]:
@@ -91,10 +94,17 @@ class PipelineProgram:
         source: The sources of the stages.
         path: The file that has them; None if there is none.
         pipe: The ranks along the pipe.
+        timeline: Measures what this rank does, where that is asked for.
     """
 
     def __init__(
-        self, graph: Graph, plan: PipelinePlan, source: str, path: Path | None, pipe: dist.ProcessGroup
+        self,
+        graph: Graph,
+        plan: PipelinePlan,
+        source: str,
+        path: Path | None,
+        pipe: dist.ProcessGroup,
+        timeline: Timeline | None = None,
     ) -> None:
         prepared = prepare(graph)
         self.plan = plan
@@ -107,7 +117,7 @@ class PipelineProgram:
         own = plan.arrangement.stages_of(dist.get_rank(pipe))
         programs = {number: load_program(sections[number], path=path) for number in own}
         stages = make_stages(prepared.outline, plan.cuts)
-        self.lineup = Lineup(self.graph, plan, stages, programs, pipe)
+        self.lineup = Lineup(self.graph, plan, stages, programs, pipe, timeline)
         self._ahead = _program_ahead(prepared.graph, prepared.cut, self._inputs)
         self._returned = [name for name in output_refs(self.graph) if name not in self._inputs]
         self._output = _output_program(self.graph, self._inputs, self._returned)

@@ -188,6 +188,11 @@ def can_split(stage: Stage, flows: Set[str]) -> bool:
     return not given and all(uses[name] <= 1 for name in of_weights)
 
 
+def _detachable(value: Tensor) -> Tensor:
+    """The same as a tensor that torch can detach in place, which views and leaves are not."""
+    return value.clone() if value.is_leaf or value._is_view() else value
+
+
 # --- a run ----------------------------------------------------------------------------------------
 
 
@@ -226,6 +231,14 @@ class Turns:
         self._leaves = {
             fqn: weight.detach().requires_grad_(weight.requires_grad) for fqn, weight in self._weights.items()
         }
+        self._trained = {
+            stage.number: [
+                self._leaves[fqn]
+                for fqn in dict.fromkeys(stage.graph.parameters.values())
+                if self._leaves[fqn].requires_grad
+            ]
+            for stage in call.own
+        }
         self._used: Any = ChainMap(self._leaves, call.weights)  # type: ignore[arg-type] # it is only read
         self._given: dict[tuple[int, int], tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
         self._gradients: dict[tuple[int, str], Tensor] = {}
@@ -251,9 +264,10 @@ class Turns:
         flowing = call.flows.intersection(stage.arguments)
         leaves = {name: values[name].detach().requires_grad_() for name in flowing}
         arguments = [leaves.get(name, values[name]) for name in stage.arguments]
-        given = call.compute(stage, self._used, arguments)
-        if self._splits and number not in self._whole:
-            given = [value.clone() for value in given]  # torch detaches them in place, which views refuse
+        with call.measured(FORWARD, number, index):
+            given = call.compute(stage, self._used, arguments)
+            if self._splits and number not in self._whole:
+                given = [_detachable(value) for value in given]
         made = dict(zip(stage.gives, given, strict=True))
         values |= {name: value.detach() for name, value in made.items()}
         self._given[number, index] = leaves, made
@@ -278,7 +292,8 @@ class Turns:
                 outputs.append(value)
                 gradients.append(gradient)
         if outputs:
-            self._differentiate(kind, (number, index), leaves, outputs, gradients)
+            with self._call.measured(kind, number, index):
+                self._differentiate(kind, (number, index), leaves, outputs, gradients)
         for name, leaf in leaves.items():
             if leaf.grad is not None:
                 known = self._gradients.get((index, name))
@@ -307,18 +322,19 @@ class Turns:
         elif not leaves:
             self._later[key] = outputs, gradients
         else:
-            weights: Any = [leaf for leaf in self._leaves.values() if leaf.requires_grad]
-            _, groups = stage_backward_input(outputs, gradients, list(leaves.values()), iter(weights))
+            weights: Any = iter(self._trained[key[0]])
+            _, groups = stage_backward_input(outputs, gradients, list(leaves.values()), weights)
             self._later[key] = groups
 
     def _finish(self, number: int, index: int) -> None:
         """The gradients of weights that were left for later."""
         left = self._later.pop((number, index), None)
-        if isinstance(left, tuple):
-            torch.autograd.backward(*left)
-        elif left:
-            weights: Any = [leaf for leaf in self._leaves.values() if leaf.requires_grad]
-            stage_backward_weight(iter(weights), left)
+        with self._call.measured(WEIGHTS, number, index):
+            if isinstance(left, tuple):
+                torch.autograd.backward(*left)
+            elif left:
+                weights: Any = iter(self._trained[number])
+                stage_backward_weight(weights, left)
 
     def results(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The results that depend on parameters, as the user's code may differentiate them."""

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import grad_norm
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
+from nnx_checkpoint.collective import is_distributed
 from nnx_conformance.habits import Habitual, Manual, habit
+from nnx_core.errors import NnxError
 
 _NORM = 0.05
 """Far below that of the first gradients."""
@@ -250,6 +254,46 @@ class CombinedGradients(Manual):
             parameter.grad = one + (two if along >= 0 else two - along * one)
         optimizer.step()
         optimizer.zero_grad()
+
+
+@habit()
+class SplitBackward(Manual):
+    """A pipeline schedule of torch's that computes gradients of inputs first and of weights later is right.
+
+    Here each rank has all stages, and its own samples.
+    """
+
+    schedule = "InterleavedZeroBubble"
+    pipe: Any = None
+
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        """Two microbatches through two stages; one plain process needs none."""
+        optimizer: Any = self.optimizers()
+        if is_distributed():
+            self.record(self._through_stages(*batch))
+        else:
+            self.manual_backward(self.recorded_loss(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def _through_stages(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
+        if self.pipe is None:
+            self.pipe, _ = dist.new_subgroups(group_size=1)  # type: ignore[no-untyped-call]
+        parts = (nn.Sequential(self.embed, self.blocks[0]), nn.Sequential(self.blocks[1], self.head))
+        stages: Any = [
+            PipelineStage(part, number, len(parts), inputs.device, group=self.pipe)
+            for number, part in enumerate(parts)
+        ]
+        losses: list[Tensor] = []
+        schedule: Any = get_schedule_class(self.schedule)
+        try:
+            schedule(stages, n_microbatches=2, loss_fn=mse_loss).step(inputs, target=targets, losses=losses)
+        except RuntimeError as error:  # torch's, around what a backward has raised
+            raise error.__cause__ if isinstance(error.__cause__, NnxError) else error from None
+        return torch.stack(losses).mean()
 
 
 @habit()
