@@ -339,7 +339,7 @@ def make_plan(descriptions: Sequence[Sequence[Description]], mode: Mode) -> Plan
     """Assign every box of every tensor to the rank or ranks that write it.
 
     Args:
-        descriptions: Those of each rank, in rank order; equal catalogs should be one object, and equal
+        descriptions: The descriptions of each rank, in rank order; equal catalogs should be one object, and equal
             exceptions too.
         mode: ``"deduped"`` stores each box once, spread by bytes over the ranks that have it;
             ``"sharded"`` lets every rank store all it has.
@@ -368,7 +368,7 @@ def select(
     """What a rank stores, and the data of each entry.
 
     Args:
-        descriptions: Those that it sent.
+        descriptions: The descriptions that it sent.
         shards: The shards that were described.
         broadcast: The part of the plan that all ranks get.
         plan: The part of the plan for this rank.

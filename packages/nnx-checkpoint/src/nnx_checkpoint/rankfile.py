@@ -312,7 +312,7 @@ class Offsets:
             order of their offsets.
         starts: Position of the first byte of each entry in the file.
         blocks: Number of the first checksum of each entry.
-        block_count: How many checksums the file has.
+        block_count: The number of checksums in the file.
     """
 
     tensors: npt.NDArray[np.int64]
@@ -325,7 +325,7 @@ class Offsets:
 
         Args:
             tensor: The number of the tensor.
-            number: Which of the tensor's boxes in this file it is.
+            number: The place of the box among the tensor's boxes in this file.
         """
         row = int(self.tensors.searchsorted(tensor)) + number
         return self.starts.item(row), self.blocks.item(row)

@@ -60,8 +60,8 @@ class Job:
 
     Attributes:
         work: The work of each process.
-        nodes: How many nodes there are.
-        devices: How many processes each node has.
+        nodes: The number of nodes.
+        devices: The number of processes on each node.
         device_type: The type of each process's device, such as ``"cpu"`` or ``"cuda"``.
         packages: The distributions that must have the same version everywhere.
     """
@@ -80,8 +80,8 @@ def variables(
 
     Args:
         rank: The global rank; ranks of a node follow one another.
-        nodes: How many nodes there are.
-        devices: How many processes each node has.
+        nodes: The number of nodes.
+        devices: The number of processes on each node.
         address: The address of rank 0's node.
         port: A port that is free there.
         run: A name for the run.
@@ -109,7 +109,7 @@ def last_committed(paths: Sequence[str]) -> tuple[str, int] | None:
     """The last checkpoint that can be resumed, and the step it was saved after; None if there is none.
 
     Args:
-        paths: Where saves were begun, in that order; some were not committed, or were removed since.
+        paths: The paths at which saves were begun, in that order; some were not committed, or were removed since.
     """
     from nnx_checkpoint import open_checkpoint
 
@@ -165,8 +165,8 @@ class Launcher(ABC):
 
         Args:
             command: The program and its arguments.
-            nodes: How many nodes there are.
-            devices: How many processes each node has.
+            nodes: The number of nodes.
+            devices: The number of processes on each node.
         """
         raise LaunchError(f"{type(self).__name__} starts no scripts.", remedy="Run the script with python.")
 
@@ -179,7 +179,7 @@ def make_launcher(name: str, options: Mapping[str, Any]) -> tuple[Launcher, dict
     """Build a launcher by its name.
 
     Args:
-        name: What a plugin has declared, or ``torchrun`` or ``slurm``.
+        name: A name that a plugin has declared, or ``torchrun`` or ``slurm``.
         options: Options; those that are not the launcher's are given back.
 
     Returns:
@@ -187,7 +187,7 @@ def make_launcher(name: str, options: Mapping[str, Any]) -> tuple[Launcher, dict
 
     Raises:
         OptionError: There is no such launcher, or an option has a wrong value.
-        LaunchError: What it needs is not installed.
+        LaunchError: A package that it needs is not installed.
     """
     known = {spec.name: spec for spec in (*_OURS, *launchers().values())}
     if name not in known:

@@ -58,7 +58,7 @@ def connect(options: RayOptions, *, cpus: float) -> None:
 
     Args:
         options: The options of the launcher.
-        cpus: How many CPUs a cluster that is started here has at least.
+        cpus: The smallest number of CPUs of a cluster that is started here.
 
     Raises:
         LaunchError: The address does not answer, or not as Ray does.
@@ -136,8 +136,8 @@ class Crew:
 
     Args:
         options: The options of the launcher.
-        nodes: How many nodes there are; each is a bundle of the group.
-        devices: How many workers each has.
+        nodes: The number of nodes; each is a bundle of the group.
+        devices: The number of workers on each node.
         device_type: The type of each worker's device.
         packages: The distributions that must have the same version everywhere.
 

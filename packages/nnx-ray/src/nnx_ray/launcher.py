@@ -94,8 +94,8 @@ class RayLauncher(Launcher):
 
         Args:
             command: The program and its arguments.
-            nodes: How many nodes there are.
-            devices: How many processes each node has.
+            nodes: The number of nodes.
+            devices: The number of processes on each node.
 
         Returns:
             The exit code of the first that failed, or 0.
@@ -171,7 +171,7 @@ def _raise_first(failed: dict[int, Ended | RayError], crew: Crew, order: list[in
     """Raise what failed first and is no consequence of something else.
 
     Args:
-        failed: How the ranks that failed have ended.
+        failed: The outcome of each rank that failed.
         crew: The workers.
         order: The ranks that told of an exception, the first one first.
     """

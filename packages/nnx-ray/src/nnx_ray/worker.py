@@ -49,7 +49,7 @@ class Ended:
     """How a worker's part ended.
 
     Attributes:
-        result: What rank 0 brings back.
+        result: The value that rank 0 brings back.
         error: The exception, pickled; empty if there was none, or none that can be pickled.
         text: The traceback; empty if there was no exception.
     """

@@ -30,8 +30,8 @@ def run_script(
     Args:
         name: The launcher.
         command: The script and its arguments.
-        nodes: How many nodes there are.
-        devices: How many processes each node has.
+        nodes: The number of nodes.
+        devices: The number of processes on each node.
         options: Options of the launcher, each as ``name=value``.
         dry_run: Print what would be done, and do nothing.
 

@@ -202,7 +202,7 @@ def rank(found: Sequence[dict[str, Any]], words: Sequence[str]) -> list[Hit]:
 
     Args:
         found: Entries as those of `nnx list`.
-        words: What was asked for, in lower case.
+        words: The words of the question, in lower case.
 
     Example:
         >>> tiny = {"name": "tiny", "status": "installed", "provided_by": "x", "description": "a small one"}

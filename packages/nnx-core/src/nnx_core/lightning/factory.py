@@ -50,7 +50,7 @@ def strategy(
         name: A name that `nnx list` shows, or one of Lightning's own.
         namespace: ``lightning.pytorch``, ``lightning.fabric``, ``pytorch_lightning`` or
             ``lightning_fabric``; by default the one that is imported, Trainer's before Fabric's.
-        launcher: What starts the processes, such as ``"ray"``; by default Lightning does.
+        launcher: The launcher that starts the processes, such as ``"ray"``; by default Lightning does.
         **overrides: Options of the strategy; they win over what it was registered with. Those of the
             launcher are given in the same way.
 
@@ -58,7 +58,7 @@ def strategy(
         StrategyNotInstalledError: The catalog knows the name, but its distribution is missing.
         StrategyNotFoundError: The name is unknown; the message suggests the nearest one.
         OptionError: An option, the namespace or the launcher is unknown or not valid.
-        LaunchError: What the launcher needs is not installed.
+        LaunchError: A package that the launcher needs is not installed.
 
     Example:
         >>> type(strategy("ddp", find_unused_parameters=True)).__name__

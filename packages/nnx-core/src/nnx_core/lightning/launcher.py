@@ -55,8 +55,8 @@ def use_launcher(
         strategy: A strategy for Trainer or Fabric.
         launcher: The launcher.
         root: The root of Lightning's tree, such as ``"lightning.pytorch"``.
-        shards: Whether ranks hold parts of the parameters.
-        gathers: Whether the user asked for the weights to be gathered at the end; None if nothing was said.
+        shards: True if ranks hold parts of the parameters.
+        gathers: True if the user asked for the weights to be gathered at the end; None if nothing was said.
         packages: The distributions that must have the same version everywhere.
 
     Returns:
@@ -97,7 +97,7 @@ class LightningLauncher:
         strategy: The strategy that it belongs to.
         launcher: The launcher that does it.
         root: The root of Lightning's tree.
-        brings_weights: Whether rank 0's weights come back.
+        brings_weights: True if rank 0's weights come back.
         packages: The distributions that must have the same version everywhere.
     """
 
@@ -158,11 +158,11 @@ class Outcome:
     """What rank 0 brings back.
 
     Attributes:
-        result: What the function returned.
+        result: The value that the function returned.
         state: The Trainer's state.
         metrics: The metrics that callbacks see.
-        progress: How far the fit loop came.
-        checkpoints: What callbacks that save know, in the order of the callbacks.
+        progress: The counters of the fit loop.
+        checkpoints: The attributes of callbacks that save, in the order of the callbacks.
         weights: The whole weights; None where they stay.
     """
 
@@ -183,7 +183,7 @@ class LightningRun(Work):
         function: The function.
         arguments: Its arguments by name.
         trainer: The Trainer that the function belongs to; None for Fabric.
-        brings_weights: Whether rank 0's weights come back.
+        brings_weights: True if rank 0's weights come back.
     """
 
     def __init__(
