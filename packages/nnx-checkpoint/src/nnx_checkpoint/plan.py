@@ -339,8 +339,8 @@ def make_plan(descriptions: Sequence[Sequence[Description]], mode: Mode) -> Plan
     """Assign every box of every tensor to the rank or ranks that write it.
 
     Args:
-        descriptions: The descriptions of each rank, in rank order; equal catalogs should be one object, and equal
-            exceptions too.
+        descriptions: The descriptions of each rank, in rank order; equal catalogs should be one object, and
+            equal exceptions too.
         mode: ``"deduped"`` stores each box once, spread by bytes over the ranks that have it;
             ``"sharded"`` lets every rank store all it has.
 

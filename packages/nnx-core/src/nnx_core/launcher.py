@@ -109,7 +109,7 @@ def last_committed(paths: Sequence[str]) -> tuple[str, int] | None:
     """The last checkpoint that can be resumed, and the step it was saved after; None if there is none.
 
     Args:
-        paths: The paths at which saves were begun, in that order; some were not committed, or were removed since.
+        paths: The paths at which saves were begun, in that order; some were not committed, or are gone.
     """
     from nnx_checkpoint import open_checkpoint
 
