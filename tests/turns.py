@@ -57,7 +57,7 @@ class Turn:
 
 TURNS = {
     # One strategy of each engine; together they try every check that an engine can break.
-    "TestFsdpAuto": Turn(0, 3, whole=("habits", "manners")),
+    "TestFsdpAuto": Turn(0, 3, whole=("habits", "nodes", "manners")),
     "TestNnScalerTp": Turn(1, 3),
     "TestColossalAI": Turn(2, 3),
     "TestColossalAIHabits": Turn(1, 3),  # none but in `full`

@@ -114,6 +114,7 @@ def test_a_node_with_another_version_is_named_with_it(cluster: Any, tmp_path: Pa
         cluster.remove_node(node)
 
 
+@pytest.mark.full
 def test_a_script_is_started_in_every_process_and_its_exit_code_comes_back(
     cluster: Any, tmp_path: Path
 ) -> None:

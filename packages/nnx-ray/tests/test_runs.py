@@ -100,6 +100,7 @@ def test_a_killed_actor_costs_the_steps_since_the_last_checkpoint(
     assert trainer.checkpoint_callback.best_model_path.endswith("step=5.ckpt")
 
 
+@pytest.mark.full
 def test_the_exception_of_the_rank_that_failed_first_comes_back_with_its_traceback(
     cluster: Any, tmp_path: Path
 ) -> None:
@@ -190,7 +191,8 @@ def test_a_run_that_is_lost_too_often_ends_with_one_error(cluster: Any, tmp_path
         trainer.fit(task_of(5).module())
 
 
-@pytest.mark.parametrize("strategy", ["fsdp_auto", pytest.param("ddp", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["fsdp_auto", "ddp"])
 def test_fabric_launches_a_function_in_actors_and_gets_back_what_rank_0_returns(
     strategy: str, cluster: Any
 ) -> None:

@@ -118,6 +118,7 @@ def test_a_sharded_run_brings_back_all_but_the_weights_and_tells_who_looks_for_t
     assert all(value.isfinite().all() and not value.is_meta for value in module.state_dict().values())
 
 
+@pytest.mark.full
 def test_the_weights_of_a_replicated_run_come_back_and_are_those_of_one_process():
     alone, module, raw = TASK.module(), TASK.module(), TASK.module()
     make_trainer(Subject("nnscaler_dp"), TASK, devices=1).fit(alone)

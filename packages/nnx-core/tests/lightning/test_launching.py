@@ -149,6 +149,7 @@ def test_spawned_processes_bring_the_weights_back(launch: Launch, check: Callabl
     check(launch(FIT, strategy='__import__("nnx").strategy("fsdp_auto", start_method="spawn")'), ranks=1)
 
 
+@pytest.mark.full
 def test_the_other_copy_of_lightning(launch: Launch, check: Callable[..., None]) -> None:
     check(launch(FIT, package="pytorch_lightning"), tree="pytorch_lightning")
 

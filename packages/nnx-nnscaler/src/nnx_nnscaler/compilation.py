@@ -115,14 +115,18 @@ def make_programs(
         compiled = programs.prepare(ModelCall(*arguments), bring=arrival.finish)
     if compiled is not None and context.rank == 0:
         programs.summary = _summary(compiled, axes)
-        if options.save_plan is not None and isinstance(compiled.plan, ProgramPlan):
-            zero = axes.part_size > 1
-            document = Plan.of(compiled.graph, compiled.plan, costs=costs, units=axes.outer_size, zero=zero)
-            document.save(options.save_plan)
+        _save_plan(compiled, options, axes, costs)
     steps = None
     if compiled is not None and options.schedule != "gpipe" and goes_in_turns(compiled.program):
         steps = _steps(module, programs, axes, runtime, options, costs, local, timeline)
     return programs, steps
+
+
+def _save_plan(compiled: Compiled, options: NnScalerOptions, axes: Axes, costs: CostModel) -> None:
+    if options.save_plan is not None and isinstance(compiled.plan, ProgramPlan):
+        zero = axes.part_size > 1
+        document = Plan.of(compiled.graph, compiled.plan, costs=costs, units=axes.outer_size, zero=zero)
+        document.save(options.save_plan)
 
 
 def _steps(
