@@ -201,6 +201,7 @@ def _form(options: NnScalerOptions, axes: Axes, costs: CostModel, memory_limit: 
             costs=costs,
             layout=layout,
             constraints=options.constraints,
+            memory_limit=memory_limit,
             units=axes.outer_size,
             zero=axes.part_size > 1,
         )

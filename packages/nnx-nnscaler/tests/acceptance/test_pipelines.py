@@ -16,6 +16,7 @@ from jobs.nnscaler_pipeline_jobs import (
     auxiliary_loss,
     held_microbatches,
     second_backward,
+    stored_and_predicted,
     unequal_batches,
 )
 from nnx_conformance.pool import WorkerPool
@@ -64,6 +65,25 @@ def test_the_microbatches_that_a_rank_holds_do_not_grow_with_their_number(
     for microbatches in (4, 8, 16):
         held = pool.run(held_microbatches, str(tmp_path), schedule, microbatches, world_size=2)
         assert max(held) <= most
+
+
+@pytest.mark.parametrize(
+    ("shape", "precision", "more"),
+    [
+        ("pp2", "32-true", {"pipeline_nstages": 4}),
+        ("pp2", "bf16-true", {"fp32_masters": True}),
+        ("pp2 x zero2", "32-true", {}),
+        ("pp2 x tp2", "32-true", {}),
+    ],
+)
+def test_parameters_gradients_and_optimizer_state_take_the_bytes_that_were_predicted(
+    pool: WorkerPool, tmp_path: Path, shape: str, precision: str, more: dict[str, Any]
+) -> None:
+    strategy, devices, options = SHAPES[shape]
+    options = {**options, **more}
+    case = str(tmp_path), strategy, devices, precision, options
+    for counted, predicted in pool.run(stored_and_predicted, *case, world_size=devices):
+        assert counted == predicted > 0
 
 
 def test_last_batches_and_other_sizes_train_as_in_one_process(pool: WorkerPool, tmp_path: Path) -> None:

@@ -5,10 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nnx_nnscaler.pipeline.stages import Arrangement
 from nnx_nnscaler.placement import Placement
 from nnx_nnscaler.plan.program_plan import ProgramPlan, plan_from_text, plan_to_text
+
+
+class Usage(NamedTuple):
+    """Bytes of one rank.
+
+    Attributes:
+        states: Parameters, gradients and optimizer state that it stores.
+        peak: All that it takes at any moment.
+    """
+
+    states: int
+    peak: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +35,7 @@ class PipelinePlan:
         cuts: The places at which the second and later stages begin.
         stages: The plan of every stage, for the ranks that compute it together.
         seconds: Predicted time of every stage for the traced batch, forward and backward.
+        usage: Predicted bytes of every rank along the pipe.
         homes: The rank along the pipe that stores each parameter, by fully qualified name.
         stored: Says how the ranks of a stage store each parameter.
         synchronized: Parameters whose gradients the reducer sums over the ranks of a stage.
@@ -41,6 +55,7 @@ class PipelinePlan:
     seconds: tuple[float, ...]
     homes: Mapping[str, int]
     stored: Mapping[str, Placement]
+    usage: tuple[Usage, ...] = ()
     synchronized: frozenset[str] = frozenset()
     divisible: tuple[tuple[str, int], ...] = ()
     schedule: str = "gpipe"
@@ -69,6 +84,7 @@ def pipeline_plan_to_text(plan: PipelinePlan) -> str:
         "arrangement": plan.arrangement._asdict(),
         "cuts": plan.cuts,
         "seconds": plan.seconds,
+        "usage": [one._asdict() for one in plan.usage],
         "schedule": plan.schedule,
         "loss": plan.loss,
         "microbatches": plan.microbatches,
@@ -94,6 +110,7 @@ def pipeline_plan_from_text(text: str) -> PipelinePlan:
         cuts=tuple(read["cuts"]),
         stages=tuple(plan_from_text(json.dumps(stage)) for stage in read["stages"]),
         seconds=tuple(read["seconds"]),
+        usage=tuple(Usage(**one) for one in read["usage"]),
         homes=read["homes"],
         stored={name: Placement.parse(text) for name, text in read["stored"].items()},
         synchronized=frozenset(read["synchronized"]),

@@ -7,7 +7,7 @@ returns what the forward would, on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from nnx_nnscaler.compiler import ProgramForm
 from nnx_nnscaler.cost.model import CostModel
 from nnx_nnscaler.ir import Graph, Input, Ref
 from nnx_nnscaler.pipeline.call import Call, Lineup, StageRuntime, look_of
-from nnx_nnscaler.pipeline.microbatches import Count, output_refs
+from nnx_nnscaler.pipeline.microbatches import Count, output_refs, possible_counts
 from nnx_nnscaler.pipeline.plan import PipelinePlan, pipeline_plan_from_text, pipeline_plan_to_text
 from nnx_nnscaler.pipeline.planning import prepare
-from nnx_nnscaler.pipeline.schedules import Action, Turns, actions
+from nnx_nnscaler.pipeline.schedules import Action, Turns, actions, scales_loss
 from nnx_nnscaler.pipeline.stages import make_stages
 from nnx_nnscaler.placement import P, Placement, R
 from nnx_nnscaler.plan.planning import plan_program
@@ -143,25 +143,14 @@ class PipelineProgram:
     def order_for(self, symbols: Mapping[str, int]) -> tuple[int, tuple[Action, ...] | None]:
         """The number of microbatches, and what this rank does in turns; None for GPipe's order."""
         plan = self.plan
-        counts = list(self._possible_counts(symbols))
+        counts = list(possible_counts(self.cut, symbols, plan.microbatches, plan.divisible))
         in_turns = plan.schedule != "gpipe" and plan.loss and not self.cut.hindrance
-        if in_turns and torch.is_grad_enabled() and not _scales():
+        if in_turns and torch.is_grad_enabled() and not scales_loss():
             for count in counts:
                 found = actions(plan.schedule, plan.arrangement.ranks, plan.arrangement.stages, count)
                 if found is not None:
                     return count, found[self.lineup.rank]
         return counts[0], None
-
-    def _possible_counts(self, symbols: Mapping[str, int]) -> Iterator[int]:
-        """The numbers of microbatches that a batch can be cut into, the best first."""
-        if not self.cut.hindrance:
-            ((symbol, batch),) = symbols.items()
-            for count in range(min(self.plan.microbatches, batch), 1, -1):
-                part = {symbol: batch // count}
-                fits = batch % count == 0 and batch // count >= self.cut.at_least
-                if fits and all(eval(size, {}, part) % number == 0 for size, number in self.plan.divisible):
-                    yield count
-        yield 1
 
     def _drawn(self, symbols: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
         """Masks for the whole batch: every rank draws all, as one process would, and keeps its own."""
@@ -253,14 +242,6 @@ class PipelineProgram:
                 for fqn in stage.writes:
                     home = self.plan.arrangement.rank_of(stage.number)
                     dist.broadcast(call.weights[fqn], group=self.lineup.pipe, group_src=home)
-
-
-def _scales() -> bool:
-    """Whether the loss is scaled before its backward, so that gradients of the loss as it is may be lost."""
-    return any(
-        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
-        for device in ("cpu", "cuda")
-    )
 
 
 def _put_together(parts: list[Tensor], placement: Placement) -> Tensor:

@@ -118,6 +118,14 @@ def _named_loss(outputs: Argument) -> Iterator[str]:
         yield fields["loss"].name
 
 
+def scales_loss() -> bool:
+    """Whether the loss is scaled before its backward, so that gradients of the loss as it is may be lost."""
+    return any(
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+        for device in ("cpu", "cuda")
+    )
+
+
 class _Loss(torch.autograd.Function):
     """A loss whose gradients are known: they are multiplied by its own gradient."""
 
