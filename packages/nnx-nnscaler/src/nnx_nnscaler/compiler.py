@@ -25,9 +25,8 @@ from nnx_core.errors import NnxError, PlanError, UnsupportedError
 from nnx_nnscaler.codegen.emit import emit
 from nnx_nnscaler.codegen.store import Entry, Program, Store, key_of, load_program
 from nnx_nnscaler.ir import Graph
-from nnx_nnscaler.pipeline.plan import PipelinePlan
+from nnx_nnscaler.pipeline.plan import AnyPlan, any_plan_from_text, any_plan_to_text
 from nnx_nnscaler.placement import Placement
-from nnx_nnscaler.plan.program_plan import ProgramPlan, plan_from_text, plan_to_text
 from nnx_nnscaler.rules.registry import unsupported_message
 from nnx_nnscaler.trace import trace_forward
 from nnx_nnscaler.trace.fingerprint import fingerprint
@@ -49,7 +48,6 @@ __all__ = [
 log = logging.getLogger("nnx.nnscaler")
 
 T = TypeVar("T")
-AnyPlan = ProgramPlan | PipelinePlan
 
 
 class ModelCall(NamedTuple):
@@ -102,11 +100,11 @@ class ProgramForm:
 
     def text(self, plan: Any) -> str:
         """The plan as text."""
-        return plan_to_text(plan)
+        return any_plan_to_text(plan)
 
     def load(self, entry: Entry, graph: Graph, path: Path | None) -> tuple[Any, Program]:
         """The plan and the program of what `source` and `text` wrote."""
-        return plan_from_text(entry.plan), load_program(entry.source, path=path)
+        return any_plan_from_text(entry.plan), load_program(entry.source, path=path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +160,7 @@ class Compiler:
     reuse: str = "match"
     fixed_batch: bool = False
     recompute: tuple[str, ...] = ()
-    check: Callable[[nn.Module, Graph, ProgramPlan, ModelCall], None] | None = None
+    check: Callable[[nn.Module, Graph, AnyPlan, ModelCall], None] | None = None
     _told: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def compile(

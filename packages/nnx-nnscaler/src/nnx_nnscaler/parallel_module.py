@@ -69,7 +69,7 @@ class LaidOut:
         if axes.unit_size > 1:
             from nnx_nnscaler.compilation import make_programs  # without units nothing is traced
 
-            self.programs = make_programs(
+            self.programs, axes = make_programs(
                 module,
                 sample,
                 axes=axes,

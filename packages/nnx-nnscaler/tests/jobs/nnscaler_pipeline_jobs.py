@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import nnx
+from nnx_core.errors import PlanError
 from nnx_core.whole import local_mode
 from nnx_nnscaler.pipeline import schedules
 from nnx_nnscaler.pipeline.plan import pipeline_plan_from_text
@@ -35,6 +36,11 @@ class Deep(LightningModule):
         torch.manual_seed(5)
         self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8)])
         self.losses: list[float] = []
+        self.plan = ""
+
+    def on_train_start(self) -> None:
+        describe = getattr(getattr(self.trainer.strategy, "backend", None), "summary", None)
+        self.plan = describe(self) if describe else ""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.layers(x)
@@ -135,9 +141,24 @@ def stored_and_predicted(
     module.layers.append(module.layers[0])  # stages share it
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     trainer.fit(module, DataLoader(rows(16).to(dtype), batch_size=16))  # type: ignore[arg-type]
-    backend: Any = trainer.strategy.backend  # type: ignore[attr-defined]
     plan = pipeline_plan_from_text(next(Path(folder).rglob("plan.json")).read_text())
-    return counted.found, plan.usage[backend.axes.pipe_rank].states
+    place = trainer.global_rank % plan.size // plan.stages[0].size
+    return counted.found, plan.usage[place].states
+
+
+def planned_losses(
+    folder: str, strategy: str, width: int = 8, **options: Any
+) -> tuple[list[float], str, str]:
+    """Losses, the first line's plan, and the error that came instead."""
+    module = Deep()
+    if width != 8:
+        module.layers[0] = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8))
+    trainer = Trainer(strategy=nnx.strategy(strategy, gen_savedir=folder, **options), devices=2, **_QUIET)
+    try:
+        trainer.fit(module, DataLoader(rows(256), batch_size=256))  # type: ignore[arg-type]
+    except PlanError as error:
+        return [], "", str(error)
+    return module.losses, module.plan, ""
 
 
 def unequal_batches(schedule: str, folder: str) -> list[float]:

@@ -57,7 +57,9 @@ def test_the_longest_stage_is_as_short_as_that_of_any_other_cut(
     may = np.ones(len(seconds), dtype=bool)
     may[[0, -1]] = False
     nothing = np.zeros(len(seconds))
-    cuts = choose_cuts(StageCosts(seconds, np.array(sent, dtype=float), may, nothing, nothing), stages)
+    cuts = choose_cuts(
+        StageCosts(seconds, np.array(sent, dtype=float), may, nothing, nothing, nothing), stages
+    )
     assert cuts is not None
 
     def longest(places: tuple[int, ...]) -> float:
@@ -83,7 +85,9 @@ def test_the_longest_stage_is_as_short_as_that_of_any_cut_that_fits_into_the_mem
     limit = data.draw(st.integers(int(lasting[-1]) // 3, int(lasting[-1] + kept[-1])))
     found = rooms(arrangement, "gpipe", 4, [limit] * arrangement.ranks)
     sent = np.ones(len(seconds))
-    cuts = choose_cuts(StageCosts(seconds, sent, may, lasting, kept), arrangement.stages, rooms=found)
+    cuts = choose_cuts(
+        StageCosts(seconds, sent, may, np.zeros(len(seconds)), lasting, kept), arrangement.stages, rooms=found
+    )
 
     def fits(places: tuple[int, ...]) -> bool:
         taken = [0.0] * arrangement.ranks

@@ -54,7 +54,7 @@ class Lineup:
         plan: The plan.
         stages: The stages.
         programs: The programs of this rank's stages, by number.
-        pipe: The ranks along the pipe.
+        pipe: The ranks along the pipe; None if one rank has all stages.
 
     Attributes:
         rank: This rank's place along the pipe.
@@ -70,14 +70,14 @@ class Lineup:
         plan: PipelinePlan,
         stages: Sequence[Stage],
         programs: Mapping[int, Program],
-        pipe: dist.ProcessGroup,
+        pipe: dist.ProcessGroup | None,
     ) -> None:
         self.graph = graph
         self.plan = plan
         self.stages = stages
         self.programs = programs
         self.pipe = pipe
-        self.rank = dist.get_rank(pipe)
+        self.rank = 0 if pipe is None else dist.get_rank(pipe)
         self.own = plan.arrangement.stages_of(self.rank)
         self.bundles = self._all_bundles()
         self.lent = self._all_lent()

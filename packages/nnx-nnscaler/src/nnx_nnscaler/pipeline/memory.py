@@ -154,14 +154,15 @@ def _used(
             lasting += prices.kept(graph.metas[name], stored)
         else:  # it is lent, and its gradient goes back
             lasting += 2 * prices.local(graph.metas[name], stored.placement).nbytes
-    lasting += sum(_bytes(graph, name) for name in (*graph.buffers, *graph.constants))
+    lasting += sum(bytes_in(graph, name) for name in (*graph.buffers, *graph.constants))
     kept, passing = activations(Flow(graph), assignment_of(graph, plan), prices)
     return _Used(
-        states, lasting, kept + sum(_bytes(graph, n) for n in (*stage.arguments, *stage.gives)), passing
+        states, lasting, kept + sum(bytes_in(graph, n) for n in (*stage.arguments, *stage.gives)), passing
     )
 
 
-def _bytes(graph: Graph, name: str) -> int:
+def bytes_in(graph: Graph, name: str) -> int:
+    """Bytes of a value for the traced batch."""
     meta = graph.meta(name)
     return prod(meta.hints) * bytes_of(meta.dtype)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from nnx_nnscaler.pipeline.stages import Arrangement
 from nnx_nnscaler.placement import Placement
-from nnx_nnscaler.plan.program_plan import ProgramPlan, plan_from_text, plan_to_text
+from nnx_nnscaler.plan.program_plan import Prediction, ProgramPlan, Strategy, plan_from_text, plan_to_text
 
 
 class Usage(NamedTuple):
@@ -70,10 +70,35 @@ class PipelinePlan:
         return self.divisible
 
     @property
+    def choices(self) -> Mapping[str, Strategy]:
+        """Strategy of every operator, by its name, in whatever stage."""
+        return {name: one for stage in self.stages for name, one in stage.choices.items()}
+
+    @property
+    def prediction(self) -> Prediction:
+        """Seconds of a step, waiting included, and bytes of the rank that takes most."""
+        work = max(self.seconds) * self.arrangement.stages / self.arrangement.ranks
+        memory = max((used.peak for used in self.usage), default=0)
+        return Prediction(compute=work / (1 - self.bubble), memory=memory)
+
+    @property
     def bubble(self) -> float:
         """The share of the time in which the longest stage's rank waits, under GPipe or 1F1B."""
         waiting = self.arrangement.ranks - 1
         return waiting / (waiting + self.microbatches * self.arrangement.stages / self.arrangement.ranks)
+
+
+AnyPlan = ProgramPlan | PipelinePlan
+
+
+def any_plan_to_text(plan: AnyPlan) -> str:
+    """A plan of either kind as JSON."""
+    return pipeline_plan_to_text(plan) if isinstance(plan, PipelinePlan) else plan_to_text(plan)
+
+
+def any_plan_from_text(text: str) -> AnyPlan:
+    """The plan that `any_plan_to_text` wrote."""
+    return pipeline_plan_from_text(text) if "stages" in json.loads(text) else plan_from_text(text)
 
 
 def pipeline_plan_to_text(plan: PipelinePlan) -> str:

@@ -39,7 +39,7 @@ from nnx_nnscaler.plan.planning import bytes_text, plan_program, policy_of
 from nnx_nnscaler.plan.program_plan import ProgramPlan
 from nnx_nnscaler.rules.rule import argument_of
 
-_PER_RANK = 4
+PER_RANK = 4
 """Microbatches for each rank along the pipe, where nobody says how many."""
 _ROUNDS = 4
 """How often the search's limits are tightened until what is planned stays within the memory."""
@@ -112,6 +112,11 @@ def prepare(graph: Graph) -> Prepared:
     whole, draws = draw_masks_first(graph)
     cut = cut_batch(whole)
     return Prepared(whole, draws, cut, Outline(cut.graph))
+
+
+def traced_sizes(graph: Graph) -> dict[str, int]:
+    """The size of the traced batch, by its symbol."""
+    return {symbol: hint_of(graph.metas[leaf].shape[dim]) for symbol, (leaf, dim) in graph.symbols.items()}
 
 
 def plan_pipeline(
@@ -200,9 +205,7 @@ class _Search:
         self._loss = loss_of(graph, prepared.cut)
         in_turns = self._loss and not prepared.cut.hindrance and graph.training and not scales_loss()
         self._schedule = options.schedule if in_turns else "gpipe"
-        self._symbols = {
-            symbol: hint_of(graph.metas[leaf].shape[dim]) for symbol, (leaf, dim) in graph.symbols.items()
-        }
+        self._symbols = traced_sizes(graph)
 
     def fits(self, plan: PipelinePlan) -> bool:
         """Whether each rank stays within its memory."""
@@ -218,25 +221,29 @@ class _Search:
             wished: How many microbatches a batch should become.
         """
         options, limit = self._options, self._limit
-        limits: list[float] = []
+        most = [inf if limit is None else float(limit)] * options.arrangement.ranks
         found: list[PipelinePlan] = []
+        limits: list[float] = []
+        if self._cuts(wished, most) is None:
+            return self._planned(self._even_cuts(wished), wished)
         for _ in range(_ROUNDS):
             cuts = self._cuts(wished, limits)
             if cuts is None:
                 break
-            found.append(self._planned(cuts, wished))
-            if limit is None or self.fits(found[-1]):
-                return found[-1]
-            if options.inner > 1:
-                found.append(self._planned(cuts, wished, before=found[-1]))
+            found += self._tried(cuts, wished)
             if self.fits(found[-1]) or options.cuts or self._layout is not None:
                 return found[-1]
-            over = [max(0, used.peak - limit) if limits else 0 for used in found[-1].usage]
-            limits = [mine - more for mine, more in zip(limits or [limit] * len(over), over, strict=True)]
-        found.append(self._planned(self._even_cuts(wished), wished))
-        if options.inner > 1 and not self.fits(found[-1]):
-            found.append(self._planned(found[-1].cuts, wished, before=found[-1]))
+            over = [max(0, used.peak - int(most[0])) if limits else 0 for used in found[-1].usage]
+            limits = [mine - more for mine, more in zip(limits or most, over, strict=True)]
+        found += self._tried(self._even_cuts(wished), wished)
         return min(found, key=lambda plan: max(map(peak_of, plan.usage)))
+
+    def _tried(self, cuts: Sequence[int], wished: int) -> list[PipelinePlan]:
+        """The plan of a cut, and where that takes too much and ranks can split operators, one that does."""
+        plan = self._planned(cuts, wished)
+        if self.fits(plan) or self._options.inner == 1:
+            return [plan]
+        return [plan, self._planned(cuts, wished, before=plan)]
 
     def _cuts(self, wished: int, limits: Sequence[float]) -> list[int] | None:
         """Where stages begin: as named, or near the parameters that lie already, or as is fastest."""
@@ -244,15 +251,14 @@ class _Search:
         if options.cuts:
             return _named_cuts(outline, options.cuts)
         stages = options.arrangement.stages
+        schedule, count = self._order(wished)
+        prices = self._prices.of_microbatches(count)
         if self._layout is not None:
             foreign = foreign_bytes(outline, self._layout.homes or {}, options.arrangement)
-            return choose_cuts(self._prices, stages, foreign=foreign)
+            return choose_cuts(prices, stages, foreign=foreign)
         if not limits:
-            return choose_cuts(self._prices, stages)
-        schedule, count = self._order(wished)
-        each = self._prices._replace(
-            lasting=self._prices.lasting / options.inner, kept=self._prices.kept / options.inner
-        )
+            return choose_cuts(prices, stages)
+        each = prices._replace(lasting=prices.lasting / options.inner, kept=prices.kept / options.inner)
         return choose_cuts(each, stages, rooms=rooms(options.arrangement, schedule, count, limits))
 
     def _even_cuts(self, wished: int) -> list[int]:
@@ -284,7 +290,7 @@ class _Search:
         schedule, count = self._order(wished, divisible)
         mesh = self._mesh._replace(schedule=schedule, microbatches=count)
         bounds = [0, *cuts, len(prepared.outline.ops)]
-        seconds = self._prices.seconds
+        seconds = self._prices.of_microbatches(count).seconds
         return PipelinePlan(
             size=arrangement.ranks * options.inner,
             policy="pp" if options.inner == 1 else "hybrid",
@@ -379,7 +385,7 @@ def _named_cuts(outline: Outline, names: Sequence[str]) -> list[int]:
 def _smaller(plan: Callable[..., ProgramPlan], limit: int) -> ProgramPlan:
     """A plan within a limit, or the one that comes near to it."""
     whole = plan()
-    for share in (1.0, 0.7, 0.4):
+    for share in (1.0, 0.5):
         with suppress(PlanError):
             memory = whole.prediction.memory
             return plan(memory_limit=int(memory - share * (memory - limit)))
@@ -407,12 +413,11 @@ def _wished_microbatches(
     """How many microbatches a batch should become; more only if that is what fits into the memory."""
     if prepared.cut.hindrance:
         return [1]
-    ((name, dim),) = prepared.graph.symbols.values()
-    batch = hint_of(prepared.graph.metas[name].shape[dim])
+    (batch,) = traced_sizes(prepared.graph).values()
     if options.microbatches is None:
-        number = _PER_RANK * options.arrangement.ranks
-        more = [number << power for power in range(1, 32) if number << power <= batch]
-        return [number, *(more if limit is not None else ())]
+        number = PER_RANK * options.arrangement.ranks
+        more = [number << power for power in range(1, 32) if number << power <= batch and limit is not None]
+        return [number, *(more if options.inner == 1 else more[-1:])]  # it takes long to plan each
     if layout is None and batch % options.microbatches:
         raise PlanError(
             f"pipeline_nmicros={options.microbatches} does not divide a batch of {batch} samples.",

@@ -116,6 +116,7 @@ class StageCosts(NamedTuple):
         seconds: Time of all operators before a place.
         sent: Bytes that cross a place.
         may: Whether a stage may begin there.
+        calls: Of the time, what each further microbatch takes as well: calling operators.
         lasting: Bytes of parameters, gradients and optimizer state that are first used before a place.
         kept: Bytes that autograd keeps of all operators before a place.
     """
@@ -123,8 +124,13 @@ class StageCosts(NamedTuple):
     seconds: NDArray[np.float64]
     sent: NDArray[np.float64]
     may: NDArray[np.bool_]
+    calls: NDArray[np.float64]
     lasting: NDArray[np.float64]
     kept: NDArray[np.float64]
+
+    def of_microbatches(self, count: int) -> StageCosts:
+        """The same for a batch that is cut into so many."""
+        return self._replace(seconds=self.seconds + (count - 1) * self.calls)
 
 
 class Room(NamedTuple):
@@ -162,23 +168,26 @@ class Outline:
         """What each cut costs, time in a single unit, and memory with as many as there are."""
         prices = model.prices(self.graph, size=1)
         mesh = model.prices(self.graph, size=1, units=units, zero=zero)
+        free = without_calls(model).prices(self.graph, size=1)
         flow, whole = Flow(self.graph), Stored(R)
         choices = {name: replicate(op) for name, op in flow.ops.items()}
-        kept_by = kept_by_operator(
-            flow, Assignment(choices, dict.fromkeys(self.graph.parameters, whole)), mesh
-        )
-        found = np.zeros((3, len(self.ops)))  # seconds, lasting, kept
+        everything = Assignment(choices, dict.fromkeys(self.graph.parameters, whole))
+        kept_by = kept_by_operator(flow, everything, mesh)
+        found = np.zeros((4, len(self.ops)))
+        seconds, calls, lasting, kept = found
         seen: set[str] = set()
         for index, op in enumerate(self.ops):
             if op.target != "getitem":
-                found[:, index] = prices.operator(op, replicate(op)).seconds, 0, kept_by.get(op.name, 0)
+                seconds[index] = prices.operator(op, replicate(op)).seconds
+                calls[index] = seconds[index] - free.operator(op, replicate(op)).seconds
+                kept[index] = kept_by.get(op.name, 0)
             for name in op.operands():
                 if name in self.graph.parameters and name not in seen:
                     seen.add(name)
-                    meta = self.graph.metas[name]
-                    found[:2, index] += prices.parameter(meta, whole).seconds, mesh.kept(meta, whole)
-        seconds, lasting, kept = np.pad(np.cumsum(found, axis=1), ((0, 0), (1, 0)))
-        return StageCosts(seconds, self._sent(), self.may_begin(), lasting, kept)
+                    seconds[index] += prices.parameter(self.graph.metas[name], whole).seconds
+                    lasting[index] += mesh.kept(self.graph.metas[name], whole)
+        seconds, calls, lasting, kept = np.pad(np.cumsum(found, axis=1), ((0, 0), (1, 0)))
+        return StageCosts(seconds, self._sent(), self.may_begin(), calls, lasting, kept)
 
     def _sent(self) -> NDArray[np.float64]:
         change = np.zeros(len(self.ops) + 2)
@@ -229,6 +238,11 @@ def _light(graph: Graph, free: set[str]) -> set[str]:
         if op.name in free and base_name(op) not in _HEAVY and light.issuperset(op.operands()):
             light.add(op.name)
     return light & {op.name for op in graph.ops}
+
+
+def without_calls(model: CostModel) -> CostModel:
+    """The same where calling an operator takes no time."""
+    return replace(model, hardware=replace(model.hardware, overhead=0.0))
 
 
 def choose_cuts(
