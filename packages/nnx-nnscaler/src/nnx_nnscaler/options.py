@@ -228,10 +228,10 @@ class NnScalerOptions:
     )
     policy: str | Callable[..., Any] = option(
         "autodist",
-        help="How operators are split within a unit: 'autodist' lets a cost model choose, stages too, 'tp' splits "
-        "layers, 'data' splits the batch, 'dp' splits nothing, 'zero' is 'dp' with use_zero, 'pp' cuts the "
-        "model into stages, 'hybrid' also splits their operators; or a function that narrows what may be "
-        "chosen.",
+        help="How operators are split within a unit: 'autodist' lets a cost model choose, also stages, 'tp' "
+        "splits layers, 'data' splits the batch, 'dp' splits nothing, 'zero' is 'dp' with use_zero, 'pp' "
+        "cuts the model into stages, 'hybrid' also splits their operators; or a function that narrows what "
+        "may be chosen.",
     )
     pas_policy: str | Callable[..., Any] | None = option(None, help="The original's name of `policy`.")
     plan_ngpus: int | None = option(
@@ -268,7 +268,8 @@ class NnScalerOptions:
     pipeline_nmicros: int | None = option(
         None,
         help="Microbatches that a batch is cut into, at least pp_size; it has to divide the batch. A smaller "
-        "batch is cut into fewer. By default four for each rank along the pipe.",
+        "batch is cut into fewer. By default four for each rank along the pipe, and more if only then a plan "
+        "fits into the memory.",
         types=(int,),
     )
     pipeline_scheduler: str | None = option(
@@ -280,7 +281,7 @@ class NnScalerOptions:
     stage_cuts: Sequence[str] | str | None = option(
         None,
         help="Names of the submodules that the second and later stages begin with, such as 'blocks.6'. By "
-        "default the longest stage is made as short as can be.",
+        "default the longest stage is made as short as can be within the memory.",
     )
     gen_savedir: str = option(
         "./.nnscaler", help="Where plans and the generated code are kept.", types=(str,)
@@ -323,7 +324,8 @@ class NnScalerOptions:
         help="Compare the first program, when it is compiled, with the module's own forward and backward on "
         "the traced inputs; on CPU, without autocast or half precision, where nothing runs whole. It takes a "
         "step's time and a copy of the model for each rank of a unit. By default small models are compared, "
-        "and run whole if they differ; with True any model is, and a difference is an error.",
+        "and run whole if they differ, but not in stages; with True any model is, and a difference is an "
+        "error.",
         types=(bool,),
     )
 

@@ -5,6 +5,10 @@ By default some combinations are tried, in turns (see `turns`).
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from jobs.nnscaler_models import Case, losses_of
 from jobs.nnscaler_pipeline_jobs import (
     auxiliary_loss,
     held_microbatches,
+    planned_losses_with,
     second_backward,
     stored_and_predicted,
     unequal_batches,
@@ -107,3 +112,51 @@ def test_what_a_schedule_cannot_do_is_refused_on_every_rank(
         assert raised[0] == UnsupportedError.__name__
         assert message in raised[1]
         assert "pipeline_scheduler='gpipe'" in raised[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"pipeline_nstages": 64},
+            r"can be cut into \d+ stages, and 64 are asked for\. Set pipeline_nstages",
+        ),
+        ({"stage_cuts": ["layers.9"]}, r"stage_cuts names 'layers\.9', which computes nothing\. Use names"),
+        ({"pipeline_nmicros": 3}, r"pipeline_nmicros=3 does not divide a batch of 256 samples\. Choose"),
+        (
+            {"memory_limit": 1000},
+            r"'pp' fits into 1000 bytes on each of 2 ranks: .* takes \d+ bytes .*What helps",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_one_error_on_every_rank(
+    pool: WorkerPool, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    for losses, _, error in pool.run(
+        planned_losses_with, str(tmp_path), "nnscaler_pp", options, world_size=2
+    ):
+        assert not losses
+        assert re.search(message, error)
+
+
+@pytest.mark.full
+def test_a_script_that_catches_the_error_ends_by_itself(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_CATCHES)
+    jobs = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, script], env={**os.environ, "PYTHONPATH": str(jobs)}, timeout=150, text=True,
+        capture_output=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.count("3 stages cannot be dealt out to 2 ranks evenly") == 2
+
+
+_CATCHES = """
+from jobs.nnscaler_pipeline_jobs import Deep, rows, train
+from nnx_core.errors import OptionError
+
+try:
+    train(Deep(), rows(16), batch=8, folder=".", pipeline_nstages=3)
+except OptionError as error:
+    print(f"{error}\\n", end="")
+"""

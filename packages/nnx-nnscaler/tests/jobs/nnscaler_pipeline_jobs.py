@@ -146,10 +146,10 @@ def stored_and_predicted(
     return counted.found, plan.usage[place].states
 
 
-def planned_losses(
-    folder: str, strategy: str, width: int = 8, **options: Any
+def planned_losses_with(
+    folder: str, strategy: str, options: dict[str, Any], width: int = 8
 ) -> tuple[list[float], str, str]:
-    """Losses, the first line's plan, and the error that came instead."""
+    """Losses, what the first line of the run says of the plan, and the error that came instead."""
     module = Deep()
     if width != 8:
         module.layers[0] = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8))

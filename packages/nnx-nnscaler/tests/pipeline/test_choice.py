@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from jobs.nnscaler_codegen_models import GPT
-from jobs.nnscaler_pipeline_jobs import Deep, planned_losses, rows
+from jobs.nnscaler_pipeline_jobs import Deep, planned_losses_with, rows
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import PlanError
 from nnx_nnscaler.codegen.self_check import self_check
@@ -86,9 +85,9 @@ def test_autodist_trains_in_stages_and_a_saved_plan_does_the_same(pool: WorkerPo
     options = PipelineOptions(Arrangement(2, 2), schedule="1f1b")
     limit = max(used.peak for used in plan_pipeline(graph, options, costs=CostModel()).usage)
     path, run = str(tmp_path / "plan.json"), partial(pool.run, world_size=2)
-    expected = run(_losses, str(tmp_path / "a"), "nnscaler_dp", {"plan_ngpus": 1})[0][0]
+    expected = run(planned_losses_with, str(tmp_path / "a"), "nnscaler_dp", {"plan_ngpus": 1})[0][0]
     asked, summaries = {"memory_limit": limit, "save_plan": path}, []
-    for losses, summary, error in run(_losses, str(tmp_path / "b"), "nnscaler_deduped", asked):
+    for losses, summary, error in run(planned_losses_with, str(tmp_path / "b"), "nnscaler_deduped", asked):
         assert losses == pytest.approx(expected, abs=1e-5), error
         summaries.append(summary)
     assert summaries[0].startswith("policy 'autodist': without stages no plan fits into the memory; 2 stages")
@@ -96,16 +95,12 @@ def test_autodist_trains_in_stages_and_a_saved_plan_does_the_same(pool: WorkerPo
     assert isinstance(saved.program, PipelinePlan)
     assert saved.program.reason in saved.explain()
     asked = {"load_plan": path, "save_plan": str(tmp_path / "again.json"), "verify": True}
-    for losses, _, error in run(_losses, str(tmp_path / "b"), "nnscaler_pp", asked):
+    for losses, _, error in run(planned_losses_with, str(tmp_path / "b"), "nnscaler_pp", asked):
         assert losses == pytest.approx(expected, abs=1e-5), error
     assert diff(saved, Plan.load(tmp_path / "again.json")) == []
-    asked = {"load_plan": path, "width": 16}
-    for _, _, error in run(_losses, str(tmp_path / "b"), "nnscaler_pp", asked):
+    asked = {"load_plan": path}
+    for _, _, error in run(planned_losses_with, str(tmp_path / "b"), "nnscaler_pp", asked, 16):
         assert "was made for another graph" in error
-
-
-def _losses(folder: str, strategy: str, options: dict[str, Any]) -> tuple[list[float], str, str]:
-    return planned_losses(folder, strategy, **options)
 
 
 @pytest.mark.parametrize("inner", [1, 2])
