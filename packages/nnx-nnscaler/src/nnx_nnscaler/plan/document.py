@@ -150,7 +150,7 @@ class Plan:
         """
         named = f"the plan {path!r}" if path else "this plan"
         if world_size != self.world_size or size not in (None, self.program.size):
-            running = f"{world_size} are running" if size is None else f"{world_size} run in units of {size}"
+            running = f"{world_size} are running{'' if size is None else f' in units of {size}'}"
             raise PlanError(
                 f"{named} is for {self.world_size} ranks ({self.units} units of {self.program.size}), and "
                 f"{running}.",
