@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from nnx_checkpoint.collective import is_distributed
 
-__all__ = ["Axes", "make_axes"]
+__all__ = ["Axes", "make_axes", "with_pipe"]
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class Axes:
         return box[0]
 
 
-def make_axes(*, rank: int, world_size: int, unit_size: int, part_size: int, pipe_size: int = 1) -> Axes:
+def make_axes(*, rank: int, world_size: int, unit_size: int, part_size: int) -> Axes:
     """The axes of a world. Collective the first time.
 
     Args:
@@ -98,14 +98,13 @@ def make_axes(*, rank: int, world_size: int, unit_size: int, part_size: int, pip
         world_size: Number of ranks, a multiple of the next two's product.
         unit_size: Ranks of a plan unit.
         part_size: Units over which parameters are stored in parts; 1 without ZeRO.
-        pipe_size: Stages that work at the same time, a divisor of the unit's ranks; 1 without a pipeline.
     """
     units = [range(start, start + unit_size) for start in range(0, world_size, unit_size)]
     outer = [range(place, world_size, unit_size) for place in range(unit_size)]
     parts = [axis[i : i + part_size] for axis in outer for i in range(0, len(axis), part_size)]
     copies = [axis[i::part_size] for axis in outer for i in range(part_size)]
     outer_rank = rank // unit_size
-    axes = Axes(
+    return Axes(
         unit=_group_of(rank, units),
         outer=_group_of(rank, outer),
         parts=_group_of(rank, parts),
@@ -119,11 +118,19 @@ def make_axes(*, rank: int, world_size: int, unit_size: int, part_size: int, pip
         part_size=part_size,
         unit_control=_control_group_of(rank, units),
     )
-    return axes if pipe_size == 1 else _with_pipe(axes, rank, world_size, pipe_size)
 
 
-def _with_pipe(axes: Axes, rank: int, world_size: int, pipe_size: int) -> Axes:
-    """The same axes with those of a pipeline within each unit."""
+def with_pipe(axes: Axes, pipe_size: int) -> Axes:
+    """The same axes with those of a pipeline within each unit. Collective the first time.
+
+    Args:
+        axes: This rank's.
+        pipe_size: Stages that work at the same time, two or more, which divide the unit's ranks.
+    """
+    if axes.pipe_size == pipe_size:
+        return axes
+    rank = axes.outer_rank * axes.unit_size + axes.unit_rank
+    world_size = axes.outer_size * axes.unit_size
     size = axes.unit_size // pipe_size
     stages = [range(start, start + size) for start in range(0, world_size, size)]
     units = range(0, world_size, axes.unit_size)

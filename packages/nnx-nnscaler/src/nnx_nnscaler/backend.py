@@ -157,13 +157,12 @@ class NnScalerBackend(Backend[NnScalerOptions]):
                 remedy="Set plan_ngpus to 2 or more, or use torch.utils.checkpoint in the model.",
             )
         part_size = self.options.zero_size(units=context.world_size // unit_size)
-        pipe_size, _ = self.options.pipe_shape(unit_size)
+        self.options.pipe_shape(unit_size)  # refuses what does not fit
         self.axes = make_axes(
             rank=context.rank,
             world_size=context.world_size,
             unit_size=unit_size,
             part_size=part_size,
-            pipe_size=pipe_size,
         )
         self._order = CollectiveOrder(remedy=_REMEDY, ranks=self.axes.reading)
 

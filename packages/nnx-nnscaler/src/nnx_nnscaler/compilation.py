@@ -6,9 +6,12 @@ code generator along, which data parallelism does not need.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +22,7 @@ from torch.utils._pytree import tree_map
 from nnx_checkpoint.collective import control_group, together
 from nnx_core.backend import ParallelContext, Sample, first_call
 from nnx_core.calibration import calibrated
-from nnx_nnscaler.axes import Axes
+from nnx_nnscaler.axes import Axes, with_pipe
 from nnx_nnscaler.codegen.self_check import checked_if_small, checked_up_to
 from nnx_nnscaler.codegen.store import Store
 from nnx_nnscaler.compiler import (
@@ -28,21 +31,20 @@ from nnx_nnscaler.compiler import (
     FixedLayout,
     ModelCall,
     Planner,
-    ProgramForm,
     code_digest,
 )
 from nnx_nnscaler.cost.model import CostModel
 from nnx_nnscaler.ir import Graph
-from nnx_nnscaler.options import V_SHAPED, NnScalerOptions
-from nnx_nnscaler.pipeline.plan import PipelinePlan
+from nnx_nnscaler.options import PIPELINES, V_SHAPED, NnScalerOptions
+from nnx_nnscaler.pipeline.choice import with_stages
+from nnx_nnscaler.pipeline.plan import AnyPlan, PipelinePlan
 from nnx_nnscaler.pipeline.planning import PipelineOptions, plan_pipeline
-from nnx_nnscaler.pipeline.program import PipelineForm
+from nnx_nnscaler.pipeline.program import PipelineForm, in_a_row, source_of
 from nnx_nnscaler.pipeline.stages import Arrangement
 from nnx_nnscaler.pipeline.step import StepForm, Steps, TrainingStep, goes_in_turns, layout_for
 from nnx_nnscaler.pipeline.timeline import Timeline
 from nnx_nnscaler.plan.document import Plan
 from nnx_nnscaler.plan.planning import plan_program
-from nnx_nnscaler.plan.program_plan import ProgramPlan
 from nnx_nnscaler.programs import Programs
 from nnx_nnscaler.runtime.arrival import Arrival
 from nnx_nnscaler.runtime.collectives import GroupCommunicator
@@ -65,7 +67,7 @@ def make_programs(
     arrival: Arrival,
     loss_scale: Callable[[], float | None],
     timeline: Timeline | None,
-) -> tuple[Programs, Steps | None]:
+) -> tuple[Programs, Steps | None, Axes]:
     """Compile the first program of a module. Collective.
 
     Where its forward cannot be traced the programs hold none, and every call runs whole. What its training
@@ -82,28 +84,20 @@ def make_programs(
         loss_scale: As a `Runtime` takes it.
         timeline: Measures what this rank does, where that is asked for.
 
+    Returns:
+        The programs, those of steps, and the axes, with those of a pipeline if one was planned.
+
     Raises:
         PlanError: No plan fits, or the ranks' modules differ.
         UnsupportedError: There are no example inputs.
     """
-    with (
-        together(control_group(), doing="looking for example inputs"),
-        _autocast(context),
-        plain_parameters(module, context.device),
-    ):
-        call = first_call(module, sample)
-        arguments = tree_map(_with_values, (call.args, call.kwargs))
-    communicator = GroupCommunicator(axes.unit)
-    hardware = calibrated(communicator, context.device, group=control_group())
-    costs = CostModel(
-        hardware=hardware,
-        master_bytes=4 if options.fp32_masters else 0,
-        recompute=tuple(options.recompute or ()),
-    )
-    runtime = Runtime(GroupCommunicator(axes.within_stage.unit), context.device, loss_scale)
+    root, call = _first_call(module, sample, context)
+    costs = _costs(axes, context, options)
+    planned = _Planned(axes, options)
+    runtime = Runtime(GroupCommunicator(axes.unit), context.device, loss_scale)
     programs = Programs(
-        call.module,
-        compiler=_compiler(call.module, options, axes, context.device, costs, timeline),
+        root,
+        compiler=_compiler(root, options, planned, context.device, costs, timeline),
         runtime=runtime,
         device=context.device,
         unit=axes.unit_control,
@@ -112,18 +106,39 @@ def make_programs(
         speaks=axes.unit_rank == 0,
     )
     with _autocast(context):
-        compiled = programs.prepare(ModelCall(*arguments), bring=arrival.finish)
+        compiled = programs.prepare(call, bring=arrival.finish)
     if compiled is not None and context.rank == 0:
         programs.summary = _summary(compiled, axes)
         _save_plan(compiled, options, axes, costs)
     steps = None
-    if compiled is not None and options.schedule != "gpipe" and goes_in_turns(compiled.program):
-        steps = _steps(module, programs, axes, runtime, options, costs, local, timeline)
-    return programs, steps
+    if compiled is not None and goes_in_turns(compiled.program):
+        steps = _steps(module, programs, planned, runtime, options, costs, local, timeline)
+    return programs, steps, planned.axes
+
+
+def _first_call(module: nn.Module, sample: Sample, context: ParallelContext) -> tuple[nn.Module, ModelCall]:
+    """The module that a step calls first, and what it is called with. Collective."""
+    with (
+        together(control_group(), doing="looking for example inputs"),
+        _autocast(context),
+        plain_parameters(module, context.device),
+    ):
+        call = first_call(module, sample)
+        return call.module, ModelCall(*tree_map(_with_values, (call.args, call.kwargs)))
+
+
+def _costs(axes: Axes, context: ParallelContext, options: NnScalerOptions) -> CostModel:
+    """The figures that plans are made with. Collective."""
+    communicator = GroupCommunicator(axes.unit)
+    return CostModel(
+        hardware=calibrated(communicator, context.device, group=control_group()),
+        master_bytes=4 if options.fp32_masters else 0,
+        recompute=tuple(options.recompute or ()),
+    )
 
 
 def _save_plan(compiled: Compiled, options: NnScalerOptions, axes: Axes, costs: CostModel) -> None:
-    if options.save_plan is not None and isinstance(compiled.plan, ProgramPlan):
+    if options.save_plan is not None:
         zero = axes.part_size > 1
         document = Plan.of(compiled.graph, compiled.plan, costs=costs, units=axes.outer_size, zero=zero)
         document.save(options.save_plan)
@@ -132,7 +147,7 @@ def _save_plan(compiled: Compiled, options: NnScalerOptions, axes: Axes, costs: 
 def _steps(
     module: nn.Module,
     forwards: Programs,
-    axes: Axes,
+    planned: _Planned,
     runtime: Runtime,
     options: NnScalerOptions,
     costs: CostModel,
@@ -144,11 +159,12 @@ def _steps(
         return None
     root = TrainingStep(module, forwards)
     prefix, layout = layout_for(root, forwards)
-    assert axes.pipe is not None
     name = f"{type(module).__module__}.{type(module).__qualname__}.training_step"
+    compiler = _compiler(module, options, planned, runtime.device, costs, timeline)
+    memory_limit = _memory_limit(options, runtime.device)
     compiler = replace(
-        _compiler(module, options, axes, runtime.device, costs, timeline),
-        form=StepForm(_pipeline_planner(options, axes, costs, prefix), axes.pipe, timeline),
+        compiler,
+        form=StepForm(_planner(options, planned, costs, memory_limit, prefix), planned.take, timeline),
         store=Store(options.gen_savedir, owner=name, instance=options.instance_name),
         recompute=tuple(prefix + name for name in options.recompute or ()),
         strict=True,
@@ -159,13 +175,36 @@ def _steps(
             compiler=compiler,
             runtime=runtime,
             device=runtime.device,
-            unit=axes.unit_control,
+            unit=planned.axes.unit_control,
             local=local,
-            speaks=axes.unit_rank == 0,
+            speaks=planned.axes.unit_rank == 0,
             layout=layout,
             otherwise=f"training_step of {type(module).__name__} runs as it is, around its forward's stages",
         )
     )
+
+
+class _Planned:
+    """What the first plan has decided for those that follow.
+
+    Attributes:
+        axes: This rank's groups, to which those of a pipeline come when a plan has one.
+        pipeline: What is asked of pipelines; None where nobody asks for one.
+    """
+
+    def __init__(self, axes: Axes, options: NnScalerOptions) -> None:
+        self.axes = axes
+        self.pipeline = _pipeline(options, axes) if options.policy in PIPELINES else None
+
+    def take(self, plan: PipelinePlan) -> Axes:
+        """The axes with those of a pipeline. Collective the first time."""
+        self.axes = with_pipe(self.axes, plan.arrangement.ranks)
+        if self.pipeline is None or self.pipeline.arrangement != plan.arrangement:
+            inner = plan.stages[0].size
+            self.pipeline = PipelineOptions(
+                plan.arrangement, plan.microbatches, inner=inner, schedule=plan.schedule
+            )
+        return self.axes
 
 
 def _with_values(leaf: Any) -> Any:
@@ -201,13 +240,13 @@ def _summary(compiled: Compiled, axes: Axes) -> str:
 def _compiler(
     root: nn.Module,
     options: NnScalerOptions,
-    axes: Axes,
+    planned: _Planned,
     device: torch.device,
     costs: CostModel,
-    timeline: Timeline | None,
+    timeline: Timeline | None = None,
 ) -> Compiler:
     cls = type(root)
-    policy = options.policy
+    policy, axes = options.policy, planned.axes
     memory_limit = _memory_limit(options, device)
     identity = {
         "policy": policy if isinstance(policy, str) else code_digest(policy),
@@ -217,11 +256,12 @@ def _compiler(
         "machine": f"{costs.hardware.name}, figures {costs.hardware.digest}",
         "memory_limit": memory_limit,
         "constraints": dict(options.constraints or {}),
-        "pipeline": repr(_pipeline(options, axes)),
+        "pipeline": repr((options.pp_size, planned.pipeline)),
+        "load_plan": _content(options.load_plan),
         "compute_config": {key: repr(value) for key, value in options.config.as_dict().items()},
     }
     return Compiler(
-        form=_form(options, axes, costs, memory_limit, timeline),
+        form=PipelineForm(_planner(options, planned, costs, memory_limit), planned.take, timeline),
         size=axes.unit_size,
         identity=identity,
         store=Store(
@@ -230,11 +270,35 @@ def _compiler(
         reuse=options.reuse,
         fixed_batch=options.config.constant_folding,
         recompute=tuple(options.recompute or ()),
-        check=None if axes.pipe_size > 1 else _CHECKS[options.verify],
+        needs_first=policy in PIPELINES,  # which says what each rank stores
+        check=_check(options),
     )
 
 
-_CHECKS = {None: checked_if_small, True: checked_up_to(None), False: None}
+def _content(path: str | None) -> str:
+    """What tells one file from another, or from its former self."""
+    if path is None or not Path(path).is_file():
+        return ""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def _check(options: NnScalerOptions) -> Callable[[nn.Module, Graph, AnyPlan, ModelCall], None] | None:
+    """What compares the first program with the module's own forward; pipelines only if that was asked for."""
+    if options.verify is False:
+        return None
+
+    def check(root: nn.Module, graph: Graph, plan: AnyPlan, call: ModelCall) -> None:
+        if not options.verify:
+            if not isinstance(plan, PipelinePlan):
+                checked_if_small(root, graph, plan, call)
+            return
+        program = None
+        if isinstance(plan, PipelinePlan):
+            source = source_of(graph, plan, recompute=tuple(options.recompute or ()))
+            plan, program = in_a_row(graph, plan, source)
+        checked_up_to(None)(root, graph, plan, call, program)
+
+    return check
 
 
 def _pipeline(options: NnScalerOptions, axes: Axes) -> PipelineOptions:
@@ -249,38 +313,6 @@ def _pipeline(options: NnScalerOptions, axes: Axes) -> PipelineOptions:
     )
 
 
-def _form(
-    options: NnScalerOptions,
-    axes: Axes,
-    costs: CostModel,
-    memory_limit: int | None,
-    timeline: Timeline | None,
-) -> ProgramForm:
-    """What a unit runs: one program for all of its ranks, or a pipeline."""
-    if axes.pipe is None:
-        return ProgramForm(_planner(options, axes, costs, memory_limit))
-    return PipelineForm(_pipeline_planner(options, axes, costs), axes.pipe, timeline)
-
-
-def _pipeline_planner(options: NnScalerOptions, axes: Axes, costs: CostModel, prefix: str = "") -> Planner:
-    """What plans stages, of a graph in which names of submodules begin with a prefix."""
-    asked = _pipeline(options, axes)
-    asked = asked._replace(cuts=tuple(prefix + name for name in asked.cuts))
-
-    def plan(graph: Graph, layout: FixedLayout | None) -> PipelinePlan:
-        return plan_pipeline(
-            graph,
-            asked,
-            costs=costs,
-            layout=layout,
-            constraints={prefix + name: value for name, value in (options.constraints or {}).items()},
-            units=axes.outer_size,
-            zero=axes.part_size > 1,
-        )
-
-    return plan
-
-
 def _memory_limit(options: NnScalerOptions, device: torch.device) -> int | None:
     """Bytes that a plan may take: as asked for, or what most of a CUDA device has."""
     if options.memory_limit is not None:
@@ -290,23 +322,36 @@ def _memory_limit(options: NnScalerOptions, device: torch.device) -> int | None:
     return int(_SHARE_OF_DEVICE * torch.cuda.get_device_properties(device).total_memory)
 
 
-def _planner(options: NnScalerOptions, axes: Axes, costs: CostModel, memory_limit: int | None) -> Planner:
-    def plan(graph: Graph, layout: FixedLayout | None) -> ProgramPlan:
+def _planner(
+    options: NnScalerOptions, planned: _Planned, costs: CostModel, memory_limit: int | None, prefix: str = ""
+) -> Planner:
+    """What makes plans: of one program for all ranks of a unit, or of a pipeline.
+
+    Names of submodules begin with a prefix in the graphs that are planned.
+    """
+    axes, policy = planned.axes, options.policy
+    given: dict[str, Any] = {
+        "costs": costs,
+        "constraints": {prefix + name: value for name, value in (options.constraints or {}).items()},
+        "memory_limit": memory_limit,
+        "units": axes.outer_size,
+        "zero": axes.part_size > 1,
+    }
+
+    def plan(graph: Graph, layout: FixedLayout | None) -> AnyPlan:
         if options.load_plan is not None and layout is None:
             document = Plan.load(options.load_plan)
-            document.check(graph, world_size=axes.unit_size * axes.outer_size, path=options.load_plan)
+            world_size = axes.unit_size * axes.outer_size
+            document.check(graph, world_size=world_size, size=axes.unit_size, path=options.load_plan)
             return document.program
-        return plan_program(
-            graph,
-            size=axes.unit_size,
-            policy=options.policy,
-            costs=costs,
-            stored=None if layout is None else layout.stored,
-            synchronized=None if layout is None else layout.synchronized,
-            constraints=options.constraints,
-            memory_limit=memory_limit,
-            units=axes.outer_size,
-            zero=axes.part_size > 1,
+        if planned.pipeline is not None and (policy in PIPELINES or (layout and layout.homes is not None)):
+            cuts = tuple(prefix + name for name in planned.pipeline.cuts)
+            return plan_pipeline(graph, planned.pipeline._replace(cuts=cuts), layout=layout, **given)
+        program = partial(plan_program, graph, size=axes.unit_size, policy=policy, **given)
+        if layout is not None:
+            return program(stored=layout.stored, synchronized=layout.synchronized)
+        return (
+            program() if policy != "autodist" else with_stages(graph, program, size=axes.unit_size, **given)
         )
 
     return plan

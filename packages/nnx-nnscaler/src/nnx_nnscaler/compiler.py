@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,8 @@ from nnx_core.errors import NnxError, PlanError, UnsupportedError
 from nnx_nnscaler.codegen.emit import emit
 from nnx_nnscaler.codegen.store import Entry, Program, Store, key_of, load_program
 from nnx_nnscaler.ir import Graph
-from nnx_nnscaler.pipeline.plan import PipelinePlan
+from nnx_nnscaler.pipeline.plan import AnyPlan, any_plan_from_text, any_plan_to_text
 from nnx_nnscaler.placement import Placement
-from nnx_nnscaler.plan.program_plan import ProgramPlan, plan_from_text, plan_to_text
 from nnx_nnscaler.rules.registry import unsupported_message
 from nnx_nnscaler.trace import trace_forward
 from nnx_nnscaler.trace.fingerprint import fingerprint
@@ -49,7 +48,6 @@ __all__ = [
 log = logging.getLogger("nnx.nnscaler")
 
 T = TypeVar("T")
-AnyPlan = ProgramPlan | PipelinePlan
 
 
 class ModelCall(NamedTuple):
@@ -87,11 +85,9 @@ class ProgramForm:
     """What plans and programs look like: one function for all ranks of a unit.
 
     Attributes:
-        needs_first: Whether no later call can have a program where the first one has none.
         planner: Makes plans.
     """
 
-    needs_first: ClassVar[bool] = False
     planner: Planner
 
     def plan(self, graph: Graph, layout: FixedLayout | None) -> Any:
@@ -104,11 +100,11 @@ class ProgramForm:
 
     def text(self, plan: Any) -> str:
         """The plan as text."""
-        return plan_to_text(plan)
+        return any_plan_to_text(plan)
 
     def load(self, entry: Entry, graph: Graph, path: Path | None) -> tuple[Any, Program]:
         """The plan and the program of what `source` and `text` wrote."""
-        return plan_from_text(entry.plan), load_program(entry.source, path=path)
+        return any_plan_from_text(entry.plan), load_program(entry.source, path=path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +149,7 @@ class Compiler:
         reuse: ``"match"``, ``"override"``, ``"moo"`` or ``"graph"``.
         fixed_batch: True if a program is for one batch size only.
         recompute: Patterns of names of submodules whose activations are recomputed in the backward pass.
+        needs_first: True if no later call can have a program where the first one has none.
         strict: As `trace_forward` takes it.
         check: Called with the module, the graph, the plan and the call before a program is used; raises where
             it is wrong. None checks nothing.
@@ -165,8 +162,9 @@ class Compiler:
     reuse: str = "match"
     fixed_batch: bool = False
     recompute: tuple[str, ...] = ()
+    needs_first: bool = False
     strict: bool = False
-    check: Callable[[nn.Module, Graph, ProgramPlan, ModelCall], None] | None = None
+    check: Callable[[nn.Module, Graph, AnyPlan, ModelCall], None] | None = None
     _told: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def compile(

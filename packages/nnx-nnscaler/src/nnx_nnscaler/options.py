@@ -52,7 +52,14 @@ _REFUSED = {
     "update_freq": ("Trainer accumulates gradients", "Pass `accumulate_grad_batches` to Trainer."),
 }
 _TAKEN = (
-    *("mem_constraint", "recompute_modules", "load_plan_path", "save_plan_path", "verbose"),
+    *(
+        "mem_constraint",
+        "recompute_modules",
+        "load_plan_path",
+        "save_plan_path",
+        "verbose",
+        "explore_pipeline",
+    ),
     *_PIPELINE_FIELDS,
 )
 """Keys of ``pas_config`` that are options of the strategy here."""
@@ -97,7 +104,7 @@ class ComputeConfig:
     )
     use_end2end: bool = option(
         False,
-        help="Accepted with a policy of pipelines, whose steps are end to end anyhow.",
+        help="Accepted with policies that may make stages, whose steps are end to end anyhow.",
         types=(bool,),
     )
     use_async_reducer: bool = option(
@@ -221,10 +228,10 @@ class NnScalerOptions:
     )
     policy: str | Callable[..., Any] = option(
         "autodist",
-        help="How operators are split within a unit: 'autodist' lets a cost model choose, 'tp' splits "
-        "layers, 'data' splits the batch, 'dp' splits nothing, 'zero' is 'dp' with use_zero, 'pp' cuts the "
-        "model into stages, 'hybrid' also splits their operators; or a function that narrows what may be "
-        "chosen.",
+        help="How operators are split within a unit: 'autodist' lets a cost model choose, also stages, 'tp' "
+        "splits layers, 'data' splits the batch, 'dp' splits nothing, 'zero' is 'dp' with use_zero, 'pp' "
+        "cuts the model into stages, 'hybrid' also splits their operators; or a function that narrows what "
+        "may be chosen.",
     )
     pas_policy: str | Callable[..., Any] | None = option(None, help="The original's name of `policy`.")
     plan_ngpus: int | None = option(
@@ -248,7 +255,8 @@ class NnScalerOptions:
     pp_size: int | None = option(
         None,
         help="Ranks of a unit that work on different stages at the same time. By default all with policy "
-        "'pp', and with 'hybrid' 2, or the least number that divides them.",
+        "'pp', and with 'hybrid' 2, or the least number that divides them. With 'autodist' 1 means that no "
+        "stages are chosen.",
         types=(int,),
     )
     pipeline_nstages: int | None = option(
@@ -260,7 +268,8 @@ class NnScalerOptions:
     pipeline_nmicros: int | None = option(
         None,
         help="Microbatches that a batch is cut into, at least pp_size; it has to divide the batch. A smaller "
-        "batch is cut into fewer. By default four for each rank along the pipe.",
+        "batch is cut into fewer. By default four for each rank along the pipe, and more if only then a plan "
+        "fits into the memory.",
         types=(int,),
     )
     pipeline_scheduler: str | None = option(
@@ -272,7 +281,7 @@ class NnScalerOptions:
     stage_cuts: Sequence[str] | str | None = option(
         None,
         help="Names of the submodules that the second and later stages begin with, such as 'blocks.6'. By "
-        "default the longest stage is made as short as can be.",
+        "default the longest stage is made as short as can be within the memory.",
     )
     timeline_file: str | None = option(
         None,
@@ -321,7 +330,8 @@ class NnScalerOptions:
         help="Compare the first program, when it is compiled, with the module's own forward and backward on "
         "the traced inputs; on CPU, without autocast or half precision, where nothing runs whole. It takes a "
         "step's time and a copy of the model for each rank of a unit. By default small models are compared, "
-        "and run whole if they differ; with True any model is, and a difference is an error.",
+        "and run whole if they differ, but not in stages; with True any model is, and a difference is an "
+        "error.",
         types=(bool,),
     )
 
@@ -389,24 +399,27 @@ class NnScalerOptions:
         elif self.stage_cuts is not None:
             _set(self, "stage_cuts", tuple(self.stage_cuts))
         if self.policy not in PIPELINES:
-            if self.config.use_end2end:
+            if self.config.use_end2end and self.policy != "autodist":
                 raise OptionError(
                     f"use_end2end=True with policy={self.policy!r}, which has no stages.",
                     remedy="Leave it out: forward may return anything; the loss is computed as you wrote it.",
                 )
+            chooses = self.policy == "autodist"
+            why = "which chooses stages itself" if chooses else "which has no stages"
             for name in (*_PIPELINE_FIELDS[:4], "stage_cuts", "timeline_file"):
                 value = getattr(self, name)
-                if value is not None:
+                if value is not None and not (chooses and (name, value) == ("pp_size", 1)):
                     raise OptionError(
-                        f"{name}={value!r} with policy={self.policy!r}, which has no stages.",
+                        f"{name}={value!r} with policy={self.policy!r}, {why}.",
                         remedy="Set policy='pp' or 'hybrid', or leave it out.",
                     )
             return
-        for name in ("save_plan", "load_plan", "verify"):
-            if getattr(self, name):
+        for name in (*_PIPELINE_FIELDS[:4], "stage_cuts"):
+            value = getattr(self, name)
+            if self.load_plan is not None and value is not None:
                 raise OptionError(
-                    f"{name} with policy={self.policy!r}: a pipeline's plan lies beside its code only.",
-                    remedy=f"Leave {name} out; the code and plan are in gen_savedir.",
+                    f"{name}={value!r} with load_plan={self.load_plan!r}, which says it.",
+                    remedy="Leave one of them out.",
                 )
         stages, cuts = self.pipeline_nstages, self.stage_cuts
         if stages is not None and cuts is not None and len(cuts) != stages - 1:
@@ -429,10 +442,10 @@ class NnScalerOptions:
             return 1, 1
         divisor = next(number for number in range(2, unit_size + 1) if unit_size % number == 0)
         ranks = self.pp_size or (unit_size if self.policy == "pp" else divisor)
-        if unit_size % ranks or (self.policy == "pp" and ranks != unit_size):
+        if unit_size % ranks or ranks == 1 or (self.policy == "pp" and ranks != unit_size):
             raise OptionError(
                 f"pp_size={ranks} with units of {unit_size} ranks and policy={self.policy!r}.",
-                remedy="With 'pp' it is plan_ngpus, with 'hybrid' a divisor of it.",
+                remedy="With 'pp' it is plan_ngpus, with 'hybrid' a divisor of it that is larger than 1.",
             )
         each = 1 if self.schedule in ("gpipe", "1f1b", "zero_bubble") else 2
         chosen = ranks * each if self.stage_cuts is None else len(self.stage_cuts) + 1
@@ -544,6 +557,8 @@ def _from_pas_config(pas_config: Mapping[str, Any]) -> dict[str, Any]:
     if pivots:
         found["stage_cuts"] = tuple(pivots.split(",") if isinstance(pivots, str) else pivots)
     found |= {name: pas_config[name] for name in _PIPELINE_FIELDS[:4] if name in pas_config}
+    if pas_config.get("explore_pipeline") is False:
+        found["pp_size"] = 1
     return found
 
 

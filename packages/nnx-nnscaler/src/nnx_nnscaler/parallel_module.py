@@ -79,7 +79,7 @@ class LaidOut:
 
             if options.timeline_file is not None:
                 self.timeline = Timeline(options.timeline_file, context.device)
-            self.programs, self.steps = make_programs(
+            self.programs, self.steps, axes = make_programs(
                 module,
                 sample,
                 axes=axes,

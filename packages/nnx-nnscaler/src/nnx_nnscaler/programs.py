@@ -134,7 +134,7 @@ class Programs:
                 return self.prepare(call)
             self._refused[key] = str(error)
             self._warn(str(error))
-            if self._compiler.form.needs_first:
+            if self._compiler.needs_first:
                 self._never = str(error)
             return None
         self.layout = FixedLayout.of(compiled.plan)

@@ -5,6 +5,10 @@ By default some combinations are tried, in turns (see `turns`).
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +26,9 @@ from jobs.nnscaler_pipeline_jobs import (
     losses_in_turns,
     measured,
     odd_steps,
+    planned_losses_with,
     second_backward,
+    stored_and_predicted,
     unequal_batches,
     weights_after,
 )
@@ -114,6 +120,25 @@ def test_a_loop_of_ones_own_goes_in_turns_where_the_forward_returns_its_loss(
         assert in_turns == 4
 
 
+@pytest.mark.parametrize(
+    ("shape", "precision", "more"),
+    [
+        ("pp2", "32-true", {"pipeline_nstages": 4}),
+        ("pp2", "bf16-true", {"fp32_masters": True}),
+        ("pp2 x zero2", "32-true", {}),
+        ("pp2 x tp2", "32-true", {}),
+    ],
+)
+def test_parameters_gradients_and_optimizer_state_take_the_bytes_that_were_predicted(
+    pool: WorkerPool, tmp_path: Path, shape: str, precision: str, more: dict[str, Any]
+) -> None:
+    strategy, devices, options = SHAPES[shape]
+    options = {**options, **more}
+    case = str(tmp_path), strategy, devices, precision, options
+    for counted, predicted in pool.run(stored_and_predicted, *case, world_size=devices):
+        assert counted == predicted > 0
+
+
 def test_last_batches_and_other_sizes_train_as_in_one_process(pool: WorkerPool, tmp_path: Path) -> None:
     expected = pool.run(unequal_batches, "", "", world_size=1)[0]
     for schedule in ("gpipe", "1f1b", "dualpipev"):
@@ -182,3 +207,51 @@ def test_what_a_schedule_cannot_do_is_refused_on_every_rank(
         assert raised[0] == UnsupportedError.__name__
         assert message in raised[1]
         assert "pipeline_scheduler='gpipe'" in raised[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"pipeline_nstages": 64},
+            r"can be cut into \d+ stages, and 64 are asked for\. Set pipeline_nstages",
+        ),
+        ({"stage_cuts": ["layers.9"]}, r"stage_cuts names 'layers\.9', which computes nothing\. Use names"),
+        ({"pipeline_nmicros": 3}, r"pipeline_nmicros=3 does not divide a batch of 256 samples\. Choose"),
+        (
+            {"memory_limit": 1000},
+            r"'pp' fits into 1000 bytes on each of 2 ranks: .* takes \d+ bytes .*What helps",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_one_error_on_every_rank(
+    pool: WorkerPool, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    for losses, _, error in pool.run(
+        planned_losses_with, str(tmp_path), "nnscaler_pp", options, world_size=2
+    ):
+        assert not losses
+        assert re.search(message, error)
+
+
+@pytest.mark.full
+def test_a_script_that_catches_the_error_ends_by_itself(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_CATCHES)
+    jobs = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, script], env={**os.environ, "PYTHONPATH": str(jobs)}, timeout=150, text=True,
+        capture_output=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.count("3 stages cannot be dealt out to 2 ranks evenly") == 2
+
+
+_CATCHES = """
+from jobs.nnscaler_pipeline_jobs import Deep, rows, train
+from nnx_core.errors import OptionError
+
+try:
+    train(Deep(), rows(16), batch=8, folder=".", pipeline_nstages=3)
+except OptionError as error:
+    print(f"{error}\\n", end="")
+"""

@@ -52,6 +52,12 @@ def test_the_original_names_and_places_of_options_are_taken():
     assert options.zero_size(units=8) == 4
 
 
+def test_autodist_may_choose_stages_unless_it_is_told_not_to():
+    config = {"use_end2end": True, "pas_config": {"explore_pipeline": True}}
+    assert NnScalerOptions(compute_config=config).pp_size is None
+    assert NnScalerOptions(compute_config={"pas_config": {"explore_pipeline": False}}).pp_size == 1
+
+
 def test_policy_zero_is_dp_with_zero():
     assert NnScalerOptions(policy="zero").zero_size(units=4) == 4
     assert NnScalerOptions(policy="dp").zero_size(units=4) == 1
@@ -73,11 +79,13 @@ def test_a_mapping_and_a_compute_config_say_the_same():
         ({"plan_ngpus": "2"}, r"plan_ngpus='2' is of type str"),
         ({"plan_ngpus": 3, "runtime_ngpus": 4}, r"plan_ngpus=3 does not divide runtime_ngpus=4"),
         ({"trace_strategy": "fast"}, r"trace_strategy='fast' is not allowed"),
-        ({"use_end2end": True}, r"use_end2end=True with policy='autodist', which has no stages"),
         ({"zero_ngroups": 2}, r"zero_ngroups=2 without use_zero"),
         ({"zero_use_reduce_scatter": True}, r"zero_use_reduce_scatter=True without use_zero"),
         ({"reducer_bucket_cap_mb": -1}, r"reducer_bucket_cap_mb=-1 is not positive"),
-        ({"pas_config": {"pipeline_nmicros": 4}}, r"pipeline_nmicros=4 with policy='autodist'"),
+        (
+            {"pas_config": {"pipeline_nmicros": 4}},
+            r"pipeline_nmicros=4 with policy='autodist', which chooses",
+        ),
         ({"pas_config": {"max_pipeline_bubble_ratio": 0.2}}, r"Set `pipeline_nmicros`"),
         ({"pas_config": {"update_freq": 4}}, r"Trainer accumulates gradients.*accumulate_grad_batches"),
         ({"pas_config": {"use_bf16": True}}, r"the precision is Trainer's.*bf16-mixed"),
@@ -94,15 +102,20 @@ def test_a_compute_config_that_makes_no_sense_is_refused_with_a_remedy(fields, m
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy": "pp", "save_plan": "x"}, r"save_plan with policy='pp'"),
+        ({"policy": "pp", "load_plan": "x", "pp_size": 2}, r"pp_size=2 with load_plan='x', which says it"),
+        (
+            {"policy": "tp", "compute_config": {"use_end2end": True}},
+            r"use_end2end=True with policy='tp', which has no stages",
+        ),
         ({"policy": "pp", "pipeline_scheduler": "fast"}, r"pipeline_scheduler='fast' is not allowed"),
         ({"policy": "pp", "pipeline_nstages": 0}, r"pipeline_nstages=0 is not positive"),
         (
             {"policy": "hybrid", "pipeline_nstages": 4, "stage_cuts": ["a"]},
             r"stage_cuts names 1 submodules, and 4 stages need 3",
         ),
-        ({"stage_cuts": ["a"]}, r"stage_cuts=\('a',\) with policy='autodist', which has no stages"),
-        ({"timeline_file": "t.json"}, r"timeline_file='t.json' with policy='autodist', which has no stages"),
+        ({"stage_cuts": ["a"]}, r"stage_cuts=\('a',\) with policy='autodist', which chooses stages"),
+        ({"policy": "tp", "pp_size": 1}, r"pp_size=1 with policy='tp', which has no stages"),
+        ({"timeline_file": "t.json"}, r"timeline_file='t.json' with policy='autodist', which chooses stages"),
         ({"policy": "autodis"}, r"policy='autodis' is not allowed"),
         ({"policy": "zero", "use_zero": False}, r"policy='zero' contradicts use_zero=False"),
         ({"zero_ngroups": 2}, r"zero_ngroups=2 without use_zero"),
@@ -140,6 +153,7 @@ def test_the_shape_of_a_pipeline_follows_from_the_unit(options, unit, expected):
     [
         ({"pipeline_nstages": 6}, r"6 stages cannot be dealt out to 4 ranks evenly"),
         ({"pp_size": 2}, r"pp_size=2 with units of 4 ranks and policy='pp'"),
+        ({"policy": "hybrid", "pp_size": 1}, r"pp_size=1 with units of 4 ranks and policy='hybrid'"),
         ({"policy": "hybrid", "pp_size": 3}, r"pp_size=3 with units of 4 ranks"),
         ({"pipeline_nmicros": 2}, r"pipeline_nmicros=2 is less than the 4 ranks along the pipe"),
     ],

@@ -21,7 +21,11 @@ def kept_at(savedir, *, device="cpu", hardware=MEASURED):
     options = NnScalerOptions(policy="tp", plan_ngpus=2, gen_savedir=str(savedir))
     module = nn.Linear(4, 4)
     compiler = compilation._compiler(
-        module, options, UNIT_OF_TWO, torch.device(device), CostModel(hardware=hardware)
+        module,
+        options,
+        compilation._Planned(UNIT_OF_TWO, options),
+        torch.device(device),
+        CostModel(hardware=hardware),
     )
     return compiler.compile(module, ((torch.ones(2, 4),), {}))[1]
 

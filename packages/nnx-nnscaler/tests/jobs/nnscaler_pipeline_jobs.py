@@ -4,18 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import nnx
 from jobs.nnscaler_models import Case, losses_of
+from nnx_core.errors import PlanError
+from nnx_core.whole import local_mode
 from nnx_nnscaler.pipeline import schedules
+from nnx_nnscaler.pipeline.plan import pipeline_plan_from_text
+
+_QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "max_epochs": 2,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+}
 
 
 class Deep(LightningModule):
@@ -26,6 +40,11 @@ class Deep(LightningModule):
         torch.manual_seed(5)
         self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8)])
         self.losses: list[float] = []
+        self.plan = ""
+
+    def on_train_start(self) -> None:
+        describe = getattr(getattr(self.trainer.strategy, "backend", None), "summary", None)
+        self.plan = describe(self) if describe else ""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.layers(x)
@@ -196,18 +215,8 @@ def train(
     module: LightningModule, data: Any, *, batch: int, folder: str, accumulate: int = 1, **options: Any
 ) -> None:
     devices = 2 if options else 1
-    trainer = Trainer(
-        strategy=nnx.strategy("nnscaler_pp", gen_savedir=folder, **options) if options else "auto",
-        accelerator="cpu",
-        devices=devices,
-        max_epochs=2,
-        accumulate_grad_batches=accumulate,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    strategy = nnx.strategy("nnscaler_pp", gen_savedir=folder, **options) if options else "auto"
+    trainer = Trainer(strategy=strategy, devices=devices, accumulate_grad_batches=accumulate, **_QUIET)
     trainer.fit(module, DataLoader(data, batch_size=batch))
 
 
@@ -307,6 +316,61 @@ def held_microbatches(folder: str, schedule: str, microbatches: int, in_step: bo
         schedules.Turns._forward = original  # type: ignore[method-assign]
     assert most, "it did not work in turns"
     return most
+
+
+class Bytes(Callback):
+    """Counts what a rank stores of parameters, gradients and optimizer state, but for counters of steps."""
+
+    found = 0
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        backend, (optimizer,) = trainer.strategy.backend, trainer.optimizers  # type: ignore[attr-defined]
+        with local_mode(), backend._states.shown(optimizer):
+            parameters = list(module.parameters())
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            states = [
+                v for values in optimizer.state.values() for v in values.values() if v.ndim or v.numel() > 1
+            ]
+            masters = list(backend._masters.copies.values())
+            self.found = sum(
+                t.numel() * t.element_size() for t in (*parameters, *gradients, *states, *masters)
+            )
+
+
+def stored_and_predicted(
+    folder: str, strategy: str, devices: int, precision: str, options: dict[str, Any]
+) -> tuple[int, int]:
+    """Bytes of parameters, gradients and optimizer state on this rank: counted, and as the plan has it."""
+    counted = Bytes()
+    trainer = Trainer(
+        strategy=nnx.strategy(strategy, gen_savedir=folder, **options),
+        devices=devices,
+        precision=precision,  # type: ignore[arg-type]
+        callbacks=[counted],
+        **_QUIET,
+    )
+    module = Deep()
+    module.layers.append(module.layers[0])  # stages share it
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    trainer.fit(module, DataLoader(rows(16).to(dtype), batch_size=16))  # type: ignore[arg-type]
+    plan = pipeline_plan_from_text(next(Path(folder).rglob("plan.json")).read_text())
+    place = trainer.global_rank % plan.size // plan.stages[0].size
+    return counted.found, plan.usage[place].states
+
+
+def planned_losses_with(
+    folder: str, strategy: str, options: dict[str, Any], width: int = 8
+) -> tuple[list[float], str, str]:
+    """Losses, what the first line of the run says of the plan, and the error that came instead."""
+    module = Deep()
+    if width != 8:
+        module.layers[0] = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8))
+    trainer = Trainer(strategy=nnx.strategy(strategy, gen_savedir=folder, **options), devices=2, **_QUIET)
+    try:
+        trainer.fit(module, DataLoader(rows(256), batch_size=256))  # type: ignore[arg-type]
+    except PlanError as error:
+        return [], "", str(error)
+    return module.losses, module.plan, ""
 
 
 def unequal_batches(schedule: str, folder: str) -> list[float]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nnx_core.errors import PlanError
 from nnx_nnscaler.cost import CostModel
+from nnx_nnscaler.pipeline.memory import rooms
 from nnx_nnscaler.pipeline.microbatches import cut_batch
 from nnx_nnscaler.pipeline.stages import (
     Arrangement,
@@ -55,7 +56,11 @@ def test_the_longest_stage_is_as_short_as_that_of_any_other_cut(
     seconds = np.concatenate([[0.0], np.cumsum(times)])
     may = np.ones(len(seconds), dtype=bool)
     may[[0, -1]] = False
-    cuts = choose_cuts(StageCosts(seconds, np.array(sent, dtype=float), may), stages)
+    nothing = np.zeros(len(seconds))
+    cuts = choose_cuts(
+        StageCosts(seconds, np.array(sent, dtype=float), may, nothing, nothing, nothing), stages
+    )
+    assert cuts is not None
 
     def longest(places: tuple[int, ...]) -> float:
         bounds = [0, *places, len(times)]
@@ -66,6 +71,40 @@ def test_the_longest_stage_is_as_short_as_that_of_any_other_cut(
     assert longest(tuple(cuts)) <= 1.02 * best + 1e-12
     as_short = [places for places in others if longest(places) <= 1.02 * best]
     assert sum(sent[place] for place in cuts) == min(sum(sent[p] for p in places) for places in as_short)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(*[st.integers(1, 9)] * 3), min_size=6, max_size=9), st.booleans(), st.data())
+def test_the_longest_stage_is_as_short_as_that_of_any_cut_that_fits_into_the_memory(
+    ops: list[tuple[int, int, int]], coupled: bool, data: st.DataObject
+) -> None:
+    arrangement = Arrangement(2, 4) if coupled else Arrangement(3, 3)
+    seconds, lasting, kept = np.pad(np.cumsum(np.array(ops, dtype=float), axis=0), ((1, 0), (0, 0))).T
+    may = np.ones(len(seconds), dtype=bool)
+    may[[0, -1]] = False
+    limit = data.draw(st.integers(int(lasting[-1]) // 3, int(lasting[-1] + kept[-1])))
+    found = rooms(arrangement, "gpipe", 4, [limit] * arrangement.ranks)
+    sent = np.ones(len(seconds))
+    cuts = choose_cuts(
+        StageCosts(seconds, sent, may, np.zeros(len(seconds)), lasting, kept), arrangement.stages, rooms=found
+    )
+
+    def fits(places: tuple[int, ...]) -> bool:
+        taken = [0.0] * arrangement.ranks
+        for stage, (start, stop) in enumerate(pairwise([0, *places, len(ops)])):
+            taken[arrangement.rank_of(stage)] += lasting[stop] - lasting[start] + kept[stop] - kept[start] + 2
+        return max(taken) <= limit
+
+    def longest(places: tuple[int, ...]) -> float:
+        return max(float(seconds[stop] - seconds[start]) for start, stop in pairwise([0, *places, len(ops)]))
+
+    others = list(combinations(range(1, len(ops)), arrangement.stages - 1))
+    fitting = [places for places in others if fits(places)]
+    assert (cuts is None) == (not fitting)
+    if cuts is not None:
+        assert fits(tuple(cuts))
+        if not coupled or fitting == others:
+            assert longest(tuple(cuts)) <= 1.02 * min(map(longest, fitting))
 
 
 def test_too_many_stages_are_refused_with_the_number_there_can_be() -> None:

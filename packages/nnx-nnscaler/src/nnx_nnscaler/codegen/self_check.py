@@ -26,6 +26,7 @@ from nnx_core.errors import PlanError, UnsupportedError
 from nnx_nnscaler.codegen.emit import emit
 from nnx_nnscaler.codegen.store import Program, load_program
 from nnx_nnscaler.ir import Graph, Op, Ref, TensorMeta
+from nnx_nnscaler.pipeline.plan import AnyPlan, PipelinePlan
 from nnx_nnscaler.placement import Placement, R
 from nnx_nnscaler.plan.program_plan import ProgramPlan
 from nnx_nnscaler.rules.rule import replicate
@@ -56,21 +57,34 @@ That takes a tenth of a second.
 _TOLERANCE = 1e-3
 
 
-def self_check(root: nn.Module, graph: Graph, plan: ProgramPlan, call: tuple[Any, Any]) -> None:
+def self_check(
+    root: nn.Module,
+    graph: Graph,
+    plan: AnyPlan,
+    call: tuple[Any, Any],
+    program: Program | None = None,
+) -> None:
     """Compare a program with the module on one call, outputs and gradients.
 
     What it cannot judge passes, as `_hindrance` says.
 
+    Args:
+        root: The module.
+        graph: The graph that was traced.
+        plan: Its plan.
+        call: Arguments of the forward.
+        program: The program; by default what is emitted for the plan.
+
     Raises:
         PlanError: They differ; the message names the first operator whose result does.
     """
-    if plan.size == 1 or _hindrance(root, graph, call):
+    if (plan.size == 1 and program is None) or _hindrance(root, graph, call):
         return
     borrowed = cast(nn.Module, _Borrowed(root))
-    found = compare(borrowed, graph, plan, call)
+    found = compare(borrowed, graph, plan, call, program=program)
     if found.error <= _TOLERANCE:
         return
-    first = _first_difference(borrowed, graph, plan, call)
+    first = _first_difference(borrowed, graph, plan, call) if isinstance(plan, ProgramPlan) else None
     where = f"{first.name} ({first.target}) of {first.module or 'the root'}, {first.source}" if first else ""
     raise PlanError(
         f"the program of {type(root).__name__} for policy {plan.policy!r} on {plan.size} ranks computes "
@@ -80,7 +94,7 @@ def self_check(root: nn.Module, graph: Graph, plan: ProgramPlan, call: tuple[Any
     )
 
 
-def checked_up_to(elements: int | None) -> Callable[[nn.Module, Graph, ProgramPlan, Any], None]:
+def checked_up_to(elements: int | None) -> Callable[..., None]:
     """The check for models of at most that many elements over all ranks; None is any number.
 
     A check of any number was asked for, so it logs why it does nothing.
@@ -90,7 +104,9 @@ def checked_up_to(elements: int | None) -> Callable[[nn.Module, Graph, ProgramPl
             sample.
     """
 
-    def check(root: nn.Module, graph: Graph, plan: ProgramPlan, call: Any) -> None:
+    def check(
+        root: nn.Module, graph: Graph, plan: AnyPlan, call: Any, program: Program | None = None
+    ) -> None:
         hindrance = _hindrance(root, graph, call)
         if elements is None and hindrance:
             name = type(root).__name__
@@ -98,7 +114,7 @@ def checked_up_to(elements: int | None) -> Callable[[nn.Module, Graph, ProgramPl
                 "verify=True: the program of %s is not compared with its forward: %s.", name, hindrance
             )
         if elements is None or _elements(root, graph) * plan.size <= elements:
-            self_check(root, graph, plan, call)
+            self_check(root, graph, plan, call, program)
 
     return check
 
@@ -216,7 +232,7 @@ class Parity:
     buffer: float
     worst: str
     source: str
-    plan: ProgramPlan
+    plan: AnyPlan
 
     @property
     def error(self) -> float:
@@ -285,17 +301,18 @@ def check_parity(
 def compare(
     module: nn.Module,
     graph: Graph,
-    plan: ProgramPlan,
+    plan: AnyPlan,
     call: Arguments,
     *,
     seed: int = 0,
     recompute: Sequence[str] = (),
+    program: Program | None = None,
 ) -> Parity:
     """Run one program and the module itself on the same call, and compare."""
-    source = emit(graph, plan, recompute=recompute)
+    source = "" if isinstance(plan, PipelinePlan) else emit(graph, plan, recompute=recompute)
     with precise(next((p.dtype for p in module.parameters()), torch.float32)):
         expected = _run_module(copy.deepcopy(module), call, seed)
-    found = run_ranks(source, graph, plan, module, call, seed=seed)
+    found = run_ranks(program or source, graph, plan, module, call, seed=seed)
     errors = {
         "output": _worst(_outputs_differ(expected, found)),
         "gradient": _worst(_gradients_differ(expected, found, plan)),
@@ -307,10 +324,17 @@ def compare(
 
 
 def run_ranks(
-    source: str, graph: Graph, plan: ProgramPlan, module: nn.Module, call: Arguments, *, seed: int = 0
+    source: str | Program,
+    graph: Graph,
+    plan: AnyPlan,
+    module: nn.Module,
+    call: Arguments,
+    *,
+    seed: int = 0,
 ) -> list[Run]:
     """Run a program on every rank of a unit, each with a copy of the module; backward too with gradients."""
-    program, alone, gradients = load_program(source), threading.Lock(), torch.is_grad_enabled()
+    program = load_program(source) if isinstance(source, str) else source
+    alone, gradients = threading.Lock(), torch.is_grad_enabled()
 
     def run(unit: Communicator) -> Run:
         with torch.set_grad_enabled(gradients):  # a new thread records them in any case
@@ -344,7 +368,7 @@ def _run_module(module: nn.Module, call: Arguments, seed: int) -> Run:
 def _run_program(
     program: Program,
     graph: Graph,
-    plan: ProgramPlan,
+    plan: AnyPlan,
     module: nn.Module,
     call: Arguments,
     seed: int,
@@ -495,7 +519,7 @@ def _buffers_differ(expected: Run, found: list[Run]) -> Iterator[_Difference]:
             yield _relative(buffer, run.buffers[name]), name
 
 
-def _gradients_differ(expected: Run, found: list[Run], plan: ProgramPlan) -> Iterator[_Difference]:
+def _gradients_differ(expected: Run, found: list[Run], plan: AnyPlan) -> Iterator[_Difference]:
     scale = max(
         (_largest(gradient) for gradient in expected.gradients.values() if gradient is not None), default=0.0
     )
@@ -510,7 +534,7 @@ def _gradients_differ(expected: Run, found: list[Run], plan: ProgramPlan) -> Ite
             yield _relative(one, other, floor=1e-3 * scale), name
 
 
-def _gradient_of(name: str, runs: list[Run], rank: int, plan: ProgramPlan) -> Tensor | None:
+def _gradient_of(name: str, runs: list[Run], rank: int, plan: AnyPlan) -> Tensor | None:
     """The whole gradient of a parameter as the backend would see it on one rank."""
     parts = [run.parts.get(name) for run in runs]
     stored = plan.stored.get(name, R)

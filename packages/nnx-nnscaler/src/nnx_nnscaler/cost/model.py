@@ -493,6 +493,16 @@ class Prices:
         local = self.local(meta, stored.placement)
         return -(-local.nbytes // (self.units if self.zero else 1))
 
+    def states(self, meta: TensorMeta, stored: Stored) -> int:
+        """Bytes of a parameter, its gradient and its optimizer's state, where the most rows are stored."""
+        local = self.local(meta, stored.placement)
+        count, each = local.numel, bytes_of(local.dtype)
+        if self.zero and local.shape:
+            count = -(-local.shape[0] // self.units) * math.prod(local.shape[1:])
+        if self.backward and meta.differentiable:
+            each += each + self.model.optimizer_states * self.model.state_bytes + self.model.master_bytes
+        return count * each
+
     def kept(self, meta: TensorMeta, stored: Stored) -> int:
         """Bytes that a parameter takes when its gradient is there."""
         return self.lasting(meta, stored) + self.gradient(meta, stored)

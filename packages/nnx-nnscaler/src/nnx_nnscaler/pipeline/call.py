@@ -56,7 +56,7 @@ class Lineup:
         plan: The plan.
         stages: The stages.
         programs: The programs of this rank's stages, by number.
-        pipe: The ranks along the pipe.
+        pipe: The ranks along the pipe; None if one rank has all stages.
         timeline: Measures what this rank does, where that is asked for.
 
     Attributes:
@@ -73,7 +73,7 @@ class Lineup:
         plan: PipelinePlan,
         stages: Sequence[Stage],
         programs: Mapping[int, Program],
-        pipe: dist.ProcessGroup,
+        pipe: dist.ProcessGroup | None,
         timeline: Timeline | None = None,
     ) -> None:
         self.graph = graph
@@ -82,7 +82,7 @@ class Lineup:
         self.programs = programs
         self.pipe = pipe
         self.timeline = timeline
-        self.rank = dist.get_rank(pipe)
+        self.rank = 0 if pipe is None else dist.get_rank(pipe)
         self.own = plan.arrangement.stages_of(self.rank)
         self.bundles = self._all_bundles()
         self.lent = self._all_lent()

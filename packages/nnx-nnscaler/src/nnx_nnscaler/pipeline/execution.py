@@ -45,13 +45,12 @@ class Line:
     """Messages between the ranks along a pipe.
 
     Args:
-        group: They.
+        group: They; None if there is only one.
         device: The device of what is received.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group = group
-        self.rank = dist.get_rank(group)
         self.device = device
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
@@ -192,7 +191,8 @@ def _shared(line: Line, home: int, look: Look, value: Tensor | None) -> Tensor:
         tensor = _as(value.detach(), look).clone(memory_format=torch.contiguous_format)
     else:
         tensor = torch.empty(look.shape, dtype=look.dtype, device=line.device)
-    dist.broadcast(tensor, group=line.group, group_src=home)
+    if line.group is not None:
+        dist.broadcast(tensor, group=line.group, group_src=home)
     return tensor
 
 

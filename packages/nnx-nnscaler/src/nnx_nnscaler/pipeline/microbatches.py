@@ -12,7 +12,7 @@ kept.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -295,6 +295,27 @@ def cut_batch(graph: Graph) -> Microbatches:
         return _Cut(graph).result()
     except _HindranceError as error:
         return Microbatches(graph, {}, hindrance=str(error))
+
+
+def possible_counts(
+    cut: Microbatches, symbols: Mapping[str, int], most: int, divisible: Sequence[tuple[str, int]] = ()
+) -> Iterator[int]:
+    """The numbers of microbatches that a batch can be cut into, the best first.
+
+    Args:
+        cut: The graph of a microbatch.
+        symbols: The size of the batch, by its symbol.
+        most: The largest number that is wished for.
+        divisible: Sizes of a microbatch that must be multiples of a number.
+    """
+    if not cut.hindrance:
+        ((symbol, batch),) = symbols.items()
+        for count in range(min(most, batch), 1, -1):
+            part = {symbol: batch // count}
+            fits = batch % count == 0 and batch // count >= cut.at_least
+            if fits and all(eval(size, {}, part) % number == 0 for size, number in divisible):
+                yield count
+    yield 1
 
 
 class _Cut:

@@ -5,10 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nnx_nnscaler.pipeline.stages import Arrangement
 from nnx_nnscaler.placement import Placement
-from nnx_nnscaler.plan.program_plan import ProgramPlan, plan_from_text, plan_to_text
+from nnx_nnscaler.plan.program_plan import Prediction, ProgramPlan, Strategy, plan_from_text, plan_to_text
+
+
+class Usage(NamedTuple):
+    """Bytes of one rank.
+
+    Attributes:
+        states: Parameters, gradients and optimizer state that it stores.
+        peak: All that it takes at any moment.
+    """
+
+    states: int
+    peak: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +35,7 @@ class PipelinePlan:
         cuts: The places at which the second and later stages begin.
         stages: The plan of every stage, for the ranks that compute it together.
         seconds: Predicted time of every stage for the traced batch, forward and backward.
+        usage: Predicted bytes of every rank along the pipe.
         homes: The rank along the pipe that stores each parameter, by fully qualified name.
         stored: Says how the ranks of a stage store each parameter.
         synchronized: Parameters whose gradients the reducer sums over the ranks of a stage.
@@ -41,6 +55,7 @@ class PipelinePlan:
     seconds: tuple[float, ...]
     homes: Mapping[str, int]
     stored: Mapping[str, Placement]
+    usage: tuple[Usage, ...] = ()
     synchronized: frozenset[str] = frozenset()
     divisible: tuple[tuple[str, int], ...] = ()
     schedule: str = "gpipe"
@@ -55,10 +70,35 @@ class PipelinePlan:
         return self.divisible
 
     @property
+    def choices(self) -> Mapping[str, Strategy]:
+        """Strategy of every operator, by its name, in whatever stage."""
+        return {name: one for stage in self.stages for name, one in stage.choices.items()}
+
+    @property
+    def prediction(self) -> Prediction:
+        """Seconds of a step, waiting included, and bytes of the rank that takes most."""
+        work = max(self.seconds) * self.arrangement.stages / self.arrangement.ranks
+        memory = max((used.peak for used in self.usage), default=0)
+        return Prediction(compute=work / (1 - self.bubble), memory=memory)
+
+    @property
     def bubble(self) -> float:
         """The share of the time in which the longest stage's rank waits, under GPipe or 1F1B."""
         waiting = self.arrangement.ranks - 1
         return waiting / (waiting + self.microbatches * self.arrangement.stages / self.arrangement.ranks)
+
+
+AnyPlan = ProgramPlan | PipelinePlan
+
+
+def any_plan_to_text(plan: AnyPlan) -> str:
+    """A plan of either kind as JSON."""
+    return pipeline_plan_to_text(plan) if isinstance(plan, PipelinePlan) else plan_to_text(plan)
+
+
+def any_plan_from_text(text: str) -> AnyPlan:
+    """The plan that `any_plan_to_text` wrote."""
+    return pipeline_plan_from_text(text) if "stages" in json.loads(text) else plan_from_text(text)
 
 
 def pipeline_plan_to_text(plan: PipelinePlan) -> str:
@@ -69,6 +109,7 @@ def pipeline_plan_to_text(plan: PipelinePlan) -> str:
         "arrangement": plan.arrangement._asdict(),
         "cuts": plan.cuts,
         "seconds": plan.seconds,
+        "usage": [one._asdict() for one in plan.usage],
         "schedule": plan.schedule,
         "loss": plan.loss,
         "microbatches": plan.microbatches,
@@ -94,6 +135,7 @@ def pipeline_plan_from_text(text: str) -> PipelinePlan:
         cuts=tuple(read["cuts"]),
         stages=tuple(plan_from_text(json.dumps(stage)) for stage in read["stages"]),
         seconds=tuple(read["seconds"]),
+        usage=tuple(Usage(**one) for one in read["usage"]),
         homes=read["homes"],
         stored={name: Placement.parse(text) for name, text in read["stored"].items()},
         synchronized=frozenset(read["synchronized"]),

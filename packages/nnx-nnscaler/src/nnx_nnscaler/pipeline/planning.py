@@ -2,37 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from math import inf
 from typing import Any, NamedTuple
 
 from nnx_core.errors import OptionError, PlanError, UnsupportedError
 from nnx_nnscaler.compiler import FixedLayout
 from nnx_nnscaler.cost.model import CostModel, Stored
 from nnx_nnscaler.ir import Graph, hint_of
-from nnx_nnscaler.pipeline.microbatches import Draw, Microbatches, cut_batch, draw_masks_first
+from nnx_nnscaler.pipeline.memory import Mesh, peak_of, rooms, too_large, usage_of
+from nnx_nnscaler.pipeline.microbatches import (
+    Draw,
+    Microbatches,
+    cut_batch,
+    draw_masks_first,
+    possible_counts,
+)
 from nnx_nnscaler.pipeline.picture import predicted, waiting_share
 from nnx_nnscaler.pipeline.plan import PipelinePlan
-from nnx_nnscaler.pipeline.schedules import loss_of
+from nnx_nnscaler.pipeline.schedules import actions, loss_of
 from nnx_nnscaler.pipeline.stages import (
     Arrangement,
     Outline,
     Stage,
-    StageCosts,
     choose_cuts,
     foreign_bytes,
     homes_of,
     make_stages,
 )
 from nnx_nnscaler.plan.context import Policy, PolicyContext
-from nnx_nnscaler.plan.planning import plan_program, policy_of
+from nnx_nnscaler.plan.planning import bytes_text, plan_program, policy_of
 from nnx_nnscaler.plan.program_plan import ProgramPlan
 from nnx_nnscaler.rules.rule import argument_of
 
-_PER_RANK = 4
+PER_RANK = 4
 """Microbatches for each rank along the pipe, where nobody says how many."""
+_ROUNDS = 4
+"""How often the search's limits are tightened until what is planned stays within the memory."""
 
 
 class PipelineOptions(NamedTuple):
@@ -104,6 +114,11 @@ def prepare(graph: Graph) -> Prepared:
     return Prepared(whole, draws, cut, Outline(cut.graph))
 
 
+def traced_sizes(graph: Graph) -> dict[str, int]:
+    """The size of the traced batch, by its symbol."""
+    return {symbol: hint_of(graph.metas[leaf].shape[dim]) for symbol, (leaf, dim) in graph.symbols.items()}
+
+
 def plan_pipeline(
     graph: Graph,
     options: PipelineOptions,
@@ -111,6 +126,7 @@ def plan_pipeline(
     costs: CostModel,
     layout: FixedLayout | None = None,
     constraints: Mapping[str, str] | None = None,
+    memory_limit: int | None = None,
     units: int = 1,
     zero: bool = False,
 ) -> PipelinePlan:
@@ -122,11 +138,13 @@ def plan_pipeline(
         costs: The figures that time is predicted with.
         layout: How parameters lie already, for a further program.
         constraints: As for `plan_program`, within stages.
+        memory_limit: Bytes that each rank may use.
         units: The number of units that share the work.
         zero: True if units keep states in parts.
 
     Raises:
-        PlanError: The model cannot be cut so, or the batch not into so many microbatches.
+        PlanError: The model cannot be cut so, or not into so little memory, or the batch not into so many
+            microbatches.
         UnsupportedError: The forward does what stages cannot do.
     """
     if layout is not None and layout.homes is None:
@@ -135,35 +153,202 @@ def plan_pipeline(
             remedy="Change what was in the way then, or use strategy 'nnscaler_zero'.",
         )
     prepared = prepare(graph)
-    outline, arrangement = prepared.outline, options.arrangement
-    prices = outline.costs(costs)
-    cuts = _cuts(outline, prices, options, layout)
-    stages = make_stages(outline, cuts)
-    homes = homes_of(stages, arrangement) if layout is None else layout.homes or {}
-    plans, known = _plan_stages(
-        stages, options, layout=layout, costs=costs, constraints=constraints, units=units, zero=zero
+    mesh = Mesh(costs, units, zero, options.schedule, 1)
+    search = _Search(prepared, options, mesh, layout, constraints, memory_limit)
+    for wished in _wished_microbatches(prepared, options, layout, memory_limit):
+        found = search.best(wished)
+        if search.fits(found):
+            return replace(found, reason=_explained(found, prepared.outline))
+    assert memory_limit is not None
+    knobs = (
+        [f"more microbatches (pipeline_nmicros, now {options.microbatches})"] if options.microbatches else []
     )
-    loss = loss_of(graph, prepared.cut)
-    notes = _notes(prepared, options.schedule, loss)
-    bounds = [0, *cuts, len(outline.ops)]
-    seconds = [float(prices.seconds[stop] - prices.seconds[start]) for start, stop in pairwise(bounds)]
-    found = PipelinePlan(
-        size=arrangement.ranks * options.inner,
-        policy="pp" if options.inner == 1 else "hybrid",
-        arrangement=arrangement,
-        cuts=tuple(cuts),
-        stages=tuple(plans),
-        seconds=tuple(seconds),
-        homes=homes,
-        stored={name: stored.placement for name, stored in known.items()},
-        synchronized=frozenset(name for name, stored in known.items() if stored.synchronized),
-        divisible=tuple(sorted({item for plan in plans for item in plan.divisible})),
-        schedule=options.schedule,
-        loss=loss or "",
-        microbatches=_wished_microbatches(prepared, options, layout),
-        notes=notes,
+    knobs += (
+        ["another cut (without stage_cuts)"]
+        if options.cuts
+        else ["more ranks along the pipe (plan_ngpus, pp_size)"]
     )
-    return replace(found, reason=_explained(found, outline))
+    if units > 1 and not zero:
+        knobs.append("use_zero=True")
+    raise too_large(found, memory_limit, knobs)
+
+
+class _Search:
+    """The search for the plan of one graph.
+
+    Args:
+        prepared: The graph.
+        options: What is asked for.
+        mesh: What bytes depend on, but for the microbatches.
+        layout: How parameters lie already.
+        constraints: As for `plan_program`.
+        limit: Bytes that each rank may use; None for any number.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        options: PipelineOptions,
+        mesh: Mesh,
+        layout: FixedLayout | None,
+        constraints: Mapping[str, str] | None,
+        limit: int | None,
+    ) -> None:
+        self._prepared = prepared
+        self._options = options
+        self._mesh = mesh
+        self._layout = layout
+        self._constraints = constraints
+        self._limit = limit
+        graph, outline = prepared.graph, prepared.outline
+        self._prices = outline.costs(mesh.costs, units=mesh.units, zero=mesh.zero)
+        self._loss = loss_of(graph, prepared.cut)
+        in_turns = self._loss and not prepared.cut.hindrance and graph.training
+        self._schedule = options.schedule if in_turns else "gpipe"
+        self._symbols = traced_sizes(graph)
+
+    def fits(self, plan: PipelinePlan) -> bool:
+        """Whether each rank stays within its memory."""
+        return self._limit is None or max(plan.usage, key=peak_of).peak <= self._limit
+
+    def best(self, wished: int) -> PipelinePlan:
+        """The best plan for a number of microbatches; if none fits, the one that misses least.
+
+        The first is the fastest of all. What stages take is known for sure only when they are planned, so the
+        search's limits are tightened by what ranks exceed theirs.
+
+        Args:
+            wished: How many microbatches a batch should become.
+        """
+        options, limit = self._options, self._limit
+        most = [inf if limit is None else float(limit)] * options.arrangement.ranks
+        found: list[PipelinePlan] = []
+        limits: list[float] = []
+        if self._cuts(wished, most) is None:
+            return self._planned(self._even_cuts(wished), wished)
+        for _ in range(_ROUNDS):
+            cuts = self._cuts(wished, limits)
+            if cuts is None:
+                break
+            found += self._tried(cuts, wished)
+            if self.fits(found[-1]) or options.cuts or self._layout is not None:
+                return found[-1]
+            over = [max(0, used.peak - int(most[0])) if limits else 0 for used in found[-1].usage]
+            limits = [mine - more for mine, more in zip(limits or most, over, strict=True)]
+        found += self._tried(self._even_cuts(wished), wished)
+        return min(found, key=lambda plan: max(map(peak_of, plan.usage)))
+
+    def _tried(self, cuts: Sequence[int], wished: int) -> list[PipelinePlan]:
+        """The plan of a cut, and where that takes too much and ranks can split operators, one that does."""
+        plan = self._planned(cuts, wished)
+        if self.fits(plan) or self._options.inner == 1:
+            return [plan]
+        return [plan, self._planned(cuts, wished, before=plan)]
+
+    def _cuts(self, wished: int, limits: Sequence[float]) -> list[int] | None:
+        """Where stages begin: as named, or near the parameters that lie already, or as is fastest."""
+        options, outline = self._options, self._prepared.outline
+        if options.cuts:
+            return _named_cuts(outline, options.cuts)
+        stages = options.arrangement.stages
+        schedule, count = self._order(wished)
+        prices = self._prices.of_microbatches(count)
+        if self._layout is not None:
+            foreign = foreign_bytes(outline, self._layout.homes or {}, options.arrangement)
+            return choose_cuts(prices, stages, foreign=foreign)
+        if not limits:
+            return choose_cuts(prices, stages)
+        each = prices._replace(lasting=prices.lasting / options.inner, kept=prices.kept / options.inner)
+        return choose_cuts(each, stages, rooms=rooms(options.arrangement, schedule, count, limits))
+
+    def _even_cuts(self, wished: int) -> list[int]:
+        """Cuts that make stages about equal in bytes instead of time."""
+        arrangement, prices = self._options.arrangement, self._prices
+        share = max(
+            max(room.shares.values())
+            for room in rooms(arrangement, *self._order(wished), [inf] * arrangement.ranks)
+        )
+        even = prices._replace(seconds=prices.lasting + share * prices.kept)
+        return choose_cuts(even, arrangement.stages) or []
+
+    def _order(self, wished: int, divisible: Sequence[tuple[str, int]] = ()) -> tuple[str, int]:
+        """The schedule that the traced batch runs in, and its number of microbatches."""
+        counts = list(possible_counts(self._prepared.cut, self._symbols, wished, divisible))
+        ranks, stages, _ = self._options.arrangement
+        for count in counts:
+            if actions(self._schedule, ranks, stages, count) is not None:
+                return self._schedule, count
+        return "gpipe", counts[0]
+
+    def _planned(self, cuts: Sequence[int], wished: int, before: PipelinePlan | None = None) -> PipelinePlan:
+        """The plan of a cut; with a plan of it that takes too much, one that tries to take less."""
+        options, prepared, arrangement = self._options, self._prepared, self._options.arrangement
+        stages = make_stages(prepared.outline, cuts)
+        homes = homes_of(stages, arrangement) if self._layout is None else self._layout.homes or {}
+        plans, known = self._plan_stages(stages, self._limits(before))
+        divisible = tuple(sorted({item for plan in plans for item in plan.divisible}))
+        schedule, count = self._order(wished, divisible)
+        mesh = self._mesh._replace(schedule=schedule, microbatches=count)
+        bounds = [0, *cuts, len(prepared.outline.ops)]
+        seconds = self._prices.of_microbatches(count).seconds
+        return PipelinePlan(
+            size=arrangement.ranks * options.inner,
+            policy="pp" if options.inner == 1 else "hybrid",
+            arrangement=arrangement,
+            cuts=tuple(cuts),
+            stages=tuple(plans),
+            seconds=tuple(float(seconds[stop] - seconds[start]) for start, stop in pairwise(bounds)),
+            usage=usage_of(stages, plans, homes, arrangement, mesh),
+            homes=homes,
+            stored={name: stored.placement for name, stored in known.items()},
+            synchronized=frozenset(name for name, stored in known.items() if stored.synchronized),
+            divisible=divisible,
+            schedule=options.schedule,
+            loss=self._loss or "",
+            microbatches=wished,
+            notes=_notes(prepared, options.schedule, self._loss),
+        )
+
+    def _limits(self, before: PipelinePlan | None) -> list[int | None]:
+        """What stages may take as programs of their own, if they took too much before."""
+        arrangement = self._options.arrangement
+        limits: list[int | None] = [None] * arrangement.stages
+        if before is not None and self._limit is not None:
+            for rank, used in enumerate(before.usage):
+                own = arrangement.stages_of(rank)
+                for stage in own if used.peak > self._limit else ():
+                    memory = before.stages[stage].prediction.memory
+                    limits[stage] = max(1, memory - (used.peak - self._limit) // len(own))
+        return limits
+
+    def _plan_stages(
+        self, stages: Sequence[Stage], limits: Sequence[int | None]
+    ) -> tuple[list[ProgramPlan], dict[str, Stored]]:
+        """The plan of every stage; parameters that several use lie as the first of them wants."""
+        options, layout, mesh = self._options, self._layout, self._mesh
+        known: dict[str, Stored] = {}
+        if layout is not None:
+            known = {
+                name: Stored(placement, name in layout.synchronized)
+                for name, placement in layout.stored.items()
+            }
+        plans: list[ProgramPlan] = []
+        for stage, limit in zip(stages, limits, strict=True):
+            shared = {fqn: known[fqn] for fqn in stage.graph.parameters.values() if fqn in known}
+            plan = partial(
+                plan_program,
+                stage.graph,
+                size=options.inner,
+                policy=options.policy if not shared else _with_known(options.policy, shared),
+                costs=mesh.costs,
+                constraints=self._constraints,
+                units=mesh.units,
+                zero=mesh.zero,
+            )
+            plans.append(plan() if limit is None else _smaller(plan, limit))
+            for name, placement in plans[-1].stored.items():
+                known.setdefault(name, Stored(placement, name in plans[-1].synchronized))
+        return plans, known
 
 
 def _notes(prepared: Prepared, schedule: str, loss: str | None) -> tuple[str, ...]:
@@ -176,20 +361,6 @@ def _notes(prepared: Prepared, schedule: str, loss: str | None) -> tuple[str, ..
         )
         notes.append(f"all goes forward before it goes back, instead of {schedule!r}: {reason}")
     return tuple(notes)
-
-
-def _cuts(
-    outline: Outline, prices: StageCosts, options: PipelineOptions, layout: FixedLayout | None
-) -> list[int]:
-    """Where stages begin: as named, or near the parameters that lie already, or as is fastest."""
-    if options.cuts:
-        return _named_cuts(outline, options.cuts)
-    stages = options.arrangement.stages
-    if layout is None:
-        return choose_cuts(prices, stages)
-    return choose_cuts(
-        prices, stages, foreign=foreign_bytes(outline, layout.homes or {}, options.arrangement)
-    )
 
 
 def _named_cuts(outline: Outline, names: Sequence[str]) -> list[int]:
@@ -211,28 +382,14 @@ def _named_cuts(outline: Outline, names: Sequence[str]) -> list[int]:
     return places
 
 
-def _plan_stages(
-    stages: Sequence[Stage],
-    options: PipelineOptions,
-    *,
-    layout: FixedLayout | None,
-    **given: Any,
-) -> tuple[list[ProgramPlan], dict[str, Stored]]:
-    """The plan of every stage; parameters that several use lie as the first of them wants."""
-    known: dict[str, Stored] = {}
-    if layout is not None:
-        known = {
-            name: Stored(placement, name in layout.synchronized) for name, placement in layout.stored.items()
-        }
-    plans = []
-    for stage in stages:
-        shared = {fqn: known[fqn] for fqn in stage.graph.parameters.values() if fqn in known}
-        policy = options.policy if not shared else _with_known(options.policy, shared)
-        plan = plan_program(stage.graph, size=options.inner, policy=policy, **given)
-        plans.append(plan)
-        for name, placement in plan.stored.items():
-            known.setdefault(name, Stored(placement, name in plan.synchronized))
-    return plans, known
+def _smaller(plan: Callable[..., ProgramPlan], limit: int) -> ProgramPlan:
+    """A plan within a limit, or the one that comes near to it."""
+    whole = plan()
+    for share in (1.0, 0.5):
+        with suppress(PlanError):
+            memory = whole.prediction.memory
+            return plan(memory_limit=int(memory - share * (memory - limit)))
+    return whole
 
 
 def _with_known(policy: str | Policy, known: Mapping[str, Stored]) -> Policy:
@@ -250,34 +407,37 @@ def _with_known(policy: str | Policy, known: Mapping[str, Stored]) -> Policy:
     return narrowed
 
 
-def _wished_microbatches(prepared: Prepared, options: PipelineOptions, layout: FixedLayout | None) -> int:
-    """How many microbatches a batch should become."""
+def _wished_microbatches(
+    prepared: Prepared, options: PipelineOptions, layout: FixedLayout | None, limit: int | None
+) -> list[int]:
+    """How many microbatches a batch should become; more only if that is what fits into the memory."""
     if prepared.cut.hindrance:
-        return 1
+        return [1]
+    (batch,) = traced_sizes(prepared.graph).values()
     if options.microbatches is None:
-        return _PER_RANK * options.arrangement.ranks
-    if layout is not None:
-        return options.microbatches
-    ((name, dim),) = prepared.graph.symbols.values()
-    batch = hint_of(prepared.graph.metas[name].shape[dim])
-    if batch % options.microbatches:
+        number = PER_RANK * options.arrangement.ranks
+        more = [number << power for power in range(1, 32) if number << power <= batch and limit is not None]
+        return [number, *(more if options.inner == 1 else more[-1:])]  # it takes long to plan each
+    if layout is None and batch % options.microbatches:
         raise PlanError(
             f"pipeline_nmicros={options.microbatches} does not divide a batch of {batch} samples.",
             remedy="Choose a divisor of the batch size, or leave it out.",
         )
-    return options.microbatches
+    return [options.microbatches]
 
 
 def _explained(plan: PipelinePlan, outline: Outline) -> str:
-    """The cut and the bubble as one clause."""
+    """The cut, the bubble and the memory as one clause."""
     first = [outline.ops[place].module or "the forward itself" for place in plan.cuts]
     times = ", ".join(f"{seconds * 1e3:.3g}" for seconds in plan.seconds)
     waits = plan.bubble
     if plan.schedule != "gpipe":
         with suppress(OptionError):  # a schedule that does not take so many is not run
             waits = waiting_share(predicted(plan, plan.schedule))
+    states, peaks = (", ".join(map(bytes_text, one)) for one in zip(*plan.usage, strict=True))
     return (
         f"{plan.arrangement.stages} stages, which begin with {', '.join(first) or 'the forward'} and are "
         f"predicted to take {times} ms a batch; with {plan.microbatches} microbatches a rank waits "
-        f"{waits:.0%} of the time"
+        f"{waits:.0%} of the time; parameters, gradients and optimizer state take {states} on the ranks "
+        f"along the pipe, and all together up to {peaks}"
     )

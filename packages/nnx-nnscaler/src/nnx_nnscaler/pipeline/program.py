@@ -7,31 +7,33 @@ returns what the forward would, on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.codegen.emit import emit, inputs_of
 from nnx_nnscaler.codegen.store import Entry, Program, load_program
 from nnx_nnscaler.compiler import ProgramForm
 from nnx_nnscaler.cost.model import CostModel
 from nnx_nnscaler.ir import Graph, Input, Ref
 from nnx_nnscaler.pipeline.call import Call, Lineup, StageRuntime, look_of
-from nnx_nnscaler.pipeline.microbatches import Microbatches, output_refs
-from nnx_nnscaler.pipeline.plan import PipelinePlan, pipeline_plan_from_text, pipeline_plan_to_text
+from nnx_nnscaler.pipeline.microbatches import Microbatches, output_refs, possible_counts
+from nnx_nnscaler.pipeline.plan import PipelinePlan, any_plan_from_text
 from nnx_nnscaler.pipeline.planning import prepare
 from nnx_nnscaler.pipeline.schedules import Action, Turns, actions
-from nnx_nnscaler.pipeline.stages import make_stages
+from nnx_nnscaler.pipeline.stages import Arrangement, make_stages
 from nnx_nnscaler.pipeline.timeline import Timeline
 from nnx_nnscaler.placement import P, Placement, R
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.plan.program_plan import ProgramPlan
+from nnx_nnscaler.runtime.collectives import Communicator, GroupCommunicator
 from nnx_nnscaler.runtime.functions import Runtime, sample_weights
 
 _SECTION = "# === {} ===\n"
@@ -42,33 +44,53 @@ _SECTION = "# === {} ===\n"
 
 @dataclass(frozen=True)
 class PipelineForm(ProgramForm):
-    """Makes pipelines of graphs.
+    """Makes pipelines of graphs, and programs where the plan is one of these.
 
     Attributes:
-        pipe: This rank's group along the pipe.
+        axes: This rank's groups with those of the pipeline of a plan. Collective.
         timeline: Measures what this rank does, where that is asked for.
     """
 
-    needs_first: ClassVar[bool] = True  # which says what each rank stores
-    pipe: dist.ProcessGroup
+    axes: Callable[[PipelinePlan], Axes]
     timeline: Timeline | None = None
 
     def source(self, graph: Graph, plan: Any, *, title: str, recompute: Sequence[str]) -> str:
         """The source of every stage, one behind the other."""
-        prepared = prepare(graph)
-        texts = []
-        for stage, own in zip(make_stages(prepared.outline, plan.cuts), plan.stages, strict=True):
-            name = f"stage {stage.number} on rank {plan.arrangement.rank_of(stage.number)} of the pipe"
-            text = emit(stage.graph, own, title=f"{title}, {name}", recompute=recompute)
-            texts.append(_SECTION.format(name) + text)
-        return "\n\n".join(texts)
-
-    def text(self, plan: Any) -> str:  # noqa: D102 # as the base class says
-        return pipeline_plan_to_text(plan)
+        if not isinstance(plan, PipelinePlan):
+            return super().source(graph, plan, title=title, recompute=recompute)
+        return source_of(graph, plan, title=title, recompute=recompute)
 
     def load(self, entry: Entry, graph: Graph, path: Path | None) -> tuple[Any, Program]:  # noqa: D102
-        plan = pipeline_plan_from_text(entry.plan)
-        return plan, PipelineProgram(graph, plan, entry.source, path, self.pipe, self.timeline)
+        plan = any_plan_from_text(entry.plan)
+        if not isinstance(plan, PipelinePlan):
+            return super().load(entry, graph, path)
+        axes = self.axes(plan)
+        assert axes.pipe is not None
+        stage = GroupCommunicator(axes.within_stage.unit)
+        return plan, PipelineProgram(graph, plan, entry.source, path, axes.pipe, stage, self.timeline)
+
+
+def source_of(graph: Graph, plan: PipelinePlan, *, title: str = "", recompute: Sequence[str] = ()) -> str:
+    """The source of every stage, one behind the other."""
+    prepared = prepare(graph)
+    texts = []
+    for stage, own in zip(make_stages(prepared.outline, plan.cuts), plan.stages, strict=True):
+        name = f"stage {stage.number} on rank {plan.arrangement.rank_of(stage.number)} of the pipe"
+        text = emit(stage.graph, own, title=f"{title}, {name}", recompute=recompute)
+        texts.append(_SECTION.format(name) + text)
+    return "\n\n".join(texts)
+
+
+def in_a_row(graph: Graph, plan: PipelinePlan, source: str) -> tuple[PipelinePlan, Program]:
+    """The plan by which the ranks of one stage run all stages, and its program: what a check can call."""
+    row = replace(
+        plan,
+        size=plan.stages[0].size,
+        arrangement=Arrangement(1, plan.arrangement.stages),
+        homes=dict.fromkeys(plan.homes, 0),
+        schedule="gpipe",
+    )
+    return row, PipelineProgram(graph, row, source, None, None, None)
 
 
 def _sections(source: str) -> list[str]:
@@ -93,7 +115,8 @@ class PipelineProgram:
         plan: Its plan.
         source: The sources of the stages.
         path: The file that has them; None if there is none.
-        pipe: The ranks along the pipe.
+        pipe: The ranks along the pipe; None if one rank has all stages.
+        stage: What the ranks of a stage communicate with; None for what the runtime does.
         timeline: Measures what this rank does, where that is asked for.
     """
 
@@ -103,18 +126,20 @@ class PipelineProgram:
         plan: PipelinePlan,
         source: str,
         path: Path | None,
-        pipe: dist.ProcessGroup,
+        pipe: dist.ProcessGroup | None,
+        stage: Communicator | None,
         timeline: Timeline | None = None,
     ) -> None:
         prepared = prepare(graph)
         self.plan = plan
         self.cut = prepared.cut
         self.graph = prepared.cut.graph
+        self._stage = stage
         self._draws = prepared.draws
         self._inputs = inputs_of(graph)
         self._more = {n: tensor for n, tensor in self.graph.constants.items() if n not in graph.constants}
         sections = _sections(source)
-        own = plan.arrangement.stages_of(dist.get_rank(pipe))
+        own = plan.arrangement.stages_of(0 if pipe is None else dist.get_rank(pipe))
         programs = {number: load_program(sections[number], path=path) for number in own}
         stages = make_stages(prepared.outline, plan.cuts)
         self.lineup = Lineup(self.graph, plan, stages, programs, pipe, timeline)
@@ -136,11 +161,11 @@ class PipelineProgram:
         inputs = dict(zip(self._inputs, tensors, strict=True))
         symbols = {name: inputs[leaf].shape[dim] for name, (leaf, dim) in self.graph.symbols.items()}
         scale = _loss_scale(rt)
-        count, order = self.order_for(symbols) if scale is not None else (self._most(symbols), None)
+        count, order = self.order_for(symbols, scales=scale is not None)
         inputs |= self._drawn(symbols, rt.device)
         self._more = {name: tensor.to(rt.device) for name, tensor in self._more.items()}
         constants = {**constants, **self._more}
-        runtime = StageRuntime(rt.communicator, rt.device, rt.loss_scale)
+        runtime = StageRuntime(self._stage or rt.communicator, rt.device, rt.loss_scale)
         runtime.microbatches = count
         runtime.counts, ahead = self._computed_ahead(rt, root, weights, constants, inputs)
         inputs |= ahead
@@ -156,31 +181,24 @@ class PipelineProgram:
         turns.run(order)
         return self._result(call, local, inputs, turns)
 
-    def order_for(self, symbols: Mapping[str, int]) -> tuple[int, tuple[Action, ...] | None]:
-        """The number of microbatches, and what this rank does in turns; None for GPipe's order."""
+    def order_for(
+        self, symbols: Mapping[str, int], *, scales: bool = True
+    ) -> tuple[int, tuple[Action, ...] | None]:
+        """The number of microbatches, and what this rank does in turns; None for GPipe's order.
+
+        Args:
+            symbols: The size of the batch, by its symbol.
+            scales: True if it is known what a loss is multiplied by.
+        """
         plan = self.plan
+        counts = list(possible_counts(self.cut, symbols, plan.microbatches, plan.divisible))
         in_turns = plan.schedule != "gpipe" and plan.loss and not self.cut.hindrance
-        if in_turns and torch.is_grad_enabled():
-            for count in self._possible_counts(symbols):
+        if in_turns and scales and torch.is_grad_enabled():
+            for count in counts:
                 found = actions(plan.schedule, plan.arrangement.ranks, plan.arrangement.stages, count)
                 if found is not None:
                     return count, found[self.lineup.rank]
-        return self._most(symbols), None
-
-    def _most(self, symbols: Mapping[str, int]) -> int:
-        """The number of microbatches of a batch, if all may go forward before they go back."""
-        return next(self._possible_counts(symbols))
-
-    def _possible_counts(self, symbols: Mapping[str, int]) -> Iterator[int]:
-        """The numbers of microbatches that a batch can be cut into, the best first."""
-        if not self.cut.hindrance:
-            ((symbol, batch),) = symbols.items()
-            for count in range(min(self.plan.microbatches, batch), 1, -1):
-                part = {symbol: batch // count}
-                fits = batch % count == 0 and batch // count >= self.cut.at_least
-                if fits and all(eval(size, {}, part) % number == 0 for size, number in self.plan.divisible):
-                    yield count
-        yield 1
+        return counts[0], None
 
     def _drawn(self, symbols: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
         """Masks for the whole batch: every rank draws all, as one process would, and keeps its own."""
@@ -273,7 +291,7 @@ class PipelineProgram:
         """Give all ranks the buffers that stages have written."""
         with torch.no_grad():
             for stage in self.lineup.stages:
-                for fqn in stage.writes:
+                for fqn in stage.writes if self.lineup.pipe is not None else ():
                     home = self.plan.arrangement.rank_of(stage.number)
                     dist.broadcast(call.weights[fqn], group=self.lineup.pipe, group_src=home)
 

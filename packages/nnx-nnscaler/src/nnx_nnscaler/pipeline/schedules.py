@@ -188,11 +188,6 @@ def can_split(stage: Stage, flows: Set[str]) -> bool:
     return not given and all(uses[name] <= 1 for name in of_weights)
 
 
-def _detachable(value: Tensor) -> Tensor:
-    """The same as a tensor that torch can detach in place, which views and leaves are not."""
-    return value.clone() if value.is_leaf or value._is_view() else value
-
-
 # --- a run ----------------------------------------------------------------------------------------
 
 
@@ -267,7 +262,7 @@ class Turns:
         with call.measured(FORWARD, number, index):
             given = call.compute(stage, self._used, arguments)
             if self._splits and number not in self._whole:
-                given = [_detachable(value) for value in given]
+                given = [value.clone() for value in given]  # torch detaches them in place, and views refuse
         made = dict(zip(stage.gives, given, strict=True))
         values |= {name: value.detach() for name, value in made.items()}
         self._given[number, index] = leaves, made

@@ -2,8 +2,9 @@
 
 A cut lies between two operators of the traced order. What follows from inputs, buffers and constants alone,
 such as masks, is cheap, and computed by every stage that needs it; all else crosses the cuts. The search is
-exact: among all cuts whose longest stage is as short as can be, up to 2 %, it finds the one that sends the
-fewest bytes.
+exact: among all cuts that fit into the memory and whose longest stage is as short as can be, up to 2 %, it
+finds the one that sends the fewest bytes. Where a rank has one stage, a chain of choices is searched; where
+it has several, whose bytes add up, HiGHS solves a program.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
 
 from nnx_core.errors import PlanError, UnsupportedError
 from nnx_nnscaler.cost.model import CostModel, Stored, base_name, bytes_of
@@ -26,6 +28,7 @@ from nnx_nnscaler.pipeline.microbatches import (
     writes_in_place,
 )
 from nnx_nnscaler.placement import R
+from nnx_nnscaler.plan.evaluation import Assignment, Flow, kept_by_operator
 from nnx_nnscaler.rules.rule import replicate
 
 _HEAVY = frozenset(
@@ -45,6 +48,11 @@ _HEAVY = frozenset(
 )
 _SLACK = 1.02
 """How much longer than need be the longest stage may become to send fewer bytes."""
+_POWERS = (1, 2, 4, 8, 16, 48, 400)
+"""Of that slack: how much longer the longest stage may be, tried one after the other, to save memory."""
+_GAP, _SECONDS = 0.05, 2.0
+"""How near HiGHS comes to the fewest bytes, and the time after which it takes the best that it has found;
+eight times as much where only memory counts."""
 _MOST_PLACES = 600
 """Places of cuts above which only those between submodules are looked at."""
 
@@ -108,11 +116,33 @@ class StageCosts(NamedTuple):
         seconds: Time of all operators before a place.
         sent: Bytes that cross a place.
         may: Whether a stage may begin there.
+        calls: Of the time, what each further microbatch takes as well: calling operators.
+        lasting: Bytes of parameters, gradients and optimizer state that are first used before a place.
+        kept: Bytes that autograd keeps of all operators before a place.
     """
 
     seconds: NDArray[np.float64]
     sent: NDArray[np.float64]
     may: NDArray[np.bool_]
+    calls: NDArray[np.float64]
+    lasting: NDArray[np.float64]
+    kept: NDArray[np.float64]
+
+    def of_microbatches(self, count: int) -> StageCosts:
+        """The same for a batch that is cut into so many."""
+        return self._replace(seconds=self.seconds + (count - 1) * self.calls)
+
+
+class Room(NamedTuple):
+    """What a rank may hold at some moment.
+
+    Attributes:
+        shares: For each of its stages, the share of the batch whose activations it holds.
+        limit: Bytes that it may take.
+    """
+
+    shares: Mapping[int, float]
+    limit: float
 
 
 class Outline:
@@ -134,19 +164,30 @@ class Outline:
         found = {name: index for index, op in enumerate(self.ops) for name in op.operands()}
         return found | dict.fromkeys(output_refs(self.graph), len(self.ops))
 
-    def costs(self, model: CostModel) -> StageCosts:
-        """What each cut costs."""
+    def costs(self, model: CostModel, *, units: int = 1, zero: bool = False) -> StageCosts:
+        """What each cut costs, time in a single unit, and memory with as many as there are."""
         prices = model.prices(self.graph, size=1)
-        seconds = np.zeros(len(self.ops) + 1)
+        mesh = model.prices(self.graph, size=1, units=units, zero=zero)
+        free = without_calls(model).prices(self.graph, size=1)
+        flow, whole = Flow(self.graph), Stored(R)
+        choices = {name: replicate(op) for name, op in flow.ops.items()}
+        everything = Assignment(choices, dict.fromkeys(self.graph.parameters, whole))
+        kept_by = kept_by_operator(flow, everything, mesh)
+        found = np.zeros((4, len(self.ops)))
+        seconds, calls, lasting, kept = found
         seen: set[str] = set()
         for index, op in enumerate(self.ops):
-            price = 0.0 if op.target == "getitem" else prices.operator(op, replicate(op)).seconds
+            if op.target != "getitem":
+                seconds[index] = prices.operator(op, replicate(op)).seconds
+                calls[index] = seconds[index] - free.operator(op, replicate(op)).seconds
+                kept[index] = kept_by.get(op.name, 0)
             for name in op.operands():
                 if name in self.graph.parameters and name not in seen:
                     seen.add(name)
-                    price += prices.parameter(self.graph.metas[name], Stored(R)).seconds
-            seconds[index + 1] = seconds[index] + price
-        return StageCosts(seconds, self._sent(), self.may_begin())
+                    seconds[index] += prices.parameter(self.graph.metas[name], whole).seconds
+                    lasting[index] += mesh.kept(self.graph.metas[name], whole)
+        seconds, calls, lasting, kept = np.pad(np.cumsum(found, axis=1), ((0, 0), (1, 0)))
+        return StageCosts(seconds, self._sent(), self.may_begin(), calls, lasting, kept)
 
     def _sent(self) -> NDArray[np.float64]:
         change = np.zeros(len(self.ops) + 2)
@@ -199,7 +240,18 @@ def _light(graph: Graph, free: set[str]) -> set[str]:
     return light & {op.name for op in graph.ops}
 
 
-def choose_cuts(costs: StageCosts, stages: int, *, foreign: NDArray[np.float64] | None = None) -> list[int]:
+def without_calls(model: CostModel) -> CostModel:
+    """The same where calling an operator takes no time."""
+    return replace(model, hardware=replace(model.hardware, overhead=0.0))
+
+
+def choose_cuts(
+    costs: StageCosts,
+    stages: int,
+    *,
+    foreign: NDArray[np.float64] | None = None,
+    rooms: Sequence[Room] = (),
+) -> list[int] | None:
     """Where stages begin, so that the longest is as short as can be, and then the fewest bytes cross.
 
     Args:
@@ -207,9 +259,10 @@ def choose_cuts(costs: StageCosts, stages: int, *, foreign: NDArray[np.float64] 
         stages: The number of stages.
         foreign: Where parameters lie already, the bytes of those that each stage's rank does not store, up to
             each place; they count first. Shape (stages, places).
+        rooms: What ranks may hold; empty if nothing is known of that.
 
     Returns:
-        The places at which the second and later stages begin.
+        The places at which the second and later stages begin; None if no cut fits into the memory.
 
     Raises:
         PlanError: There are too few places.
@@ -220,25 +273,107 @@ def choose_cuts(costs: StageCosts, stages: int, *, foreign: NDArray[np.float64] 
             f"the model can be cut into {len(places) - 1} stages, and {stages} are asked for.",
             remedy=f"Set pipeline_nstages to {len(places) - 1} or less.",
         )
-    at = np.array(places)
-    taken = costs.seconds[at][None, :] - costs.seconds[at][:, None]  # from a place to a later one
-    sent = costs.sent[at]
+    costs = costs._replace(**{name: values[places] for name, values in costs._asdict().items()})
+    taken = costs.seconds[None, :] - costs.seconds[:, None]  # from a place to a later one
     if foreign is not None:
-        spans = [row[at][None, :] - row[at][:, None] for row in foreign]
-        return [places[index] for index in _search(spans, taken, sent)]
-    longest = _shortest_longest(taken, stages)
-    bound = np.where(taken <= longest * _SLACK, 0.0, np.inf)
-    return [places[index] for index in _search([bound] * stages, taken, sent)]
+        spans = [row[places][None, :] - row[places][:, None] for row in foreign]
+        return [places[index] for index in _search(spans, taken, costs.sent)]
+    if any(len(room.shares) > 1 for room in rooms):
+        found = _Cuts(costs, stages, rooms).search(_shortest_longest([taken] * stages))
+    else:
+        bytes_of_stage = [np.zeros_like(taken)] * stages
+        for room in rooms:
+            ((stage, share),) = room.shares.items()
+            bytes_of_stage[stage] = np.where(_bytes(costs, share) <= room.limit, 0.0, np.inf)
+        longest = _shortest_longest([taken + fits for fits in bytes_of_stage])
+        bounds = [np.where(taken <= longest * _SLACK, fits, np.inf) for fits in bytes_of_stage]
+        found = _search(bounds, taken, costs.sent) if np.isfinite(longest) else None
+    return None if found is None else [places[index] for index in found]
 
 
-def _shortest_longest(taken: NDArray[np.float64], stages: int) -> float:
-    """The length of the longest stage of the best cut."""
-    best = taken[0].copy()
+def _bytes(costs: StageCosts, share: float) -> NDArray[np.float64]:
+    """Bytes of a stage from a place to a later one, with activations of a share of the batch."""
+    up_to = costs.lasting + share * costs.kept
+    crossing = share * costs.sent
+    return (up_to + crossing)[None, :] - (up_to - crossing)[:, None]
+
+
+def _shortest_longest(taken: Sequence[NDArray[np.float64]]) -> float:
+    """The length of the longest stage of the best cut, by what each stage takes."""
+    best = taken[0][0].copy()
     best[0] = np.inf
-    upper = np.triu(np.ones_like(taken, dtype=bool), k=1)
-    for _ in range(stages - 1):
-        best = np.where(upper, np.maximum(best[:, None], taken), np.inf).min(axis=0)
+    upper = np.triu(np.ones_like(taken[0], dtype=bool), k=1)
+    for one in taken[1:]:
+        best = np.where(upper, np.maximum(best[:, None], one), np.inf).min(axis=0)
     return float(best[-1])
+
+
+class _Cuts:
+    """The choice of cuts as a program for HiGHS, with one binary for each cut and place.
+
+    Args:
+        costs: What cuts cost, at places where stages may begin.
+        stages: The number of stages.
+        rooms: What ranks may hold.
+    """
+
+    def __init__(self, costs: StageCosts, stages: int, rooms: Sequence[Room]) -> None:
+        self._costs = costs
+        self._cuts, self._places = stages - 1, len(costs.seconds) - 2
+        ones = np.kron(np.eye(self._cuts), np.ones(self._places))
+        order, _ = self._of_stages(np.arange(len(costs.seconds), dtype=float))
+        self._rows = [LinearConstraint(ones, 1, 1), LinearConstraint(order[1:-1], 1, np.inf)]
+        for room in rooms:
+            row, constant = np.zeros(self._cuts * self._places), 0.0
+            for stage, share in room.shares.items():
+                up_to, end = self._of_stages(costs.lasting + share * costs.kept)
+                row, constant = row + up_to[stage], constant + end[stage]
+                for cut in (stage - 1, stage):
+                    if 0 <= cut < self._cuts:
+                        row[cut * self._places : (cut + 1) * self._places] += share * costs.sent[1:-1]
+                    else:
+                        constant += share * costs.sent[0 if cut < 0 else -1]
+            most = max(room.limit, 1.0)
+            self._rows.append(LinearConstraint(row[None] / most, -np.inf, 1 - constant / most))
+
+    def _of_stages(self, prefix: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """What each stage has of a running sum: coefficients of the binaries, and a constant."""
+        at = np.kron(np.eye(self._cuts), prefix[1:-1])
+        none = np.zeros((1, at.shape[1]))
+        constant = np.zeros(self._cuts + 1)
+        constant[0], constant[-1] = -prefix[0], prefix[-1]
+        return np.vstack([at, none]) - np.vstack([none, at]), constant
+
+    def search(self, shortest: float) -> list[int] | None:
+        """The best cut as numbers of places; None if none fits.
+
+        Args:
+            shortest: How short the longest stage can be if memory does not count.
+        """
+        for power in _POWERS:
+            seconds = _SECONDS if power < _POWERS[-1] else 8 * _SECONDS
+            if (found := self._within(shortest * _SLACK**power, seconds)) is not None:
+                return found
+        return None
+
+    def _within(self, longest: float, most: float) -> list[int] | None:
+        """The cut that sends the fewest bytes, whose longest stage is no longer than this."""
+        seconds = self._costs.seconds / longest
+        number = np.arange(1, self._cuts + 1)[:, None]
+        early = seconds[-1] - seconds[1:-1] > self._cuts + 1 - number
+        late = seconds[1:-1] - seconds[0] > number  # others are too far from the end or the start
+        each, last = self._of_stages(seconds)
+        outcome = milp(
+            np.tile(self._costs.sent[1:-1], self._cuts) / max(float(self._costs.sent.max()), 1.0),
+            integrality=np.ones(self._cuts * self._places),
+            bounds=Bounds(0, np.where(early | late, 0.0, 1.0).ravel()),
+            constraints=[*self._rows, LinearConstraint(each, -np.inf, 1 - last)],
+            options={"mip_rel_gap": _GAP, "time_limit": most},
+        )
+        if outcome.x is None:
+            return None
+        chosen = outcome.x.reshape(self._cuts, self._places).argmax(axis=1)
+        return [int(place) + 1 for place in chosen]
 
 
 def _search(

@@ -183,4 +183,5 @@ def _changes(leaf: Any) -> bool:
 
 def goes_in_turns(program: Any) -> bool:
     """Whether a forward's program has to be left to a step to go in turns, and the step may be cut."""
-    return isinstance(program, PipelineProgram) and not program.plan.loss and not program.cut.hindrance
+    is_left = isinstance(program, PipelineProgram) and program.plan.schedule != "gpipe"
+    return is_left and not program.plan.loss and not program.cut.hindrance

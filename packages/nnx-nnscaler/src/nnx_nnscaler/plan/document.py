@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from nnx_core.errors import PlanError
 from nnx_core.plan import PlanFormat, save_plan
 from nnx_nnscaler.cost.model import ALIASES, CostModel, Price, Prices, base_name
 from nnx_nnscaler.ir import Code, Graph, Make, Op, Ref, Size, TensorMeta, text_of
+from nnx_nnscaler.pipeline.plan import AnyPlan, PipelinePlan, any_plan_from_text, any_plan_to_text
+from nnx_nnscaler.pipeline.planning import prepare
+from nnx_nnscaler.pipeline.stages import make_stages
 from nnx_nnscaler.plan.context import PolicyContext, StrategiesOf
 from nnx_nnscaler.plan.evaluation import Assignment, Evaluation, evaluate, price_of_value
 from nnx_nnscaler.plan.planning import assignment_of, rules_for
-from nnx_nnscaler.plan.program_plan import ProgramPlan, plan_from_text, plan_to_text
+from nnx_nnscaler.plan.program_plan import ProgramPlan
 
 _FORMAT = PlanFormat("nnx-nnscaler", 1, "`Plan.save`")
 
@@ -38,7 +42,7 @@ class Plan:
         rows: The rows, which say what each operator costs.
     """
 
-    program: ProgramPlan
+    program: AnyPlan
     units: int = 1
     zero: bool = False
     graph: str = ""
@@ -54,7 +58,7 @@ class Plan:
     def of(
         cls,
         graph: Graph,
-        program: ProgramPlan,
+        program: AnyPlan,
         *,
         costs: CostModel | None = None,
         units: int = 1,
@@ -72,7 +76,14 @@ class Plan:
             strategies_of: The source of the alternatives in explanations.
         """
         costs = costs or CostModel()
-        rows = explain(graph, program, costs=costs, units=units, zero=zero, strategies_of=strategies_of)
+        parts: Iterable[tuple[Graph, ProgramPlan]] = (
+            [(graph, program)] if isinstance(program, ProgramPlan) else []
+        )
+        if isinstance(program, PipelinePlan):
+            stages = make_stages(prepare(graph).outline, program.cuts)
+            parts = zip((stage.graph for stage in stages), program.stages, strict=True)
+        explained = partial(explain, costs=costs, units=units, zero=zero, strategies_of=strategies_of)
+        rows = [row for part in parts for row in explained(*part)]
         hardware = f"{costs.hardware.name} ({costs.hardware.origin})"
         return cls(
             program=program,
@@ -97,7 +108,7 @@ class Plan:
             "zero": self.zero,
             "graph": self.graph,
             "hardware": self.hardware,
-            "program": json.loads(plan_to_text(self.program)),
+            "program": json.loads(any_plan_to_text(self.program)),
             "rows": [asdict(row) for row in self.rows],
         }
         save_plan(path, json.dumps(body, indent=1) + "\n")
@@ -112,7 +123,7 @@ class Plan:
         body = _FORMAT.load(path)
         try:
             return cls(
-                program=plan_from_text(json.dumps(body["program"])),
+                program=any_plan_from_text(json.dumps(body["program"])),
                 units=int(body["units"]),
                 zero=bool(body["zero"]),
                 graph=str(body["graph"]),
@@ -125,23 +136,25 @@ class Plan:
                 remedy="Plan anew, and save it again.",
             ) from error
 
-    def check(self, graph: Graph, *, world_size: int, path: str = "") -> None:
+    def check(self, graph: Graph, *, world_size: int, size: int | None = None, path: str = "") -> None:
         """Refuse to be used for another model or another world.
 
         Args:
             graph: The graph that shall run.
             world_size: All ranks that run.
+            size: Ranks of a unit, if they are known.
             path: The path that the document came from, for the message.
 
         Raises:
             PlanError: It was made for something else.
         """
         named = f"the plan {path!r}" if path else "this plan"
-        if world_size != self.world_size:
+        if world_size != self.world_size or size not in (None, self.program.size):
+            running = f"{world_size} are running{'' if size is None else f' in units of {size}'}"
             raise PlanError(
                 f"{named} is for {self.world_size} ranks ({self.units} units of {self.program.size}), and "
-                f"{world_size} are running.",
-                remedy=f"Start {self.world_size} ranks, or plan anew.",
+                f"{running}.",
+                remedy=f"Start {self.world_size} ranks with plan_ngpus={self.program.size}, or plan anew.",
             )
         if fingerprint(graph) != self.graph:
             raise PlanError(
@@ -167,7 +180,8 @@ class Plan:
             f"{parts} of {len(self.program.stored)} parameters stored in parts, gradients of "
             f"{len(self.program.synchronized)} summed over the unit"
         )
-        return f"{head}\n{stored}\n{table(list(self.rows))}"
+        stages = f"{self.program.reason}\n" if isinstance(self.program, PipelinePlan) else ""
+        return f"{head}\n{stages}{stored}\n{table(list(self.rows))}"
 
 
 def _row(row: dict[str, Any]) -> Row:
@@ -176,9 +190,11 @@ def _row(row: dict[str, Any]) -> Row:
     return Row(**{**row, "collectives": collectives, "instead": instead})
 
 
-def _difference(graph: Graph, program: ProgramPlan) -> str:
+def _difference(graph: Graph, program: AnyPlan) -> str:
     """What is seen to differ at first sight."""
     names = {op.name for op in graph.ops}
+    if isinstance(program, PipelinePlan):
+        return ""  # its operators are those of a microbatch
     new, gone = len(names - set(program.choices)), len(set(program.choices) - names)
     return f": {new} operators are new and {gone} are gone" if new or gone else ""
 
@@ -238,12 +254,22 @@ def _changed_heads(before: Plan, after: Plan) -> Iterator[str]:
         ("units", before.units, after.units),
         ("ZeRO", before.zero, after.zero),
         ("graph", before.graph, after.graph),
+        ("stages", _stages_of(before.program), _stages_of(after.program)),
     ):
         if old != new:
             yield f"{name}: {old} -> {new}"
     old_time, new_time = before.program.prediction.time * 1e3, after.program.prediction.time * 1e3
     if old_time != new_time:
         yield f"predicted step: {old_time:.3f} ms -> {new_time:.3f} ms"
+
+
+def _stages_of(program: AnyPlan) -> str:
+    """How many there are, and how they run."""
+    if isinstance(program, ProgramPlan):
+        return "none"
+    stages, ranks = program.arrangement.stages, program.arrangement.ranks
+    order = f"{program.schedule}, {program.microbatches} microbatches"
+    return f"{stages} on {ranks} ranks, cut at {list(program.cuts)}, {order}"
 
 
 def _changed_parameters(before: Plan, after: Plan) -> Iterator[str]:

@@ -22,7 +22,9 @@ __all__ = [
     "Assignment",
     "Evaluation",
     "Flow",
+    "activations",
     "evaluate",
+    "kept_by_operator",
     "peak_memory",
     "price_of_change",
     "price_of_value",
@@ -419,6 +421,23 @@ def peak_memory(flow: Flow, assignment: Assignment, prices: Prices) -> int:
     return lasting + max(step.forward(), step.backward(), _update(flow, assignment, prices))
 
 
+def activations(flow: Flow, assignment: Assignment, prices: Prices) -> tuple[int, int]:
+    """Bytes that autograd keeps of a batch, and the most that is alive besides at any moment.
+
+    Of the latter, parameters and their gradients are left out.
+    """
+    step = _Step(flow, assignment, prices)
+    if not prices.backward:
+        return 0, step.forward()
+    kept = sum(step.kept_by_operator().values())
+    return kept, max(step.forward(), step.backward(of_parameters=False)) - kept
+
+
+def kept_by_operator(flow: Flow, assignment: Assignment, prices: Prices) -> Mapping[str, int]:
+    """Bytes that autograd keeps, by the first operator that needs them in its backward."""
+    return _Step(flow, assignment, prices).kept_by_operator()
+
+
 def _update(flow: Flow, assignment: Assignment, prices: Prices) -> int:
     """While the optimizer steps: gradients (the reduced ones lie where they were reduced), and one result."""
     metas = flow.graph.metas
@@ -512,6 +531,22 @@ class _Step:
         named = dict(picks)
         return [named.get(position, name) for position in range(count)]
 
+    def kept_by_operator(self) -> dict[str, int]:
+        """Bytes that are kept for the backward pass, by the first operator that keeps them."""
+        keepers = self._keepers()
+        return {
+            op.name: self._more[index] + sum(self._bytes[t] for t in self._kept[index] if keepers[t] == index)
+            for index, op in enumerate(self._ops)
+        }
+
+    def _keepers(self) -> dict[_Tensor, int]:
+        """The first operator that keeps a tensor, when whose backward is done it is freed."""
+        keepers: dict[_Tensor, int] = {}
+        for index, kept in enumerate(self._kept):
+            for tensor in kept:
+                keepers.setdefault(tensor, index)
+        return keepers
+
     def forward(self) -> int:
         """Peak of the forward pass."""
         ends: dict[int, list[_Tensor]] = {}
@@ -526,12 +561,13 @@ class _Step:
             alive -= sum(self._bytes.get(tensor, 0) for tensor in gone)
         return peak
 
-    def backward(self) -> int:
-        """Peak of the backward pass: what is still kept, and the gradients that are alive."""
-        keepers: dict[_Tensor, int] = {}
-        for index, kept in enumerate(self._kept):
-            for tensor in kept:
-                keepers.setdefault(tensor, index)  # freed when its first keeper is done
+    def backward(self, *, of_parameters: bool = True) -> int:
+        """Peak of the backward pass: what is still kept, and the gradients that are alive.
+
+        Args:
+            of_parameters: False to leave out gradients of parameters.
+        """
+        keepers = self._keepers()
         alive = sum(self._bytes[tensor] for tensor in keepers) + sum(self._more)
         gradients: dict[str, int] = {}
         made: dict[str, int] = {}
@@ -540,7 +576,8 @@ class _Step:
             passing = self._add_gradients(index, gradients, made)
             owner = self._prices.recomputed.get(self._ops[index].name, "")
             again = sum(self._again.get(owner, {}).values())
-            peak = max(peak, alive + again + passing + sum(gradients.values()) + sum(made.values()))
+            stay = sum(made.values()) if of_parameters else 0
+            peak = max(peak, alive + again + passing + sum(gradients.values()) + stay)
             for tensor in self._made[index]:
                 gradients.pop(tensor[0], None)
             alive -= self._more[index]

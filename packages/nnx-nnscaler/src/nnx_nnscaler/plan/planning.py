@@ -277,14 +277,15 @@ class _Limits:
             knobs.append("policy 'autodist'")
         knobs += ["activation checkpointing (recompute)", "a smaller batch"]
         return PlanError(
-            f"no plan of policy {self.policy!r} fits into {_text(limit)} on each of {size} ranks: "
-            f"{least - limit} bytes ({_text(least - limit)}) are missing, the smallest plan found "
-            f"takes {_text(least)}.",
+            f"no plan of policy {self.policy!r} fits into {bytes_text(limit)} on each of {size} ranks: "
+            f"{least - limit} bytes ({bytes_text(least - limit)}) are missing, the smallest plan found "
+            f"takes {bytes_text(least)}.",
             remedy=f"What helps: {', '.join(knobs[:-1])} or {knobs[-1]}.",
         )
 
 
-def _text(nbytes: float) -> str:
+def bytes_text(nbytes: float) -> str:
+    """A number of bytes, as one reads it."""
     for unit in ("bytes", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"

@@ -1,0 +1,200 @@
+"""The memory of a pipeline: how many microbatches a rank holds, and the bytes that each rank takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from nnx_core.errors import PlanError
+from nnx_nnscaler.cost.model import CostModel, Prices, Stored, bytes_of
+from nnx_nnscaler.ir import Graph
+from nnx_nnscaler.pipeline.plan import PipelinePlan, Usage
+from nnx_nnscaler.pipeline.schedules import FORWARD, INPUTS, actions
+from nnx_nnscaler.pipeline.stages import Arrangement, Room, Stage
+from nnx_nnscaler.placement import R
+from nnx_nnscaler.plan.evaluation import Flow, activations
+from nnx_nnscaler.plan.planning import assignment_of, bytes_text
+from nnx_nnscaler.plan.program_plan import ProgramPlan
+
+
+class Mesh(NamedTuple):
+    """What bytes depend on besides the stages.
+
+    Attributes:
+        costs: How the model is trained.
+        units: The number of units that share the work.
+        zero: True if they store states in parts.
+        schedule: The order in which ranks work.
+        microbatches: Into how many the traced batch is cut.
+    """
+
+    costs: CostModel
+    units: int
+    zero: bool
+    schedule: str
+    microbatches: int
+
+    def prices(self, graph: Graph, size: int) -> Prices:
+        """Prices for a graph on the ranks of a stage."""
+        return self.costs.prices(graph, size=size, units=self.units, zero=self.zero)
+
+
+@lru_cache(maxsize=256)
+def held(
+    schedule: str, arrangement: Arrangement, microbatches: int
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """For each rank, of how many microbatches it holds activations of each of its stages at the same time.
+
+    There are several answers for a rank with several stages: those that none exceeds in all stages.
+
+    Example:
+        >>> held("1f1b", Arrangement(2, 2), 8), held("gpipe", Arrangement(2, 2), 8)
+        ((((2,),), ((1,),)), (((8,),), ((8,),)))
+        >>> held("gpipe", Arrangement(2, 4, v_shaped=True), 3)
+        (((3, 3),), ((3, 3),))
+    """
+    if schedule == "gpipe":  # whatever stages a rank has
+        each = arrangement.stages // arrangement.ranks
+        return (((microbatches,) * each,),) * arrangement.ranks
+    orders = actions(schedule, arrangement.ranks, arrangement.stages, microbatches)
+    assert orders is not None, "the schedule was chosen for so many"
+    found = []
+    for rank, order in enumerate(orders):
+        now = dict.fromkeys(arrangement.stages_of(rank), 0)
+        seen: set[tuple[int, ...]] = set()
+        for kind, stage, _ in order:
+            if kind == FORWARD:
+                now[stage] += 1
+                seen.add(tuple(now.values()))
+            elif kind != INPUTS:  # until the gradients of weights are there as well
+                now[stage] -= 1
+        most = [
+            one
+            for one in seen
+            if not any(one != other and all(map(int.__le__, one, other)) for other in seen)
+        ]
+        found.append(tuple(sorted(most)))
+    return tuple(found)
+
+
+def rooms(arrangement: Arrangement, schedule: str, microbatches: int, limits: Sequence[float]) -> list[Room]:
+    """What the search for cuts has to keep to.
+
+    Args:
+        arrangement: Which rank has which stage.
+        schedule: The order in which ranks work.
+        microbatches: Into how many the batch is cut.
+        limits: Bytes that each rank may take.
+    """
+    found = []
+    for rank, several in enumerate(held(schedule, arrangement, microbatches)):
+        own = arrangement.stages_of(rank)
+        for numbers in several:
+            shares = {stage: number / microbatches for stage, number in zip(own, numbers, strict=True)}
+            found.append(Room(shares, limits[rank]))
+    return found
+
+
+# --- the bytes of a plan --------------------------------------------------------------------------
+
+
+class _Used(NamedTuple):
+    """Bytes of one stage: as of `Usage`, and of activations for the whole batch."""
+
+    states: int
+    lasting: int
+    kept: int
+    passing: int
+
+
+def usage_of(
+    stages: Sequence[Stage],
+    plans: Sequence[ProgramPlan],
+    homes: Mapping[str, int],
+    arrangement: Arrangement,
+    mesh: Mesh,
+) -> tuple[Usage, ...]:
+    """What each rank along the pipe takes.
+
+    Args:
+        stages: The stages.
+        plans: Their plans.
+        homes: The rank that stores each parameter.
+        arrangement: Which rank has which stage.
+        mesh: What bytes depend on besides.
+    """
+    counted: set[tuple[str, int]] = set()
+    used = [
+        _used(stage, plan, homes, arrangement.rank_of(stage.number), counted, mesh)
+        for stage, plan in zip(stages, plans, strict=True)
+    ]
+    found = []
+    for rank, several in enumerate(held(mesh.schedule, arrangement, mesh.microbatches)):
+        own = [used[number] for number in arrangement.stages_of(rank)]
+        kept = max(sum(n * one.kept for n, one in zip(numbers, own, strict=True)) for numbers in several)
+        active = (kept + max(one.passing for one in own)) / mesh.microbatches
+        found.append(Usage(sum(one.states for one in own), sum(one.lasting for one in own) + round(active)))
+    return tuple(found)
+
+
+def _used(
+    stage: Stage,
+    plan: ProgramPlan,
+    homes: Mapping[str, int],
+    rank: int,
+    counted: set[tuple[str, int]],
+    mesh: Mesh,
+) -> _Used:
+    graph, prices = stage.graph, mesh.prices(stage.graph, plan.size)
+    states = lasting = 0
+    for name, fqn in graph.parameters.items():
+        stored = Stored(plan.stored.get(fqn, R), fqn in plan.synchronized)
+        if (fqn, rank) in counted:
+            continue
+        counted.add((fqn, rank))
+        if homes.get(fqn, 0) == rank:
+            states += prices.states(graph.metas[name], stored)
+            lasting += prices.kept(graph.metas[name], stored)
+        else:  # it is lent, and its gradient goes back
+            lasting += 2 * prices.local(graph.metas[name], stored.placement).nbytes
+    lasting += sum(bytes_in(graph, name) for name in (*graph.buffers, *graph.constants))
+    kept, passing = activations(Flow(graph), assignment_of(graph, plan), prices)
+    return _Used(
+        states, lasting, kept + sum(bytes_in(graph, n) for n in (*stage.arguments, *stage.gives)), passing
+    )
+
+
+def bytes_in(graph: Graph, name: str) -> int:
+    """Bytes of a value for the traced batch."""
+    meta = graph.meta(name)
+    return prod(meta.hints) * bytes_of(meta.dtype)
+
+
+def peak_of(usage: Usage) -> int:
+    """All that a rank takes."""
+    return usage.peak
+
+
+def too_large(plan: PipelinePlan, limit: int, knobs: Sequence[str]) -> PlanError:
+    """That no cut fits, and what helps.
+
+    Args:
+        plan: The one that takes the least, of those that were found.
+        limit: What each rank may take.
+        knobs: What helps besides.
+    """
+    worst = max(range(len(plan.usage)), key=lambda rank: plan.usage[rank].peak)
+    states, peak = plan.usage[worst]
+    more = (
+        ["pipeline_scheduler='1f1b' with a forward that returns its loss"] if plan.schedule == "gpipe" else []
+    )
+    helps = [*knobs, *more, "activation checkpointing (recompute)"]
+    return PlanError(
+        f"no plan of policy {plan.policy!r} fits into {bytes_text(limit)} on each of {plan.size} ranks: with "
+        f"the smallest cut found into {plan.arrangement.stages} stages, rank {worst} along the pipe takes "
+        f"{peak} bytes ({bytes_text(peak)}), of which {bytes_text(states)} are parameters, gradients and "
+        "optimizer state.",
+        remedy=f"What helps: {', '.join(helps)} or a smaller batch.",
+    )

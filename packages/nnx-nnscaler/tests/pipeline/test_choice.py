@@ -1,0 +1,120 @@
+"""`autodist` takes stages where it has to or gains by it; plans with stages are saved, loaded and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from jobs.nnscaler_codegen_models import GPT
+from jobs.nnscaler_pipeline_jobs import Deep, planned_losses_with, rows
+from nnx_conformance.pool import WorkerPool
+from nnx_core.errors import PlanError
+from nnx_core.hardware import Link, profile
+from nnx_nnscaler.codegen.self_check import self_check
+from nnx_nnscaler.cost import CostModel
+from nnx_nnscaler.ir import Graph
+from nnx_nnscaler.pipeline.choice import with_stages
+from nnx_nnscaler.pipeline.plan import PipelinePlan
+from nnx_nnscaler.pipeline.planning import PipelineOptions, plan_pipeline
+from nnx_nnscaler.pipeline.program import in_a_row, source_of
+from nnx_nnscaler.pipeline.stages import Arrangement
+from nnx_nnscaler.plan.document import Plan, diff
+from nnx_nnscaler.plan.planning import plan_program
+from nnx_nnscaler.plan.program_plan import ProgramPlan
+from nnx_nnscaler.trace import trace_forward
+
+CPU = profile("cpu")
+SLOW = CostModel(hardware=replace(CPU, inside=Link(1e-4, 5e7), across=Link(1e-4, 5e7)))
+
+
+class Wide(nn.Module):
+    """Large weights and small activations."""
+
+    def __init__(self, *, hooked: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+        if hooked:
+            self.layers[3].register_forward_hook(lambda *_: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def graph_of(model: nn.Module) -> Graph:
+    return trace_forward(model, (torch.randn(1024, 512),), {})
+
+
+def chosen(graph: Graph, costs: CostModel, limit: int | None = None) -> ProgramPlan | PipelinePlan:
+    plan = partial(plan_program, graph, size=4, costs=costs, memory_limit=limit)
+    return with_stages(graph, plan, size=4, costs=costs, memory_limit=limit)
+
+
+def test_stages_are_chosen_where_links_are_slow_and_nowhere_else() -> None:
+    graph = graph_of(Wide())
+    assert chosen(graph, CostModel()) == plan_program(graph, size=4, costs=CostModel())
+    plan = chosen(graph, SLOW)
+    assert isinstance(plan, PipelinePlan)
+    assert plan.policy == "autodist"
+    assert "ms a step with stages" in plan.reason
+    hooked = graph_of(Wide(hooked=True))  # cannot be cut
+    assert chosen(hooked, SLOW) == plan_program(hooked, size=4, costs=SLOW)
+
+
+def test_stages_are_chosen_where_nothing_else_fits_into_the_memory() -> None:
+    graph = trace_forward(Deep(), (rows(256),), {})
+    options = PipelineOptions(Arrangement(4, 4), schedule="1f1b")
+    least = max(used.peak for used in plan_pipeline(graph, options, costs=CostModel()).usage)
+    with pytest.raises(PlanError, match="no plan of policy 'autodist' fits"):
+        plan_program(graph, size=4, memory_limit=least)
+    plan = chosen(graph, CostModel(), limit=least)
+    assert isinstance(plan, PipelinePlan)
+    assert (plan.schedule, max(used.peak for used in plan.usage) <= least) == ("1f1b", True)
+    assert plan.reason.startswith("without stages no plan fits into the memory; 4 stages")
+    with pytest.raises(PlanError, match="no plan of policy 'autodist' fits"):
+        chosen(graph, CostModel(), limit=1000)
+
+
+def test_autodist_trains_in_stages_and_a_saved_plan_does_the_same(pool: WorkerPool, tmp_path: Path) -> None:
+    graph = trace_forward(Deep(), (rows(256),), {})
+    options = PipelineOptions(Arrangement(2, 2), schedule="1f1b")
+    limit = max(used.peak for used in plan_pipeline(graph, options, costs=CostModel()).usage)
+    path, run = str(tmp_path / "plan.json"), partial(pool.run, world_size=2)
+    expected = run(planned_losses_with, str(tmp_path / "a"), "nnscaler_dp", {"plan_ngpus": 1})[0][0]
+    asked, summaries = {"memory_limit": limit, "save_plan": path}, []
+    for losses, summary, error in run(planned_losses_with, str(tmp_path / "b"), "nnscaler_deduped", asked):
+        assert losses == pytest.approx(expected, abs=1e-5), error
+        summaries.append(summary)
+    assert summaries[0].startswith("policy 'autodist': without stages no plan fits into the memory; 2 stages")
+    saved = Plan.load(path)
+    assert isinstance(saved.program, PipelinePlan)
+    assert saved.program.reason in saved.explain()
+    asked = {"load_plan": path, "save_plan": str(tmp_path / "again.json"), "verify": True}
+    for losses, _, error in run(planned_losses_with, str(tmp_path / "b"), "nnscaler_pp", asked):
+        assert losses == pytest.approx(expected, abs=1e-5), error
+    assert diff(saved, Plan.load(tmp_path / "again.json")) == []
+    asked = {"load_plan": path}
+    for _, _, error in run(planned_losses_with, str(tmp_path / "b"), "nnscaler_pp", asked, 16):
+        assert "was made for another graph" in error
+
+
+@pytest.mark.parametrize("inner", [1, 2])
+@pytest.mark.parametrize("make", [Deep, lambda: GPT(dropout=0.1)])
+def test_stages_are_compared_with_the_module(make: Callable[[], nn.Module], inner: int) -> None:
+    torch.manual_seed(0)
+    model = make().train()
+    args = (torch.randint(16, (8, 6)),) if isinstance(model, GPT) else (rows(16),)
+    graph = trace_forward(model, args, {})
+    plan = plan_pipeline(graph, PipelineOptions(Arrangement(2, 4), 4, inner=inner), costs=CostModel())
+    source = source_of(graph, plan)
+    row, program = in_a_row(graph, plan, source)
+    self_check(model, graph, row, (args, {}), program)
+    if isinstance(model, Deep):
+        _, program = in_a_row(graph, plan, source.replace("torch.tanh(", "torch.relu(", 1))
+        with pytest.raises(PlanError, match="computes something else than its forward"):
+            self_check(model, graph, row, (args, {}), program)
