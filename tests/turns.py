@@ -147,7 +147,7 @@ CASES: dict[str, dict[str, int]] = {
         "test_a_unit_computes_what_one_process_computes": 7,
     },
     "packages/nnx-nnscaler/tests/acceptance/test_pipelines.py": {
-        "test_a_schedule_has_the_losses_of_one_process": 29,
+        "test_a_schedule_has_the_losses_of_one_process": 59,
         "test_what_a_schedule_cannot_do_is_refused_on_every_rank": 1,
         "test_parameters_gradients_and_optimizer_state_take_the_bytes_that_were_predicted": 2,
         "test_what_cannot_be_planned_is_one_error_on_every_rank": 2,

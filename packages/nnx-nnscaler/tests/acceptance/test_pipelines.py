@@ -27,6 +27,7 @@ from jobs.nnscaler_pipeline_jobs import (
     measured,
     odd_steps,
     planned_losses_with,
+    scaled,
     second_backward,
     stored_and_predicted,
     unequal_batches,
@@ -101,6 +102,16 @@ def test_what_a_step_returns_and_logs_is_that_of_one_process(
     for values, in_turns in pool.run(logged, schedule, str(tmp_path), world_size=2):
         assert values == pytest.approx(expected, abs=1e-5, rel=1e-6)
         assert in_turns == 8
+
+
+def test_an_overflow_of_the_scaled_loss_is_one_decision_in_turns(pool: WorkerPool, tmp_path: Path) -> None:
+    """The same as where all goes forward before it goes back; a whole batch's gradients overflow earlier."""
+    expected, scale, _ = pool.run(scaled, "gpipe", str(tmp_path), world_size=2)[0]
+    assert scale < 2.0**24
+    for losses, found, in_turns in pool.run(scaled, "1f1b", str(tmp_path), world_size=2):
+        assert losses == pytest.approx(expected, abs=1e-5, rel=1e-5)
+        assert found == scale
+        assert in_turns == 16
 
 
 def test_steps_that_a_program_could_not_repeat_run_as_they_are(pool: WorkerPool, tmp_path: Path) -> None:

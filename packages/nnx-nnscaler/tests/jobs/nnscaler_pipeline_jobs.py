@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -212,11 +213,19 @@ def weights_after(schedule: str, folder: str) -> dict[str, list[Tensor]]:
 
 
 def train(
-    module: LightningModule, data: Any, *, batch: int, folder: str, accumulate: int = 1, **options: Any
+    module: LightningModule,
+    data: Any,
+    *,
+    batch: int,
+    folder: str,
+    accumulate: int = 1,
+    plugins: Any = None,
+    **options: Any,
 ) -> None:
     devices = 2 if options else 1
     strategy = nnx.strategy("nnscaler_pp", gen_savedir=folder, **options) if options else "auto"
-    trainer = Trainer(strategy=strategy, devices=devices, accumulate_grad_batches=accumulate, **_QUIET)
+    more = {"accumulate_grad_batches": accumulate, "plugins": plugins}
+    trainer = Trainer(strategy=strategy, devices=devices, **more, **_QUIET)
     trainer.fit(module, DataLoader(data, batch_size=batch))
 
 
@@ -257,6 +266,17 @@ def logged(schedule: str, folder: str) -> tuple[list[float], int]:
 
 def _options(schedule: str) -> dict[str, Any]:
     return {"pipeline_scheduler": schedule} if schedule else {}
+
+
+def scaled(schedule: str, folder: str) -> tuple[list[float], float, int]:
+    """Losses of a training whose gradients overflow float16 at first, the last scale, and turns."""
+    module = LossInStep()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=3)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    with counting_turns() as turns:
+        train(module, rows(64), batch=8, folder=folder, plugins=[plugin], **_options(schedule))
+    assert plugin.scaler is not None
+    return module.losses[::6], plugin.scaler.get_scale(), len(turns)
 
 
 def odd_steps(schedule: str, folder: str) -> tuple[dict[str, list[float]], int]:

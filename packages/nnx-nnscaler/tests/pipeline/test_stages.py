@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from nnx_core.errors import PlanError
 from nnx_nnscaler.cost import CostModel
 from nnx_nnscaler.pipeline.memory import rooms
 from nnx_nnscaler.pipeline.microbatches import cut_batch
+from nnx_nnscaler.pipeline.schedules import can_split
 from nnx_nnscaler.pipeline.stages import (
     Arrangement,
     Outline,
@@ -130,3 +132,26 @@ def test_skips_cross_and_what_needs_no_parameter_is_computed_where_it_is_used() 
 def test_a_submodule_that_computes_nothing_is_named() -> None:
     with pytest.raises(PlanError, match=r"stage_cuts names 'layers\.9', which computes nothing"):
         outline().place_of_module("layers.9")
+
+
+@pytest.mark.parametrize(
+    ("forward", "can"),
+    [
+        (lambda m, x: m.last(m.layers[0](m.first(x)).relu()), True),
+        (lambda m, x: m.last(m.layers[0](m.layers[0](m.first(x)))), False),
+        (lambda m, x: m.first(x) * m.scale.exp() + m.scale.exp(), False),
+        (lambda m, x: m.layers[1](m.first(x) + (bias := m.scale.exp())) * bias, False),
+    ],
+)
+def test_gradients_of_weights_wait_where_each_meets_the_samples_once(forward: Any, can: bool) -> None:
+    class Model(Deep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.zeros(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return forward(self, x)  # type: ignore[no-any-return]
+
+    found = Outline(cut_batch(trace_forward(Model(), (torch.randn(8, 4),), {})).graph)
+    _, last = make_stages(found, [1])
+    assert can_split(last, frozenset(last.arguments)) == can

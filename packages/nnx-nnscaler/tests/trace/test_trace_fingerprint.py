@@ -116,3 +116,42 @@ def test_it_is_the_same_in_every_process(pool: WorkerPool):
     found = [of_a_gpt(), *pool.run(of_a_gpt, world_size=2)]
     assert len({seed for _, seed in found}) == 3 or "PYTHONHASHSEED" in os.environ
     assert len({text for text, _ in found}) == 1
+
+
+class ReadsMore(nn.Module):
+    def forward(self, x):
+        return x * self.seldom
+
+
+class Instead(ReadsMore):
+    def forward(self, x):
+        return x * self.often
+
+
+class OnTop(ReadsMore):
+    def forward(self, x):
+        return super().forward(x) * self.often
+
+
+class ByItsName(ReadsMore):
+    def forward(self, x):
+        return ReadsMore.forward(self, x)
+
+
+class ByAnotherMethod(Instead):
+    def forward(self, x):
+        return self.other(x)
+
+    def other(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reads"), [(Instead, False), (OnTop, True), (ByItsName, True), (ByAnotherMethod, True)]
+)
+def test_what_an_overridden_forward_reads_matters_where_it_is_called(kind, reads):
+    module = kind()
+    module.seldom = module.often = 1.0
+    before = of(module)
+    module.seldom = 2.0
+    assert (of(module) != before) == reads

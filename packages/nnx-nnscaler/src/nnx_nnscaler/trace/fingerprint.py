@@ -331,16 +331,36 @@ def _reached_in(
 
 
 def _functions_read(cls: type, name: str) -> Iterator[FunctionType]:
-    """What a name stands for on a class and its bases, for ``super()`` reaches those."""
+    """What a name stands for on a class, and on its bases if a method of the class calls theirs."""
     for base in cls.__mro__:
         if base in (nn.Module, object):
             return
-        member = vars(base).get(name)
-        if isinstance(member, property):
-            member = member.fget
-        member = getattr(member, "__func__", member)
-        if isinstance(member, FunctionType):
-            yield inspect.unwrap(member)
+        function = _function_of(vars(base).get(name))
+        if function is not None:
+            yield function
+            if name not in _names_with_bases(cls):
+                return
+
+
+@functools.lru_cache(maxsize=256)
+def _names_with_bases(cls: type) -> frozenset[str]:
+    """The names in the user's methods that name ``super`` or a base, and the names of these methods."""
+    bases = {base.__name__ for base in cls.__mro__[1:]} | {"super"}
+    found: set[str] = set()
+    for owner in filter(lambda one: _is_users(one.__module__), cls.__mro__):
+        for own, member in vars(owner).items():
+            function = _function_of(member)
+            names = _names(function.__code__) if function is not None else set()
+            if names & bases:
+                found |= names | {own}
+    return frozenset(found)
+
+
+def _function_of(member: Any) -> FunctionType | None:
+    """The function of a method or property."""
+    member = member.fget if isinstance(member, property) else member
+    member = getattr(member, "__func__", member)
+    return inspect.unwrap(member) if isinstance(member, FunctionType) else None
 
 
 def _read_outside(functions: Iterable[FunctionType]) -> Iterator[tuple[Space, str]]:
