@@ -10,6 +10,7 @@ from torch import nn
 from jobs.nnscaler_trace_models import Gpt, Mlp
 from nnx_conformance.pool import WorkerPool
 from nnx_nnscaler.trace import fingerprint
+from nnx_nnscaler.trace.fingerprint import read_by_forward
 
 SCALE = 2.0
 X = torch.zeros(3, 8)
@@ -149,9 +150,7 @@ class ByAnotherMethod(Instead):
 @pytest.mark.parametrize(
     ("kind", "reads"), [(Instead, False), (OnTop, True), (ByItsName, True), (ByAnotherMethod, True)]
 )
-def test_what_an_overridden_forward_reads_matters_where_it_is_called(kind, reads):
+def test_what_an_overridden_forward_reads_counts_where_it_is_called(kind, reads):
     module = kind()
     module.seldom = module.often = 1.0
-    before = of(module)
-    module.seldom = 2.0
-    assert (of(module) != before) == reads
+    assert ("seldom" in [name for _, name in read_by_forward(module)]) == reads
