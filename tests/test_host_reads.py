@@ -26,7 +26,7 @@ OF_ENGINE = {
     "fairscale": {USED: 1},
 }
 
-STRATEGIES = [  # every third is tried by default
+STRATEGIES = [  # every fourth is tried by default
     *("fsdp_auto", "fsdp_hybrid", "fsdp_offload"),
     *("colossalai", "colossalai_cpu", "nnscaler"),
     *("nnscaler_zero", "nnscaler_dp", "nnscaler_tp"),
