@@ -232,7 +232,7 @@ def _unknown(path: str | os.PathLike[str]) -> CheckpointError:
         return CheckpointNotFoundError(f"there is no checkpoint at '{place}'.", remedy="Check the path.")
     if any(is_save_id(name) for name in place_of(path).names()):
         return CheckpointError(
-            f"'{place}' is not a checkpoint: its first save was interrupted.",
+            f"'{place}' is not a checkpoint: it has no manifest, so its first save was interrupted.",
             remedy="Resume from another one; `nnx ckpt gc` removes this.",
         )
     return CheckpointError(

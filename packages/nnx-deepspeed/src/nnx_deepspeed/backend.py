@@ -100,8 +100,10 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
 
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """Gather the masters into the user's parameters and take DeepSpeed off the module."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
+        if self._engine is not None:
+            # first: where it refuses, Lightning tears down once more, and that takes the engine off
+            self._engine.agreement.refuse_other_order()
+            engine, self._engine = self._engine, None
             engine.remove(self.at_end, with_state=self.gather_at_end == "all")
         return {}
 

@@ -335,7 +335,6 @@ class ZeroEngine:
             at_end: `Backend.at_end`: what this rank keeps of a parameter.
             with_state: True if every rank's optimizer is given its state, complete.
         """
-        self.agreement.refuse_other_order()
         self.take_written_weights(looking_everywhere=True)
         full = {
             parameter: at_end(
