@@ -195,12 +195,13 @@ class _Planned:
     def __init__(self, axes: Axes, options: NnScalerOptions) -> None:
         self.axes = axes
         self.pipeline = _pipeline(options, axes) if options.policy in PIPELINES else None
+        self._is_settled = self.pipeline is not None and options.load_plan is None
 
     def take(self, plan: PipelinePlan) -> Axes:
         """The axes with those of a pipeline. Collective the first time."""
         self.axes = with_pipe(self.axes, plan.arrangement.ranks)
-        if self.pipeline is None or self.pipeline.arrangement != plan.arrangement:
-            inner = plan.stages[0].size
+        if not self._is_settled:  # then the first plan says the schedule and the microbatches of all
+            self._is_settled, inner = True, plan.stages[0].size
             self.pipeline = PipelineOptions(
                 plan.arrangement, plan.microbatches, inner=inner, schedule=plan.schedule
             )

@@ -98,8 +98,8 @@ def test_what_a_step_returns_and_logs_is_that_of_one_process(
     pool: WorkerPool, tmp_path: Path, schedule: str
 ) -> None:
     """With a last batch that is smaller, gradients of two batches, and a number that changes in mid-run."""
-    expected, _ = pool.run(logged, "", "", world_size=1)[0]
-    for values, in_turns in pool.run(logged, schedule, str(tmp_path), world_size=2):
+    expected, _ = pool.run(logged, {}, "", world_size=1)[0]
+    for values, in_turns in pool.run(logged, {"pipeline_scheduler": schedule}, str(tmp_path), world_size=2):
         assert values == pytest.approx(expected, abs=1e-5, rel=1e-6)
         assert in_turns == 8
 

@@ -256,11 +256,11 @@ def losses_in_turns(case: Case) -> tuple[list[float], list[float], int]:
         return *losses_of(case), len(turns)
 
 
-def logged(schedule: str, folder: str) -> tuple[list[float], int]:
+def logged(options: dict[str, Any], folder: str) -> tuple[list[float], int]:
     """Every loss and logged value of a training with gradients of two batches each, and turns."""
     module = LossInStep()
     with counting_turns() as turns:
-        train(module, rows(30), batch=8, folder=folder, accumulate=2, **_options(schedule))
+        train(module, rows(30), batch=8, folder=folder, accumulate=2, **options)
     return module.losses, len(turns)
 
 

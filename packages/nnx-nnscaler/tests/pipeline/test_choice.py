@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from jobs.nnscaler_codegen_models import GPT
-from jobs.nnscaler_pipeline_jobs import Deep, planned_losses_with, rows
+from jobs.nnscaler_pipeline_jobs import Deep, logged, planned_losses_with, rows
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import PlanError
 from nnx_core.hardware import Link, profile
@@ -101,6 +101,14 @@ def test_autodist_trains_in_stages_and_a_saved_plan_does_the_same(pool: WorkerPo
     asked = {"load_plan": path}
     for _, _, error in run(planned_losses_with, str(tmp_path / "b"), "nnscaler_pp", asked, 16):
         assert "was made for another graph" in error
+
+
+def test_a_loaded_plan_says_the_schedule_of_steps_too(pool: WorkerPool, tmp_path: Path) -> None:
+    path, folder = str(tmp_path / "plan.json"), str(tmp_path / "code")
+    saving = {"pipeline_scheduler": "1f1b", "pipeline_nmicros": 4, "save_plan": path}
+    saved = pool.run(logged, saving, folder, world_size=2)
+    assert saved[0][1], "it did not work in turns"
+    assert pool.run(logged, {"load_plan": path}, folder, world_size=2) == saved
 
 
 @pytest.mark.parametrize("inner", [1, 2])
