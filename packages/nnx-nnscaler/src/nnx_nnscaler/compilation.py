@@ -81,7 +81,7 @@ def make_programs(
         options: The strategy's.
         local: The context that programs run in.
         arrival: Brings the module to the device, which is done here only if it can be traced no other way.
-        loss_scale: As a `Runtime` takes it.
+        loss_scale: Returns the factor of the loss, as `Runtime` describes it.
         timeline: Measures what this rank does, where that is asked for.
 
     Returns:
@@ -189,7 +189,7 @@ class _Planned:
 
     Attributes:
         axes: This rank's groups, to which those of a pipeline come when a plan has one.
-        pipeline: What is asked of pipelines; None where nobody asks for one.
+        pipeline: The stages, microbatches and schedule asked for; None where nobody asks for stages.
     """
 
     def __init__(self, axes: Axes, options: NnScalerOptions) -> None:

@@ -44,7 +44,7 @@ class LaidOut:
         context: This rank.
         options: The strategy's.
         order: Notices what only some ranks read.
-        loss_scale: As a `Runtime` takes it.
+        loss_scale: Returns the factor of the loss, as `Runtime` describes it.
 
     Attributes:
         parameters: The parameters as they are stored.

@@ -61,7 +61,7 @@ class Programs:
             have to lie alike in every unit.
         local: The context that a program runs in: inside it parameters are this rank's parts.
         speaks: True if this rank tells the user what runs whole.
-        layout: How parameters lie, if another module's programs have decided it.
+        layout: The placement of parameters, if another module's programs have decided it.
         otherwise: What becomes of a call that no program fits, as a sentence without its end.
     """
 
@@ -417,7 +417,7 @@ class Variant:
     Attributes:
         compiled: The program.
         number: When it was made among those of its module.
-        runs: Whether it was ever run.
+        runs: True once it has run.
     """
 
     compiled: Compiled

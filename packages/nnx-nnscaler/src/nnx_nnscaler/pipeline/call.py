@@ -24,8 +24,8 @@ class StageRuntime(Runtime):
     """The runtime of one call.
 
     Attributes:
-        microbatches: Into how many the batch is cut.
-        counts: By the name of an operator, the number of samples that count in the whole batch.
+        microbatches: The number of microbatches of the batch.
+        counts: By the name of an operator that divides by it, the number of samples that count in the batch.
     """
 
     microbatches: int = 1
@@ -62,7 +62,7 @@ class Lineup:
     Attributes:
         rank: This rank's place along the pipe.
         own: The numbers of its stages.
-        bundles: What passes between ranks.
+        bundles: The values that pass between ranks.
         lent: Parameters that a rank uses and another stores: name, who stores it and who uses it.
         most_given: More than any stage gives.
     """
@@ -158,16 +158,16 @@ class Call:
 
     Attributes:
         lineup: The pipeline.
-        runtime: What programs use.
+        runtime: The runtime of the programs.
         root: The user's module.
         weights: This rank's weights.
         constants: The graph's.
         symbols: Sizes of the whole batch.
         own: This rank's stages.
         flows: The names of the values that a gradient flows into.
-        passage: What is sent and received with gradients.
-        between: What passes between stages: the same, or without gradients where these are sent apart.
-        timeline: What actions are told to; None unless they are measured in this call.
+        passage: The messages of values that have gradients.
+        between: The messages between stages: the same, or without gradients where these are sent apart.
+        timeline: The timeline that measures actions; None unless this call is measured.
     """
 
     def __init__(

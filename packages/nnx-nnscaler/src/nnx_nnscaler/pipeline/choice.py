@@ -51,8 +51,8 @@ def with_stages(
         graph: The traced forward.
         plan: Makes the plan of one program.
         size: Ranks of the unit.
-        costs: As for `plan_pipeline`, like what follows.
-        constraints: Within stages.
+        costs: The figures that time and memory are predicted with.
+        constraints: By names of modules, how ranks split their operators within stages.
         memory_limit: Bytes that each rank may use.
         units: The number of units that share the work.
         zero: True if units keep states in parts.
@@ -132,8 +132,8 @@ def seconds_of(plan: PipelinePlan, prepared: Prepared, prices: StageCosts, costs
     Args:
         plan: The plan.
         prepared: Its graph.
-        prices: What its cuts cost.
-        costs: What it was made with.
+        prices: The costs of its cuts.
+        costs: The figures that it was made with.
     """
     graph, outline = prepared.cut.graph, prepared.outline
     count = next(possible_counts(prepared.cut, traced_sizes(graph), plan.microbatches, plan.divisible))

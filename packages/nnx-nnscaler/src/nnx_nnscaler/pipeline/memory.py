@@ -23,11 +23,11 @@ class Mesh(NamedTuple):
     """What bytes depend on besides the stages.
 
     Attributes:
-        costs: How the model is trained.
+        costs: The figures that bytes are predicted with.
         units: The number of units that share the work.
         zero: True if they store states in parts.
         schedule: The order in which ranks work.
-        microbatches: Into how many the traced batch is cut.
+        microbatches: The number of microbatches of the traced batch.
     """
 
     costs: CostModel
@@ -83,9 +83,9 @@ def rooms(arrangement: Arrangement, schedule: str, microbatches: int, limits: Se
     """What the search for cuts has to keep to.
 
     Args:
-        arrangement: Which rank has which stage.
+        arrangement: The stages of each rank along the pipe.
         schedule: The order in which ranks work.
-        microbatches: Into how many the batch is cut.
+        microbatches: The number of microbatches of the batch.
         limits: Bytes that each rank may take.
     """
     found = []
@@ -122,8 +122,8 @@ def usage_of(
         stages: The stages.
         plans: Their plans.
         homes: The rank that stores each parameter.
-        arrangement: Which rank has which stage.
-        mesh: What bytes depend on besides.
+        arrangement: The stages of each rank along the pipe.
+        mesh: The rest that bytes depend on.
     """
     counted: set[tuple[str, int]] = set()
     used = [
@@ -157,7 +157,7 @@ def _used(
         if homes.get(fqn, 0) == rank:
             states += prices.states(graph.metas[name], stored)
             lasting += prices.kept(graph.metas[name], stored)
-        else:  # it is lent, and its gradient goes back
+        else:  # another rank sends it, and its gradient goes back
             lasting += 2 * prices.local(graph.metas[name], stored.placement).nbytes
     lasting += sum(bytes_in(graph, name) for name in (*graph.buffers, *graph.constants))
     kept, passing = activations(Flow(graph), assignment_of(graph, plan), prices)
@@ -182,8 +182,8 @@ def too_large(plan: PipelinePlan, limit: int, knobs: Sequence[str]) -> PlanError
 
     Args:
         plan: The one that takes the least, of those that were found.
-        limit: What each rank may take.
-        knobs: What helps besides.
+        limit: Bytes that each rank may take.
+        knobs: Further options that help.
     """
     worst = max(range(len(plan.usage)), key=lambda rank: plan.usage[rank].peak)
     states, peak = plan.usage[worst]

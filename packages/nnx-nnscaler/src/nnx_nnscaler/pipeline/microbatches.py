@@ -131,8 +131,8 @@ class Microbatches:
 
     Attributes:
         graph: The graph; the one that was given where the batch cannot be cut.
-        placements: What becomes of each value; empty where the batch cannot be cut.
-        counts: What is counted in the whole batch before.
+        placements: The way in which each value is cut; empty where the batch cannot be cut.
+        counts: The values that are counted in the whole batch first.
         ahead: Names of the values that are computed for the whole batch before; they are inputs here.
         hindrance: Why the batch cannot be cut; empty where it can.
         at_least: The smallest number of samples in a microbatch.

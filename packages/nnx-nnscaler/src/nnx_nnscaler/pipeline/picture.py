@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
     Attributes:
         rank: The rank along the pipe.
-        action: What it does.
+        action: The action.
         start: When it begins, in seconds.
         stop: When it is done.
     """
@@ -65,7 +65,7 @@ def order(schedule: str, arrangement: Arrangement, microbatches: int) -> tuple[t
 
     Args:
         schedule: A name of `nnx_nnscaler.options.SCHEDULES`.
-        arrangement: Which rank has which stage.
+        arrangement: The stages of each rank along the pipe.
         microbatches: Into how many a batch is cut.
 
     Raises:
@@ -93,7 +93,7 @@ def simulate(
     """When each action runs, if it waits for nothing but the rank and the action that it follows from.
 
     Args:
-        orders: What each rank does, one action after another.
+        orders: The actions of each rank, one after another.
         forward: Seconds of each stage for a microbatch.
         backward: Seconds of each stage for the gradients of a microbatch: half for those of inputs, and half
             for those of weights, where a schedule takes them apart.
@@ -161,7 +161,7 @@ def predicted(plan: PipelinePlan, schedule: str) -> list[Step]:
     """When each action of a plan would run; a third of a stage's predicted time is for the forward pass.
 
     Raises:
-        OptionError: As `order` does.
+        OptionError: The schedule is unknown, or does not run so many microbatches.
     """
     per_microbatch = [seconds / plan.microbatches for seconds in plan.seconds]
     forward = [seconds * FORWARD_SHARE for seconds in per_microbatch]
@@ -176,7 +176,7 @@ def measured(timeline: str | Path) -> tuple[list[Step], str]:
         timeline: A file that the option ``timeline_file`` has named.
 
     Raises:
-        NnxError: As `read_timeline` does.
+        NnxError: It is no such file, or nothing was measured.
     """
     spans = read_timeline(timeline)
     last = max(span.step for span in spans)
@@ -197,11 +197,11 @@ def draw(plan: PipelinePlan, schedule: str | None = None, *, timeline: str | Pat
 
     Args:
         plan: The plan; a third of a stage's predicted time is taken for the forward pass.
-        schedule: As in `order`; by default the plan's own.
+        schedule: The name of the schedule; by default the plan's own.
         timeline: A file that the option ``timeline_file`` has named: its last step is drawn below.
 
     Raises:
-        NnxError: As `order` and `read_timeline` do.
+        NnxError: The schedule or the file cannot be drawn; the message says why.
     """
     schedule = schedule or plan.schedule
     steps = predicted(plan, schedule)
@@ -214,8 +214,8 @@ def gantt(steps: Sequence[Step], title: str) -> str:
     """Steps as SVG.
 
     Args:
-        steps: What ran, or would run; at least one.
-        title: What stands above.
+        steps: The steps that ran, or are predicted; at least one.
+        title: The line above the picture.
     """
     return _page([(steps, title)])
 

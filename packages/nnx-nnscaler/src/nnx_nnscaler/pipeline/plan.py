@@ -31,7 +31,7 @@ class PipelinePlan:
     Attributes:
         size: Ranks of the unit.
         policy: Name of the policy.
-        arrangement: Which rank along the pipe has which stage.
+        arrangement: The stages of each rank along the pipe.
         cuts: The places at which the second and later stages begin.
         stages: The plan of every stage, for the ranks that compute it together.
         seconds: Predicted time of every stage for the traced batch, forward and backward.
@@ -42,9 +42,9 @@ class PipelinePlan:
         divisible: As in `ProgramPlan`; of a microbatch.
         schedule: The order in which ranks work, by a name of `nnx_nnscaler.options.SCHEDULES`.
         loss: The value that is the forward's loss, where the schedule needs it.
-        microbatches: How many microbatches are wished for; a batch is cut into so many or fewer.
+        microbatches: The number of microbatches that a batch is cut into, or fewer.
         reason: Why it and no other.
-        notes: What the user should hear once.
+        notes: Sentences for the user, logged once.
     """
 
     size: int

@@ -49,10 +49,10 @@ class PipelineOptions(NamedTuple):
     """What the user asks of a pipeline.
 
     Attributes:
-        arrangement: Which rank along the pipe has which stage.
+        arrangement: The stages of each rank along the pipe.
         microbatches: Into how many a batch is cut; None to have it chosen.
         cuts: Names of the submodules that the second and later stages begin with; empty to have them chosen.
-        policy: How the ranks of a stage share its operators.
+        policy: The policy by which the ranks of a stage share its operators.
         inner: Ranks of a stage.
         schedule: The order in which ranks work.
     """
@@ -134,10 +134,10 @@ def plan_pipeline(
 
     Args:
         graph: The traced forward.
-        options: What is asked for.
+        options: The arrangement, schedule, microbatches and cuts asked for.
         costs: The figures that time is predicted with.
-        layout: How parameters lie already, for a further program.
-        constraints: As for `plan_program`, within stages.
+        layout: The placement of parameters that an earlier program has decided.
+        constraints: By names of modules, how ranks split their operators within stages.
         memory_limit: Bytes that each rank may use.
         units: The number of units that share the work.
         zero: True if units keep states in parts.
@@ -178,10 +178,10 @@ class _Search:
 
     Args:
         prepared: The graph.
-        options: What is asked for.
-        mesh: What bytes depend on, but for the microbatches.
-        layout: How parameters lie already.
-        constraints: As for `plan_program`.
+        options: The arrangement, schedule, microbatches and cuts asked for.
+        mesh: The rest that bytes depend on, but for the microbatches.
+        layout: The placement of parameters that an earlier program has decided.
+        constraints: By names of modules, how ranks split their operators within stages.
         limit: Bytes that each rank may use; None for any number.
     """
 
@@ -218,7 +218,7 @@ class _Search:
         search's limits are tightened by what ranks exceed theirs.
 
         Args:
-            wished: How many microbatches a batch should become.
+            wished: The number of microbatches that a batch should become.
         """
         options, limit = self._options, self._limit
         most = [inf if limit is None else float(limit)] * options.arrangement.ranks

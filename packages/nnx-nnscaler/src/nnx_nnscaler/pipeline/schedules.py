@@ -200,7 +200,7 @@ class Turns:
         loss: The name of the loss.
         schedule: The name of the schedule.
         keeps: Names of the values that the forward returns; others are freed once they are not needed.
-        scale: What the loss is multiplied by in the backward.
+        scale: The factor of the loss in the backward.
     """
 
     def __init__(

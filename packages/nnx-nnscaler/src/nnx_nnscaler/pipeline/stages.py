@@ -49,7 +49,7 @@ _HEAVY = frozenset(
 _SLACK = 1.02
 """How much longer than need be the longest stage may become to send fewer bytes."""
 _POWERS = (1, 2, 4, 8, 16, 48, 400)
-"""Of that slack: how much longer the longest stage may be, tried one after the other, to save memory."""
+"""Multiples of that slack, tried one after the other, by which the longest stage may grow to save memory."""
 _GAP, _SECONDS = 0.05, 2.0
 """How near HiGHS comes to the fewest bytes, and the time after which it takes the best that it has found;
 eight times as much where only memory counts."""
@@ -115,8 +115,8 @@ class StageCosts(NamedTuple):
     Attributes:
         seconds: Time of all operators before a place.
         sent: Bytes that cross a place.
-        may: Whether a stage may begin there.
-        calls: Of the time, what each further microbatch takes as well: calling operators.
+        may: True where a stage may begin.
+        calls: The part of the time that every further microbatch adds, which is calling operators.
         lasting: Bytes of parameters, gradients and optimizer state that are first used before a place.
         kept: Bytes that autograd keeps of all operators before a place.
     """
@@ -137,7 +137,7 @@ class Room(NamedTuple):
     """What a rank may hold at some moment.
 
     Attributes:
-        shares: For each of its stages, the share of the batch whose activations it holds.
+        shares: The share of the batch whose activations it holds, for each of its stages.
         limit: Bytes that it may take.
     """
 
@@ -255,11 +255,11 @@ def choose_cuts(
     """Where stages begin, so that the longest is as short as can be, and then the fewest bytes cross.
 
     Args:
-        costs: What cuts cost.
+        costs: The costs of cuts.
         stages: The number of stages.
-        foreign: Where parameters lie already, the bytes of those that each stage's rank does not store, up to
-            each place; they count first. Shape (stages, places).
-        rooms: What ranks may hold; empty if nothing is known of that.
+        foreign: The bytes, up to each place, of parameters that each stage's rank does not store, where
+            they are stored already; the fewest count first. Shape (stages, places).
+        rooms: The memory that ranks have; empty if it does not limit the cut.
 
     Returns:
         The places at which the second and later stages begin; None if no cut fits into the memory.
@@ -312,9 +312,9 @@ class _Cuts:
     """The choice of cuts as a program for HiGHS, with one binary for each cut and place.
 
     Args:
-        costs: What cuts cost, at places where stages may begin.
+        costs: The costs of cuts, at places where stages may begin.
         stages: The number of stages.
-        rooms: What ranks may hold.
+        rooms: The memory that ranks have.
     """
 
     def __init__(self, costs: StageCosts, stages: int, rooms: Sequence[Room]) -> None:
@@ -348,7 +348,7 @@ class _Cuts:
         """The best cut as numbers of places; None if none fits.
 
         Args:
-            shortest: How short the longest stage can be if memory does not count.
+            shortest: The time of the longest stage of the best cut if memory does not count.
         """
         for power in _POWERS:
             seconds = _SECONDS if power < _POWERS[-1] else 8 * _SECONDS
@@ -411,7 +411,7 @@ def foreign_bytes(
     Args:
         outline: The operators.
         homes: The rank along the pipe that stores each parameter, by fully qualified name.
-        arrangement: Which rank has which stage.
+        arrangement: The stages of each rank along the pipe.
     """
     graph = outline.graph
     found = np.zeros((arrangement.stages, len(outline.ops) + 1))

@@ -43,7 +43,7 @@ class TrainingStep(nn.Module):
 
     Args:
         module: A LightningModule.
-        forwards: What stands in for a forward in it.
+        forwards: The stand-ins of forwards that it calls.
     """
 
     def __init__(self, module: nn.Module, forwards: Programs) -> None:

@@ -228,7 +228,7 @@ class StagePart:
     """A part that the ranks of one stage of a pipeline store, and the others get from them.
 
     Args:
-        tensor: What this rank stores, empty where that is nothing.
+        tensor: The elements that this rank stores; empty if it stores none.
         inside: Where the ranks that store it find it.
         layout: Its layout.
         pipe: This rank's group along the pipe.
