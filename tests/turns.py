@@ -65,7 +65,7 @@ TURNS = {
     "TestFsdpManual": Turn(0, 8),
     "TestFsdpOffload": Turn(1, 12),
     "TestFsdpHybrid": Turn(2, 12),
-    "TestNnScalerPp": Turn(1, 6),
+    "TestNnScalerPp": Turn(1, 6, whole=("manners",)),
     "TestNnScalerDeduped": Turn(3, 12),
     "TestNnScalerZero": Turn(5, 12),
     "TestNnScalerDp": Turn(4, 8),

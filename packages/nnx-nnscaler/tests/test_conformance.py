@@ -22,7 +22,10 @@ class TestNnScalerTp(StrategyConformance):
 
 class TestNnScalerPp(StrategyConformance):
     strategy = "nnscaler_pp"
-    only = ("numbers", "stages", "structure", "weights_read_between_steps", "logged_weights")
+    only = (
+        *("numbers", "stages", "structure", "weights_read_between_steps", "logged_weights"),
+        *("no_survivors", "no_tensors", "no_tensors_of_steps"),
+    )
 
 
 class TestNnScalerDeduped(StrategyConformance):

@@ -5,9 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.export import ExportedProgram
 
 __all__ = [
+    "free_fake_inputs",
     "schedule_actions",
     "stage_backward_input",
     "stage_backward_weight",
@@ -40,3 +43,16 @@ def schedule_actions(
     ]
     order: Any = get_schedule_class(schedule)(stages, microbatches)
     return [[one for action in order.pipeline_order[rank] for one in flat(action)] for rank in range(ranks)]
+
+
+def free_fake_inputs(program: ExportedProgram) -> None:
+    """Let a program be freed with all that its trace made: torch (2.11 to 2.13) would keep that for ever.
+
+    Its symbolic sizes know the fake inputs, which know these sizes from C++, where no collector looks.
+    """
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        environment = value.fake_mode.shape_env if isinstance(value, FakeTensor) else None
+        if environment is not None:
+            environment.tracked_fakes = []
+            return

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -207,6 +207,8 @@ class NnScalerBackend(Backend[NnScalerOptions]):
                 remedy="Leave `inference_only` out of compute_config, or call validate, test or predict.",
             )
         with local_mode():
+            for optimizer in optimizers:
+                self._cut_state(optimizer)
             self._owner_ranks.setup(optimizers)
         for optimizer in optimizers:
             self._states.hide(optimizer, parts=_PartsOfState(self._parameters_with, self._owner_ranks))
@@ -214,6 +216,17 @@ class NnScalerBackend(Backend[NnScalerOptions]):
             groups = [group for optimizer in optimizers for group in optimizer.param_groups]
             with local_mode():
                 self._masters = Masters(p for group in groups for p in group["params"])
+
+    def _cut_state(self, optimizer: Optimizer) -> None:
+        """Keep this rank's part of state that an optimizer made when built: it saw parameters whole."""
+        for parameter, entries in optimizer.state.items():
+            parameters = self._parameters_with(parameter)
+            if parameters is None:
+                continue
+            layout = parameters.layout(cast("nn.Parameter", parameter))
+            for name, value in entries.items():
+                if isinstance(value, Tensor) and layout.shape == value.shape != layout.local_shape:
+                    entries[name] = layout.local_part(value).clone()
 
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """Gather what is stored in parts, and give the module its own forward back."""

@@ -212,7 +212,10 @@ class Programs:
                 compiled = self._compile(call, self._unit, fixed_batch=False, layout=self.layout)
                 return self._keep(key, compiled)
             except UnsupportedError as error:
-                cause = self._refused[key] = str(error)
+                cause = str(error)
+                if cause in self._refused.values():  # then it is not in what calls differ in
+                    self._never = cause
+                self._refused[key] = cause
         self._warn(cause)
         return None
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from jobs.nnscaler_codegen_models import ConvNet, images
-from nnx_core.errors import PlanError
+from nnx_core.errors import PlanError, UnsupportedError
 from nnx_nnscaler import programs as programs_module
 from nnx_nnscaler.codegen.self_check import replicated_plan
 from nnx_nnscaler.codegen.store import Store
@@ -258,6 +258,20 @@ def test_after_the_last_of_many_programs_calls_run_whole(counting, monkeypatch, 
         assert torch.equal(module(x, scale), fresh(module)(x, scale))
     assert len(made.variants) == 2
     assert "2 programs were made or tried already" in caplog.text
+
+
+def test_what_is_refused_twice_for_one_cause_is_not_tried_again(counting, monkeypatch):
+    module, _ = counting
+    tried = []
+
+    def refuse(*args, **kwargs):
+        tried.append(args)
+        raise UnsupportedError("it is so.", remedy="None.")
+
+    monkeypatch.setattr(programs_module, "compile_together", refuse)
+    for scale in (2.0, 3.0, 4.0, 5.0):
+        assert torch.equal(module(torch.ones(4, 4), scale), fresh(module)(torch.ones(4, 4), scale))
+    assert len(tried) == 2
 
 
 def test_a_copy_of_the_module_has_its_own_forward(counting):

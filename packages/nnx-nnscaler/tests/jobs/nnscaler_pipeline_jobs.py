@@ -198,7 +198,14 @@ class Contrast(Deep):
         return F.cross_entropy(y @ y.t(), torch.arange(len(y))), y
 
 
-OF_ONE_PROCESS = (Branches, LossBesideResult, Penalized, Contrast)
+class EarlyState(Deep):
+    """Its optimizer makes its state when it is built."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), lr=1e-2, initial_accumulator_value=0.1)
+
+
+OF_ONE_PROCESS = (Branches, LossBesideResult, Penalized, Contrast, EarlyState)
 
 
 def weights_after(schedule: str, folder: str) -> dict[str, list[Tensor]]:

@@ -227,6 +227,10 @@ class Passage:
         assert self._token is not None, "nothing is recorded"
         return self._token
 
+    def end_forward(self) -> None:
+        """Forget the token: what it hangs on refers to this, and such a circle is freed late."""
+        self._start = self._token = None
+
     def begin_backward(self, results: Iterable[str]) -> None:
         """Take note of the results that the loss depends on, which are the same on every rank."""
         self._with_gradients = self._reached(frozenset(results))

@@ -267,6 +267,7 @@ class PipelineProgram:
         values |= {
             name: call.weights[fqn] for name, fqn in self.graph.buffers.items() if name in self._returned
         }
+        call.passage.end_forward()
         values |= {name: call.constants[name] for name in self._returned if name in self.graph.constants}
         named = {**inputs, **values}
         return self._output(call.runtime, call.root, {}, {}, *[named[name] for name in self._output_names])

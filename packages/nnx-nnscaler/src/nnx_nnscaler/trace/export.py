@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from nnx_core.random_state import forked
+from nnx_nnscaler._torch_compat import free_fake_inputs
 from nnx_nnscaler.trace.guard import (
     attributes_restored,
     collectives_refused,
@@ -140,6 +141,7 @@ def export_forward(
     with ExitStack() as stack:
         _enter_guards(stack, module)
         exported.program = torch.export.export(root, leaves, strict=False, dynamic_shapes=(dims,))
+    free_fake_inputs(exported.program)
     if changed:
         raise SideEffectError(changed)
     return exported

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
@@ -27,7 +27,7 @@ from nnx_conformance.check import (
 )
 from nnx_conformance.checks.numbers.optimizers import Grouped
 from nnx_conformance.subject import Subject
-from nnx_conformance.task import Outcome, Plain, Task, share_of
+from nnx_conformance.task import Block, Outcome, Plain, Task, share_of
 from nnx_conformance.training import fit
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -208,8 +208,17 @@ def shards_optimizer(bench: Bench) -> None:
     _expect_shares(bench, "optimizer state")
 
 
+class _Deep(Plain):
+    """Has six blocks, so that whole layers can be shared out about equally: a pipeline cuts none."""
+
+    def build(self) -> None:
+        """Create the layers."""
+        super().build()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+
+
 def _expect_shares(bench: Bench, what: str) -> None:
-    task = Task(optimizer="adamw", steps=2, clip=1.0)
+    task = Task(model=_Deep, optimizer="adamw", steps=2, clip=1.0)
     alone = bench.alone(_measure, task)[what]
     for world_size in bench.world_sizes:
         held = [found[what] for found in bench.run(_measure, task, world_size=world_size)]
