@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch.optim import Optimizer
 
 import nnx
 from nnx_core import Backend
+from nnx_core.random_state import host_state_kept
 from nnx_tiny.averaging import average_gradients
 from nnx_tiny.backend import TinyBackend
 
@@ -427,3 +430,18 @@ class CannotSaveNothing(TinyBackend):
         if not tensor.numel():
             raise ValueError("range [0, 1) lies outside a tensor of shape (0, 4)")
         return super().shard(tensor, parameter=parameter)
+
+
+# --- what steps count ---------------------------------------------------------------------------
+
+
+class BeginsTheStep(TinyBackend):
+    """Looks at what a step calls the model with, and leaves what the step has counted until then."""
+
+    def parallelize(self, module: nn.Module, sample: Any) -> Mapping[nn.Parameter, nn.Parameter]:
+        (_, inputs), step = sample(), getattr(module, "training_step", None)
+        called = patch.object(module, "forward", side_effect=InterruptedError)
+        with host_state_kept(), suppress(InterruptedError), called:
+            if step is not None:
+                step([inputs["x"]] * 2, 0)
+        return super().parallelize(module, sample)

@@ -54,6 +54,7 @@ _CAUGHT = {
     "DenseOnly": ("sparse_gradients",),
     "CannotSaveNothing": ("parameter_without_elements",),
     "NeverFreezes": ("frozen_in_mid_run",),
+    "BeginsTheStep": ("counted_steps",),
     "OwnBackwardOnly": ("own_backward", "own_backward_while_accumulating"),
 }
 """The broken strategies, and the checks that each fails; what else it fails is not looked at."""

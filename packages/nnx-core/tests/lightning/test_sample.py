@@ -8,9 +8,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from nnx_core.backend import Call, first_call
+from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.sample import TrainerSample
 
 
@@ -79,6 +80,46 @@ class Converts(Model):
         return {"x": batch[0], "scale": 3.0}
 
 
+class Counts(Model):
+    """Counts in its step, and where its data comes from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.loaders, self.data = 0, 0, CountedData()
+
+    def train_dataloader(self) -> Any:
+        self.loaders += 1
+        return DataLoader(self.data, batch_size=3, shuffle=True, generator=self.data.generator)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+class CountedData(Dataset[Any]):
+    def __init__(self) -> None:
+        self.generator, self.read = torch.Generator(), []
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        return torch.ones(4) * index, torch.zeros(1)
+
+
+class GoesOn(Model):
+    """Draws from a generator of Python before it calls the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = (1.0 / step for step in range(1, 9))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        next(self.rates)
+        return super().training_step(batch, batch_idx)
+
+
 class Look(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         before = torch.get_rng_state()
@@ -91,6 +132,7 @@ class Look(Callback):
 def call_of(model: Model) -> Call:
     look = Look()
     data = DataLoader(TensorDataset(torch.arange(24.0).view(6, 4), torch.zeros(6, 1)), batch_size=3)
+    data = None if isinstance(model, Counts) else data
     trainer = Trainer(
         accelerator="cpu", max_steps=1, callbacks=look, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
@@ -133,6 +175,20 @@ def test_the_module_is_left_as_it_was() -> None:
     call_of(model)
     assert "forward" not in model.__dict__
     assert not any(part._forward_pre_hooks for part in model.modules())
+
+
+def test_what_the_step_and_the_data_count_is_counted_once() -> None:
+    model, alone = Counts(), Counts()
+    call = call_of(model)
+    x, _ = next(iter(alone.train_dataloader()))
+    assert (model.steps, model.loaders, len(model.data.read)) == (1, 1, 3)
+    assert torch.equal(call.args[0], x) and model.data.read == alone.data.read
+    assert torch.equal(model.data.generator.get_state(), alone.data.generator.get_state())
+
+
+def test_a_generator_that_went_on_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="went on with 'rates', a generator that cannot be put back"):
+        call_of(GoesOn())
 
 
 def test_a_plain_sample_yields_inputs_of_the_root() -> None:

@@ -7,8 +7,8 @@ code generator along, which data parallelism does not need.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from nnx_checkpoint.collective import control_group, together
 from nnx_core.backend import ParallelContext, Sample, first_call
 from nnx_core.calibration import calibrated
+from nnx_core.errors import PlanError
 from nnx_nnscaler.axes import Axes, with_pipe
 from nnx_nnscaler.codegen.self_check import checked_if_small, checked_up_to
 from nnx_nnscaler.codegen.store import Store
@@ -105,7 +106,7 @@ def make_programs(
         local=local,
         speaks=axes.unit_rank == 0,
     )
-    with _autocast(context):
+    with _autocast(context), _saying_what_is_planned(module, root):
         compiled = programs.prepare(call, bring=arrival.finish)
     if compiled is not None and context.rank == 0:
         programs.summary = _summary(compiled, axes)
@@ -125,6 +126,21 @@ def _first_call(module: nn.Module, sample: Sample, context: ParallelContext) -> 
     ):
         call = first_call(module, sample)
         return call.module, ModelCall(*tree_map(_with_values, (call.args, call.kwargs)))
+
+
+@contextmanager
+def _saying_what_is_planned(module: nn.Module, root: nn.Module) -> Iterator[None]:
+    """Where no plan is found for a part of a module, say so."""
+    try:
+        yield
+    except PlanError as error:
+        if root is not module:
+            name = next(name for name, part in module.named_modules() if part is root)
+            error.add(
+                f"Planned is {name!r}, the part of {type(module).__name__} that its step calls first; to "
+                "plan all of it, let the step call one module that calls the others."
+            )
+        raise
 
 
 def _costs(axes: Axes, context: ParallelContext, options: NnScalerOptions) -> CostModel:

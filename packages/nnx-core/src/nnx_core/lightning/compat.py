@@ -163,8 +163,8 @@ def copies_only(root: str, callback: Any) -> bool:
     return type(callback).setup in known
 
 
-def running_stage_loader(trainer: Any) -> Iterable[Any]:
-    """A loader of the stage that is being set up, made once more from where Trainer gets it.
+def running_stage_source(trainer: Any) -> Any:
+    """Where Trainer gets the loader of the stage that is being set up: it has `instance` and `dataloader()`.
 
     Upstream: ``_data_source`` of ``trainer.fit_loop`` and of the evaluation and prediction loops.
     """
@@ -174,7 +174,12 @@ def running_stage_loader(trainer: Any) -> Iterable[Any]:
         "test": trainer.test_loop,
         "predict": trainer.predict_loop,
     }
-    loader = loops[trainer.state.fn.value]._data_source.dataloader()
+    return loops[trainer.state.fn.value]._data_source
+
+
+def running_stage_loader(trainer: Any) -> Iterable[Any]:
+    """A loader of the stage that is being set up, made once more from where Trainer gets it."""
+    loader = running_stage_source(trainer).dataloader()
     while isinstance(loader, (list, tuple)):
         loader = loader[0] if loader else ()
     return loader if isinstance(loader, Iterable) else ()

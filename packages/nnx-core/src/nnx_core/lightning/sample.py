@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from nnx_core.backend import Call
 from nnx_core.errors import UnsupportedError
-from nnx_core.lightning.compat import running_stage_loader
+from nnx_core.lightning.compat import running_stage_loader, running_stage_source
+from nnx_core.python_state import PythonState, has_values
 from nnx_core.random_state import host_state_kept
 from nnx_core.tensor_functions import Sees, what_it_sees
 
@@ -70,7 +71,11 @@ class TrainerSample:
             UnsupportedError: There are neither declared inputs nor a batch.
         """
         declared = _declared(self._module)
-        return self._of_batch(self._first_batch()) if declared is None else self._converted(declared)
+        if declared is not None:
+            converted: Inputs = self._converted(declared)
+            return converted
+        with self._looking_ahead():
+            return self._of_batch(self._first_batch())
 
     def first_call(self) -> Call:
         """The call that the running stage's step begins with; inputs that the module declares come first.
@@ -81,17 +86,36 @@ class TrainerSample:
         module, declared = self._module, _declared(self._module)
         if declared is not None:
             return Call(module, *self._converted(declared))
-        batch = self._first_batch()
-        if callable(getattr(module, "dummy_forward_args_fn", None)):
-            return Call(module, *self._of_batch(batch))
-        step, context = _STEPS[self._trainer.state.fn.value]
-        with getattr(self._trainer.precision_plugin, context)():  # as when Trainer calls it
-            found = _watch(module, getattr(module, step), batch)
-        return found or Call(module, *self._of_batch(batch))
+        with self._looking_ahead() as state:
+            batch = self._first_batch()
+            if callable(getattr(module, "dummy_forward_args_fn", None)):
+                return Call(module, *self._of_batch(batch))
+            step, context = _STEPS[self._trainer.state.fn.value]
+            with getattr(self._trainer.precision_plugin, context)():  # as when Trainer calls it
+                found = _watch(module, getattr(module, step), batch, state.tensors)
+            return found or Call(module, *self._of_batch(batch))
+
+    @contextmanager
+    def _looking_ahead(self) -> Iterator[PythonState]:
+        """Around user code that runs once more: what it draws, counts and collects is put back."""
+        source = running_stage_source(self._trainer).instance
+        roots = self._module, source, getattr(self._trainer, "datamodule", None)
+        state = PythonState(*roots, looks_into=_has_values_or_data)
+        with host_state_kept():
+            try:
+                yield state
+            finally:
+                lost = state.lost()
+                state.put_back()
+        if lost:
+            raise UnsupportedError(
+                f"to see what the model is called with, the first step was begun ahead, and went on with "
+                f"{lost[0]!r}, a generator that cannot be put back.",
+                remedy="Set `self.example_input_array`, or use an iterator over a list in its place.",
+            )
 
     def _first_batch(self) -> Any:
-        with host_state_kept():
-            batch = next(iter(running_stage_loader(self._trainer)), None)
+        batch = next(iter(running_stage_loader(self._trainer)), None)
         if batch is None:
             example_inputs(self._module)  # it has none: says so
         return self._trainer.strategy.batch_to_device(self._converted(batch))
@@ -103,6 +127,10 @@ class TrainerSample:
     def _of_batch(self, batch: Any) -> Inputs:
         convert = getattr(self._module, "dummy_forward_args_fn", None)
         return ((), dict(convert(batch))) if callable(convert) else ((batch,), {})
+
+
+def _has_values_or_data(module: str) -> bool:
+    return has_values(module) or module.startswith("torch.utils.data.")
 
 
 def _declared(module: nn.Module) -> Inputs | None:
@@ -127,10 +155,10 @@ class _Reached(BaseException):
         self.call = call
 
 
-def _watch(module: nn.Module, step: Any, batch: Any) -> Call | None:
+def _watch(module: nn.Module, step: Any, batch: Any, others: Sequence[Tensor]) -> Call | None:
     """Begin a step, and leave it where it calls the model. None where it fails before, or never does."""
     try:
-        with host_state_kept(), torch.no_grad(), _leaving_at_the_model(module), _NothingWritten(module):
+        with torch.no_grad(), _leaving_at_the_model(module), _NothingWritten(module, others):
             step(batch, 0)
     except _Reached as reached:
         return reached.call
@@ -140,16 +168,18 @@ def _watch(module: nn.Module, step: Any, batch: Any) -> Call | None:
 
 
 class _NothingWritten(TorchFunctionMode):
-    """Leaves out what would write into the module's parameters and buffers, as the step itself will.
+    """Leaves out what would write into the module's tensors, as the step itself will.
 
     Args:
         module: The module.
+        others: Further tensors.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, others: Sequence[Tensor]) -> None:
         super().__init__()
-        tensors = (*module.parameters(), *module.buffers())
-        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        tensors = (*module.parameters(), *module.buffers(), *others)
+        strided = (tensor for tensor in tensors if tensor.layout == torch.strided)
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in strided}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -56,6 +56,12 @@ __all__ = [
 
 
 _WHOLE = "nnx_nnscaler.whole.default"
+_UNWRITTEN = {
+    InputKind.PARAMETER: "a parameter",
+    InputKind.USER_INPUT: "an input",
+    InputKind.CONSTANT_TENSOR: "a tensor that is no buffer",
+}
+"""What a program does not write into."""
 
 
 class UntraceableError(Exception):
@@ -252,8 +258,8 @@ class Builder:
             self.lasting.add(made.name)
             self.views.values[step.node] = made
             return
-        if kind in (InputKind.PARAMETER, InputKind.USER_INPUT):
-            what = "a parameter" if kind == InputKind.PARAMETER else "an input"
+        if kind in _UNWRITTEN:
+            what = _UNWRITTEN[kind]
             raise UntraceableError([_blame(step, f"it writes in place into {what}")])
         current = self.argument(node)
         if step.frozen and isinstance(current, Ref) and current.name in self.differentiable:

@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from nnx_nnscaler.trace.fingerprint import code_reached, is_users_own, read_by_forward
+from nnx_core.python_state import is_users_own
+from nnx_nnscaler.trace.fingerprint import code_reached, read_by_forward
 from nnx_nnscaler.trace.structure import Refusal
 
 _OF_TENSORS = frozenset(
@@ -39,6 +40,22 @@ _OF_PYTHON = frozenset(
 )
 _EFFECTS = frozenset(["open", "input", "next", "id", "exec", "eval", "breakpoint"])
 """Of what is built in, that which does more than compute; a `print` is noticed when it is called."""
+
+
+def refuse_iterators(root: nn.Module) -> None:
+    """Refuse a forward that may go on with an iterator which no trace can put back.
+
+    Args:
+        root: The module.
+
+    Raises:
+        Refusal: It may.
+    """
+    for space, name in read_by_forward(root):
+        value = space.get(name)
+        goes_on = hasattr(type(value), "__next__") and not hasattr(type(value), "__setstate__")
+        if goes_on and type(value).__module__ in ("builtins", "itertools"):
+            raise _refusal(name, f"a {type(value).__name__}, which goes on and cannot be put back")
 
 
 def refuse_effects(root: nn.Module, *, of: type) -> None:

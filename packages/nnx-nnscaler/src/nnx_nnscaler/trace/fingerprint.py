@@ -6,6 +6,7 @@ import enum
 import functools
 import hashlib
 import inspect
+import os
 import sys
 import sysconfig
 from collections import deque
@@ -20,6 +21,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from nnx_core.python_state import is_users_own
 from nnx_nnscaler.trace.structure import is_constant
 
 # --- fingerprints ---------------------------------------------------------------------------------
@@ -226,6 +228,7 @@ _MOST_VALUES = 10_000
 _OPAQUE = frozenset([*_VERSIONED, "torchmetrics", "numpy"]) - {"transformers"}
 """Packages whose objects are told apart by identity, not by what is in them."""
 _DEFINITIONS = (type, ModuleType, FunctionType, property, staticmethod, classmethod)
+_ENVIRONMENT = frozenset(["environ", "getenv"])
 _LOGS = frozenset(["log", "log_dict"])
 """Methods whose code, Lightning's, is not looked through."""
 
@@ -373,6 +376,8 @@ def _read_outside(functions: Iterable[FunctionType]) -> Iterator[tuple[Space, st
         seen.add(function)
         spaces: list[Space] = [function.__globals__, _Closure(function)]
         names = sorted(_names(function.__code__) | set(function.__code__.co_freevars))
+        if _ENVIRONMENT & set(names):
+            yield vars(os), "environ"
         for space, name in [(space, name) for name in names for space in spaces]:
             value = space.get(name, _NOTHING)
             if isinstance(value, FunctionType):
@@ -384,13 +389,6 @@ def _read_outside(functions: Iterable[FunctionType]) -> Iterator[tuple[Space, st
                 yield from ((vars(value), other) for other, one in held if _decides(one))
             elif _decides(value):
                 yield space, name
-
-
-@functools.lru_cache(maxsize=1024)
-def is_users_own(module: str) -> bool:
-    """Whether code is the user's own; libraries keep caches in their globals."""
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return _is_users(module) and "site-packages" not in file
 
 
 def _package(cls: type) -> str:
@@ -433,6 +431,8 @@ def current(value: Any) -> Any:
 
 
 def _current(leaf: Any) -> Any:
+    if isinstance(leaf, nn.Parameter):
+        return _Same(leaf)  # programs read its values anew, and ranks write into parts of it
     if isinstance(leaf, Tensor):
         return _Same(leaf, -1 if leaf.is_inference() else leaf._version)
     return _bytes(leaf) if isinstance(leaf, numpy.ndarray) else _Same(leaf)

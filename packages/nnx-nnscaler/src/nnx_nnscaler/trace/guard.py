@@ -8,35 +8,23 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from copy import copy
 from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nnx_core.python_state import MOST_BYTES, PythonState, is_users_own
 from nnx_core.random_state import forked
-from nnx_nnscaler.trace.fingerprint import is_users_own, read_by_forward
-from nnx_nnscaler.trace.structure import Refusal, is_constant
-
-# Bookkeeping of nn.Module, and a flag of transformers that goes with hooks which are not put back either.
-_SKIPPED = {
-    "training",
-    "_parameters",
-    "_modules",
-    "_non_persistent_buffers_set",
-    "_output_capturing_hooks_installed",
-}
-# Recurrent layers of torch keep their parameters in lists too, which follow every exchange of parameters.
-_SILENT = {"_flat_weights", "_flat_weight_refs"}
-_SKIPPED |= {name for name in vars(nn.Module()) if "hook" in name}
+from nnx_nnscaler.trace.structure import Refusal
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _COLLECTIVES = (
@@ -67,118 +55,60 @@ def caller_modes() -> tuple[Any, ...]:
 
 @contextmanager
 def attributes_restored(root: nn.Module) -> Iterator[dict[str, str]]:
-    """Put attributes of every module, and globals that code reads, back as they were, with what is in them.
+    """Put what code changes of modules, of objects and of globals back as it was; the random state apart.
 
     Yields:
         After the block: fully qualified name of every module with a changed attribute to that attribute;
-        a global counts as one of the root's.
+        what belongs to no module counts as the root's.
     """
-    attributes: dict[str, Any] = {name: vars(module) for name, module in root.named_modules()}
-    before = {name: _snapshot(held) for name, held in attributes.items()}
-    spaces = {id(held) for held in attributes.values()}
-    outside = [(space, name) for space, name in read_by_forward(root) if id(space) not in spaces]
-    globals_before = [(space, name, space.get(name), _Contents(space.get(name))) for space, name in outside]
+    names = {module: name for name, module in root.named_modules()}
+    state = PythonState(root, looks_into=is_users_own)
     changed: dict[str, str] = {}
     try:
         yield changed
     finally:
-        for name, saved in before.items():
-            found = _restore(attributes[name], saved)
-            if found:
-                changed[name] = found
-        for space, name, value, contents in globals_before:
-            differs = not _equal(space.get(name), value)
-            if differs and isinstance(space, dict):
-                space[name] = value
-            if contents.put_back() or differs:
-                changed[""] = name
+        for module, name in state.put_back():
+            changed["" if module is None else names.get(module, "")] = name
 
 
-def _snapshot(attributes: dict[str, Any]) -> dict[str, tuple[Any, _Contents]]:
-    return {key: (value, _Contents(value)) for key, value in attributes.items() if key not in _SKIPPED}
+@contextmanager
+def contents_restored(root: nn.Module, *more: Tensor) -> Iterator[None]:
+    """Put back what is written into tensors of a module that are neither parameters nor buffers.
 
+    Torch's counts of writes stay as they are, too: only ranks that trace would count, and programs go by it.
 
-def _restore(attributes: dict[str, Any], saved: dict[str, tuple[Any, _Contents]]) -> str:
-    """Put a module's attributes back; the name of one that had changed, or nothing."""
-    changed = ""
-    for key in [key for key in attributes if key not in saved and key not in _SKIPPED]:
-        del attributes[key]
-        changed = key
-    for key, (value, contents) in saved.items():
-        now = attributes.get(key, saved)
-        attributes[key] = value
-        differs = not _equal(now, value)
-        if (contents.put_back() or differs) and key not in _SILENT:
-            changed = key
-    return changed
-
-
-def _equal(now: Any, value: Any) -> bool:
-    """Whether two attributes mean the same; torch makes new containers of the same content."""
-    if now is value:
-        return True
-    if type(now) is not type(value):
-        return False
-    if isinstance(value, (tuple, list, deque)):
-        return len(now) == len(value) and all(map(_equal, now, value))
-    return is_constant(value) and bool(now == value)
-
-
-class _Contents:
-    """What is in the containers, and the objects of the user's own classes, that a value leads to."""
-
-    def __init__(self, value: Any) -> None:
-        self._held: dict[int, tuple[Any, Any]] = {}
-        left = [value]
-        while left:
-            one = left.pop()
-            container = vars(one) if hasattr(one, "__dict__") and _is_object_of_user(one) else one
-            if isinstance(container, (list, deque, dict, set)) and id(container) not in self._held:
-                self._held[id(container)] = container, copy(container)
-                left += container.values() if isinstance(container, dict) else container
-            elif isinstance(container, tuple):
-                left += container
-
-    def put_back(self) -> bool:
-        """Put it back; whether it had changed."""
-        changed = [(now, before) for now, before in self._held.values() if not _same_content(now, before)]
-        for now, before in changed:
-            now.clear()
-            (now.update if isinstance(now, (dict, set)) else now.extend)(before)
-        return bool(changed)
-
-
-def _is_object_of_user(value: Any) -> bool:
-    return not isinstance(value, (nn.Module, type)) and is_users_own(type(value).__module__)
-
-
-def _same_content(now: Any, before: Any) -> bool:
-    if isinstance(before, set):
-        return bool(now == before)
-    if isinstance(before, dict):
-        return now.keys() == before.keys() and all(_equal(now[key], before[key]) for key in before)
-    return _equal(now, before)
+    Args:
+        root: The module.
+        *more: Further tensors.
+    """
+    found = [*PythonState(root, looks_into=is_users_own).tensors, *more]
+    small = [tensor for tensor in found if tensor.nbytes <= MOST_BYTES and not tensor.is_inference()]
+    saved = [(tensor, tensor.detach().clone()) for tensor in small]
+    with _unsafe_preserve_version_counter(tuple(small)):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, content in saved:
+                    tensor.copy_(content)
 
 
 @contextmanager
 def running(root: nn.Module) -> Iterator[None]:
-    """Run the real forward on a sample and leave nothing of it: buffers get their contents back.
+    """Run the real forward on a sample and leave nothing of it: tensors get their contents back.
 
     Gradients are recorded or not as the caller has it, for the code may ask. Hooks do not run.
     """
-    saved = [(buffer, buffer.detach().clone()) for buffer in root.buffers()]
-    contexts = (forked(), attributes_restored(root), hooks_removed(root), collectives_refused())
+    contexts = (
+        *(forked(), attributes_restored(root), hooks_removed(root), collectives_refused()),
+        contents_restored(root, *root.buffers()),
+    )
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
         if dist.is_available() and dist.is_initialized():
             stack.enter_context(_Watch())  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, content in saved:
-                    buffer.copy_(content)
+        yield
 
 
 # --- hooks ----------------------------------------------------------------------------------------------

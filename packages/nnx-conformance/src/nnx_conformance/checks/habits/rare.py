@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -93,3 +93,29 @@ class OwnBackward(Habitual):
 @habit(accumulate=2)
 class OwnBackwardWhileAccumulating(OwnBackward):
     """It is so where gradients accumulate over two batches."""
+
+
+@habit()
+class CountedSteps(Habitual):
+    """What a step counts, collects and draws before it calls the model is counted once."""
+
+    steps_of_all: ClassVar[int] = 0
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        type(self).steps_of_all = 0
+        self.count, self.names, self.total = 0, dict.fromkeys(["steps"], 0), torch.zeros(())
+        self.generator = torch.Generator().manual_seed(5)
+        self.rates = iter([1.0 - 0.05 * step for step in range(100)])
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        """Weighted by all of that."""
+        self.count += 1
+        self.names["steps"] += 1
+        self.total += 1
+        type(self).steps_of_all += 1
+        noise = torch.rand((), generator=self.generator)
+        weight = self.count + self.names["steps"] + self.total + self.steps_of_all
+        loss = self.loss([batch[0] * (1 + 0.1 * noise), batch[1]]) * next(self.rates) * weight / 4
+        self.record(loss)
+        return loss

@@ -1,0 +1,470 @@
+"""The state of Python around a model: noted before its code is run once more, and put back afterwards.
+
+An engine that looks at what a step calls the model with begins that step once more, and a tracer runs a
+forward once more. What such code counts, collects or draws must not be counted, collected or drawn twice:
+training would go on with other numbers, without a word.
+
+Looked at is what the code can reach: attributes of modules and of objects, what is in containers, variables
+of enclosing functions, globals that the user's functions name, attributes of the user's classes, environment
+variables, iterators, open files, generators of random numbers, and arrays. Code and objects of torch, of
+Lightning and of Python itself are not looked into.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import sysconfig
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
+from io import IOBase
+from pathlib import Path
+from types import CellType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = ["MOST_BYTES", "PythonState", "has_values", "is_users_own"]
+
+_OPAQUE = frozenset(
+    [
+        *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "numpy"),
+        *("nnx_core", "nnx_checkpoint", "nnx_nnscaler", "nnx_colossalai", "nnx_fsdp", "nnx"),
+    ]
+)
+MOST_BYTES = 1 << 26
+"""Arrays and tensors that are larger are not looked at."""
+_MOST_OBJECTS = 1_000_000
+_HOLDERS = (SimpleNamespace, Namespace)
+_ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
+# Bookkeeping of nn.Module, and a flag of transformers that goes with hooks which are not put back either.
+_OF_MODULES = {"training", "_parameters", "_modules", "_non_persistent_buffers_set"} | {
+    name for name in vars(nn.Module()) if "hook" in name
+}
+_OF_MODULES |= {"_buffers", "_output_capturing_hooks_installed", "_trainer", "_fabric"}
+# Recurrent layers of torch keep their parameters in lists too, which follow every exchange of parameters.
+_SILENT = {"_flat_weights", "_flat_weight_refs"}
+
+
+_Where = tuple["nn.Module | None", str]
+"""The module that something belongs to, None if to none, and its name there."""
+
+
+@lru_cache(maxsize=1024)
+def is_users_own(module: str) -> bool:
+    """Whether code is the user's own: neither Python's, nor installed, nor of this project.
+
+    Args:
+        module: The name of the module that it is in.
+    """
+    if module.partition(".")[0] in _OPAQUE | {"builtins", "transformers"}:
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "site-packages" not in file and not Path(file).is_relative_to(sysconfig.get_paths()["stdlib"])
+
+
+def has_values(module: str) -> bool:
+    """Whether objects of a module's classes are looked into: not those of torch, Lightning and Python.
+
+    Args:
+        module: The name of the module.
+    """
+    top = module.partition(".")[0]
+    return top not in _OPAQUE and top not in sys.stdlib_module_names
+
+
+class PythonState:
+    """What is reachable, as it is now.
+
+    Args:
+        *roots: Modules, functions and other objects.
+        looks_into: Decides by the module of its class whether an object's attributes are looked at.
+
+    Attributes:
+        tensors: The tensors that were found and are no parameters or buffers of modules.
+
+    Example:
+        >>> seen = []
+        >>> state = PythonState(lambda: seen.append(1))
+        >>> seen.append(2)
+        >>> state.put_back(), seen
+        ([(None, 'seen')], [])
+    """
+
+    def __init__(self, *roots: Any, looks_into: Callable[[str], bool] = has_values) -> None:
+        self.tensors: list[Tensor] = []
+        self._looks_into = looks_into
+        self._seen: dict[int, Any] = {}
+        self._notes: list[_Note] = [_Entries(os.environ, (None, ""))]
+        self._globals: set[tuple[int, str]] = set()
+        left: deque[tuple[Any, _Where]] = deque()
+        left.extend((root, (None, "")) for root in roots)
+        while left and len(self._seen) < _MOST_OBJECTS:
+            value, where = left.popleft()
+            if not isinstance(value, _ATOMS) and id(value) not in self._seen:
+                self._seen[id(value)] = value
+                left.extend(self._look_at(value, where))
+
+    def put_back(self) -> list[_Where]:
+        """Put everything back.
+
+        Returns:
+            What had changed: the module that it belongs to, None if to none, and its name there.
+        """
+        return [where for note in self._notes for where in note.put_back()]
+
+    def lost(self) -> list[str]:
+        """Names of what went on and cannot be put back: Python's generators."""
+        return [note.where[1] for note in self._notes if isinstance(note, _Progress) and note.has_changed()]
+
+    def _look_at(self, value: Any, where: _Where) -> Iterator[tuple[Any, _Where]]:
+        """Note what may change in a value, and yield what it leads to."""
+        found: Any = None
+        if isinstance(value, nn.Module):
+            for space in (vars(value), value._buffers):
+                self._notes.append(_Entries(space, where, module=value))
+            found = [(held, (value, name)) for name, held in vars(value).items() if name not in _OF_MODULES]
+            found += [(module, where) for module in value.children()]
+            found.append((type(value), where))
+        elif isinstance(value, dict):
+            self._notes.append(_Entries(value, where))
+            found = [(held, _inner(where, name)) for name, held in value.items()]
+        elif isinstance(value, (list, deque, set)):
+            self._notes.append(_Items(value, where))
+            found = [(held, where) for held in value]
+        elif isinstance(value, (tuple, frozenset)):
+            found = [(held, where) for held in value]
+        elif isinstance(value, type):
+            found = self._of_class(value, where)
+        elif isinstance(value, (FunctionType, MethodType, partial, property, staticmethod, classmethod)):
+            found = self._of_function(value, where)
+        elif isinstance(value, ModuleType):
+            if is_users_own(value.__name__):
+                found = [(held, (None, name)) for name, held in vars(value).items() if name[:2] != "__"]
+                self._notes.append(_Entries(vars(value), where))
+        else:
+            found = self._of_object(value, where)
+        yield from found or ()
+
+    def _of_class(self, cls: type, where: _Where) -> Iterator[tuple[Any, _Where]]:
+        for base in cls.__mro__:
+            if is_users_own(base.__module__):
+                self._notes.append(_ClassAttributes(base, where))
+                yield from ((held, (None, name)) for name, held in vars(base).items() if name[:2] != "__")
+                yield vars(base).get("__init__"), where
+
+    def _of_function(self, value: Any, where: _Where) -> Iterator[tuple[Any, _Where]]:
+        if isinstance(value, partial):
+            yield from ((held, where) for held in (value.func, *value.args, *value.keywords.values()))
+        elif isinstance(value, MethodType):
+            yield from ((value.__self__, where), (value.__func__, where))
+        elif isinstance(value, property):
+            yield from ((held, where) for held in (value.fget, value.fset))
+        elif isinstance(value, (staticmethod, classmethod)):
+            yield value.__func__, where
+        elif is_users_own(value.__module__ or ""):
+            yield from ((held, where) for held in (*(value.__defaults__ or ()), vars(value)))
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                self._notes.append(_Cell(cell, (None, name)))
+                yield _content(cell), (None, name)
+            space = value.__globals__
+            for name in _names(value.__code__) & space.keys():
+                if (id(space), name) not in self._globals:
+                    self._globals.add((id(space), name))
+                    self._notes.append(_Entries(space, (None, name), only=name))
+                    yield space[name], (None, name)
+
+    def _of_object(self, value: Any, where: _Where) -> Iterator[tuple[Any, _Where]]:
+        if isinstance(value, Tensor):
+            if not isinstance(value, nn.Parameter):
+                self.tensors.append(value)
+            return
+        if isinstance(value, np.ndarray):
+            if value.nbytes <= MOST_BYTES and value.dtype != object:
+                self._notes.append(_Array(value, where))
+        elif isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
+            self._notes.append(_RandomNumbers(value, where))
+        elif isinstance(value, GeneratorType):
+            self._notes.append(_Progress(value, where))
+            frame = value.gi_frame
+            yield from ((held, where) for held in (frame.f_locals.values() if frame is not None else ()))
+        elif isinstance(value, IOBase):
+            self._notes.append(_Position(value, where))
+        elif hasattr(type(value), "__next__") and hasattr(type(value), "__setstate__"):
+            self._notes.append(_Iterator(value, where))
+        elif isinstance(value, _HOLDERS) or self._looks_into(type(value).__module__):
+            yield type(value), where
+            if hasattr(value, "__dict__"):
+                self._notes.append(_Entries(vars(value), where))
+                yield from ((held, _inner(where, name)) for name, held in vars(value).items())
+
+
+def _inner(where: _Where, name: Any) -> _Where:
+    """Where something in an object or a dictionary is: by the attribute of a module that leads to it."""
+    return where if where[0] is not None else (None, str(name))
+
+
+def _names(code: CodeType) -> set[str]:
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= _names(constant)
+    return found
+
+
+# --- what can be put back -------------------------------------------------------------------------
+
+
+class _Note:
+    """One thing that may change, as it was."""
+
+    def __init__(self, where: _Where) -> None:
+        self.where = where
+
+    def put_back(self) -> list[_Where]:
+        """Put it back, and name it if it had changed."""
+        if not self.has_changed():
+            return []
+        self.restore()
+        return [self.where]
+
+    def has_changed(self) -> bool:
+        """Whether it is another now."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Make it what it was."""
+
+
+class _Entries(_Note):
+    """What names stand for in a dictionary: a module's or object's attributes, or globals."""
+
+    def __init__(
+        self, space: Any, where: _Where, *, module: nn.Module | None = None, only: str | None = None
+    ) -> None:
+        super().__init__(where)
+        self._space = space
+        self._module = module
+        self._only = only
+        self._before = {name: value for name, value in space.items() if self._covers(name)}
+
+    def _covers(self, name: Any) -> bool:
+        if self._only is not None:
+            return bool(name == self._only)
+        return self._module is None or name not in _OF_MODULES
+
+    def put_back(self) -> list[_Where]:
+        """Name each entry that had changed."""
+        changed = []
+        names = self._before if self._only else [*self._space.keys() - self._before.keys(), *self._before]
+        for name in filter(self._covers, list(names)):
+            before, now = self._before.get(name, _NOTHING), self._space.get(name, _NOTHING)
+            if now is before:
+                continue
+            if before is _NOTHING:
+                del self._space[name]
+            else:
+                self._space[name] = before
+            if not _means_the_same(now, before) and name not in _SILENT:
+                changed.append((self._module, name) if self._module is not None else _inner(self.where, name))
+        return changed
+
+
+class _Items(_Note):
+    """What is in a list, a deque or a set."""
+
+    def __init__(self, container: Any, where: _Where) -> None:
+        super().__init__(where)
+        self._container = container
+        self._before = list(container)
+
+    def has_changed(self) -> bool:
+        if isinstance(self._container, set):
+            return self._container != set(self._before)
+        now = list(self._container)
+        return len(now) != len(self._before) or not all(map(_means_the_same, now, self._before))
+
+    def restore(self) -> None:
+        self._container.clear()
+        (self._container.update if isinstance(self._container, set) else self._container.extend)(self._before)
+
+
+class _ClassAttributes(_Note):
+    """Attributes of a class that are no methods."""
+
+    def __init__(self, cls: type, where: _Where) -> None:
+        super().__init__(where)
+        self._class = cls
+        self._before = self._now()
+
+    def _now(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self._class).items() if name[:2] != "__"}
+
+    def put_back(self) -> list[_Where]:
+        """Name each attribute that had changed."""
+        now = self._now()
+        changed: list[_Where] = []
+        for name in [*(now.keys() - self._before.keys()), *self._before]:
+            value = self._before.get(name, _NOTHING)
+            if now.get(name, _NOTHING) is not value:
+                if value is _NOTHING:
+                    type.__delattr__(self._class, name)
+                else:
+                    type.__setattr__(self._class, name, value)
+                changed.append((None, name))
+        return changed
+
+
+class _Cell(_Note):
+    """A variable of an enclosing function."""
+
+    def __init__(self, cell: CellType, where: _Where) -> None:
+        super().__init__(where)
+        self._cell = cell
+        self._before = _content(cell)
+
+    def has_changed(self) -> bool:
+        return not _means_the_same(_content(self._cell), self._before)
+
+    def restore(self) -> None:
+        if self._before is not _NOTHING:
+            self._cell.cell_contents = self._before
+
+
+class _Array(_Note):
+    """The elements of an array."""
+
+    def __init__(self, array: Any, where: _Where) -> None:
+        super().__init__(where)
+        self._array = array
+        self._before = array.copy()
+
+    def has_changed(self) -> bool:
+        return bool(self._array.tobytes() != self._before.tobytes())
+
+    def restore(self) -> None:
+        self._array[...] = self._before
+
+
+class _RandomNumbers(_Note):
+    """A generator of random numbers of the user's own."""
+
+    def __init__(self, generator: Any, where: _Where) -> None:
+        super().__init__(where)
+        self._generator = generator
+        self._before = self._state()
+
+    def _state(self) -> Any:
+        if isinstance(self._generator, torch.Generator):
+            return self._generator.get_state()
+        if isinstance(self._generator, random.Random):
+            return self._generator.getstate()
+        if isinstance(self._generator, np.random.RandomState):
+            return self._generator.get_state()
+        return self._generator.bit_generator.state
+
+    def has_changed(self) -> bool:
+        return repr(_exactly(self._state())) != repr(_exactly(self._before))
+
+    def restore(self) -> None:
+        if isinstance(self._generator, torch.Generator):
+            self._generator.set_state(self._before)
+        elif isinstance(self._generator, random.Random):
+            self._generator.setstate(self._before)
+        elif isinstance(self._generator, np.random.RandomState):
+            self._generator.set_state(self._before)
+        else:
+            self._generator.bit_generator.state = self._before
+
+
+class _Iterator(_Note):
+    """The position of an iterator over a list, a range and so on."""
+
+    def __init__(self, iterator: Any, where: _Where) -> None:
+        super().__init__(where)
+        self._iterator = iterator
+        self._before = iterator.__reduce__()
+
+    def has_changed(self) -> bool:
+        return repr(self._iterator.__reduce__()[2:]) != repr(self._before[2:])
+
+    def restore(self) -> None:
+        if len(self._before) > 2:
+            self._iterator.__setstate__(self._before[2])
+
+
+class _Position(_Note):
+    """Where reading a file has come to."""
+
+    def __init__(self, file: Any, where: _Where) -> None:
+        super().__init__(where)
+        self._file = file
+        self._before = self._now()
+
+    def _now(self) -> int | None:
+        try:
+            return int(self._file.tell())
+        except (OSError, ValueError):  # a pipe, or closed
+            return None
+
+    def has_changed(self) -> bool:
+        return self._now() != self._before
+
+    def restore(self) -> None:
+        if self._before is not None:
+            self._file.seek(self._before)
+
+
+class _Progress(_Note):
+    """How far a generator of Python has come. It goes on only."""
+
+    def __init__(self, generator: Any, where: _Where) -> None:
+        super().__init__(where)
+        self._generator = generator
+        self._before = self._now()
+
+    def _now(self) -> Any:
+        frame = self._generator.gi_frame
+        if frame is None:
+            return None
+        return frame.f_lasti, {n: v if isinstance(v, _ATOMS) else id(v) for n, v in frame.f_locals.items()}
+
+    def has_changed(self) -> bool:
+        return bool(self._now() != self._before)
+
+
+_NOTHING: Any = object()
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return _NOTHING
+
+
+def _means_the_same(now: Any, before: Any) -> bool:
+    """Whether two values mean the same; torch makes new containers of the same content."""
+    if now is before:
+        return True
+    if type(now) is not type(before):
+        return False
+    if isinstance(before, (tuple, list, deque)):
+        return len(now) == len(before) and all(map(_means_the_same, now, before))
+    return isinstance(before, (*_ATOMS, torch.Size, slice)) and bool(now == before)
+
+
+def _exactly(state: Any) -> Any:
+    """A state as something whose text has all of it."""
+    if isinstance(state, Mapping):
+        return {name: _exactly(value) for name, value in state.items()}
+    if isinstance(state, tuple):
+        return tuple(map(_exactly, state))
+    if isinstance(state, Tensor):
+        return state.tolist()
+    return state.tolist() if isinstance(state, np.ndarray) else state
