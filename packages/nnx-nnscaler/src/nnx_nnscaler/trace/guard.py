@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nnx_core.python_state import MOST_BYTES, PythonState, is_users_own
 from nnx_core.random_state import forked
+from nnx_core.used import CollectiveOrder
 from nnx_nnscaler.trace.structure import Refusal
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -154,13 +155,16 @@ def collectives_refused() -> Iterator[None]:
         def method(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != tracing:  # a save in the background, say
                 return real(*args, **kwargs)
-            raise _communicates(name)
+            raise _communicates(name or args[1])
 
         return method
 
     group = dist.ProcessGroup
     names = [name for name in dir(group) if name.startswith(_COLLECTIVES)]
-    with replaced(group, {name: refusing(name, getattr(group, name)) for name in names}):
+    with (
+        replaced(group, {name: refusing(name, getattr(group, name)) for name in names}),
+        replaced(CollectiveOrder, {"arrive": refusing("", CollectiveOrder.arrive)}),
+    ):
         yield
 
 
