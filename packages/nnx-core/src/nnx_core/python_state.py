@@ -89,11 +89,11 @@ class PythonState:
         tensors: The tensors that were found and are no parameters or buffers of modules.
 
     Example:
-        >>> seen = []
-        >>> state = PythonState(lambda: seen.append(1))
-        >>> seen.append(2)
-        >>> state.put_back(), seen
-        ([(None, 'seen')], [])
+        >>> counts = {"steps": 0}
+        >>> state = PythonState(counts)
+        >>> counts["steps"] = 1
+        >>> state.put_back(), counts
+        ([(None, 'steps')], {'steps': 0})
     """
 
     def __init__(self, *roots: Any, looks_into: Callable[[str], bool] = has_values) -> None:

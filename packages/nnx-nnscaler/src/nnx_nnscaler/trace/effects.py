@@ -156,7 +156,7 @@ def _used(function: FunctionType) -> Iterator[tuple[str, Any]]:
                 yield name, sys.modules.get(name, ModuleType(name))
             elif instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 value = function.__globals__.get(name, getattr(builtins, name, nothing))
-                if value is not nothing:
+                if value is not nothing and value is not builtins.print:  # Ray puts one of its own there
                     yield name, value
                 if isinstance(value, ModuleType) and is_users_own(value.__name__):
                     held = [(other, vars(value).get(other, nothing)) for other in code.co_names]
