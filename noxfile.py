@@ -100,7 +100,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """What README's command runs, or what is named: `nox -s tests -- tests/test_main_job.py`."""
-    run(session, "-m", "pytest", "-n", "2", "--dist", "loadfile", *session.posargs)
+    run(session, "-m", "pytest", "-n", "3", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session
@@ -116,7 +116,7 @@ def fuzz(session: nox.Session) -> None:
 @nox.session
 def full(session: nox.Session) -> None:
     """All tests, with whole matrices, every planted fault and every check on every strategy. Takes hours."""
-    run(session, "-m", "pytest", "-n", "2", "--dist", "loadfile", *session.posargs, NNX_MATRIX="full")
+    run(session, "-m", "pytest", "-n", "3", "--dist", "loadfile", *session.posargs, NNX_MATRIX="full")
 
 
 @nox.session

@@ -70,7 +70,7 @@ def test_ci_runs_the_very_command_by_which_the_readme_runs_the_tests_and_a_share
     _, tests = readme_commands()
     assert tests == (
         "python3 -m venv .venv && .venv/bin/pip install -r requirements-dev.txt"
-        " && .venv/bin/python -m pytest -n 2 --dist loadfile"
+        " && .venv/bin/python -m pytest -n 3 --dist loadfile"
     )
     script = (ROOT / ".ci/run").read_text().splitlines()
     assert tests in script
