@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from io import IOBase
+from operator import is_
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -133,10 +134,11 @@ class PythonState:
             found.append((type(value), where))
         elif isinstance(value, dict):
             self._notes.append(_Entries(value, where))
-            found = [(held, _inner(where, name)) for name, held in value.items()]
+            several = ((name, held) for name, held in value.items() if not isinstance(held, _ATOMS))
+            found = [(held, _inner(where, name)) for name, held in several]
         elif isinstance(value, (list, deque, set)):
             self._notes.append(_Items(value, where))
-            found = [(held, where) for held in value]
+            found = [(held, where) for held in value if not isinstance(held, _ATOMS)]
         elif isinstance(value, (tuple, frozenset)):
             found = [(held, where) for held in value]
         elif isinstance(value, type):
@@ -286,8 +288,11 @@ class _Items(_Note):
     def has_changed(self) -> bool:
         if isinstance(self._container, set):
             return self._container != set(self._before)
-        now = list(self._container)
-        return len(now) != len(self._before) or not all(map(_means_the_same, now, self._before))
+        if len(self._container) != len(self._before):
+            return True
+        if all(map(is_, self._container, self._before)):
+            return False
+        return not all(map(_means_the_same, self._container, self._before))
 
     def restore(self) -> None:
         self._container.clear()
