@@ -1,8 +1,10 @@
 """What a trace must not do: wait for other ranks, call hooks, or see another grad mode than its caller."""
 
+import os
 import threading
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -191,3 +193,83 @@ def test_gradients_that_only_the_forward_records_are_not_lost():
         graph = trace_forward(Around(recording), (X,))
     assert "records gradients where its caller does not" in graph.kept["inner"]
     assert trace_forward(Around(recording), (X,)).kept == {}
+
+
+# --- Python's state -----------------------------------------------------------------------------
+
+
+class Weighs(nn.Module):
+    """Scales by what it counts, draws or reads next."""
+
+    steps = 0
+
+    def __init__(self, weigh):
+        super().__init__()
+        self.layer, self.weigh = nn.Linear(8, 8), weigh
+        self.numbers, self.total = np.zeros(1), torch.zeros(())
+        self.rates, self.generator = iter([1, 2, 3]), np.random.default_rng(0)
+        self.squares, self.own = (n * n for n in range(1, 9)), torch.Generator()
+
+    def forward(self, x):
+        return self.layer(x) * self.weigh(self)
+
+
+def by_class(module):
+    Weighs.steps += 1
+    return Weighs.steps
+
+
+def by_array(module):
+    module.numbers += 1
+    return float(module.numbers[0])
+
+
+def by_tensor(module):
+    module.total += 1
+    return module.total
+
+
+def by_iterator(module):
+    return next(module.rates)
+
+
+def by_numpy(module):
+    return module.generator.random()
+
+
+def by_environment(module):
+    os.environ["NNX_TEST_STEPS"] = str(1 + int(os.environ.get("NNX_TEST_STEPS", "0")))
+    return int(os.environ["NNX_TEST_STEPS"])
+
+
+def by_generator(module):
+    return next(module.squares)
+
+
+def by_own_generator(module):
+    return torch.rand((), generator=module.own)
+
+
+@pytest.mark.parametrize(
+    ("weigh", "reason"),
+    [
+        (by_class, "attribute 'steps'"),
+        (by_array, "attribute 'numbers'"),
+        (by_tensor, "writes in place into a tensor that is no buffer"),
+        (by_iterator, "attribute 'rates'"),
+        (by_numpy, "attribute 'generator'"),
+        (by_environment, "attribute 'NNX_TEST_STEPS'"),
+        (by_generator, "'squares', a generator"),
+        (by_own_generator, "'own', a generator of random numbers"),
+    ],
+)
+def test_a_forward_that_changes_pythons_state_is_refused_and_changes_nothing(weigh, reason):
+    module, other = Weighs(weigh), Weighs(weigh)
+    expected = float(weigh(other))
+    Weighs.steps = 0
+    os.environ.pop("NNX_TEST_STEPS", None)
+    with pytest.raises(TraceError, match=reason):
+        trace_forward(module, (X,))
+    assert float(weigh(module)) == expected
+    Weighs.steps = 0
+    os.environ.pop("NNX_TEST_STEPS", None)

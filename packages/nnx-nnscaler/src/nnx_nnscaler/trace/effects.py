@@ -16,6 +16,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from nnx_core.python_state import is_users_own
@@ -42,8 +43,8 @@ _EFFECTS = frozenset(["open", "input", "next", "id", "exec", "eval", "breakpoint
 """Of what is built in, that which does more than compute; a `print` is noticed when it is called."""
 
 
-def refuse_iterators(root: nn.Module) -> None:
-    """Refuse a forward that may go on with an iterator which no trace can put back.
+def refuse_generators(root: nn.Module) -> None:
+    """Refuse a forward that may go on with an iterator, or a generator, that a trace cannot put back.
 
     Args:
         root: The module.
@@ -53,6 +54,8 @@ def refuse_iterators(root: nn.Module) -> None:
     """
     for space, name in read_by_forward(root):
         value = space.get(name)
+        if isinstance(value, torch.Generator):
+            raise _refusal(name, "a generator of random numbers, which a graph cannot hold")
         goes_on = hasattr(type(value), "__next__") and not hasattr(type(value), "__setstate__")
         if goes_on and type(value).__module__ in ("builtins", "itertools"):
             raise _refusal(name, f"a {type(value).__name__}, which goes on and cannot be put back")

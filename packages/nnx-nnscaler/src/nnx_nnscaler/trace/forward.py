@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.trace.build import UntraceableError, build_graph
-from nnx_nnscaler.trace.effects import refuse_iterators
+from nnx_nnscaler.trace.effects import refuse_generators
 from nnx_nnscaler.trace.export import (
     Recorded,
     Result,
@@ -125,7 +125,7 @@ class _Tracer:
             TraceError: It cannot be done.
         """
         try:
-            refuse_iterators(self.module)
+            refuse_generators(self.module)
         except Refusal as refusal:
             raise self._error(blame(refusal, self.module)) from None
         for _ in range(len(self.modules) + 1):
