@@ -74,18 +74,19 @@ def attributes_restored(root: nn.Module) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def contents_restored(root: nn.Module, *more: Tensor) -> Iterator[None]:
-    """Put back what is written into tensors of a module that are neither parameters nor buffers.
+    """Put back what is written into tensors that code reaches and that are neither parameters nor buffers.
 
     Torch's counts of writes stay as they are, too: only ranks that trace would count, and programs go by it.
 
     Args:
-        root: The module.
-        *more: Further tensors.
+        root: The module; what it leads to is put back unless it is large.
+        *more: Further tensors, of any size.
     """
-    found = [*PythonState(root, looks_into=is_users_own).tensors, *more]
-    small = [tensor for tensor in found if tensor.nbytes <= MOST_BYTES and not tensor.is_inference()]
-    saved = [(tensor, tensor.detach().clone()) for tensor in small]
-    with _unsafe_preserve_version_counter(tuple(small)):
+    others = PythonState(root, looks_into=is_users_own).tensors
+    found = [*(tensor for tensor in others if tensor.nbytes <= MOST_BYTES), *more]
+    found = [tensor for tensor in found if not tensor.is_inference()]
+    saved = [(tensor, tensor.detach().clone()) for tensor in found]
+    with _unsafe_preserve_version_counter(tuple(found)):
         try:
             yield
         finally:
