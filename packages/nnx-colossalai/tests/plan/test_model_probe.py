@@ -224,6 +224,36 @@ def test_the_model_and_the_random_states_are_as_before(cls: type[Messy]) -> None
         model(torch.randn(5, 20)).sum().backward()
 
 
+class Counting(nn.Module):
+    """Counts and draws outside of its attributes."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.total = nn.Linear(20, 20), torch.zeros(())
+        self.rates, self.generator = iter([1, 2, 3]), np.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counting.calls += 1
+        self.total += 1
+        return self.linear(x) * next(self.rates) * self.generator.random()
+
+
+def test_what_a_forward_counts_and_draws_is_put_back() -> None:
+    model = Counting()
+    assert look(model, torch.ones(5, 20)).note == ""
+    assert (Counting.calls, float(model.total), next(model.rates)) == (0, 0.0, 1)
+    assert model.generator.random() == np.random.default_rng(0).random()
+
+
+def test_a_forward_that_may_go_on_with_a_generator_is_not_run() -> None:
+    model = nn.Linear(20, 20)
+    model.rates = (rate for rate in range(3))  # type: ignore[assignment]
+    assert "'rates', a generator of Python" in look(model, torch.ones(5, 20)).note
+    assert next(model.rates) == 0  # type: ignore[call-overload]
+
+
 def test_what_a_forward_logs_is_dropped() -> None:
     logged: list[object] = []
 

@@ -119,8 +119,13 @@ class PythonState:
         """
         return [where for note in self._notes for where in note.put_back()]
 
+    @property
+    def generators(self) -> list[str]:
+        """Names of the generators of Python that were found, which cannot be put back."""
+        return [note.where[1] for note in self._notes if isinstance(note, _Progress)]
+
     def lost(self) -> list[str]:
-        """Names of what went on and cannot be put back: Python's generators."""
+        """Names of the generators of Python that went on."""
         return [note.where[1] for note in self._notes if isinstance(note, _Progress) and note.has_changed()]
 
     def _look_at(self, value: Any, where: _Where) -> Iterator[tuple[Any, _Where]]:

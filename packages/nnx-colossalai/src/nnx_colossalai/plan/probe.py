@@ -24,6 +24,8 @@ from nnx_colossalai._torch_compat import (
     tree_map,
 )
 from nnx_colossalai.chunks.units import FoundUnit
+from nnx_core.errors import UnsupportedError
+from nnx_core.python_state import MOST_BYTES, PythonState
 from nnx_core.random_state import forked
 from nnx_fsdp.units import DEFAULT_MIN_NUM_PARAMS, choose_units
 
@@ -239,71 +241,44 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 # Owns the exchange and its undoing: parameters, buffers, attributes, hooks and random states are as before.
 
 
-_MOST_ENTRIES = 10_000
-"""Containers of more are data sets rather than what a forward keeps; copying them would take long."""
-
 _LOGGERS = ("log", "log_dict")
 """Of a LightningModule."""
 
 
 @contextmanager
 def restored(root: nn.Module) -> Iterator[None]:
-    """Put back what a run changes: attributes of modules, lists and dicts in them, and random states.
+    """Put back what a run changes: modules, the state of Python that their code reaches, and random states.
 
     What the run logs is dropped, for Trainer would keep it outside of the module.
+
+    Raises:
+        UnsupportedError: The code may go on with a generator of Python, which cannot be put back.
     """
-    saved: dict[int, _Saved] = {}
+    state = PythonState(root)
+    if state.generators:
+        raise UnsupportedError(f"the forward may go on with {state.generators[0]!r}, a generator of Python.")
+    contents = [(tensor, tensor.detach().clone()) for tensor in state.tensors if tensor.nbytes <= MOST_BYTES]
+    modules = [vars(module) for module in root.modules()]
+    dicts = [held for space in modules for held in space.values() if isinstance(held, dict)]
+    saved = [(held, dict(held)) for held in (*modules, *dicts)]
     for module in root.modules():
-        _save(vars(module), saved)
         if all(callable(getattr(type(module), name, None)) for name in _LOGGERS):
             vars(module).update(dict.fromkeys(_LOGGERS, _ignore))
     with forked():
         try:
             yield
         finally:
-            for container in saved.values():
-                container.restore()
-
-
-class _Saved:
-    """What was in a dict, list or set.
-
-    Args:
-        container: The container, which is put back as it is now.
-    """
-
-    def __init__(self, container: Any) -> None:
-        self.container = container
-        self.items = list(container.items() if isinstance(container, dict) else container)
-
-    def restore(self) -> None:
-        now = list(self.container.items() if isinstance(self.container, dict) else self.container)
-        if len(now) == len(self.items) and all(map(_same, now, self.items)):
-            return
-        self.container.clear()
-        if isinstance(self.container, list):
-            self.container.extend(self.items)
-        else:
-            self.container.update(self.items)
+            for held, before in saved:
+                held.clear()
+                held.update(before)
+            state.put_back()
+            with torch.no_grad():
+                for tensor, content in contents:
+                    tensor.copy_(content)
 
 
 def _ignore(*_: Any, **__: Any) -> None:
     """Log nothing."""
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-        return all(first is second for first, second in zip(one, other, strict=True))
-    return one is other
-
-
-def _save(container: Any, saved: dict[int, _Saved]) -> None:
-    if id(container) in saved or len(container) > _MOST_ENTRIES:
-        return
-    saved[id(container)] = _Saved(container)
-    for value in container.values() if isinstance(container, dict) else container:
-        if isinstance(value, (dict, list, set)):
-            _save(value, saved)
 
 
 def stand_in_weights(
