@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
 
@@ -20,6 +22,16 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 _new: Any = dist
 all_gather_into = getattr(_new, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_into = getattr(_new, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def versions_kept(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Afterwards torch's counts of writes into tensors are what they were.
+
+    Args:
+        tensors: The tensors, none of which was made in inference mode.
+    """
+    kept: AbstractContextManager[None] = _unsafe_preserve_version_counter(tuple(tensors))
+    return kept
 
 
 def exchange_in_transforms(kind: type, exchange: Callable[[Any], Any]) -> None:

@@ -16,9 +16,11 @@ import os
 import random
 import sys
 import sysconfig
+from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from io import IOBase
 from operator import is_
@@ -30,7 +32,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MOST_BYTES", "PythonState", "has_values", "is_users_own"]
+from nnx_core._torch_compat import versions_kept
+
+__all__ = ["PythonState", "has_values", "is_users_own", "names_in"]
 
 _OPAQUE = frozenset(
     [
@@ -38,7 +42,7 @@ _OPAQUE = frozenset(
         *("nnx_core", "nnx_checkpoint", "nnx_nnscaler", "nnx_colossalai", "nnx_fsdp", "nnx"),
     ]
 )
-MOST_BYTES = 1 << 26
+_MOST_BYTES = 1 << 26
 """Arrays and tensors that are larger are not looked at."""
 _MOST_OBJECTS = 1_000_000
 _HOLDERS = (SimpleNamespace, Namespace)
@@ -119,6 +123,26 @@ class PythonState:
         """
         return [where for note in self._notes for where in note.put_back()]
 
+    @contextmanager
+    def contents_restored(self, *more: Tensor) -> Iterator[None]:
+        """Put back what is written into tensors within it: into those that were found, unless they are large.
+
+        Torch's counts of writes stay as they are: programs go by them, and only ranks that trace would count.
+
+        Args:
+            *more: Further tensors, of any size.
+        """
+        found = [*(tensor for tensor in self.tensors if tensor.nbytes <= _MOST_BYTES), *more]
+        found = [tensor for tensor in found if not tensor.is_inference()]
+        saved = [(tensor, tensor.detach().clone()) for tensor in found]
+        with versions_kept(found):
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    for tensor, content in saved:
+                        tensor.copy_(content)
+
     @property
     def generators(self) -> list[str]:
         """Names of the generators of Python that were found, which cannot be put back."""
@@ -161,7 +185,7 @@ class PythonState:
     def _of_class(self, cls: type, where: _Where) -> Iterator[tuple[Any, _Where]]:
         for base in cls.__mro__:
             if is_users_own(base.__module__):
-                self._notes.append(_ClassAttributes(base, where))
+                self._notes.append(_ClassAttributes(base))
                 yield from ((held, (None, name)) for name, held in vars(base).items() if name[:2] != "__")
                 yield vars(base).get("__init__"), where
 
@@ -180,7 +204,7 @@ class PythonState:
                 self._notes.append(_Cell(cell, (None, name)))
                 yield _content(cell), (None, name)
             space = value.__globals__
-            for name in _names(value.__code__) & space.keys():
+            for name in names_in(value.__code__) & space.keys():
                 if (id(space), name) not in self._globals:
                     self._globals.add((id(space), name))
                     self._notes.append(_Entries(space, (None, name), only=name))
@@ -192,7 +216,7 @@ class PythonState:
                 self.tensors.append(value)
             return
         if isinstance(value, np.ndarray):
-            if value.nbytes <= MOST_BYTES and value.dtype != object:
+            if value.nbytes <= _MOST_BYTES and value.dtype != object:
                 self._notes.append(_Array(value, where))
         elif isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
             self._notes.append(_RandomNumbers(value, where))
@@ -216,34 +240,47 @@ def _inner(where: _Where, name: Any) -> _Where:
     return where if where[0] is not None else (None, str(name))
 
 
-def _names(code: CodeType) -> set[str]:
+def names_in(code: CodeType) -> set[str]:
+    """The names of globals and attributes that code uses, and the functions within it.
+
+    Args:
+        code: The code of a function.
+    """
     found = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            found |= _names(constant)
+            found |= names_in(constant)
     return found
 
 
 # --- what can be put back -------------------------------------------------------------------------
 
 
-class _Note:
-    """One thing that may change, as it was."""
+class _Note(ABC):
+    """What may change, as it was."""
 
     def __init__(self, where: _Where) -> None:
         self.where = where
 
+    @abstractmethod
     def put_back(self) -> list[_Where]:
-        """Put it back, and name it if it had changed."""
+        """Put it back, and name what had changed."""
+
+
+class _Single(_Note):
+    """One thing that may change."""
+
+    def put_back(self) -> list[_Where]:
         if not self.has_changed():
             return []
         self.restore()
         return [self.where]
 
+    @abstractmethod
     def has_changed(self) -> bool:
         """Whether it is another now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def restore(self) -> None:
         """Make it what it was."""
 
@@ -260,29 +297,31 @@ class _Entries(_Note):
         self._only = only
         self._before = {name: value for name, value in space.items() if self._covers(name)}
 
+    def _set(self, name: Any, value: Any) -> None:
+        if value is _NOTHING:
+            del self._space[name]
+        else:
+            self._space[name] = value
+
     def _covers(self, name: Any) -> bool:
         if self._only is not None:
             return bool(name == self._only)
         return self._module is None or name not in _OF_MODULES
 
     def put_back(self) -> list[_Where]:
-        """Name each entry that had changed."""
         changed = []
         names = self._before if self._only else [*self._space.keys() - self._before.keys(), *self._before]
         for name in filter(self._covers, list(names)):
             before, now = self._before.get(name, _NOTHING), self._space.get(name, _NOTHING)
             if now is before:
                 continue
-            if before is _NOTHING:
-                del self._space[name]
-            else:
-                self._space[name] = before
+            self._set(name, before)
             if not _means_the_same(now, before) and name not in _SILENT:
                 changed.append((self._module, name) if self._module is not None else _inner(self.where, name))
         return changed
 
 
-class _Items(_Note):
+class _Items(_Single):
     """What is in a list, a deque or a set."""
 
     def __init__(self, container: Any, where: _Where) -> None:
@@ -304,33 +343,24 @@ class _Items(_Note):
         (self._container.update if isinstance(self._container, set) else self._container.extend)(self._before)
 
 
-class _ClassAttributes(_Note):
-    """Attributes of a class that are no methods."""
+class _ClassAttributes(_Entries):
+    """What names stand for in a class, whose dictionary can be read only."""
 
-    def __init__(self, cls: type, where: _Where) -> None:
-        super().__init__(where)
+    def __init__(self, cls: type) -> None:
         self._class = cls
-        self._before = self._now()
+        super().__init__(vars(cls), (None, ""))
 
-    def _now(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self._class).items() if name[:2] != "__"}
+    def _set(self, name: Any, value: Any) -> None:
+        if value is _NOTHING:
+            type.__delattr__(self._class, name)
+        else:
+            type.__setattr__(self._class, name, value)
 
-    def put_back(self) -> list[_Where]:
-        """Name each attribute that had changed."""
-        now = self._now()
-        changed: list[_Where] = []
-        for name in [*(now.keys() - self._before.keys()), *self._before]:
-            value = self._before.get(name, _NOTHING)
-            if now.get(name, _NOTHING) is not value:
-                if value is _NOTHING:
-                    type.__delattr__(self._class, name)
-                else:
-                    type.__setattr__(self._class, name, value)
-                changed.append((None, name))
-        return changed
+    def _covers(self, name: Any) -> bool:
+        return bool(name[:2] != "__")
 
 
-class _Cell(_Note):
+class _Cell(_Single):
     """A variable of an enclosing function."""
 
     def __init__(self, cell: CellType, where: _Where) -> None:
@@ -346,7 +376,7 @@ class _Cell(_Note):
             self._cell.cell_contents = self._before
 
 
-class _Array(_Note):
+class _Array(_Single):
     """The elements of an array."""
 
     def __init__(self, array: Any, where: _Where) -> None:
@@ -361,38 +391,32 @@ class _Array(_Note):
         self._array[...] = self._before
 
 
-class _RandomNumbers(_Note):
+class _RandomNumbers(_Single):
     """A generator of random numbers of the user's own."""
 
     def __init__(self, generator: Any, where: _Where) -> None:
         super().__init__(where)
-        self._generator = generator
-        self._before = self._state()
-
-    def _state(self) -> Any:
-        if isinstance(self._generator, torch.Generator):
-            return self._generator.get_state()
-        if isinstance(self._generator, random.Random):
-            return self._generator.getstate()
-        if isinstance(self._generator, np.random.RandomState):
-            return self._generator.get_state()
-        return self._generator.bit_generator.state
+        self._get, self._set = _access(generator)
+        self._before = self._get()
 
     def has_changed(self) -> bool:
-        return repr(_exactly(self._state())) != repr(_exactly(self._before))
+        return repr(_exactly(self._get())) != repr(_exactly(self._before))
 
     def restore(self) -> None:
-        if isinstance(self._generator, torch.Generator):
-            self._generator.set_state(self._before)
-        elif isinstance(self._generator, random.Random):
-            self._generator.setstate(self._before)
-        elif isinstance(self._generator, np.random.RandomState):
-            self._generator.set_state(self._before)
-        else:
-            self._generator.bit_generator.state = self._before
+        self._set(self._before)
 
 
-class _Iterator(_Note):
+def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """What gets a generator's state, and what sets it."""
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    if isinstance(generator, np.random.Generator):
+        bits: Any = generator.bit_generator
+        return lambda: bits.state, partial(setattr, bits, "state")
+    return generator.get_state, generator.set_state
+
+
+class _Iterator(_Single):
     """The position of an iterator over a list, a range and so on."""
 
     def __init__(self, iterator: Any, where: _Where) -> None:
@@ -408,7 +432,7 @@ class _Iterator(_Note):
             self._iterator.__setstate__(self._before[2])
 
 
-class _Position(_Note):
+class _Position(_Single):
     """Where reading a file has come to."""
 
     def __init__(self, file: Any, where: _Where) -> None:
@@ -430,7 +454,7 @@ class _Position(_Note):
             self._file.seek(self._before)
 
 
-class _Progress(_Note):
+class _Progress(_Single):
     """How far a generator of Python has come. It goes on only."""
 
     def __init__(self, generator: Any, where: _Where) -> None:
@@ -446,6 +470,9 @@ class _Progress(_Note):
 
     def has_changed(self) -> bool:
         return bool(self._now() != self._before)
+
+    def restore(self) -> None:
+        """Nothing: it cannot go back."""
 
 
 _NOTHING: Any = object()

@@ -25,7 +25,7 @@ from nnx_colossalai._torch_compat import (
 )
 from nnx_colossalai.chunks.units import FoundUnit
 from nnx_core.errors import UnsupportedError
-from nnx_core.python_state import MOST_BYTES, PythonState
+from nnx_core.python_state import PythonState
 from nnx_core.random_state import forked
 from nnx_fsdp.units import DEFAULT_MIN_NUM_PARAMS, choose_units
 
@@ -257,14 +257,13 @@ def restored(root: nn.Module) -> Iterator[None]:
     state = PythonState(root)
     if state.generators:
         raise UnsupportedError(f"the forward may go on with {state.generators[0]!r}, a generator of Python.")
-    contents = [(tensor, tensor.detach().clone()) for tensor in state.tensors if tensor.nbytes <= MOST_BYTES]
     modules = [vars(module) for module in root.modules()]
     dicts = [held for space in modules for held in space.values() if isinstance(held, dict)]
     saved = [(held, dict(held)) for held in (*modules, *dicts)]
     for module in root.modules():
         if all(callable(getattr(type(module), name, None)) for name in _LOGGERS):
             vars(module).update(dict.fromkeys(_LOGGERS, _ignore))
-    with forked():
+    with forked(), state.contents_restored():
         try:
             yield
         finally:
@@ -272,9 +271,6 @@ def restored(root: nn.Module) -> Iterator[None]:
                 held.clear()
                 held.update(before)
             state.put_back()
-            with torch.no_grad():
-                for tensor, content in contents:
-                    tensor.copy_(content)
 
 
 def _ignore(*_: Any, **__: Any) -> None:

@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from nnx_core.python_state import is_users_own
+from nnx_core.python_state import is_users_own, names_in
 from nnx_nnscaler.trace.structure import is_constant
 
 # --- fingerprints ---------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def _of_class(cls: type) -> tuple[str, frozenset[str] | None]:
             for function in _functions(member):
                 if key != "__init__":
                     parts.append(f"{key}={_of_function(function, ())}")
-                    names |= _names(function.__code__)
+                    names |= names_in(function.__code__)
             if is_constant(member) and not key.startswith("__"):
                 parts.append(f"{key}={member!r}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest(), frozenset(names) if known else None
@@ -169,7 +169,7 @@ def _of_function(function: FunctionType, above: tuple[Any, ...]) -> str:
 
 def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Globals and variables of enclosing functions that a function names."""
-    for name in sorted(_names(function.__code__)):
+    for name in sorted(names_in(function.__code__)):
         if name in function.__globals__:
             value = function.__globals__[name]
             yield name, inspect.unwrap(value) if isinstance(value, FunctionType) else value
@@ -194,14 +194,6 @@ def _ordered(value: Any) -> Any:
     if isinstance(value, frozenset):
         return sorted(repr(_ordered(item)) for item in value)
     return tuple(map(_ordered, value)) if isinstance(value, tuple) else value
-
-
-def _names(code: CodeType) -> set[str]:
-    found = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found |= _names(constant)
-    return found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -327,7 +319,7 @@ def _reached_in(
         found += [function for cls in classes for function in _functions_read(cls, name)]
         for function in found:
             functions[function] = None
-            new = _names(function.__code__) - seen - _LOGS
+            new = names_in(function.__code__) - seen - _LOGS
             seen |= new
             left += new
     return tuple(sorted(seen - _OWN_OF_MODULES)), tuple(functions)
@@ -353,7 +345,7 @@ def _names_with_bases(cls: type) -> frozenset[str]:
     for owner in filter(lambda one: _is_users(one.__module__), cls.__mro__):
         for own, member in vars(owner).items():
             function = _function_of(member)
-            names = _names(function.__code__) if function is not None else set()
+            names = names_in(function.__code__) if function is not None else set()
             if names & bases:
                 found |= names | {own}
     return frozenset(found)
@@ -375,7 +367,7 @@ def _read_outside(functions: Iterable[FunctionType]) -> Iterator[tuple[Space, st
             continue
         seen.add(function)
         spaces: list[Space] = [function.__globals__, _Closure(function)]
-        names = sorted(_names(function.__code__) | set(function.__code__.co_freevars))
+        names = sorted(names_in(function.__code__) | set(function.__code__.co_freevars))
         if _ENVIRONMENT & set(names):
             yield vars(os), "environ"
         for space, name in [(space, name) for name in names for space in spaces]:

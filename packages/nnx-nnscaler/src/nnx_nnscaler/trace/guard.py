@@ -10,7 +10,7 @@ import random
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy
@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nnx_core.python_state import MOST_BYTES, PythonState, is_users_own
+from nnx_core.python_state import PythonState, is_users_own
 from nnx_core.random_state import forked
 from nnx_core.used import CollectiveOrder
 from nnx_nnscaler.trace.structure import Refusal
@@ -72,27 +71,9 @@ def attributes_restored(root: nn.Module) -> Iterator[dict[str, str]]:
             changed["" if module is None else names.get(module, "")] = name
 
 
-@contextmanager
-def contents_restored(root: nn.Module, *more: Tensor) -> Iterator[None]:
-    """Put back what is written into tensors that code reaches and that are neither parameters nor buffers.
-
-    Torch's counts of writes stay as they are, too: only ranks that trace would count, and programs go by it.
-
-    Args:
-        root: The module; what it leads to is put back unless it is large.
-        *more: Further tensors, of any size.
-    """
-    others = PythonState(root, looks_into=is_users_own).tensors
-    found = [*(tensor for tensor in others if tensor.nbytes <= MOST_BYTES), *more]
-    found = [tensor for tensor in found if not tensor.is_inference()]
-    saved = [(tensor, tensor.detach().clone()) for tensor in found]
-    with _unsafe_preserve_version_counter(tuple(found)):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for tensor, content in saved:
-                    tensor.copy_(content)
+def contents_restored(root: nn.Module, *more: Tensor) -> AbstractContextManager[None]:
+    """Put back what is written into tensors that code reaches, and into more: see `PythonState`."""
+    return PythonState(root, looks_into=is_users_own).contents_restored(*more)
 
 
 @contextmanager
