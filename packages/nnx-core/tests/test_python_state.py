@@ -1,5 +1,6 @@
 """Whatever code changes of Python's state around a model is put back, and named."""
 
+import itertools
 import os
 import random
 from collections import deque
@@ -111,15 +112,24 @@ def test_a_change_is_put_back_and_named(name, change):
     assert model.torch.get_state().equal(torch.Generator().get_state())
 
 
-def test_a_generator_that_went_on_is_named():
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.steps = (step for step in range(9))
-
-    model = Counting()
+@pytest.mark.parametrize(
+    "steps",
+    [
+        lambda: (step for step in range(9)),
+        itertools.count,
+        lambda: itertools.cycle([1, 2]),
+        lambda: zip([1, 2], [3, 4], strict=True),
+        lambda: enumerate([1, 2]),
+        lambda: map(abs, [1, 2]),
+        lambda: iter({1: 2, 3: 4}),
+        lambda: iter({1, 2}),
+    ],
+)
+def test_what_only_goes_on_is_named_when_it_did(steps):
+    model = nn.Linear(1, 1)
+    model.steps = steps()
     before = PythonState(model)
-    assert before.lost() == []
+    assert (before.generators, before.lost()) == (["steps"], [])
     next(model.steps)
     assert before.lost() == ["steps"]
 

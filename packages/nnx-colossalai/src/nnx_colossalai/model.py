@@ -42,6 +42,7 @@ from nnx_core.backend import ParallelContext, Sample, first_call
 from nnx_core.errors import NnxError, UnsupportedError
 from nnx_core.hidden_state import held_state
 from nnx_core.modules import as_classes
+from nnx_core.python_state import WentOnError
 
 __all__ = [
     "ChunkedModel",
@@ -153,6 +154,8 @@ class Placing:
     def _look(self, found: Sequence[FoundUnit], module: nn.Module, sample: Sample) -> Probe:
         try:
             call = first_call(module, sample)
+        except WentOnError:
+            raise
         except NnxError as error:
             return Probe(note=str(error))
         kinds = widths(self._context.precision)

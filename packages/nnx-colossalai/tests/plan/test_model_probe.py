@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
+import nnx
 from jobs.colossalai_llama import Llama
 from nnx_colossalai.chunks.units import find_units
 from nnx_colossalai.plan.probe import Probe, probe
+from nnx_core.errors import UnsupportedError
 
 
 def look(model: nn.Module, *inputs: object, min_numel: int = 100, **options: object) -> Probe:
@@ -252,6 +257,29 @@ def test_a_forward_that_may_go_on_with_a_generator_is_not_run() -> None:
     model.rates = (rate for rate in range(3))  # type: ignore[assignment]
     assert "'rates', a generator of Python" in look(model, torch.ones(5, 20)).note
     assert next(model.rates) == 0  # type: ignore[call-overload]
+
+
+class GoesOn(LightningModule):
+    """Draws from a generator before it calls the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.rates = nn.Linear(20, 20), (rate for rate in range(9))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return next(self.rates) * self.linear(batch[0]).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_step_that_goes_on_with_a_generator_is_refused_and_not_left_out_of_the_plan() -> None:
+    trainer = Trainer(
+        accelerator="cpu", devices=1, strategy=nnx.strategy("colossalai", device_memory="1MiB"), logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, max_steps=1,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError, match="went on with 'rates'"):
+        trainer.fit(GoesOn(), DataLoader(TensorDataset(torch.ones(4, 20)), batch_size=2))
 
 
 def test_what_a_forward_logs_is_dropped() -> None:

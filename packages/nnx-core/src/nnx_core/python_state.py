@@ -16,6 +16,7 @@ import os
 import random
 import sys
 import sysconfig
+import warnings
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections import deque
@@ -33,8 +34,9 @@ import torch
 from torch import Tensor, nn
 
 from nnx_core._torch_compat import versions_kept
+from nnx_core.errors import UnsupportedError
 
-__all__ = ["PythonState", "has_values", "is_users_own", "names_in"]
+__all__ = ["PythonState", "WentOnError", "has_values", "is_users_own", "names_in", "only_goes_on"]
 
 _OPAQUE = frozenset(
     [
@@ -45,6 +47,9 @@ _OPAQUE = frozenset(
 _MOST_BYTES = 1 << 26
 """Arrays and tensors that are larger are not looked at."""
 _MOST_OBJECTS = 1_000_000
+_SEQUENCES: tuple[Any, ...] = ([], (), range(0), range(1 << 99), "", "\u00e9", b"", bytearray())
+_REWOUND = (*(type(iter(one)) for one in _SEQUENCES), type(reversed([])))
+"""Iterators that can be put back. Others of Python are not, or without those that they take from."""
 _HOLDERS = (SimpleNamespace, Namespace)
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 # Bookkeeping of nn.Module, and a flag of transformers that goes with hooks which are not put back either.
@@ -58,6 +63,10 @@ _SILENT = {"_flat_weights", "_flat_weight_refs"}
 
 _Where = tuple["nn.Module | None", str]
 """The module that something belongs to, None if to none, and its name there."""
+
+
+class WentOnError(UnsupportedError):
+    """Code that was run once more went on with an iterator that cannot be put back."""
 
 
 @lru_cache(maxsize=1024)
@@ -81,6 +90,21 @@ def has_values(module: str) -> bool:
     """
     top = module.partition(".")[0]
     return top not in _OPAQUE and top not in sys.stdlib_module_names
+
+
+def only_goes_on(value: Any) -> bool:
+    """Whether a value is an iterator of Python that cannot be put back: a generator, ``zip`` and others.
+
+    Args:
+        value: Anything.
+
+    Example:
+        >>> only_goes_on(n for n in range(3)), only_goes_on(iter([1, 2]))
+        (True, False)
+    """
+    kind = type(value)
+    is_pythons = hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools")
+    return is_pythons and not isinstance(value, _REWOUND)
 
 
 class PythonState:
@@ -145,12 +169,15 @@ class PythonState:
 
     @property
     def generators(self) -> list[str]:
-        """Names of the generators of Python that were found, which cannot be put back."""
-        return [note.where[1] for note in self._notes if isinstance(note, _Progress)]
+        """Names of the iterators that were found and only go on."""
+        return [note.where[1] for note in self._that_go_on()]
 
     def lost(self) -> list[str]:
-        """Names of the generators of Python that went on."""
-        return [note.where[1] for note in self._notes if isinstance(note, _Progress) and note.has_changed()]
+        """Names of those that went on."""
+        return [note.where[1] for note in self._that_go_on() if note.has_changed()]
+
+    def _that_go_on(self) -> Iterator[_Iterator]:
+        return (note for note in self._notes if isinstance(note, _Iterator) and note.only_goes_on)
 
     def _look_at(self, value: Any, where: _Where) -> Iterator[tuple[Any, _Where]]:
         """Note what may change in a value, and yield what it leads to."""
@@ -220,14 +247,14 @@ class PythonState:
                 self._notes.append(_Array(value, where))
         elif isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
             self._notes.append(_RandomNumbers(value, where))
-        elif isinstance(value, GeneratorType):
-            self._notes.append(_Progress(value, where))
-            frame = value.gi_frame
-            yield from ((held, where) for held in (frame.f_locals.values() if frame is not None else ()))
         elif isinstance(value, IOBase):
             self._notes.append(_Position(value, where))
-        elif hasattr(type(value), "__next__") and hasattr(type(value), "__setstate__"):
+        elif only_goes_on(value) or (
+            hasattr(type(value), "__next__") and hasattr(type(value), "__setstate__")
+        ):
             self._notes.append(_Iterator(value, where))
+            frame = getattr(value, "gi_frame", None)
+            yield from ((held, where) for held in (frame.f_locals.values() if frame is not None else ()))
         elif isinstance(value, _HOLDERS) or self._looks_into(type(value).__module__):
             yield type(value), where
             if hasattr(value, "__dict__"):
@@ -417,19 +444,43 @@ def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
 
 
 class _Iterator(_Single):
-    """The position of an iterator over a list, a range and so on."""
+    """How far an iterator has come."""
 
     def __init__(self, iterator: Any, where: _Where) -> None:
         super().__init__(where)
         self._iterator = iterator
-        self._before = iterator.__reduce__()
+        self._before = _position(iterator)
+        self.only_goes_on = only_goes_on(iterator)
+        self._state = () if self.only_goes_on else iterator.__reduce__()[2:]
 
     def has_changed(self) -> bool:
-        return repr(self._iterator.__reduce__()[2:]) != repr(self._before[2:])
+        return bool(_position(self._iterator) != self._before)
 
     def restore(self) -> None:
-        if len(self._before) > 2:
-            self._iterator.__setstate__(self._before[2])
+        if self._state:
+            self._iterator.__setstate__(self._state[0])
+
+
+def _position(iterator: Any) -> Any:
+    """What tells how far an iterator has come, and those that it takes from."""
+    if isinstance(iterator, GeneratorType):
+        frame = iterator.gi_frame
+        return None if frame is None else (frame.f_lasti, [_told_apart(v) for v in frame.f_locals.values()])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, from Python 3.12 on
+            _, *parts = iterator.__reduce__()
+    except TypeError:  # a generator within, or Python 3.14
+        return repr(iterator)
+    inner = [one for part in parts for one in (part if isinstance(part, tuple) else (part,))]
+    return [_position(one) if hasattr(type(one), "__next__") else _told_apart(one) for one in inner]
+
+
+def _told_apart(value: Any) -> Any:
+    """What tells a value from others; of a list, which may be made anew of what is left, how long it is."""
+    if isinstance(value, list):
+        return len(value)
+    return value if isinstance(value, (*_ATOMS, range)) else id(value)
 
 
 class _Position(_Single):
@@ -452,27 +503,6 @@ class _Position(_Single):
     def restore(self) -> None:
         if self._before is not None:
             self._file.seek(self._before)
-
-
-class _Progress(_Single):
-    """How far a generator of Python has come. It goes on only."""
-
-    def __init__(self, generator: Any, where: _Where) -> None:
-        super().__init__(where)
-        self._generator = generator
-        self._before = self._now()
-
-    def _now(self) -> Any:
-        frame = self._generator.gi_frame
-        if frame is None:
-            return None
-        return frame.f_lasti, {n: v if isinstance(v, _ATOMS) else id(v) for n, v in frame.f_locals.items()}
-
-    def has_changed(self) -> bool:
-        return bool(self._now() != self._before)
-
-    def restore(self) -> None:
-        """Nothing: it cannot go back."""
 
 
 _NOTHING: Any = object()

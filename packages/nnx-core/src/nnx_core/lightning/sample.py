@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from nnx_core.backend import Call
 from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.compat import running_stage_loader, running_stage_source
-from nnx_core.python_state import PythonState, has_values
+from nnx_core.python_state import PythonState, WentOnError, has_values
 from nnx_core.random_state import host_state_kept
 from nnx_core.tensor_functions import Sees, what_it_sees
 
@@ -108,7 +108,7 @@ class TrainerSample:
                 lost = state.lost()
                 state.put_back()
         if lost:
-            raise UnsupportedError(
+            raise WentOnError(
                 f"to see what the model is called with, the first step was begun ahead, and went on with "
                 f"{lost[0]!r}, a generator that cannot be put back.",
                 remedy="Set `self.example_input_array`, or use an iterator over a list in its place.",

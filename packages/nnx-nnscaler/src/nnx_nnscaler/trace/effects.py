@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nnx_core.python_state import is_users_own
+from nnx_core.python_state import is_users_own, only_goes_on
 from nnx_nnscaler.trace.fingerprint import code_reached, read_by_forward
 from nnx_nnscaler.trace.structure import Refusal
 
@@ -56,8 +56,7 @@ def refuse_generators(root: nn.Module) -> None:
         value = space.get(name)
         if isinstance(value, torch.Generator):
             raise _refusal(name, "a generator of random numbers, which a graph cannot hold")
-        goes_on = hasattr(type(value), "__next__") and not hasattr(type(value), "__setstate__")
-        if goes_on and type(value).__module__ in ("builtins", "itertools"):
+        if only_goes_on(value):
             raise _refusal(name, f"a {type(value).__name__}, which goes on and cannot be put back")
 
 
