@@ -34,7 +34,7 @@ from nnx_nnscaler.compiler import (
     Planner,
     code_digest,
 )
-from nnx_nnscaler.cost.model import CostModel
+from nnx_nnscaler.cost import CostModel
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.options import PIPELINES, V_SHAPED, NnScalerOptions
 from nnx_nnscaler.pipeline.choice import with_stages

@@ -6,8 +6,7 @@ import pytest
 
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, strategies_of
 from nnx_core.hardware import profile
-from nnx_nnscaler.cost import CostModel
-from nnx_nnscaler.cost.model import NOTHING, Local, Prices, Stored, extra_work, saved_by, work_of
+from nnx_nnscaler.cost import NOTHING, CostModel, Local, Prices, Stored, extra_work, saved_by, work_of
 from nnx_nnscaler.ir import Graph, Op, Ref, TensorMeta
 from nnx_nnscaler.placement import P, R, S
 from nnx_nnscaler.plan.context import PolicyContext

@@ -7,9 +7,8 @@ import itertools
 import pytest
 
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, strategies_of
-from nnx_core.hardware import profile
-from nnx_nnscaler.cost import CostModel, Hardware, Link
-from nnx_nnscaler.cost.model import Prices
+from nnx_core.hardware import Hardware, Link, profile
+from nnx_nnscaler.cost import CostModel, Prices
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.plan.context import PolicyContext
 from nnx_nnscaler.plan.evaluation import Assignment, evaluate, peak_memory

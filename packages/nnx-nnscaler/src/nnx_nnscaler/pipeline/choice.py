@@ -12,7 +12,7 @@ from math import inf
 from typing import Any
 
 from nnx_core.errors import PlanError, UnsupportedError
-from nnx_nnscaler.cost.model import CostModel
+from nnx_nnscaler.cost import CostModel
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.pipeline.memory import bytes_in
 from nnx_nnscaler.pipeline.microbatches import output_refs, possible_counts

@@ -8,7 +8,7 @@ from math import prod
 from typing import NamedTuple
 
 from nnx_core.errors import PlanError
-from nnx_nnscaler.cost.model import CostModel, Prices, Stored, bytes_of
+from nnx_nnscaler.cost import CostModel, Prices, Stored, bytes_of
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.pipeline.plan import PipelinePlan, Usage
 from nnx_nnscaler.pipeline.schedules import FORWARD, INPUTS, actions

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.codegen.writer import OpWriter, bound
-from nnx_nnscaler.cost.model import base_name
+from nnx_nnscaler.cost import base_name
 from nnx_nnscaler.ir import Argument, Code, Dim, Graph, Input, Op, Ref, Size, TensorMeta, refs_in
 from nnx_nnscaler.placement import P, Placement, R, S
 from nnx_nnscaler.plan.program_plan import Strategy

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from nnx_core.errors import OptionError, PlanError, UnsupportedError
 from nnx_nnscaler.compiler import FixedLayout
-from nnx_nnscaler.cost.model import CostModel, Stored
+from nnx_nnscaler.cost import CostModel, Stored
 from nnx_nnscaler.ir import Graph, hint_of
 from nnx_nnscaler.pipeline.memory import Mesh, peak_of, rooms, too_large, usage_of
 from nnx_nnscaler.pipeline.microbatches import (

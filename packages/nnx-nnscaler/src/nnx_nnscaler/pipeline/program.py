@@ -21,7 +21,7 @@ from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.codegen.emit import emit, inputs_of
 from nnx_nnscaler.codegen.store import Entry, Program, load_program
 from nnx_nnscaler.compiler import ProgramForm
-from nnx_nnscaler.cost.model import CostModel
+from nnx_nnscaler.cost import CostModel
 from nnx_nnscaler.ir import Graph, Input, Ref
 from nnx_nnscaler.pipeline.call import Call, Lineup, StageRuntime, look_of
 from nnx_nnscaler.pipeline.microbatches import Microbatches, output_refs, possible_counts

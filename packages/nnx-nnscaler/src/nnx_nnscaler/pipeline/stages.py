@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
 
 from nnx_core.errors import PlanError, UnsupportedError
-from nnx_nnscaler.cost.model import CostModel, Stored, base_name, bytes_of
+from nnx_nnscaler.cost import CostModel, Stored, base_name, bytes_of
 from nnx_nnscaler.ir import Graph, Input, Op, Ref, TensorMeta
 from nnx_nnscaler.pipeline.microbatches import (
     output_refs,

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from nnx_core.errors import PlanError
-from nnx_nnscaler.cost.model import Stored
+from nnx_nnscaler.cost import Stored
 from nnx_nnscaler.ir import Graph, Op, Size, TensorMeta
 from nnx_nnscaler.placement import Placement, R, S
 from nnx_nnscaler.plan.evaluation import Flow

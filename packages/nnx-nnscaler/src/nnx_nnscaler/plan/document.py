@@ -16,7 +16,7 @@ from typing import Any
 
 from nnx_core.errors import PlanError
 from nnx_core.plan import PlanFormat, save_plan
-from nnx_nnscaler.cost.model import ALIASES, CostModel, Price, Prices, base_name
+from nnx_nnscaler.cost import ALIASES, CostModel, Price, Prices, base_name
 from nnx_nnscaler.ir import Code, Graph, Make, Op, Ref, Size, TensorMeta, text_of
 from nnx_nnscaler.pipeline.plan import AnyPlan, PipelinePlan, any_plan_from_text, any_plan_to_text
 from nnx_nnscaler.pipeline.planning import prepare

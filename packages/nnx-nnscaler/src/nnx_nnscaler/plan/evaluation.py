@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
-from nnx_nnscaler.cost.model import ALIASES, Price, Prices, Saved, Stored, base_name
+from nnx_nnscaler.cost import ALIASES, Price, Prices, Saved, Stored, base_name
 from nnx_nnscaler.ir import Code, Graph, Op, Ref, Size, TensorMeta, refs_in
 from nnx_nnscaler.placement import P, Placement, R
 from nnx_nnscaler.plan.program_plan import Conversion, Strategy, Use, conversion, uses_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from nnx_core.errors import OptionError, PlanError, UnsupportedError
-from nnx_nnscaler.cost.model import CostModel, Prices, Stored
+from nnx_nnscaler.cost import CostModel, Prices, Stored
 from nnx_nnscaler.ir import Graph, Op, Size, TensorMeta
 from nnx_nnscaler.placement import P, Placement, R
 from nnx_nnscaler.plan.context import Policy, PolicyContext, StrategiesOf, largest_part

@@ -16,7 +16,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
 from scipy.sparse import coo_array  # type: ignore[import-untyped]
 
-from nnx_nnscaler.cost.model import Price, Prices, Stored
+from nnx_nnscaler.cost import Price, Prices, Stored
 from nnx_nnscaler.placement import R
 from nnx_nnscaler.plan.evaluation import Assignment, Flow, price_of_change
 from nnx_nnscaler.plan.program_plan import Strategy, Use, uses_of
