@@ -26,7 +26,7 @@ from nnx_nnscaler.codegen.emit import emit
 from nnx_nnscaler.codegen.store import Entry, Program, Store, key_of, load_program
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.pipeline.plan import AnyPlan, any_plan_from_text, any_plan_to_text
-from nnx_nnscaler.placement import Placement
+from nnx_nnscaler.plan.program_plan import Placement
 from nnx_nnscaler.rules.registry import unsupported_message
 from nnx_nnscaler.trace import trace_forward
 from nnx_nnscaler.trace.fingerprint import fingerprint

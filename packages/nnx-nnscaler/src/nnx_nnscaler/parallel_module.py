@@ -18,7 +18,7 @@ from nnx_core.used import CollectiveOrder
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.options import NnScalerOptions
 from nnx_nnscaler.pipeline.timeline import Timeline
-from nnx_nnscaler.placement import Placement
+from nnx_nnscaler.plan.program_plan import Placement
 from nnx_nnscaler.runtime.arrival import Arrival
 from nnx_nnscaler.runtime.part import NOT_IN_BACKWARD
 from nnx_nnscaler.runtime.reducer import BUCKET_BYTES

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnx_nnscaler.ir import Graph, Input, Op, Ref, Size, TensorMeta
-from nnx_nnscaler.placement import P, R, S
-from nnx_nnscaler.plan.program_plan import Strategy
+from nnx_nnscaler.plan.program_plan import P, R, S, Strategy
 from nnx_nnscaler.rules.rule import outputs_of, replicate
 
 

@@ -15,8 +15,7 @@ import torch.nn.functional as F  # the field writes it so
 from torch import Tensor
 
 from nnx_nnscaler.ir import Argument, Code, Dim, Graph, Op, Ref, Size, TensorMeta, hint_of
-from nnx_nnscaler.placement import P, Placement
-from nnx_nnscaler.plan.program_plan import Strategy
+from nnx_nnscaler.plan.program_plan import P, Placement, Strategy
 from nnx_nnscaler.rules.registry import rule_for
 from nnx_nnscaler.rules.rule import Rule
 from nnx_nnscaler.runtime.collectives import Communicator, GroupCommunicator, run_as_ranks

@@ -21,7 +21,7 @@ from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.pipeline.microbatches import cut_batch
 from nnx_nnscaler.pipeline.schedules import loss_of
 from nnx_nnscaler.pipeline.step import TrainingStep
-from nnx_nnscaler.placement import P
+from nnx_nnscaler.plan.program_plan import P
 from nnx_nnscaler.trace import TraceError, trace_forward
 
 SEEN: list[Tensor] = []

@@ -16,9 +16,8 @@ from nnx_core.errors import PlanError
 from nnx_core.hardware import profile
 from nnx_nnscaler.cost import CostModel
 from nnx_nnscaler.ir import Graph, Op, Ref, Size, TensorMeta
-from nnx_nnscaler.placement import R, S
 from nnx_nnscaler.plan.planning import plan_program
-from nnx_nnscaler.plan.program_plan import ProgramPlan, Strategy, Use, conversion, uses_of
+from nnx_nnscaler.plan.program_plan import ProgramPlan, R, S, Strategy, Use, conversion, uses_of
 from nnx_nnscaler.rules.rule import replicate
 
 BIG = mlp(4096, 64, 256)

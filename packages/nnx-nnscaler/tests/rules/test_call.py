@@ -6,8 +6,7 @@ import pytest
 
 from jobs.nnscaler_one_op import T, f, one_op
 from nnx_nnscaler.ir import Code, Op, Ref
-from nnx_nnscaler.placement import P, R, S
-from nnx_nnscaler.plan.program_plan import Strategy
+from nnx_nnscaler.plan.program_plan import P, R, S, Strategy
 from nnx_nnscaler.rules.rule import Call, argument_of, bound, operator_of, placement_of, with_code
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from nnx_core.errors import UnsupportedError
 from nnx_core.whole import local_mode
 from nnx_nnscaler.axes import Axes, make_axes
-from nnx_nnscaler.placement import R, S
+from nnx_nnscaler.plan.program_plan import R, S
 from nnx_nnscaler.runtime.collectives import Conversions, run_as_ranks
 from nnx_nnscaler.runtime.storage import Parameters
 

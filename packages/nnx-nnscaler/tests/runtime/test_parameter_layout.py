@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nnx_checkpoint.box import find_fault
-from nnx_nnscaler.placement import R, S
+from nnx_nnscaler.plan.program_plan import R, S
 from nnx_nnscaler.runtime.part import ParameterLayout, rows_of
 
 CASES = [

@@ -8,8 +8,9 @@ import sys
 CODE = """
 import sys
 import nnx_nnscaler.backend
-heavy = ("trace", "rules", "plan", "codegen", "programs", "compilation")
-print(*(name for name in sys.modules if name.startswith(tuple(f"nnx_nnscaler.{part}" for part in heavy))))
+heavy = ("trace", "rules", "cost", "plan.", "codegen", "programs", "compilation", "compiler")
+found = {name for name in sys.modules if name.startswith(tuple(f"nnx_nnscaler.{part}" for part in heavy))}
+print(*found - {"nnx_nnscaler.plan.program_plan"})  # which is data, and holds placements
 """
 
 

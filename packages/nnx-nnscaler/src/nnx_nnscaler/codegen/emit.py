@@ -15,8 +15,16 @@ from torch import Tensor
 from nnx_nnscaler.codegen.layout import Function, Line, fold, fold_recomputed, header, lay_out, layer_of
 from nnx_nnscaler.codegen.writer import Names, OpWriter, bound
 from nnx_nnscaler.ir import Argument, Graph, Make, Op, TensorMeta, refs_in, text_of
-from nnx_nnscaler.placement import Placement, R
-from nnx_nnscaler.plan.program_plan import Conversion, ProgramPlan, Strategy, Use, conversion, uses_of
+from nnx_nnscaler.plan.program_plan import (
+    Conversion,
+    Placement,
+    ProgramPlan,
+    R,
+    Strategy,
+    Use,
+    conversion,
+    uses_of,
+)
 
 _LARGE = 1024
 """Elements of a constant that is not compared with others."""

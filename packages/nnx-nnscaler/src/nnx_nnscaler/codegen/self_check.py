@@ -27,8 +27,7 @@ from nnx_nnscaler.codegen.emit import emit
 from nnx_nnscaler.codegen.store import Program, load_program
 from nnx_nnscaler.ir import Graph, Op, Ref, TensorMeta
 from nnx_nnscaler.pipeline.plan import AnyPlan, PipelinePlan
-from nnx_nnscaler.placement import Placement, R
-from nnx_nnscaler.plan.program_plan import ProgramPlan
+from nnx_nnscaler.plan.program_plan import Placement, ProgramPlan, R
 from nnx_nnscaler.rules.rule import replicate
 from nnx_nnscaler.runtime.collectives import Communicator, Conversions, run_as_ranks
 

@@ -16,7 +16,7 @@ from nnx_nnscaler.pipeline.execution import BACKWARD, Line, Look, Passage
 from nnx_nnscaler.pipeline.plan import PipelinePlan
 from nnx_nnscaler.pipeline.stages import Stage
 from nnx_nnscaler.pipeline.timeline import Timeline
-from nnx_nnscaler.placement import R
+from nnx_nnscaler.plan.program_plan import R
 from nnx_nnscaler.runtime.functions import Runtime
 
 

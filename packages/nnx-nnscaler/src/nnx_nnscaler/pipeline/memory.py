@@ -13,10 +13,9 @@ from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.pipeline.plan import PipelinePlan, Usage
 from nnx_nnscaler.pipeline.schedules import FORWARD, INPUTS, actions
 from nnx_nnscaler.pipeline.stages import Arrangement, Room, Stage
-from nnx_nnscaler.placement import R
 from nnx_nnscaler.plan.evaluation import Flow, activations
 from nnx_nnscaler.plan.planning import assignment_of, bytes_text
-from nnx_nnscaler.plan.program_plan import ProgramPlan
+from nnx_nnscaler.plan.program_plan import ProgramPlan, R
 
 
 class Mesh(NamedTuple):

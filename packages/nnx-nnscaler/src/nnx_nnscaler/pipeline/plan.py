@@ -8,8 +8,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nnx_nnscaler.pipeline.stages import Arrangement
-from nnx_nnscaler.placement import Placement
-from nnx_nnscaler.plan.program_plan import Prediction, ProgramPlan, Strategy, plan_from_text, plan_to_text
+from nnx_nnscaler.plan.program_plan import (
+    Placement,
+    Prediction,
+    ProgramPlan,
+    Strategy,
+    plan_from_text,
+    plan_to_text,
+)
 
 
 class Usage(NamedTuple):

@@ -30,9 +30,8 @@ from nnx_nnscaler.pipeline.planning import prepare
 from nnx_nnscaler.pipeline.schedules import Action, Turns, actions
 from nnx_nnscaler.pipeline.stages import Arrangement, make_stages
 from nnx_nnscaler.pipeline.timeline import Timeline
-from nnx_nnscaler.placement import P, Placement, R
 from nnx_nnscaler.plan.planning import plan_program
-from nnx_nnscaler.plan.program_plan import ProgramPlan
+from nnx_nnscaler.plan.program_plan import P, Placement, ProgramPlan, R
 from nnx_nnscaler.runtime.collectives import Communicator, GroupCommunicator
 from nnx_nnscaler.runtime.functions import Runtime, sample_weights
 

@@ -24,7 +24,7 @@ from nnx_nnscaler.pipeline.call import Call
 from nnx_nnscaler.pipeline.execution import refuse_second_derivative
 from nnx_nnscaler.pipeline.microbatches import Microbatches, output_refs
 from nnx_nnscaler.pipeline.stages import Stage
-from nnx_nnscaler.placement import P
+from nnx_nnscaler.plan.program_plan import P
 from nnx_nnscaler.rules.rule import outputs_of
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"

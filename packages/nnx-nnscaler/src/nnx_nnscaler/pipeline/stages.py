@@ -27,8 +27,8 @@ from nnx_nnscaler.pipeline.microbatches import (
     values_of_inputs,
     writes_in_place,
 )
-from nnx_nnscaler.placement import R
 from nnx_nnscaler.plan.evaluation import Assignment, Flow, kept_by_operator
+from nnx_nnscaler.plan.program_plan import R
 from nnx_nnscaler.rules.rule import replicate
 
 _HEAVY = frozenset(

@@ -13,9 +13,8 @@ from typing import Any
 from nnx_core.errors import PlanError
 from nnx_nnscaler.cost import Stored
 from nnx_nnscaler.ir import Graph, Op, Size, TensorMeta
-from nnx_nnscaler.placement import Placement, R, S
 from nnx_nnscaler.plan.evaluation import Flow
-from nnx_nnscaler.plan.program_plan import Strategy
+from nnx_nnscaler.plan.program_plan import Placement, R, S, Strategy
 from nnx_nnscaler.plan.solver import Choices
 from nnx_nnscaler.rules.rule import outputs_of
 

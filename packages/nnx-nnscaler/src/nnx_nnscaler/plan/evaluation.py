@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from nnx_nnscaler.cost import ALIASES, Price, Prices, Saved, Stored, base_name
 from nnx_nnscaler.ir import Code, Graph, Op, Ref, Size, TensorMeta, refs_in
-from nnx_nnscaler.placement import P, Placement, R
-from nnx_nnscaler.plan.program_plan import Conversion, Strategy, Use, conversion, uses_of
+from nnx_nnscaler.plan.program_plan import Conversion, P, Placement, R, Strategy, Use, conversion, uses_of
 from nnx_nnscaler.rules.rule import outputs_of
 
 __all__ = [

@@ -10,10 +10,9 @@ from functools import partial
 from nnx_core.errors import OptionError, PlanError, UnsupportedError
 from nnx_nnscaler.cost import CostModel, Prices, Stored
 from nnx_nnscaler.ir import Graph, Op, Size, TensorMeta
-from nnx_nnscaler.placement import P, Placement, R
 from nnx_nnscaler.plan.context import Policy, PolicyContext, StrategiesOf, largest_part
 from nnx_nnscaler.plan.evaluation import Assignment, Flow, evaluate, peak_memory, synchronize_what_passes_on
-from nnx_nnscaler.plan.program_plan import Prediction, ProgramPlan, Strategy
+from nnx_nnscaler.plan.program_plan import P, Placement, Prediction, ProgramPlan, R, Strategy
 from nnx_nnscaler.plan.solver import Problem, Program, fold
 from nnx_nnscaler.rules.rule import outputs_of, replicate
 

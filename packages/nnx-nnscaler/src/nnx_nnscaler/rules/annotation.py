@@ -22,8 +22,7 @@ from torch.utils import _pytree as pytree
 
 from nnx_core.errors import NnxError
 from nnx_nnscaler.ir import Graph, Op, TensorMeta, hint_of, refs_in
-from nnx_nnscaler.placement import P, Placement, R, S
-from nnx_nnscaler.plan.program_plan import Strategy
+from nnx_nnscaler.plan.program_plan import P, Placement, R, S, Strategy
 from nnx_nnscaler.rules.probe import DRAWS, Trial, draw, runner
 from nnx_nnscaler.rules.registry import register_rule
 from nnx_nnscaler.rules.rule import Rule, Writer, argument_of, bound, operator_of, outputs_of, with_code

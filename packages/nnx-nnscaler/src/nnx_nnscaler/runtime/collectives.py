@@ -112,7 +112,7 @@ def run_as_ranks(size: int, job: Callable[[Communicator], T]) -> list[T]:
 # Changing a tensor's placement inside an emitted program, with the matching collective for its gradient.
 #
 # Methods are named ``forward__backward``. ``dim`` and ``groups`` are those of the shard that is made or
-# taken apart, as in `nnx_nnscaler.placement.S`.
+# taken apart, as in `nnx_nnscaler.plan.program_plan.S`.
 
 
 _Change = Callable[[Tensor], Tensor]

@@ -20,7 +20,7 @@ from nnx_core.errors import UnsupportedError
 from nnx_core.used import CollectiveOrder
 from nnx_core.whole import can_be_guarded, guard, guarded_mode, local_mode, show_plain, show_whole, unguard
 from nnx_nnscaler.axes import Axes
-from nnx_nnscaler.placement import Placement, R
+from nnx_nnscaler.plan.program_plan import Placement, R
 from nnx_nnscaler.runtime.arrival import Arrival
 from nnx_nnscaler.runtime.collectives import Communicator, Conversions, GroupCommunicator
 from nnx_nnscaler.runtime.part import (

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from nnx_nnscaler.ir import Argument, Dim, Graph, Op, Size, TensorMeta, hint_of
-from nnx_nnscaler.placement import Placement, S
-from nnx_nnscaler.plan.program_plan import Strategy
+from nnx_nnscaler.plan.program_plan import Placement, S, Strategy
 from nnx_nnscaler.rules.rule import (
     MOST_GROUPS,
     Call,
