@@ -24,14 +24,13 @@ from nnx_checkpoint.collective import all_gather_object, together
 from nnx_core.errors import NnxError, PlanError, UnsupportedError
 from nnx_nnscaler.codegen.emit import emit
 from nnx_nnscaler.codegen.store import Entry, Program, Store, key_of, load_program
-from nnx_nnscaler.ir import Graph
+from nnx_nnscaler.ir import Graph, graph_from_json, graph_to_json
 from nnx_nnscaler.pipeline.plan import AnyPlan, any_plan_from_text, any_plan_to_text
 from nnx_nnscaler.plan.program_plan import Placement
 from nnx_nnscaler.rules.registry import unsupported_message
 from nnx_nnscaler.trace import trace_forward
 from nnx_nnscaler.trace.fingerprint import fingerprint
 from nnx_nnscaler.trace.guard import caller_modes, hooks_of_the_user
-from nnx_nnscaler.trace.serialize import graph_from_json, graph_to_json
 from nnx_nnscaler.trace.structure import BatchDims
 
 __all__ = [

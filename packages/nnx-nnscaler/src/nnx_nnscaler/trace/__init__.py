@@ -2,14 +2,6 @@
 
 from nnx_nnscaler.trace.fingerprint import fingerprint
 from nnx_nnscaler.trace.forward import trace_forward
-from nnx_nnscaler.trace.serialize import graph_from_json, graph_to_json
-from nnx_nnscaler.trace.structure import GraphFormatError, TraceError
+from nnx_nnscaler.trace.structure import TraceError
 
-__all__ = [
-    "GraphFormatError",
-    "TraceError",
-    "fingerprint",
-    "graph_from_json",
-    "graph_to_json",
-    "trace_forward",
-]
+__all__ = ["TraceError", "fingerprint", "trace_forward"]

@@ -222,10 +222,6 @@ class TraceError(UnsupportedError):
     """The forward cannot be turned into a graph; the message names the submodule and the source line."""
 
 
-class GraphFormatError(UnsupportedError):
-    """A stored graph cannot be read: damaged, of another version, or not a graph at all."""
-
-
 # --- outputs --------------------------------------------------------------------------------------
 # Nested values taken apart into tensors and a structure of `Slot`s, and put together again.
 #
