@@ -102,7 +102,7 @@ def test_every_split_computes_what_the_whole_does(case: str) -> None:
 )
 def test_a_wrong_split_would_be_found(case: str, wrong: Strategy) -> None:
     (graph, op), _ = CASES[case]
-    from nnx_nnscaler.rules.table.layers import LeadingDimsRule
+    from nnx_nnscaler.rules.layers import LeadingDimsRule
 
     assert check_strategy(op, graph, wrong, 2, rule=LeadingDimsRule(0))
 

@@ -9,7 +9,7 @@ from nnx_nnscaler.ir import Graph, Op, Ref, Size, TensorMeta
 from nnx_nnscaler.plan.program_plan import R, S
 from nnx_nnscaler.rules.registry import strategies_of
 from nnx_nnscaler.rules.rule import groups_at
-from nnx_nnscaler.rules.table.shapes import size_at
+from nnx_nnscaler.rules.shapes import size_at
 
 HEADS, FEATURES = 8, 4
 WIDTH = HEADS * FEATURES

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 
 from nnx_nnscaler.ir import Argument, Graph, Op, Ref, TensorMeta
 from nnx_nnscaler.plan.program_plan import P, Placement, Strategy
+from nnx_nnscaler.rules import arithmetic, layers, shapes
 from nnx_nnscaler.rules.probe import discover
 from nnx_nnscaler.rules.rule import (
     Rule,
@@ -18,7 +19,6 @@ from nnx_nnscaler.rules.rule import (
     replicate,
     spread_groups,
 )
-from nnx_nnscaler.rules.table import TABLE
 
 Discovery = Callable[[Op, Graph, int], list[Strategy]]
 """Finds strategies of an operator without a rule, in which the operator itself is right on local tensors."""
@@ -34,6 +34,8 @@ class _Plain(Rule):
         return writer.call(op)
 
 
+_BUILT_IN: dict[str, Rule] = {**layers.RULES, **arithmetic.RULES, **shapes.RULES}
+"""The rules of ``"aten.linear"`` (all overloads) or of ``"aten.max.other"`` (this one only)."""
 _REGISTERED: dict[str, Rule] = {}
 _DISCOVERIES: list[Discovery] = [discover]
 _PLAIN = _Plain()
@@ -62,7 +64,7 @@ def has_rule(op: Op) -> bool:
 def rule_for(op: Op) -> Rule:
     """The rule of an operator; one that has none gets a rule that replicates it or asks the discoveries."""
     packet = op.target.rpartition(".")[0]
-    for rules in (_REGISTERED, TABLE):
+    for rules in (_REGISTERED, _BUILT_IN):
         for target in (op.target, packet):
             if target in rules:
                 return rules[target]
