@@ -26,8 +26,7 @@ from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.pipeline.planning import prepare
 from nnx_nnscaler.pipeline.program import PipelineForm, PipelineProgram
 from nnx_nnscaler.programs import Programs
-from nnx_nnscaler.trace.effects import refuse_effects
-from nnx_nnscaler.trace.guard import replaced
+from nnx_nnscaler.trace.guard import refuse_effects, replaced
 from nnx_nnscaler.trace.structure import Refusal, is_constant
 
 _UNSEEN = ...
