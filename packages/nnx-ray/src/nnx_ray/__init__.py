@@ -1,7 +1,7 @@
 """nnx-ray: every nnx strategy on a Ray cluster, started from a plain script.
 
-`launcher` holds what `nnx.strategy(..., launcher="ray")` uses, `cluster` what it knows of the cluster, and
-`worker` what runs in Ray's actors. Importing this package imports neither Ray nor torch.
+`launcher` holds what `nnx.strategy(..., launcher="ray")` uses, and `cluster` what it knows of the cluster and
+what runs in Ray's actors. Importing this package imports neither Ray nor torch.
 """
 
 from __future__ import annotations

@@ -15,9 +15,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nnx_core.errors import LaunchError, RankLostError, is_lost_connection
 from nnx_core.launcher import Job, Launcher, Work
-from nnx_ray.cluster import Crew, Resources, connect, wait_for_nodes
+from nnx_ray.cluster import Crew, Ended, Journal, Resources, connect, wait_for_nodes
 from nnx_ray.options import RayOptions
-from nnx_ray.worker import Ended, Journal
 
 __all__ = ["RankTracebackError", "RayLauncher"]
 
