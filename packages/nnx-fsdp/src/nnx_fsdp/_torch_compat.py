@@ -76,7 +76,7 @@ def refuse_split_backward(name: str) -> None:
         name: The weight's.
 
     Raises:
-        UnsupportedError: That is where the call comes from.
+        UnsupportedError: The call comes from torch's pipelining.
     """
     frame = sys._getframe(1)
     for _ in range(_FRAMES):
