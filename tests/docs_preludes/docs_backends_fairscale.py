@@ -22,7 +22,7 @@ class Group:
 if os.environ["RANK"] == "0":
     from fairscale.nn import FullyShardedDataParallel
 
-    from nnx_fairscale._fairscale_compat import HostShim
+    from nnx_fairscale._fairscale_fsdp import HostShim
 
     HostShim.install()
     Path("shards").mkdir()

@@ -31,8 +31,7 @@ from nnx_core.hidden_state import HiddenState
 from nnx_core.modules import as_classes, broadcast_module, lay_in_order, materialize, move_to, with_strides
 from nnx_core.used import CollectiveOrder
 from nnx_core.whole import local_mode
-from nnx_fairscale._fairscale_compat import HostShim, NullStream
-from nnx_fairscale._fairscale_fsdp import Piece, Unit, is_taken, leave_out
+from nnx_fairscale._fairscale_fsdp import HostShim, NullStream, Piece, Unit, is_taken, leave_out
 from nnx_fairscale.options import FairscaleFSDPOptions
 from nnx_fairscale.reducer import GradientReducer
 from nnx_fairscale.weights import Weights

@@ -195,7 +195,7 @@ def patched_names() -> tuple[bool, bool, bool]:
     import fairscale.internal.reduce_scatter_bucketer as bucketer
     import fairscale.nn.data_parallel.fully_sharded_data_parallel as fsdp
 
-    from nnx_fairscale._fairscale_compat import HostShim
+    from nnx_fairscale._fairscale_fsdp import HostShim
 
     while HostShim._users:  # jobs before this one with Fabric, which tears nothing down
         HostShim.remove()
@@ -224,7 +224,7 @@ def save_shards(folder: str) -> WEIGHTS:
     """Save as programs did that used fairscale's FSDP by itself; returns the weights."""
     from fairscale.nn.data_parallel import FullyShardedDataParallel
 
-    from nnx_fairscale._fairscale_compat import HostShim
+    from nnx_fairscale._fairscale_fsdp import HostShim
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)

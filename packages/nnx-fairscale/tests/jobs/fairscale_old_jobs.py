@@ -51,7 +51,7 @@ def save_fsdp(folder: str, flatten: bool) -> WEIGHTS:
     """Train with fairscale's FSDP alone, and save its shards in ``shards`` and the complete ``full.pt``."""
     from fairscale.nn.data_parallel import FullyShardedDataParallel
 
-    from nnx_fairscale._fairscale_compat import STREAMS, HostShim
+    from nnx_fairscale._fairscale_fsdp import STREAMS, HostShim
 
     dist.init_process_group("gloo")
     module = Net(Run()).requires_grad_()  # fairscale does not shard what is frozen with the rest
