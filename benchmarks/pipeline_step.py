@@ -144,7 +144,7 @@ def theirs(model: GPT, batch: tuple[Tensor, Tensor], arguments: argparse.Namespa
 def arrangement_of(arguments: argparse.Namespace) -> Any:
     """Which rank has which stage: as many as the schedule takes at least."""
     from nnx_nnscaler.options import V_SHAPED
-    from nnx_nnscaler.pipeline.stages import Arrangement
+    from nnx_nnscaler.pipeline.schedules import Arrangement
 
     each = 1 if arguments.schedule in ("gpipe", "1f1b", "zero_bubble") else 2
     return Arrangement(RANKS, each * RANKS, arguments.schedule in V_SHAPED)
@@ -286,7 +286,7 @@ class Planned:
     def __init__(self, arguments: argparse.Namespace) -> None:
         from nnx_core.calibration import calibrated
         from nnx_nnscaler.cost import CostModel
-        from nnx_nnscaler.pipeline.planning import prepare
+        from nnx_nnscaler.pipeline.stages import prepare
         from nnx_nnscaler.runtime.collectives import GroupCommunicator
         from nnx_nnscaler.trace import trace_forward
 
@@ -315,9 +315,8 @@ class Planned:
 
 def measure_bubble(arguments: argparse.Namespace) -> int:
     """The bubble that the plan predicts, and that of a replay."""
-    from nnx_nnscaler.pipeline.picture import order, simulate, waiting_share
-    from nnx_nnscaler.pipeline.planning import PipelineOptions, plan_pipeline
-    from nnx_nnscaler.pipeline.stages import Arrangement
+    from nnx_nnscaler.pipeline.schedules import Arrangement, order, simulate, waiting_share
+    from nnx_nnscaler.pipeline.search import PipelineOptions, plan_pipeline
 
     planned = Planned(arguments)
     worst = 0.0
@@ -385,8 +384,8 @@ def draw_pictures(arguments: argparse.Namespace) -> int:
     """Four ranks under three schedules, as the published figures of a plain CPU have it."""
     from nnx_nnscaler.cost import CostModel
     from nnx_nnscaler.pipeline.picture import draw
-    from nnx_nnscaler.pipeline.planning import PipelineOptions, plan_pipeline
-    from nnx_nnscaler.pipeline.stages import Arrangement
+    from nnx_nnscaler.pipeline.schedules import Arrangement
+    from nnx_nnscaler.pipeline.search import PipelineOptions, plan_pipeline
     from nnx_nnscaler.trace import trace_forward
 
     graph = trace_forward(model_of(arguments), batch_of(arguments), {})
@@ -402,9 +401,8 @@ def draw_pictures(arguments: argparse.Namespace) -> int:
 
 def draw_timeline(arguments: argparse.Namespace) -> int:
     """Two ranks under one schedule: what was predicted for them, and below it what they did."""
-    from nnx_nnscaler.pipeline.picture import draw
+    from nnx_nnscaler.pipeline.picture import MEASURED, WARMUP, draw
     from nnx_nnscaler.pipeline.plan import pipeline_plan_from_text
-    from nnx_nnscaler.pipeline.timeline import MEASURED, WARMUP
 
     dist.init_process_group("gloo")
     with tempfile.TemporaryDirectory() as folder:

@@ -37,13 +37,20 @@ from nnx_nnscaler.compiler import (
 from nnx_nnscaler.cost import CostModel
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.options import PIPELINES, V_SHAPED, NnScalerOptions
-from nnx_nnscaler.pipeline.choice import with_stages
+from nnx_nnscaler.pipeline.picture import Timeline
 from nnx_nnscaler.pipeline.plan import AnyPlan, PipelinePlan
-from nnx_nnscaler.pipeline.planning import PipelineOptions, plan_pipeline
-from nnx_nnscaler.pipeline.program import PipelineForm, in_a_row, source_of
-from nnx_nnscaler.pipeline.stages import Arrangement
-from nnx_nnscaler.pipeline.step import StepForm, Steps, TrainingStep, goes_in_turns, layout_for
-from nnx_nnscaler.pipeline.timeline import Timeline
+from nnx_nnscaler.pipeline.program import (
+    PipelineForm,
+    StepForm,
+    Steps,
+    TrainingStep,
+    goes_in_turns,
+    in_a_row,
+    layout_for,
+    source_of,
+)
+from nnx_nnscaler.pipeline.schedules import Arrangement
+from nnx_nnscaler.pipeline.search import PipelineOptions, plan_pipeline, with_stages
 from nnx_nnscaler.plan.document import Plan
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.programs import Programs

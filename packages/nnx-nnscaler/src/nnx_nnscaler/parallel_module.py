@@ -17,7 +17,6 @@ from nnx_core.backend import ParallelContext, Sample
 from nnx_core.used import CollectiveOrder
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.options import NnScalerOptions
-from nnx_nnscaler.pipeline.timeline import Timeline
 from nnx_nnscaler.plan.program_plan import Placement
 from nnx_nnscaler.runtime.arrival import Arrival
 from nnx_nnscaler.runtime.part import NOT_IN_BACKWARD
@@ -25,7 +24,8 @@ from nnx_nnscaler.runtime.reducer import BUCKET_BYTES
 from nnx_nnscaler.runtime.storage import Parameters
 
 if TYPE_CHECKING:
-    from nnx_nnscaler.pipeline.step import Steps
+    from nnx_nnscaler.pipeline.picture import Timeline
+    from nnx_nnscaler.pipeline.program import Steps
     from nnx_nnscaler.programs import Programs
 
 __all__ = ["LaidOut"]
@@ -76,6 +76,7 @@ class LaidOut:
         homes: dict[str, int] | None = None
         if axes.unit_size > 1:
             from nnx_nnscaler.compilation import make_programs  # without units nothing is traced
+            from nnx_nnscaler.pipeline.picture import Timeline
 
             if options.timeline_file is not None:
                 self.timeline = Timeline(options.timeline_file, context.device)
@@ -111,8 +112,7 @@ class LaidOut:
         if self.programs is not None:
             self.programs.attach(_Weights(self.programs.root, self.parameters.unit_local))
         if self.steps is not None:
-            root = self.steps.programs.root
-            self.steps.programs.attach(_Weights(root, self.parameters.unit_local))
+            self.steps.programs.attach(_Weights(self.steps.programs.root, self.parameters.unit_local))
 
     def undo(self, at_end: Callable[..., Tensor]) -> None:
         """Give the module its own forward back, and what this rank keeps of its parameters. Collective.

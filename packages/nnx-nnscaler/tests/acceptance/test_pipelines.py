@@ -36,10 +36,8 @@ from jobs.nnscaler_pipeline_jobs import (
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import NnxError, UnsupportedError
 from nnx_nnscaler.options import SCHEDULES, V_SHAPED
-from nnx_nnscaler.pipeline.picture import order
-from nnx_nnscaler.pipeline.schedules import Action
-from nnx_nnscaler.pipeline.stages import Arrangement
-from nnx_nnscaler.pipeline.timeline import read_timeline
+from nnx_nnscaler.pipeline.picture import read_timeline
+from nnx_nnscaler.pipeline.schedules import Action, Arrangement, order
 
 SHAPES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "pp2": ("nnscaler_pp", 2, {}),

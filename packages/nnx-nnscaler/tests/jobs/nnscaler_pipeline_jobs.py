@@ -19,7 +19,7 @@ import nnx
 from jobs.nnscaler_models import Case, losses_of
 from nnx_core.errors import PlanError
 from nnx_core.whole import local_mode
-from nnx_nnscaler.pipeline import schedules
+from nnx_nnscaler.pipeline.call import Turns
 from nnx_nnscaler.pipeline.plan import pipeline_plan_from_text
 
 _QUIET: dict[str, Any] = {
@@ -244,17 +244,17 @@ def rows(count: int) -> Tensor:
 def counting_turns() -> Iterator[list[str]]:
     """Yields a list that has an item for each forward and backward that this process has run in turns."""
     found: list[str] = []
-    original = schedules.Turns.run
+    original = Turns.run
 
     def run(self: Any, own: Any) -> None:
         found.append(self._loss)
         original(self, own)
 
-    schedules.Turns.run = run  # type: ignore[method-assign]
+    Turns.run = run  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        schedules.Turns.run = original  # type: ignore[method-assign]
+        Turns.run = original  # type: ignore[method-assign]
 
 
 def losses_in_turns(case: Case) -> tuple[list[float], list[float], int]:
@@ -323,14 +323,14 @@ def loop_of_ones_own(schedule: str, folder: str) -> tuple[list[float], int]:
 def held_microbatches(folder: str, schedule: str, microbatches: int, in_step: bool) -> int:
     """How many microbatches this rank had activations of at the same time, at most."""
     most = 0
-    original = schedules.Turns._forward
+    original = Turns._forward
 
     def counting(self: Any, number: int, index: int) -> None:
         nonlocal most
         original(self, number, index)
         most = max(most, len(self._given))
 
-    schedules.Turns._forward = counting  # type: ignore[method-assign]
+    Turns._forward = counting  # type: ignore[method-assign]
     try:
         train(
             *(LossInStep() if in_step else Deep(), rows(16)),
@@ -340,7 +340,7 @@ def held_microbatches(folder: str, schedule: str, microbatches: int, in_step: bo
             pipeline_nmicros=microbatches,
         )
     finally:
-        schedules.Turns._forward = original  # type: ignore[method-assign]
+        Turns._forward = original  # type: ignore[method-assign]
     assert most, "it did not work in turns"
     return most
 

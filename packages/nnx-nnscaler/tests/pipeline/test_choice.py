@@ -19,11 +19,10 @@ from nnx_core.hardware import Link, profile
 from nnx_nnscaler.codegen.self_check import self_check
 from nnx_nnscaler.cost import CostModel
 from nnx_nnscaler.ir import Graph
-from nnx_nnscaler.pipeline.choice import with_stages
 from nnx_nnscaler.pipeline.plan import PipelinePlan
-from nnx_nnscaler.pipeline.planning import PipelineOptions, plan_pipeline
 from nnx_nnscaler.pipeline.program import in_a_row, source_of
-from nnx_nnscaler.pipeline.stages import Arrangement
+from nnx_nnscaler.pipeline.schedules import Arrangement
+from nnx_nnscaler.pipeline.search import PipelineOptions, plan_pipeline, with_stages
 from nnx_nnscaler.plan.document import Plan, diff
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.plan.program_plan import ProgramPlan

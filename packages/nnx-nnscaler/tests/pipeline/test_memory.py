@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from nnx_core.errors import PlanError
 from nnx_nnscaler.cost import CostModel
 from nnx_nnscaler.ir import Graph
-from nnx_nnscaler.pipeline.memory import held
 from nnx_nnscaler.pipeline.plan import PipelinePlan
-from nnx_nnscaler.pipeline.planning import PipelineOptions, plan_pipeline
-from nnx_nnscaler.pipeline.stages import Arrangement
+from nnx_nnscaler.pipeline.schedules import Arrangement, held
+from nnx_nnscaler.pipeline.search import PipelineOptions, plan_pipeline
 from nnx_nnscaler.trace import trace_forward
 
 

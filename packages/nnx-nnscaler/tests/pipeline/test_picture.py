@@ -12,11 +12,21 @@ from torch import nn, ones
 
 from nnx_core.errors import NnxError, OptionError, PlanError
 from nnx_nnscaler.cost import CostModel
-from nnx_nnscaler.pipeline.picture import Step, draw, order, simulate, waiting_share
+from nnx_nnscaler.pipeline.picture import draw
 from nnx_nnscaler.pipeline.plan import PipelinePlan
-from nnx_nnscaler.pipeline.planning import PipelineOptions, plan_pipeline
-from nnx_nnscaler.pipeline.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
-from nnx_nnscaler.pipeline.stages import Arrangement
+from nnx_nnscaler.pipeline.schedules import (
+    BACKWARD,
+    FORWARD,
+    INPUTS,
+    WEIGHTS,
+    Action,
+    Arrangement,
+    Step,
+    order,
+    simulate,
+    waiting_share,
+)
+from nnx_nnscaler.pipeline.search import PipelineOptions, plan_pipeline
 from nnx_nnscaler.trace import trace_forward
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -14,17 +14,11 @@ from torch import Tensor, nn
 
 from nnx_core.errors import PlanError
 from nnx_nnscaler.cost import CostModel
-from nnx_nnscaler.pipeline.memory import rooms
+from nnx_nnscaler.pipeline.call import can_split
 from nnx_nnscaler.pipeline.microbatches import cut_batch
-from nnx_nnscaler.pipeline.schedules import can_split
-from nnx_nnscaler.pipeline.stages import (
-    Arrangement,
-    Outline,
-    StageCosts,
-    choose_cuts,
-    homes_of,
-    make_stages,
-)
+from nnx_nnscaler.pipeline.schedules import Arrangement
+from nnx_nnscaler.pipeline.search import rooms
+from nnx_nnscaler.pipeline.stages import Outline, StageCosts, choose_cuts, homes_of, make_stages
 from nnx_nnscaler.trace import trace_forward
 
 

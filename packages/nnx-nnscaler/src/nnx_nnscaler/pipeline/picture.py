@@ -1,35 +1,47 @@
-"""Schedules as pictures: when each rank along the pipe works on which stage and microbatch, drawn as SVG.
+"""When each rank along a pipe worked on what: measured in a few steps of a run, predicted, and drawn as SVG.
 
-`order` says what the ranks do one after another, `simulate` when they do it if a message takes no time, and
-`draw` shows that for a plan, and below it what a run has measured in a ``timeline_file``. `gantt` takes any
-steps.
+A `Timeline` measures, and writes a file in the trace event format of Chrome, which Perfetto and
+``chrome://tracing`` show. An action is measured from when its inputs have arrived until its results are
+there, on the device's own clock, so that what lies between is waiting. Nothing is measured before the first
+steps are over, in which programs are compiled and memory is allocated. `draw` shows the predicted schedule of
+a plan, and below it what a file has; `gantt` takes any steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import logging
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from nnx_core.errors import OptionError, PlanError
-from nnx_core.options import check_choice
-from nnx_nnscaler.options import SCHEDULES
-from nnx_nnscaler.pipeline.plan import PipelinePlan
-from nnx_nnscaler.pipeline.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, actions
-from nnx_nnscaler.pipeline.stages import Arrangement
-from nnx_nnscaler.pipeline.timeline import read_timeline
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import register_multi_grad_hook
 
-FORWARD_SHARE = 1 / 3
-"""Of the time that a stage takes: for each product of matrices there are two more in the backward pass."""
+from nnx_checkpoint.collective import control_group, gather_object, together
+from nnx_core.errors import NnxError
+from nnx_nnscaler.pipeline.plan import PipelinePlan, predicted
+from nnx_nnscaler.pipeline.schedules import (
+    BACKWARD,
+    FORWARD,
+    INPUTS,
+    NAMES,
+    WEIGHTS,
+    Action,
+    Step,
+    waiting_share,
+)
+
+log = logging.getLogger("nnx.nnscaler")
 
 _LEFT, _TOP, _WIDTH, _ROW, _GAP = 72, 50, 840, 34, 10
-_NAMES = {
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    INPUTS: "backward, inputs",
-    WEIGHTS: "backward, weights",
-}
 _COLORS = {
     FORWARD: ("#bbdefb", "#64b5f6", "#1e88e5"),
     BACKWARD: ("#c8e6c9", "#81c784", "#43a047"),
@@ -39,134 +51,235 @@ _COLORS = {
 """Darker for each further stage of a rank."""
 _DIGIT = 8
 """The width of a digit, and of what stands around a number."""
+WARMUP = 3
+"""Steps before those that are measured."""
+MEASURED = 3
+"""Steps that are measured."""
+_TRACE = "nnx pipeline"
 
 
-class Step(NamedTuple):
-    """An action and its time.
+class Span(NamedTuple):
+    """An action that was measured.
 
     Attributes:
-        rank: The rank along the pipe.
-        action: The action.
-        start: When it begins, in seconds.
-        stop: When it is done.
+        rank: The rank, in the world.
+        step: The training step, from 0.
+        kind: As of `nnx_nnscaler.pipeline.schedules.Action`.
+        stage: The stage.
+        microbatch: The microbatch.
+        start: When it began, in seconds.
+        stop: When it was done.
     """
 
     rank: int
-    action: Action
+    step: int
+    kind: str
+    stage: int
+    microbatch: int
     start: float
     stop: float
 
 
-# --- the order ------------------------------------------------------------------------------------
-
-
-def order(schedule: str, arrangement: Arrangement, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """What each rank along the pipe does, one action after another.
+class Timeline:
+    """Measures this rank's actions in a few steps, and writes those of all ranks. Making it is collective.
 
     Args:
-        schedule: A name of `nnx_nnscaler.options.SCHEDULES`.
-        arrangement: The stages of each rank along the pipe.
-        microbatches: Into how many a batch is cut.
+        path: The file to write.
+        device: The device whose clock is looked at.
 
-    Raises:
-        OptionError: There is no such schedule, or none for these stages and microbatches.
+    Attributes:
+        measures: True while actions are to be told.
     """
-    check_choice("schedule", schedule, tuple(SCHEDULES))
-    ranks, stages = arrangement.ranks, arrangement.stages
-    takes = schedule != "1f1b" or stages == ranks
-    found = actions(schedule, ranks, stages, microbatches) if takes else None
-    own = [arrangement.stages_of(rank) for rank in range(ranks)]
-    if found is None or own != [sorted({action.stage for action in rank}) for rank in found]:
-        raise OptionError(
-            f"schedule={schedule!r} has no order for {microbatches} microbatches and {arrangement}.",
-            remedy="'gpipe' takes any; others take stages and microbatches as torch's schedules do.",
-        )
-    return found
 
+    def __init__(self, path: str, device: torch.device) -> None:
+        self.measures = False
+        self._path = Path(path)
+        self._clock = _Clock(device)
+        self._group = control_group()
+        self._step = -1
+        self._marks: list[tuple[int, str, int, int, Any, Any]] = []
+        self._open: tuple[str, int, int, Any] | None = None
+        self._is_written = False
+        with together(self._group, doing="opening timeline_file"):
+            if self._rank == 0:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.open("a").close()
 
-# --- the time -------------------------------------------------------------------------------------
+    @property
+    def _rank(self) -> int:
+        return 0 if self._group is None else dist.get_rank(self._group)
 
+    # --- steps --------------------------------------------------------------------------------
 
-def simulate(
-    orders: Sequence[Sequence[Action]], forward: Sequence[float], backward: Sequence[float]
-) -> list[Step]:
-    """When each action runs, if it waits for nothing but the rank and the action that it follows from.
+    def begin_step(self) -> None:
+        """A training step begins. Collective in the first that is measured, and in the one after the last."""
+        self._step += 1
+        self.measures = WARMUP <= self._step < WARMUP + MEASURED
+        if self._step == WARMUP:
+            dist.barrier(self._group)
+            self._clock.start()
+        if self._step == WARMUP + MEASURED:
+            self.finish()
 
-    Args:
-        orders: The actions of each rank, one after another.
-        forward: Seconds of each stage for a microbatch.
-        backward: Seconds of each stage for the gradients of a microbatch: half for those of inputs, and half
-            for those of weights, where a schedule takes them apart.
-
-    Raises:
-        PlanError: The ranks would wait for each other for ever.
-    """
-    half = [seconds / 2 for seconds in backward]
-    seconds = {FORWARD: forward, BACKWARD: backward, INPUTS: half, WEIGHTS: half}
-    done: dict[tuple[str, int, int], float] = {}
-    left = [list(actions) for actions in orders]
-    free = [0.0] * len(left)
-    steps: list[Step] = []
-    while any(left):
-        before = len(steps)
-        for rank, waiting in enumerate(left):
-            while waiting and (start := _ready(waiting[0], done, len(forward))) is not None:
-                action = waiting.pop(0)
-                begun = max(free[rank], start)
-                free[rank] = begun + seconds[action.kind][action.stage]
-                done[_result(action)] = free[rank]
-                steps.append(Step(rank, action, begun, free[rank]))
-        if len(steps) == before:
-            first = next(actions[0] for actions in left if actions)
-            raise PlanError(
-                f"the schedule comes to a standstill before {_NAMES[first.kind]} of stage {first.stage}, "
-                f"microbatch {first.microbatch}.",
-                remedy="Let what it follows from come first.",
+    def finish(self) -> None:
+        """Write what was measured, unless that was done. Collective."""
+        if 0 <= self._step < WARMUP and self._rank == 0:
+            log.warning(
+                f"{self._path} stays empty: of {self._step + 1} steps the first {WARMUP} are not measured."
             )
-    return steps
+        if self._is_written or self._step < WARMUP:
+            return
+        self._is_written, self.measures = True, False
+        spans = [
+            Span(self._rank, step, kind, stage, index, self._clock.seconds(start), self._clock.seconds(stop))
+            for step, kind, stage, index, start, stop in self._marks
+        ]
+        self._marks.clear()
+        found = gather_object((socket.gethostname(), self._clock.zero, spans), self._group)
+        with together(self._group, doing="writing timeline_file"):
+            if found is not None:
+                _write(self._path, [span for one in _on_one_clock(found) for span in one])
+
+    # --- actions ------------------------------------------------------------------------------
+
+    @contextmanager
+    def during(self, kind: str, stage: int, microbatch: int) -> Iterator[None]:
+        """Around an action."""
+        self._begin(kind, stage, microbatch)
+        yield
+        self._end()
+
+    def during_backward(self, kind: str, stage: int, microbatch: int, outputs: Sequence[Tensor]) -> None:
+        """Measure what autograd will do, from the first gradient of outputs until it does something else."""
+        recorded = [tensor for tensor in outputs if tensor.grad_fn is not None]
+
+        def begin(gradient: Tensor) -> None:
+            self._begin(kind, stage, microbatch)
+            Variable._execution_engine.queue_callback(self._end)
+
+        if recorded:
+            register_multi_grad_hook(recorded, begin, mode="any")
+
+    def ends_before(self, messages: Sequence[Tensor]) -> None:
+        """Autograd does something else when it comes to what made these: it waits for other ranks."""
+        for node in {tensor.grad_fn for tensor in messages if tensor.grad_fn is not None}:
+            node.register_prehook(lambda *unused: self._end())
+
+    def _begin(self, kind: str, stage: int, microbatch: int) -> None:
+        self._end()
+        self._open = kind, stage, microbatch, self._clock.now()
+
+    def _end(self) -> None:
+        if self._open is not None:
+            *action, start = self._open
+            self._marks.append((self._step, *action, start, self._clock.now()))
+            self._open = None
 
 
-def _result(action: Action) -> tuple[str, int, int]:
-    """What others wait for: it is the same whether gradients of weights are computed at once or later."""
-    kind, stage, index = action
-    return BACKWARD if kind == INPUTS else kind, stage, index
+class _Clock:
+    """A device's clock, in seconds of the host's.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._first: Any = None
+        self.zero = 0.0
+
+    def start(self) -> None:
+        """Look at both clocks at once."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            self._first = self.now()
+        self.zero = time.perf_counter()
+
+    def now(self) -> Any:
+        """A mark on the clock."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, mark: Any) -> float:
+        """When a mark was made."""
+        if self._first is None:
+            return float(mark)
+        mark.synchronize()
+        return self.zero + float(self._first.elapsed_time(mark)) / 1e3
 
 
-def _ready(action: Action, done: Mapping[tuple[str, int, int], float], stages: int) -> float | None:
-    """When what an action follows from is done; None before that is known."""
-    kind, stage, index = action
-    needed = []
-    if kind == FORWARD and stage > 0:
-        needed.append((FORWARD, stage - 1, index))
-    if kind in (BACKWARD, INPUTS):
-        needed.append((FORWARD, stage, index))
-        if stage < stages - 1:
-            needed.append((BACKWARD, stage + 1, index))
-    if kind == WEIGHTS:
-        needed.append((BACKWARD, stage, index))
-    if not all(other in done for other in needed):
-        return None
-    return max((done[other] for other in needed), default=0.0)
+# --- the file -------------------------------------------------------------------------------------
 
 
-def waiting_share(steps: Sequence[Step]) -> float:
-    """The share of the time in which the rank with the most work waits."""
-    busy: dict[int, float] = {}
-    for step in steps:
-        busy[step.rank] = busy.get(step.rank, 0.0) + step.stop - step.start
-    return max(0.0, 1 - max(busy.values()) / max(step.stop for step in steps))
+def _on_one_clock(found: Sequence[tuple[str, float, list[Span]]]) -> Iterator[list[Span]]:
+    """All on the first rank's clock: ranks of one host share it, those of others left a barrier with it."""
+    host, zero, _ = found[0]
+    for other, its_zero, spans in found:
+        shift = 0.0 if other == host else zero - its_zero
+        yield [span._replace(start=span.start + shift, stop=span.stop + shift) for span in spans]
 
 
-def predicted(plan: PipelinePlan, schedule: str) -> list[Step]:
-    """When each action of a plan would run; a third of a stage's predicted time is for the forward pass.
+def _write(path: Path, spans: Sequence[Span]) -> None:
+    begin = min((span.start for span in spans), default=0.0)
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
+        for rank in sorted({span.rank for span in spans})
+    ]
+    for span in spans:
+        action = {"kind": span.kind, "stage": span.stage, "microbatch": span.microbatch, "step": span.step}
+        events.append(
+            {
+                "ph": "X",
+                "name": f"{span.kind}{span.microbatch}, stage {span.stage}",
+                "cat": span.kind,
+                "pid": span.rank,
+                "tid": 0,
+                "ts": (span.start - begin) * 1e6,
+                "dur": (span.stop - span.start) * 1e6,
+                "args": action,
+            }
+        )
+    document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"made by": _TRACE}}
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(document), encoding="utf-8")
+    part.replace(path)
+
+
+def read_timeline(path: str | Path) -> list[Span]:
+    """What a file has.
+
+    Args:
+        path: A file that a run has written.
 
     Raises:
-        OptionError: The schedule is unknown, or does not run so many microbatches.
+        NnxError: It is no such file, or nothing was measured.
     """
-    per_microbatch = [seconds / plan.microbatches for seconds in plan.seconds]
-    forward = [seconds * FORWARD_SHARE for seconds in per_microbatch]
-    backward = [seconds * (1 - FORWARD_SHARE) for seconds in per_microbatch]
-    return simulate(order(schedule, plan.arrangement, plan.microbatches), forward, backward)
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        spans = [_span(event) for event in found["traceEvents"] if event["ph"] == "X"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise NnxError(
+            f"{path} is not a timeline: {type(error).__name__}: {error}.",
+            remedy=f"Pass what timeline_file named, when {WARMUP} steps and one more were over.",
+        ) from None
+    if not spans:
+        raise NnxError(
+            f"{path} has no actions: no forward ran in stages.",
+            remedy="Look at the log, which says why a forward runs whole.",
+        )
+    return spans
+
+
+def _span(event: Mapping[str, Any]) -> Span:
+    start, args = event["ts"] / 1e6, event["args"]
+    action = args["step"], args["kind"], args["stage"], args["microbatch"]
+    return Span(event["pid"], *action, start, start + event["dur"] / 1e6)
+
+
+# --- what is drawn --------------------------------------------------------------------------------
 
 
 def measured(timeline: str | Path) -> tuple[list[Step], str]:
@@ -257,7 +370,7 @@ def _box(step: Step, loop: int, scale: float) -> str:
     kind, stage, index = step.action
     x, y = _LEFT + step.start * scale, _TOP + step.rank * (_ROW + _GAP)
     width = (step.stop - step.start) * scale
-    told = f"stage {stage}, microbatch {index}, {_NAMES[kind]}: "
+    told = f"stage {stage}, microbatch {index}, {NAMES[kind]}: "
     told += f"{step.start * 1e3:.3g} to {step.stop * 1e3:.3g} ms"
     color = _COLORS[kind][min(loop, len(_COLORS[kind]) - 1)]
     box = f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" stroke="#ffffff" fill="{color}"/>'
@@ -269,10 +382,10 @@ def _box(step: Step, loop: int, scale: float) -> str:
 def _legend(kinds: set[str], several: bool, y: int) -> list[str]:
     """What the colors mean."""
     lines, x = [], _LEFT
-    for kind in [kind for kind in _NAMES if kind in kinds]:
+    for kind in [kind for kind in NAMES if kind in kinds]:
         lines.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{_COLORS[kind][0]}"/>')
-        lines.append(f'<text x="{x + 20}" y="{y + 12}">{_NAMES[kind]}</text>')
-        x += 50 + 8 * len(_NAMES[kind])
+        lines.append(f'<text x="{x + 20}" y="{y + 12}">{NAMES[kind]}</text>')
+        x += 50 + 8 * len(NAMES[kind])
     if several:
         lines.append(f'<text x="{x}" y="{y + 12}">darker: a further stage of the rank</text>')
     return lines

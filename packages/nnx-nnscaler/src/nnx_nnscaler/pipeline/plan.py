@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nnx_nnscaler.pipeline.stages import Arrangement
+from nnx_nnscaler.pipeline.schedules import FORWARD_SHARE, Arrangement, Step, order, simulate
 from nnx_nnscaler.plan.program_plan import (
     Placement,
     Prediction,
@@ -92,6 +92,18 @@ class PipelinePlan:
         """The share of the time in which the longest stage's rank waits, under GPipe or 1F1B."""
         waiting = self.arrangement.ranks - 1
         return waiting / (waiting + self.microbatches * self.arrangement.stages / self.arrangement.ranks)
+
+
+def predicted(plan: PipelinePlan, schedule: str) -> list[Step]:
+    """When each action of a plan would run; a third of a stage's predicted time is for the forward pass.
+
+    Raises:
+        OptionError: The schedule is unknown, or does not run so many microbatches.
+    """
+    per_microbatch = [seconds / plan.microbatches for seconds in plan.seconds]
+    forward = [seconds * FORWARD_SHARE for seconds in per_microbatch]
+    backward = [seconds * (1 - FORWARD_SHARE) for seconds in per_microbatch]
+    return simulate(order(schedule, plan.arrangement, plan.microbatches), forward, backward)
 
 
 AnyPlan = ProgramPlan | PipelinePlan

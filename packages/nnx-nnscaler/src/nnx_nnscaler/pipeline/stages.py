@@ -21,15 +21,20 @@ from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import
 
 from nnx_core.errors import PlanError, UnsupportedError
 from nnx_nnscaler.cost import CostModel, Stored, base_name, bytes_of
-from nnx_nnscaler.ir import Graph, Input, Op, Ref, TensorMeta
+from nnx_nnscaler.ir import Graph, Input, Op, Ref, TensorMeta, hint_of
 from nnx_nnscaler.pipeline.microbatches import (
+    Draw,
+    Microbatches,
+    cut_batch,
+    draw_masks_first,
     output_refs,
     values_of_inputs,
     writes_in_place,
 )
+from nnx_nnscaler.pipeline.schedules import Arrangement
 from nnx_nnscaler.plan.evaluation import Assignment, Flow, kept_by_operator
 from nnx_nnscaler.plan.program_plan import R
-from nnx_nnscaler.rules.rule import replicate
+from nnx_nnscaler.rules.rule import argument_of, replicate
 
 _HEAVY = frozenset(
     [
@@ -55,36 +60,6 @@ _GAP, _SECONDS = 0.05, 2.0
 eight times as much where only memory counts."""
 _MOST_PLACES = 600
 """Places of cuts above which only those between submodules are looked at."""
-
-
-class Arrangement(NamedTuple):
-    """Which rank along the pipe has which stage.
-
-    Attributes:
-        ranks: Ranks along the pipe.
-        stages: Stages, a multiple of the ranks.
-        v_shaped: True if the ranks' second stages are in reverse order, so that the first has the last one.
-    """
-
-    ranks: int
-    stages: int
-    v_shaped: bool = False
-
-    def rank_of(self, stage: int) -> int:
-        """The rank that has a stage.
-
-        Example:
-            >>> [Arrangement(2, 4).rank_of(stage) for stage in range(4)]
-            [0, 1, 0, 1]
-            >>> [Arrangement(2, 4, v_shaped=True).rank_of(stage) for stage in range(4)]
-            [0, 1, 1, 0]
-        """
-        loop, place = divmod(stage, self.ranks)
-        return self.ranks - 1 - place if self.v_shaped and loop % 2 else place
-
-    def stages_of(self, rank: int) -> list[int]:
-        """The stages of a rank, in order."""
-        return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
 
 @dataclass(frozen=True)
@@ -243,6 +218,63 @@ def _light(graph: Graph, free: set[str]) -> set[str]:
 def without_calls(model: CostModel) -> CostModel:
     """The same where calling an operator takes no time."""
     return replace(model, hardware=replace(model.hardware, overhead=0.0))
+
+
+# --- from a graph to its outline ------------------------------------------------------------------
+
+
+class Prepared(NamedTuple):
+    """A graph on its way to stages.
+
+    Attributes:
+        graph: The graph of the whole batch, with inputs for masks.
+        draws: What is drawn for these.
+        cut: The graph of a microbatch.
+        outline: Its operators in order.
+    """
+
+    graph: Graph
+    draws: tuple[Draw, ...]
+    cut: Microbatches
+    outline: Outline
+
+
+def prepare(graph: Graph) -> Prepared:
+    """A graph on its way to stages, which follows from it alone.
+
+    Raises:
+        UnsupportedError: The forward does what stages cannot do.
+    """
+    if graph.kept:
+        name, reason = next(iter(graph.kept.items()))
+        raise UnsupportedError(
+            f"{name} has to run whole, and a stage has only its own parameters: {reason}",
+            remedy="Remove the hook, or use strategy 'nnscaler_zero'.",
+        )
+    sparse = next(
+        (op for op in graph.ops if op.target == "aten.embedding.default" and argument_of(op, "sparse")), None
+    )
+    if sparse is not None:
+        raise UnsupportedError(
+            f"{sparse.module} has sparse gradients, which stages do not exchange.",
+            remedy="Leave `sparse=True` out, or use strategy 'nnscaler_zero'.",
+        )
+    if any(leaf.meta is not None and leaf.meta.differentiable for leaf in graph.inputs):
+        raise UnsupportedError(
+            "an input of the forward requires a gradient, which only the first stage would have.",
+            remedy="Detach it, or use strategy 'nnscaler_zero'.",
+        )
+    whole, draws = draw_masks_first(graph)
+    cut = cut_batch(whole)
+    return Prepared(whole, draws, cut, Outline(cut.graph))
+
+
+def traced_sizes(graph: Graph) -> dict[str, int]:
+    """The size of the traced batch, by its symbol."""
+    return {symbol: hint_of(graph.metas[leaf].shape[dim]) for symbol, (leaf, dim) in graph.symbols.items()}
+
+
+# --- the search for cuts --------------------------------------------------------------------------
 
 
 def choose_cuts(

@@ -1,4 +1,4 @@
-"""What passes between stages: values forward, gradients back, in an order that autograd keeps by itself.
+"""Messages between stages: values forward, gradients back, in an order that autograd keeps by itself.
 
 A stage's call on a microbatch is ordinary code for autograd. Between stages stand functions that send values
 in the forward pass and receive their gradients in the backward pass, or the other way round. Autograd runs
@@ -21,7 +21,7 @@ from torch.autograd import Variable
 from nnx_checkpoint.collective import wait_for_collective
 from nnx_core.errors import UnsupportedError
 
-BACKWARD = 1 << 30
+RETURNING = 1 << 30
 """Added to the tag of what goes back."""
 
 
@@ -120,7 +120,7 @@ class _Send(torch.autograd.Function):
         refuse_second_derivative()
         returning = [ctx.passage.returns(look) for look in ctx.looks]
         looks = [look for look, returns in zip(ctx.looks, returning, strict=True) if returns]
-        found = iter(ctx.passage.line.receive(looks, ctx.to, ctx.tag + BACKWARD))
+        found = iter(ctx.passage.line.receive(looks, ctx.to, ctx.tag + RETURNING))
         gradients = [next(found) if returns else None for returns in returning]
         return None, None, None, None, gradient, *gradients
 
@@ -146,7 +146,7 @@ class _Receive(torch.autograd.Function):
             for gradient, look in zip(gradients, ctx.looks, strict=True)
             if ctx.passage.returns(look)
         ]
-        line.send(returning, ctx.source, ctx.tag + BACKWARD)
+        line.send(returning, ctx.source, ctx.tag + RETURNING)
         Variable._execution_engine.queue_callback(line.settle)
         return None, None, None, None, None
 
