@@ -14,7 +14,7 @@ from nnx_colossalai.options import ColossalAIOptions
 
 if TYPE_CHECKING:
     from nnx_colossalai.loss_scale import ColossalAIPrecision
-    from nnx_colossalai.optimizers.hybrid_adam import CPUAdam, FusedAdam, HybridAdam
+    from nnx_colossalai.optimizers import CPUAdam, FusedAdam, HybridAdam
     from nnx_colossalai.strategy import ColossalAIStrategy
 
 __all__ = [
@@ -27,11 +27,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CPUAdam": "nnx_colossalai.optimizers.hybrid_adam",
+    "CPUAdam": "nnx_colossalai.optimizers",
     "ColossalAIPrecision": "nnx_colossalai.loss_scale",
     "ColossalAIStrategy": "nnx_colossalai.strategy",
-    "FusedAdam": "nnx_colossalai.optimizers.hybrid_adam",
-    "HybridAdam": "nnx_colossalai.optimizers.hybrid_adam",
+    "FusedAdam": "nnx_colossalai.optimizers",
+    "HybridAdam": "nnx_colossalai.optimizers",
 }
 
 

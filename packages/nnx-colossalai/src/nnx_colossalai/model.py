@@ -28,7 +28,6 @@ from nnx_colossalai.chunks.units import FoundUnit, find_units
 from nnx_colossalai.device import HostDevice
 from nnx_colossalai.device.device import Device
 from nnx_colossalai.errors import DeviceMemoryError
-from nnx_colossalai.optimizers.stepping import Stepper
 from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.plan.constraints import Wishes
 from nnx_colossalai.plan.cost import Memory
@@ -38,6 +37,7 @@ from nnx_colossalai.plan.planner import Planned, downgrade, evaluate, plan, why_
 from nnx_colossalai.plan.probe import Probe, doubtful_units, left_with_the_root, probe
 from nnx_colossalai.plan.resources import resources
 from nnx_colossalai.plan.spec import ModelSpec, RankResources, Rates, Tier
+from nnx_colossalai.stepper import Stepper
 from nnx_core.backend import ParallelContext, Sample, first_call
 from nnx_core.errors import NnxError, UnsupportedError
 from nnx_core.hidden_state import held_state

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from jobs.colossalai_layers import Layer
-from nnx_colossalai.optimizers.stepping import Stepper
+from nnx_colossalai.stepper import Stepper
 
 _SHAPES = ((5, 4), (1, 3), (6,), (4, 2, 2))
 _STEPS = 4

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nnx_colossalai._torch_compat import has_hooks_that_see_the_result, without_guards
 from nnx_colossalai.chunks.chunk import Chunk, guard_pending, unguard_pending
-from nnx_colossalai.optimizers.kernels import (
+from nnx_colossalai.optimizers import (
     DeepSpeedAdam,
     groups_for_step,
     in_host_memory,
@@ -37,19 +37,6 @@ from nnx_core.errors import NnxError
 from nnx_core.hidden_state import held_state
 from nnx_core.options import check_choice
 from nnx_core.whole_matrix import take_closure
-
-__all__ = [
-    "Background",
-    "CpuAdam",
-    "OptimizerStepError",
-    "Overlap",
-    "Share",
-    "Stepper",
-    "Ticket",
-    "give_back_state",
-    "take_share",
-]
-
 
 T = TypeVar("T")
 Overlap = Literal["none", "exact"]

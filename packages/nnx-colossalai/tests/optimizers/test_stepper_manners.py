@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from jobs.colossalai_layers import Layer, Model
-from nnx_colossalai.optimizers.hybrid_adam import FusedAdam
-from nnx_colossalai.optimizers.stepping import OptimizerStepError, Stepper
+from nnx_colossalai.optimizers import FusedAdam
+from nnx_colossalai.stepper import OptimizerStepError, Stepper
 from nnx_core.errors import OptionError
 
 pytestmark = pytest.mark.timeout(60)
