@@ -23,9 +23,7 @@ from nnx_checkpoint.collective import all_arrive
 from nnx_checkpoint.shard import Shard
 from nnx_checkpoint.state import ModelState, OptimizerState
 from nnx_colossalai._torch_compat import collectives_issued
-from nnx_colossalai.device import HostDevice, make_device
-from nnx_colossalai.device.device import Device
-from nnx_colossalai.errors import DeviceMemoryError
+from nnx_colossalai.device import Device, DeviceMemoryError, HostDevice
 from nnx_colossalai.loss_scale import DynamicLossScaler, LossScaleRule
 from nnx_colossalai.model import ChunkedModel
 from nnx_colossalai.options import ColossalAIOptions
@@ -493,4 +491,27 @@ def _is_as_made_by_lightning(scaler: torch.amp.GradScaler) -> bool:
     settings = ("get_scale", "get_growth_factor", "get_backoff_factor", "get_growth_interval")
     return type(scaler) is torch.amp.GradScaler and (
         not scaler.is_enabled() or all(getattr(scaler, name)() == getattr(plain, name)() for name in settings)
+    )
+
+
+def make_device(context: ParallelContext, *, capacity: int | None = None) -> Device[Any]:
+    """The device of a rank.
+
+    Args:
+        context: The place of the rank in the world.
+        capacity: Bytes that it may use there; None: what there is, or most of it on a card.
+
+    Raises:
+        UnsupportedError: There is no engine for that kind of device.
+    """
+    kind = context.device.type
+    if kind == "cpu":
+        return HostDevice(capacity, local_world_size=context.local_world_size)
+    if kind == "cuda":
+        from nnx_colossalai.cuda import CudaDevice
+
+        return CudaDevice(context.device, capacity, world_size=context.world_size)
+    raise UnsupportedError(
+        f"colossalai cannot hold chunks on device {str(context.device)!r}.",
+        remedy="Train with accelerator='cpu' or accelerator='cuda'.",
     )

@@ -25,9 +25,7 @@ from nnx_checkpoint.state import repoint_optimizer
 from nnx_colossalai._torch_compat import makes_cuda_graphs
 from nnx_colossalai.chunks.chunk import ChunkEngine, Unit
 from nnx_colossalai.chunks.units import FoundUnit, find_units
-from nnx_colossalai.device import HostDevice
-from nnx_colossalai.device.device import Device
-from nnx_colossalai.errors import DeviceMemoryError
+from nnx_colossalai.device import Device, DeviceMemoryError, HostDevice, resources
 from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.plan.constraints import Wishes
 from nnx_colossalai.plan.cost import Memory
@@ -35,7 +33,6 @@ from nnx_colossalai.plan.document import PlanDocument, draw_timeline, plan_table
 from nnx_colossalai.plan.model import model_spec, optimizer_state, widths
 from nnx_colossalai.plan.planner import Planned, downgrade, evaluate, plan, why_not_lower
 from nnx_colossalai.plan.probe import Probe, doubtful_units, left_with_the_root, probe
-from nnx_colossalai.plan.resources import resources
 from nnx_colossalai.plan.spec import ModelSpec, RankResources, Rates, Tier
 from nnx_colossalai.stepper import Stepper
 from nnx_core.backend import ParallelContext, Sample, first_call

@@ -18,7 +18,7 @@ from nnx_core.options import check_options, option
 if TYPE_CHECKING:
     from torch import nn
 
-    from nnx_colossalai.device.device import Device
+    from nnx_colossalai.device import Device
 
     LayerClasses = type[nn.Module] | Iterable[type[nn.Module]]
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nnx_colossalai.device import cuda, make_device
-from nnx_colossalai.device.cuda import CudaDevice
-from nnx_colossalai.errors import DeviceMemoryError
+from nnx_colossalai import cuda
+from nnx_colossalai.backend import make_device
+from nnx_colossalai.cuda import CudaDevice
+from nnx_colossalai.device import DeviceMemoryError
 from nnx_core.backend import ParallelContext
 
 

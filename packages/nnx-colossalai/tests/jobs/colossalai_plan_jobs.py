@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nnx_colossalai.chunks.units import find_units
-from nnx_colossalai.device import HostDevice
+from nnx_colossalai.device import HostDevice, resources
 from nnx_colossalai.plan.probe import probe
-from nnx_colossalai.plan.resources import resources
 from nnx_colossalai.plan.spec import RankResources, Rates
 
 

@@ -24,8 +24,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from nnx_colossalai.device.device import Device, Direction, Ledger, Traffic, check_shapes, host_memory
-from nnx_colossalai.errors import DeviceMemoryError
+from nnx_colossalai.device import (
+    Device,
+    DeviceMemoryError,
+    Direction,
+    Ledger,
+    Traffic,
+    check_shapes,
+    host_memory,
+)
 
 _WAIT_LIMIT = 60.0
 """Seconds after which a wait counts as hung."""

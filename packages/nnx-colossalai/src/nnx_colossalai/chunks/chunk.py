@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from nnx_checkpoint.shard import Shard
-from nnx_colossalai.device.device import Device
+from nnx_colossalai.device import Device
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext
 from nnx_core.hidden_state import StateParts

@@ -37,7 +37,7 @@ from nnx_colossalai.chunks.chunk import (
 )
 from nnx_colossalai.chunks.local_chunk import LocalChunk, Slot, is_chunkable, segments_of
 from nnx_colossalai.chunks.local_gradients import Gradients, Listener
-from nnx_colossalai.device.device import Device
+from nnx_colossalai.device import Device
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext
 from nnx_core.modules import materialize

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from nnx_colossalai.chunks.chunk import Chunk, guard_pending, unguard_pending
-from nnx_colossalai.device.device import Device
-from nnx_colossalai.errors import DeviceMemoryError
+from nnx_colossalai.device import Device, DeviceMemoryError
 from nnx_colossalai.plan.spec import Tier
 
 # --- flat ------------------------------------------------------------------------------------------------

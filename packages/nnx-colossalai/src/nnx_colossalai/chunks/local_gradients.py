@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nnx_colossalai._torch_compat import Silenced, has_memory_alone, make_last
 from nnx_colossalai.chunks.local_chunk import LocalChunk, Slot, view_like
-from nnx_colossalai.device.device import Device
+from nnx_colossalai.device import Device
 
 _BATCH = 1 << 20
 """Elements that wait to be converted together: Python between two kernels costs more than its own time."""

@@ -36,7 +36,7 @@ from nnx_colossalai._torch_compat import (
     when_backward_has_ended,
 )
 from nnx_colossalai.chunks.chunk import Chunk, ChunkEngine, Unit
-from nnx_colossalai.device.device import Device
+from nnx_colossalai.device import Device
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext
 from nnx_core.hidden_state import StateParts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,11 +11,10 @@ import pytest
 import torch
 
 from jobs.simulated_device import SimDevice
-from nnx_colossalai.device import Device, HostDevice, make_device
-from nnx_colossalai.device.device import host_memory
-from nnx_colossalai.errors import DeviceMemoryError
+from nnx_colossalai.backend import make_device
+from nnx_colossalai.device import Device, DeviceMemoryError, HostDevice, Ledger, format_bytes, host_memory
 from nnx_core.backend import ParallelContext
-from nnx_core.errors import UnsupportedError
+from nnx_core.errors import NnxError, UnsupportedError
 
 CAPACITY = 64 * 2**20
 
@@ -26,7 +26,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device[Any]]:
     elif request.param == "simulated":
         made = SimDevice(CAPACITY, delays=3)
     elif torch.cuda.is_available():
-        from nnx_colossalai.device.cuda import CudaDevice
+        from nnx_colossalai.cuda import CudaDevice
 
         made = CudaDevice(torch.device("cuda"), CAPACITY)
     else:
@@ -241,3 +241,70 @@ def test_the_hosts_memory_is_really_given_back() -> None:
     assert weights.shape == (100,)
     device.restore(weights)
     assert weights.untyped_storage().nbytes() == 400
+
+
+# --- the accounts of a device do not grow with the number of steps -----------------------------------------
+
+
+def test_what_every_step_drops_is_forgotten_without_anyone_asking() -> None:
+    ledger = Ledger("cpu", capacity=2**40)
+    kept = [torch.empty(1) for _ in range(10)]
+    for tensor in kept:
+        ledger.reserve(4)
+        ledger.add_device(tensor)
+    for _ in range(20_000):
+        ledger.reserve(4)
+        ledger.add_device(torch.empty(1))
+        ledger.add_host(torch.empty(1))
+    assert len(ledger._entries) < 2_000
+    assert ledger.used == 4 * len(kept)
+
+
+def test_many_that_are_alive_are_not_asked_again_for_each_new_one() -> None:
+    ledger = Ledger("cpu", capacity=2**40)
+    looks = 0
+
+    def counted() -> None:
+        nonlocal looks
+        looks += 1
+
+    ledger._forget_expired = counted  # type: ignore[method-assign]
+    kept = [torch.empty(1) for _ in range(5_000)]
+    for tensor in kept:
+        ledger.reserve(4)
+        ledger.add_device(tensor)
+    assert 1 <= looks <= 4
+
+
+# --- what an error about memory says, and that it survives the way to another rank -------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.00 KiB (1024 bytes)"),
+        (24 * 2**30, "24.00 GiB (25769803776 bytes)"),
+        (2**60, "1048576.00 TiB (1152921504606846976 bytes)"),
+    ],
+)
+def test_bytes_are_readable_and_exact(number: int, text: str) -> None:
+    assert format_bytes(number) == text
+
+
+def test_the_error_names_bytes_and_knobs() -> None:
+    error = DeviceMemoryError.no_room("cuda:1", asked=3 * 2**30, used=2**30, allowed=3 * 2**30)
+    assert str(error) == (
+        "No room on cuda:1 for 3.00 GiB (3221225472 bytes): 1.00 GiB (1073741824 bytes) are in use, "
+        "and 3.00 GiB (3221225472 bytes) are allowed. Raise device_memory, let more of the model lie in host "
+        "memory (a higher offload_fraction or stream_fraction), or lower the batch size."
+    )
+    assert isinstance(error, NnxError)
+    assert isinstance(error, MemoryError)
+
+
+def test_the_error_keeps_its_numbers_on_the_way_to_another_rank() -> None:
+    error = DeviceMemoryError("no room.", remedy="Buy more.", asked=1, used=2, allowed=3)
+    other = pickle.loads(pickle.dumps(error))
+    assert (str(other), other.asked, other.used, other.allowed) == ("no room. Buy more.", 1, 2, 3)

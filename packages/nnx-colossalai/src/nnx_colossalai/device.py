@@ -1,9 +1,8 @@
 """The device as the engine uses it: memory with a budget, a copy lane beside the computing one, events.
 
 Two implement it: `HostDevice` (the host is the device: CPU training) and
-`nnx_colossalai.device.cuda.CudaDevice`. The tests have a third, a host with a byte budget, a bandwidth and
-random delays, on which a wait that is missing shows as wrong numbers. The engine never calls ``torch.cuda``
-itself.
+`nnx_colossalai.cuda.CudaDevice`. The tests have a third, a host with a byte budget, a bandwidth and random
+delays, on which a wait that is missing shows as wrong numbers. The engine never calls ``torch.cuda`` itself.
 """
 
 from __future__ import annotations
@@ -11,32 +10,25 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
 from enum import Enum
+from pathlib import Path
 from threading import RLock
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
-from nnx_colossalai.errors import DeviceMemoryError
-
-__all__ = [
-    "Device",
-    "Direction",
-    "HostDevice",
-    "Ledger",
-    "StorageKey",
-    "Traffic",
-    "check_shapes",
-    "host_memory",
-    "is_gone",
-    "storage_key",
-]
-
+from nnx_checkpoint.collective import all_gather_object, control_group
+from nnx_colossalai.plan.spec import RankResources, Rates
+from nnx_core.calibration import calibrated
+from nnx_core.collectives import GroupCommunicator
+from nnx_core.errors import NnxError
+from nnx_core.hardware import Hardware, sent_share
 
 EventT = TypeVar("EventT")
 
@@ -416,3 +408,187 @@ def storage_key(tensor: Tensor) -> StorageKey:
 def is_gone(key: StorageKey) -> bool:
     """Whether nothing refers to the storage any more."""
     return bool(key.expired())  # type: ignore[no-untyped-call]
+
+
+# --- no room -----------------------------------------------------------------------------------------------
+#
+# The error of a device that has no room: what was asked for, what is in use, and what is allowed.
+
+
+_KNOB = (
+    "Raise device_memory, let more of the model lie in host memory (a higher offload_fraction or "
+    "stream_fraction), or lower the batch size."
+)
+_UNITS = ("KiB", "MiB", "GiB", "TiB")
+
+
+def format_bytes(number: int) -> str:
+    """A number of bytes as people read it, exact as well where it is rounded.
+
+    Example:
+        >>> format_bytes(512)
+        '512 bytes'
+        >>> format_bytes(3 * 2**29)
+        '1.50 GiB (1610612736 bytes)'
+    """
+    if abs(number) < 1024:
+        return f"{number} bytes"
+    value, unit = number / 1024, 0
+    while abs(value) >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.2f} {_UNITS[unit]} ({number} bytes)"
+
+
+class DeviceMemoryError(NnxError, MemoryError):
+    """A device has no room for what was asked for.
+
+    Args:
+        message: A sentence that says what failed.
+        remedy: A sentence that tells the user what to do about it.
+        asked: Bytes that were asked for.
+        used: Bytes in use at that moment.
+        allowed: Bytes that this rank may use.
+    """
+
+    def __init__(
+        self, message: str, *, remedy: str = _KNOB, asked: int = 0, used: int = 0, allowed: int = 0
+    ) -> None:
+        super().__init__(message, remedy=remedy)
+        self.asked, self.used, self.allowed = asked, used, allowed
+
+    @classmethod
+    def no_room(cls, device: str, *, asked: int, used: int, allowed: int) -> DeviceMemoryError:
+        """The error for one allocation.
+
+        Example:
+            >>> print(DeviceMemoryError.no_room("cpu", asked=100, used=950, allowed=1000).message)
+            No room on cpu for 100 bytes: 950 bytes are in use, and 1000 bytes are allowed.
+        """
+        message = (
+            f"No room on {device} for {format_bytes(asked)}: {format_bytes(used)} are in use, "
+            f"and {format_bytes(allowed)} are allowed."
+        )
+        return cls(message, asked=asked, used=used, allowed=allowed)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # An error that travels from one rank to the others keeps its numbers.
+        return (_rebuild, (type(self), self.message, self.remedy, self.asked, self.used, self.allowed))
+
+
+def _rebuild(
+    cls: type[DeviceMemoryError], message: str, remedy: str, asked: int, used: int, allowed: int
+) -> DeviceMemoryError:
+    return cls(message, remedy=remedy, asked=asked, used=used, allowed=allowed)
+
+
+# --- budgets and rates -------------------------------------------------------------------------------------
+#
+# What a rank may use and how fast it is: budgets from options or the machine, rates from its figures.
+#
+# The figures are measured once for the machine by `nnx_core.calibration`. All ranks of a world use rank 0's
+# and the smallest of their budgets, so that they make the same plan.
+
+
+_HOST_SHARE = 0.9
+_CGROUP = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def resources(
+    device: Device[Any],
+    *,
+    host_bytes: int | None = None,
+    local_world_size: int = 1,
+    dtype: torch.dtype = torch.float32,
+    group: dist.ProcessGroup | None = None,
+    rates: Rates | None = None,
+) -> RankResources:
+    """Budgets and rates of this world: those of `rates`, else measured once for the machine. Collective.
+
+    A simulated device is not measured: its copies say nothing of a machine, and plans on it must repeat.
+
+    Args:
+        device: The device of this rank; its capacity is its budget.
+        host_bytes: Budget of this rank in host memory; None: its share of what is free.
+        local_world_size: Ranks that share the host.
+        dtype: The dtype that forward and backward compute in.
+        group: All ranks; None in a single process.
+        rates: The rates to use instead of measuring.
+    """
+    control = control_group() if group is not None else None
+    if rates is None:
+        real = isinstance(device, HostDevice) or device.torch_device.type != "cpu"
+        rates = _measured(device, dtype, group, control) if real else Rates()
+    host = available_host_bytes(local_world_size) if host_bytes is None else host_bytes
+    budgets = all_gather_object((device.capacity, host), control)
+    return RankResources(
+        device_bytes=min(one for one, _ in budgets),
+        host_bytes=min(other for _, other in budgets),
+        **asdict(rates),
+    )
+
+
+def _measured(
+    device: Device[Any],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    control: dist.ProcessGroup | None,
+) -> Rates:
+    figures = calibrated(
+        GroupCommunicator(group),
+        device.torch_device,
+        group=control,
+        room=None if device.torch_device.type == "cpu" else max(device.capacity - device.used, 0) // 4,
+    )
+    return rates_of(figures, dtype, ranks=1 if group is None else dist.get_world_size(group))
+
+
+def rates_of(figures: Hardware, dtype: torch.dtype, *, ranks: int) -> Rates:
+    """The rates that a plan counts with.
+
+    Args:
+        figures: The figures of the machine.
+        dtype: The dtype that forward and backward compute in.
+        ranks: Number of ranks; a single one gathers nothing, and keeps the default.
+    """
+    collective = Rates().collective
+    if ranks > 1:
+        collective = sent_share("all_gather", ranks) / figures.link(ranks).throughput("all_gather", ranks)
+    return Rates(
+        to_device=figures.to_device,
+        to_host=figures.to_host,
+        host_step=1 / figures.host_update,
+        device_step=1 / figures.fused_update,
+        collective=collective,
+        flops=figures.flops(str(dtype).removeprefix("torch.")),
+    )
+
+
+def available_host_bytes(local_world_size: int = 1) -> int:
+    """A rank's share of the host memory that is free, with some left for everything else.
+
+    Memory that only caches files counts as free, and the limit of a container as the size of the machine.
+
+    Example:
+        >>> 0 < available_host_bytes(2) < available_host_bytes()
+        True
+    """
+    free = min(_free_of_machine(), _free_of_container(), host_memory())
+    return max(int(free * _HOST_SHARE) // local_world_size, 1)
+
+
+def _free_of_machine() -> int:
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return host_memory()
+
+
+def _free_of_container() -> int:
+    for limit, used in _CGROUP:
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            return max(int(Path(limit).read_text()) - int(Path(used).read_text()), 1)
+    return host_memory()

@@ -22,15 +22,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from nnx_checkpoint.pinned import pinned_empty
-from nnx_colossalai.device.device import (
+from nnx_colossalai.device import (
     Device,
+    DeviceMemoryError,
     StorageKey,
     Traffic,
     check_shapes,
     is_gone,
     storage_key,
 )
-from nnx_colossalai.errors import DeviceMemoryError
 
 __all__ = ["CudaDevice"]
 
