@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nnx_colossalai.chunks.units import find_units
 from nnx_colossalai.device import HostDevice, resources
-from nnx_colossalai.plan.probe import probe
+from nnx_colossalai.plan.model import probe
 from nnx_colossalai.plan.spec import RankResources, Rates
 
 

@@ -10,11 +10,10 @@ from dataclasses import replace
 import pytest
 
 from jobs.colossalai_recount import HUGE, layers, llama, random_resources, random_spec, recount, tiers_of
-from nnx_colossalai.plan.constraints import Wishes, allowed_tiers
 from nnx_colossalai.plan.cost import MemoryModel
 from nnx_colossalai.plan.planner import candidates, downgrade, evaluate, plan, why_not_lower
 from nnx_colossalai.plan.schedule import TimeModel
-from nnx_colossalai.plan.spec import Placement, RankResources, Tier
+from nnx_colossalai.plan.spec import Placement, RankResources, Tier, Wishes, allowed_tiers
 from nnx_core.errors import PlanError
 
 

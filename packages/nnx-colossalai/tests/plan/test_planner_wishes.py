@@ -3,10 +3,9 @@
 import pytest
 
 from jobs.colossalai_recount import HUGE, layers, llama, random_spec, tiers_of
-from nnx_colossalai.plan.constraints import Wishes
 from nnx_colossalai.plan.cost import MemoryModel
 from nnx_colossalai.plan.planner import evaluate, plan
-from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
+from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier, Wishes
 from nnx_core.errors import OptionError, PlanError
 
 # ---------------------------------------------------------------- what is asked for

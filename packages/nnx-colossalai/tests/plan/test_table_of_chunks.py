@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nnx_colossalai.plan.constraints import Wishes
 from nnx_colossalai.plan.document import plan_table, summary
 from nnx_colossalai.plan.planner import _Search, evaluate
-from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
+from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier, Wishes
 
 MIB = 2**20
 LAYERS = tuple(Group(name=f"layers.{at}", numel=MIB, trainable=MIB) for at in range(4))

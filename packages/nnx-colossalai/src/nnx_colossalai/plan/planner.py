@@ -1,6 +1,6 @@
 """Chooses where every group lies: the fastest placement that fits the budgets and the wishes.
 
-Owns the choice and its explanation; never the formulas (`cost`, `schedule`) or the candidates (`policies`).
+Owns the choice, its explanation and the refusal where nothing fits; never the formulas (`cost`, `schedule`).
 Pure and deterministic: the same input gives the same plan on every rank.
 """
 
@@ -12,18 +12,16 @@ from dataclasses import dataclass, field
 from itertools import combinations, product
 from math import prod
 
-from nnx_colossalai.plan.constraints import (
+from nnx_colossalai.plan.cost import Memory, MemoryModel, Moment
+from nnx_colossalai.plan.schedule import LANES, TimeModel
+from nnx_colossalai.plan.spec import (
+    ModelSpec,
+    Placement,
+    RankResources,
+    Tier,
     Wishes,
     allowed_tiers,
-    in_words,
-    no_room_on_device,
-    no_room_on_host,
-    not_lower,
-    not_these_wishes,
 )
-from nnx_colossalai.plan.cost import Memory, MemoryModel
-from nnx_colossalai.plan.schedule import LANES, TimeModel
-from nnx_colossalai.plan.spec import ModelSpec, Placement, RankResources, Tier
 from nnx_core.errors import OptionError, PlanError
 
 _TIERS = tuple(Tier)
@@ -240,7 +238,8 @@ class _Search:
         needed = self.memory.device_peak(other)
         if needed > self.resources.device_bytes:
             allowed = in_words(self.resources.device_bytes)
-            return f"{higher[-1].value} would need {in_words(needed)} of device memory, {allowed} are allowed"
+            more = f"{higher[-1].value} would need {in_words(needed)} of device memory"
+            return f"{more}, {allowed} are allowed"
         if self._allowance is not None and self._trained_on_device(other) > self._allowance:
             return f"{higher[-1].value} would exceed gpu_margin_ratio={self.wishes.gpu_margin_ratio}"
         if self.rank(other) > self.rank(choice):
@@ -553,3 +552,107 @@ def _neighbours(choice: Choice, options: Sequence[tuple[Tier, ...]]) -> Iterator
         for tier in tiers:
             if tier is not choice[j]:
                 yield (*choice[:j], tier, *choice[j + 1 :])
+
+
+# --- refusals --------------------------------------------------------------------------------------------
+#
+# What is said when no placement fits: the bytes needed, what most of them are, and the knob.
+
+
+_KNOBS = {
+    "activations": "use activation checkpointing or a smaller batch",
+    "gathered": "lower chunk_size, so that the largest group is divided",
+    "staging": "lower chunk_size, so that the largest group is divided",
+    "gradients": "lower chunk_size, so that the largest group is divided",
+    "weights": "let more of it lie in host memory",
+    "masters": "let more of it lie in host memory",
+    "optimizer": "let more of it lie in host memory",
+    "other": "use a smaller batch",
+}
+
+
+def in_words(count: int) -> str:
+    """Bytes as a person reads them, and exactly.
+
+    Example:
+        >>> in_words(3 * 2**30)
+        '3.00 GiB (3221225472 bytes)'
+        >>> in_words(100)
+        '100 bytes'
+    """
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB")):
+        if abs(count) >= size:
+            return f"{count / size:.2f} {unit} ({count} bytes)"
+    return f"{count} bytes"
+
+
+def no_room_on_device(
+    spec: ModelSpec, least: Memory, resources: RankResources, *, after: bool = False
+) -> PlanError:
+    """The device cannot hold even the placement that needs least of it.
+
+    Args:
+        spec: The model.
+        least: The least memory of that placement.
+        resources: The budgets.
+        after: True if the device has run out of memory although the plan fitted.
+    """
+    peak = least.peak
+    kind = max(peak.by_kind, key=lambda one: peak.by_kind[one])
+    knob = _KNOBS[kind]
+    if after:
+        return not_lower(
+            least,
+            f"no group has a lower tier that needs less. {_dominating(spec, peak)}",
+            remedy=f"{knob[0].upper()}{knob[1:]}.",
+        )
+    return PlanError(
+        f"the model does not fit: the least device memory that a step needs is {in_words(peak.device)}, "
+        f"{in_words(resources.device_bytes)} are allowed. {_dominating(spec, peak)}",
+        remedy=f"Raise device_memory, or {knob}.",
+    )
+
+
+def no_room_on_host(spec: ModelSpec, least: Memory, resources: RankResources) -> PlanError:
+    """The host cannot hold what the device has no room for."""
+    device, host = in_words(resources.device_bytes), in_words(resources.host_bytes)
+    return PlanError(
+        f"the model does not fit: with {device} of device memory a step needs at least "
+        f"{in_words(least.host)} of host memory on each rank, {host} are allowed. {_largest(spec)}",
+        remedy="Raise host_memory or device_memory, or use more ranks.",
+    )
+
+
+def not_these_wishes(least: Memory, resources: RankResources, wishes: Wishes) -> PlanError:
+    """A placement would fit, but none that keeps to what is asked for."""
+    device, host = in_words(resources.device_bytes), in_words(resources.host_bytes)
+    return PlanError(
+        f"no placement with {wishes.given} fits: the least that it needs is {in_words(least.device)} of "
+        f"device memory ({device} are allowed) and {in_words(least.host)} of host memory ({host} are "
+        "allowed). Without it there is one that fits.",
+        remedy="Leave it out or relax it, or raise device_memory or host_memory.",
+    )
+
+
+def not_lower(now: Memory, why: str, *, remedy: str) -> PlanError:
+    """The device ran out of memory, and no lower plan can be taken."""
+    return PlanError(
+        f"the device ran out of memory under a plan with a peak of {in_words(now.device)}, and there "
+        f"is no lower plan to go on with: {why}",
+        remedy=remedy,
+    )
+
+
+def _dominating(spec: ModelSpec, peak: Moment) -> str:
+    where = f"the {peak.phase}" + (f" of group {peak.group!r}" if peak.phase != "step" else "")
+    parts = sorted(peak.by_kind.items(), key=lambda item: -item[1])
+    most = ", ".join(f"{kind} {in_words(size)}" for kind, size in parts[:3] if size)
+    return f"Its peak is in {where}: {most}. {_largest(spec)}"
+
+
+def _largest(spec: ModelSpec) -> str:
+    largest = max(spec.groups, key=lambda group: group.numel, default=None)
+    if largest is None:
+        return "The model has no groups."
+    size = in_words(largest.numel * spec.working_bytes)
+    return f"The largest group is {largest.name!r} with {largest.numel} elements, {size} of complete weights."

@@ -1,4 +1,4 @@
-"""What the planner knows: groups of parameters, the memory and speed of the hardware, and where things lie.
+"""What the planner is given: groups of parameters, what the hardware has, and what the user wishes.
 
 Plain data without torch, so that plans are made, saved, edited and compared anywhere. All sizes are bytes,
 times are seconds, rates are per second; sizes are those of one rank unless their name says otherwise.
@@ -6,8 +6,13 @@ times are seconds, rates are per second; sizes are those of one rank unless thei
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from enum import Enum
+
+from nnx_core.errors import OptionError
 
 
 class Tier(str, Enum):
@@ -123,3 +128,162 @@ class Placement:
     """
 
     tiers: dict[str, Tier]
+
+
+# --- wishes ----------------------------------------------------------------------------------------------
+#
+# What the user asks of a plan, checked for contradictions before anything is computed.
+#
+# Owns the meaning of the wishes; never looks at a model's sizes (`planner` does).
+
+
+POLICIES: Mapping[str, tuple[Tier, ...]] = {
+    "auto": tuple(Tier),
+    "cuda": (Tier.GATHERED, Tier.SHARDED),
+    "cpu": (Tier.STREAMED,),
+    **{tier.value: (tier,) for tier in Tier},
+}
+"""The tiers that each policy allows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What a plan is to keep to, beside the budgets.
+
+    Attributes:
+        policy: ``"auto"`` lets the planner choose; ``"cuda"`` keeps everything on the device, ``"cpu"``
+            everything in host memory; the name of a tier puts every group there.
+        offload_fraction: Share of the trained elements whose masters and optimizer state are in host memory,
+            met to within one group; None leaves it to the planner.
+        stream_fraction: Share of the trained elements whose working weights are in host memory too.
+        gpu_margin_ratio: Share of the device memory left beside all working weights and activations that
+            masters, gradients and optimizer state may take; None: as much as fits.
+        gathered_allowed: True if complete weights may stay on every rank.
+        tiers: The tiers of single groups, by name; these are not chosen.
+        overlapped: True if the step in host memory overlaps with the next forward, which decides what is
+            fast.
+
+    Raises:
+        OptionError: A value is out of range, a name is unknown, or two wishes contradict each other.
+
+    Example:
+        >>> Wishes(offload_fraction=0.25).policy
+        'auto'
+        >>> Wishes(policy="cuda", offload_fraction=0.25)
+        Traceback (most recent call last):
+        ...
+        nnx_core.errors.OptionError: policy='cuda' contradicts offload_fraction=0.25. Leave one of them out.
+    """
+
+    policy: str = "auto"
+    offload_fraction: float | None = None
+    stream_fraction: float | None = None
+    gpu_margin_ratio: float | None = None
+    gathered_allowed: bool = True
+    tiers: Mapping[str, Tier] = field(default_factory=dict)
+    overlapped: bool = True
+
+    def __post_init__(self) -> None:
+        _check_policy(self.policy)
+        for name in ("offload_fraction", "stream_fraction", "gpu_margin_ratio"):
+            _check_share(name, getattr(self, name))
+        object.__setattr__(self, "tiers", {name: _tier(name, tier) for name, tier in self.tiers.items()})
+        for one, other in self._contradictions():
+            raise OptionError(f"{one} contradicts {other}.", remedy="Leave one of them out.")
+
+    @property
+    def given(self) -> str:
+        """What is asked for that narrows the choice, as the user wrote it; empty if nothing."""
+        parts = [f"policy={self.policy!r}"] if self.policy != "auto" else []
+        parts += [
+            f"{name}={value}"
+            for name in ("offload_fraction", "stream_fraction", "gpu_margin_ratio")
+            if (value := getattr(self, name)) is not None
+        ]
+        parts += [f"tier {tier.value!r} of {name!r}" for name, tier in self.tiers.items()][:3]
+        return ", ".join(parts)
+
+    def _contradictions(self) -> Iterable[tuple[str, str]]:
+        """Pairs of wishes that cannot both be kept, as the user wrote them."""
+        policy, allowed = f"policy={self.policy!r}", POLICIES[self.policy]
+        host = any(tier.steps_on_host for tier in allowed)
+        device = any(not tier.steps_on_host for tier in allowed)
+        if self.offload_fraction is not None:
+            written = f"offload_fraction={self.offload_fraction}"
+            if (self.offload_fraction > 0 and not host) or (self.offload_fraction < 1 and not device):
+                yield policy, written
+            if self.gpu_margin_ratio is not None:
+                yield written, f"gpu_margin_ratio={self.gpu_margin_ratio}"
+        if self.stream_fraction is not None:
+            written = f"stream_fraction={self.stream_fraction}"
+            if (self.stream_fraction > 0 and Tier.STREAMED not in allowed) or (
+                self.stream_fraction < 1 and allowed == (Tier.STREAMED,)
+            ):
+                yield policy, written
+            if self.offload_fraction is not None and self.stream_fraction > self.offload_fraction:
+                yield (
+                    written + ", which is part of what is offloaded,",
+                    f"offload_fraction={self.offload_fraction}",
+                )
+        if self.gpu_margin_ratio is not None and self.policy != "auto":
+            yield policy, f"gpu_margin_ratio={self.gpu_margin_ratio}"
+        if not self.gathered_allowed and allowed == (Tier.GATHERED,):
+            yield policy, "gathered_allowed=False"
+        for name, tier in self.tiers.items():
+            if tier not in allowed:
+                yield policy, f"tier {tier.value!r} of {name!r}"
+            if tier is Tier.GATHERED and not self.gathered_allowed:
+                yield f"tier 'gathered' of {name!r}", "gathered_allowed=False"
+
+
+def allowed_tiers(wishes: Wishes, names: Iterable[str], world_size: int) -> dict[str, tuple[Tier, ...]]:
+    """The tiers that each group may have, from most device memory to least.
+
+    At one rank gathered and sharded are the same: only one of them is left to choose.
+
+    Raises:
+        OptionError: A wish is about a group that there is not.
+    """
+    names = tuple(names)
+    for name in wishes.tiers:
+        if name not in names:
+            near = get_close_matches(name, names, n=3, cutoff=0.0)
+            raise OptionError(
+                f"a tier is asked for {name!r}, but there is no group of that name.",
+                remedy=f"Nearest names: {', '.join(map(repr, near))}."
+                if near
+                else "The model has no groups.",
+            )
+    tiers = tuple(
+        tier for tier in POLICIES[wishes.policy] if wishes.gathered_allowed or tier is not Tier.GATHERED
+    )
+    if world_size == 1 and Tier.GATHERED in tiers:
+        tiers = tuple(tier for tier in tiers if tier is not Tier.SHARDED)
+    return {name: (wishes.tiers[name],) if name in wishes.tiers else tiers for name in names}
+
+
+def _check_policy(policy: str) -> None:
+    if policy not in POLICIES:
+        near = get_close_matches(str(policy), POLICIES, n=1)
+        raise OptionError(
+            f"policy {policy!r} is unknown.",
+            remedy=(f"Did you mean {near[0]!r}? " if near else "") + f"Choose one of {', '.join(POLICIES)}.",
+        )
+
+
+def _check_share(name: str, value: float | None) -> None:
+    if value is None:
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or math.isnan(value) or not 0 <= value <= 1:
+        raise OptionError(f"{name} is {value!r}.", remedy="Give a number from 0 to 1, or None.")
+
+
+def _tier(name: str, tier: Tier | str) -> Tier:
+    try:
+        return Tier(tier)
+    except ValueError:
+        raise OptionError(
+            f"tier {tier!r} of {name!r} is unknown.",
+            remedy=f"Choose one of {', '.join(one.value for one in Tier)}.",
+        ) from None
