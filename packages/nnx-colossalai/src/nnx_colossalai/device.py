@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
 from nnx_checkpoint.collective import all_gather_object, control_group
-from nnx_colossalai.plan.spec import RankResources, Rates
+from nnx_colossalai.plan.spec import RankResources, Rates, format_bytes
 from nnx_core.calibration import calibrated
 from nnx_core.collectives import GroupCommunicator
 from nnx_core.errors import NnxError
@@ -419,24 +419,6 @@ _KNOB = (
     "Raise device_memory, let more of the model lie in host memory (a higher offload_fraction or "
     "stream_fraction), or lower the batch size."
 )
-_UNITS = ("KiB", "MiB", "GiB", "TiB")
-
-
-def format_bytes(number: int) -> str:
-    """A number of bytes as people read it, exact as well where it is rounded.
-
-    Example:
-        >>> format_bytes(512)
-        '512 bytes'
-        >>> format_bytes(3 * 2**29)
-        '1.50 GiB (1610612736 bytes)'
-    """
-    if abs(number) < 1024:
-        return f"{number} bytes"
-    value, unit = number / 1024, 0
-    while abs(value) >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.2f} {_UNITS[unit]} ({number} bytes)"
 
 
 class DeviceMemoryError(NnxError, MemoryError):

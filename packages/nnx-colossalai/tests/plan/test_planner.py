@@ -156,7 +156,7 @@ def test_every_group_says_why_it_is_not_higher():
         if tiers[name] is Tier.GATHERED:
             assert reason == "fits"
         else:
-            assert "would need" in reason and "50000 bytes are allowed" in reason
+            assert "would need" in reason and "48.83 KiB (50000 bytes) are allowed" in reason
 
 
 def test_a_placement_made_by_hand_is_told_its_cost_though_it_does_not_fit():
@@ -195,7 +195,10 @@ def test_a_downgrade_that_the_host_has_no_room_for_names_what_it_needs():
     planned = plan(spec, resources)
     assert downgrade(planned, spec, resources) is None
     error = why_not_lower(planned, spec, resources)
-    assert "the next needs 20000 bytes of host memory, 10000 bytes are allowed." in error.message
+    assert (
+        "the next needs 19.53 KiB (20000 bytes) of host memory, 9.77 KiB (10000 bytes) are allowed."
+        in error.message
+    )
     assert error.remedy == "Raise host_memory, or use more ranks."
 
 
@@ -217,5 +220,5 @@ def test_a_downgrade_below_the_lowest_tier_says_what_fills_the_device():
     planned = plan(spec, resources, Wishes(policy="streamed"))
     error = why_not_lower(planned, spec, resources)
     assert "the device ran out of memory under a plan with a peak of" in error.message
-    assert "activations 200000 bytes" in error.message
+    assert "activations 195.31 KiB (200000 bytes)" in error.message
     assert error.remedy == "Use activation checkpointing or a smaller batch."

@@ -5,7 +5,7 @@ import pytest
 from jobs.colossalai_recount import HUGE, layers, llama, random_spec, tiers_of
 from nnx_colossalai.plan.cost import MemoryModel
 from nnx_colossalai.plan.planner import evaluate, plan
-from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier, Wishes
+from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier, Wishes, format_bytes
 from nnx_core.errors import OptionError, PlanError
 
 # ---------------------------------------------------------------- what is asked for
@@ -161,25 +161,29 @@ def test_a_device_too_small_for_the_largest_layer_names_it_the_bytes_and_the_kno
     spec = ModelSpec(groups=(*layers(3).groups, Group(name="head", numel=9000, trainable=9000)))
     needed = MemoryModel(spec).device_peak([Tier.STREAMED] * 4)
     error = refused(spec, 30_000, HUGE)
+    least = f"the least device memory that a step needs is {format_bytes(needed)}"
+    assert f"{least}, 29.30 KiB (30000 bytes) are allowed." in error.message
     assert (
-        f"the least device memory that a step needs is {needed} bytes, 30000 bytes are allowed."
+        "The largest group is 'head' with 9000 elements, 17.58 KiB (18000 bytes) of complete weights."
         in error.message
     )
-    assert "The largest group is 'head' with 9000 elements, 18000 bytes of complete weights." in error.message
     assert error.remedy == "Raise device_memory, or lower chunk_size, so that the largest group is divided."
     plan(spec, RankResources(device_bytes=needed, host_bytes=HUGE))
 
 
 def test_activations_that_do_not_fit_ask_for_checkpointing():
     error = refused(layers(4, activation=50_000), 150_000, HUGE)
-    assert "Its peak is in the backward of group 'layers.3': activations 200000 bytes" in error.message
+    assert (
+        "Its peak is in the backward of group 'layers.3': activations 195.31 KiB (200000 bytes)"
+        in error.message
+    )
     assert error.remedy == "Raise device_memory, or use activation checkpointing or a smaller batch."
 
 
 def test_a_host_too_small_names_what_it_needs_beside_that_device():
     error = refused(layers(4), 20_000, 30_000)
-    assert "with 20000 bytes of device memory a step needs at least" in error.message
-    assert "of host memory on each rank, 30000 bytes are allowed." in error.message
+    assert "with 19.53 KiB (20000 bytes) of device memory a step needs at least" in error.message
+    assert "of host memory on each rank, 29.30 KiB (30000 bytes) are allowed." in error.message
     assert error.remedy == "Raise host_memory or device_memory, or use more ranks."
 
 
@@ -197,7 +201,8 @@ def test_wishes_that_do_not_fit_are_named_where_a_plan_without_them_would(wishes
         f"no placement with {Wishes(**wishes).given} fits: the least that it needs is "
     )
     assert (
-        "30000 bytes are allowed" in error.message and "Without it there is one that fits." in error.message
+        "29.30 KiB (30000 bytes) are allowed" in error.message
+        and "Without it there is one that fits." in error.message
     )
     assert error.remedy == "Leave it out or relax it, or raise device_memory or host_memory."
 

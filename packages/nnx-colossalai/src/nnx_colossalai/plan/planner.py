@@ -21,6 +21,7 @@ from nnx_colossalai.plan.spec import (
     Tier,
     Wishes,
     allowed_tiers,
+    format_bytes,
 )
 from nnx_core.errors import OptionError, PlanError
 
@@ -131,10 +132,10 @@ def why_not_lower(
     most = choices.device_peak(planned) - max(1, missing)
     lower = [one for one in choices.lower(planned) if choices.keeps(one, most)]
     if lower:
-        least = in_words(min(map(choices.memory.host_peak, lower)))
+        least = format_bytes(min(map(choices.memory.host_peak, lower)))
         return not_lower(
             planned.memory,
-            f"the next needs {least} of host memory, {in_words(resources.host_bytes)} are allowed.",
+            f"the next needs {least} of host memory, {format_bytes(resources.host_bytes)} are allowed.",
             remedy="Raise host_memory, or use more ranks.",
         )
     free = _Search(spec, resources, Wishes(overlapped=choices.wishes.overlapped))
@@ -237,8 +238,8 @@ class _Search:
         other = (*choice[:at], higher[-1], *choice[at + 1 :])
         needed = self.memory.device_peak(other)
         if needed > self.resources.device_bytes:
-            allowed = in_words(self.resources.device_bytes)
-            more = f"{higher[-1].value} would need {in_words(needed)} of device memory"
+            allowed = format_bytes(self.resources.device_bytes)
+            more = f"{higher[-1].value} would need {format_bytes(needed)} of device memory"
             return f"{more}, {allowed} are allowed"
         if self._allowance is not None and self._trained_on_device(other) > self._allowance:
             return f"{higher[-1].value} would exceed gpu_margin_ratio={self.wishes.gpu_margin_ratio}"
@@ -571,21 +572,6 @@ _KNOBS = {
 }
 
 
-def in_words(count: int) -> str:
-    """Bytes as a person reads them, and exactly.
-
-    Example:
-        >>> in_words(3 * 2**30)
-        '3.00 GiB (3221225472 bytes)'
-        >>> in_words(100)
-        '100 bytes'
-    """
-    for size, unit in ((2**30, "GiB"), (2**20, "MiB")):
-        if abs(count) >= size:
-            return f"{count / size:.2f} {unit} ({count} bytes)"
-    return f"{count} bytes"
-
-
 def no_room_on_device(
     spec: ModelSpec, least: Memory, resources: RankResources, *, after: bool = False
 ) -> PlanError:
@@ -607,28 +593,28 @@ def no_room_on_device(
             remedy=f"{knob[0].upper()}{knob[1:]}.",
         )
     return PlanError(
-        f"the model does not fit: the least device memory that a step needs is {in_words(peak.device)}, "
-        f"{in_words(resources.device_bytes)} are allowed. {_dominating(spec, peak)}",
+        f"the model does not fit: the least device memory that a step needs is {format_bytes(peak.device)}, "
+        f"{format_bytes(resources.device_bytes)} are allowed. {_dominating(spec, peak)}",
         remedy=f"Raise device_memory, or {knob}.",
     )
 
 
 def no_room_on_host(spec: ModelSpec, least: Memory, resources: RankResources) -> PlanError:
     """The host cannot hold what the device has no room for."""
-    device, host = in_words(resources.device_bytes), in_words(resources.host_bytes)
+    device, host = format_bytes(resources.device_bytes), format_bytes(resources.host_bytes)
     return PlanError(
         f"the model does not fit: with {device} of device memory a step needs at least "
-        f"{in_words(least.host)} of host memory on each rank, {host} are allowed. {_largest(spec)}",
+        f"{format_bytes(least.host)} of host memory on each rank, {host} are allowed. {_largest(spec)}",
         remedy="Raise host_memory or device_memory, or use more ranks.",
     )
 
 
 def not_these_wishes(least: Memory, resources: RankResources, wishes: Wishes) -> PlanError:
     """A placement would fit, but none that keeps to what is asked for."""
-    device, host = in_words(resources.device_bytes), in_words(resources.host_bytes)
+    device, host = format_bytes(resources.device_bytes), format_bytes(resources.host_bytes)
     return PlanError(
-        f"no placement with {wishes.given} fits: the least that it needs is {in_words(least.device)} of "
-        f"device memory ({device} are allowed) and {in_words(least.host)} of host memory ({host} are "
+        f"no placement with {wishes.given} fits: the least that it needs is {format_bytes(least.device)} of "
+        f"device memory ({device} are allowed) and {format_bytes(least.host)} of host memory ({host} are "
         "allowed). Without it there is one that fits.",
         remedy="Leave it out or relax it, or raise device_memory or host_memory.",
     )
@@ -637,7 +623,7 @@ def not_these_wishes(least: Memory, resources: RankResources, wishes: Wishes) ->
 def not_lower(now: Memory, why: str, *, remedy: str) -> PlanError:
     """The device ran out of memory, and no lower plan can be taken."""
     return PlanError(
-        f"the device ran out of memory under a plan with a peak of {in_words(now.device)}, and there "
+        f"the device ran out of memory under a plan with a peak of {format_bytes(now.device)}, and there "
         f"is no lower plan to go on with: {why}",
         remedy=remedy,
     )
@@ -646,7 +632,7 @@ def not_lower(now: Memory, why: str, *, remedy: str) -> PlanError:
 def _dominating(spec: ModelSpec, peak: Moment) -> str:
     where = f"the {peak.phase}" + (f" of group {peak.group!r}" if peak.phase != "step" else "")
     parts = sorted(peak.by_kind.items(), key=lambda item: -item[1])
-    most = ", ".join(f"{kind} {in_words(size)}" for kind, size in parts[:3] if size)
+    most = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in parts[:3] if size)
     return f"Its peak is in {where}: {most}. {_largest(spec)}"
 
 
@@ -654,5 +640,5 @@ def _largest(spec: ModelSpec) -> str:
     largest = max(spec.groups, key=lambda group: group.numel, default=None)
     if largest is None:
         return "The model has no groups."
-    size = in_words(largest.numel * spec.working_bytes)
+    size = format_bytes(largest.numel * spec.working_bytes)
     return f"The largest group is {largest.name!r} with {largest.numel} elements, {size} of complete weights."

@@ -14,6 +14,25 @@ from enum import Enum
 
 from nnx_core.errors import OptionError
 
+_UNITS = ("KiB", "MiB", "GiB", "TiB")
+
+
+def format_bytes(number: int) -> str:
+    """A number of bytes as people read it, exact as well where it is rounded.
+
+    Example:
+        >>> format_bytes(512)
+        '512 bytes'
+        >>> format_bytes(3 * 2**29)
+        '1.50 GiB (1610612736 bytes)'
+    """
+    if abs(number) < 1024:
+        return f"{number} bytes"
+    value, unit = number / 1024, 0
+    while abs(value) >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.2f} {_UNITS[unit]} ({number} bytes)"
+
 
 class Tier(str, Enum):
     """Where the weights of a chunk and what trains them lie, from most device memory to least.
