@@ -17,7 +17,7 @@ from nnx_conformance.pool import WorkerPool
 from nnx_core.backend import Backend, NoOptions
 from nnx_core.errors import CheckpointError
 from nnx_core.lightning.lite.checkpoint import ModuleState, fill_module, fill_optimizer
-from nnx_core.lightning.strategies_lightning_fabric import NnxStrategy
+from nnx_core.lightning.namespaces import get_namespace
 from nnx_core.lite import Lite
 
 WRITERS = {"ddp": 2, "fsdp_auto": 2, "nnscaler_tp": 2, "colossalai": 2}
@@ -362,5 +362,5 @@ class KeepHalves(Lite):
 
 
 def test_a_dict_of_parts_that_say_nothing_is_not_saved_as_if_they_were_whole(tmp_path: Path) -> None:
-    strategy = NnxStrategy(Halves(NoOptions()), name="halves")
+    strategy = get_namespace("lightning.fabric").strategy_class()(Halves(NoOptions()), name="halves")
     KeepHalves(strategy=strategy).run(tmp_path / "halves")

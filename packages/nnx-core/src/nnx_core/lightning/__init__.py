@@ -1,6 +1,6 @@
 """The only part of nnx that imports Lightning: Trainer and Fabric adapters over the backend contract.
 
 Lightning exists twice, as ``lightning`` and as ``pytorch_lightning`` / ``lightning_fabric``: two module
-trees whose classes are unrelated. The adapters here are mixins that import neither; the four small
-``strategies_*`` modules put them on the base class of each tree.
+trees whose classes are unrelated. The adapters here are mixins that import neither;
+`nnx_core.lightning.namespaces` puts them on the base class of each tree.
 """

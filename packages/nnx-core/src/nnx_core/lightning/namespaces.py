@@ -22,16 +22,16 @@ class Namespace:
     Attributes:
         name: The tree's root, such as ``lightning.pytorch``.
         is_fabric: True if its strategies serve Fabric rather than Trainer.
-        adapter: Module of nnx that holds the strategy class for this tree.
+        strategy: Name of the strategy class for this tree, in this module.
     """
 
     name: str
     is_fabric: bool
-    adapter: str
+    strategy: str
 
     def strategy_class(self) -> Any:
         """The adapter class for this tree; imports Lightning."""
-        return importlib.import_module(self.adapter).NnxStrategy
+        return getattr(sys.modules[__name__], self.strategy)
 
     def base_class(self) -> Any:
         """Lightning's own base class of strategies in this tree."""
@@ -41,10 +41,10 @@ class Namespace:
 NAMESPACES = {
     space.name: space
     for space in (
-        Namespace("lightning.pytorch", False, "nnx_core.lightning.strategies_lightning_pytorch"),
-        Namespace("pytorch_lightning", False, "nnx_core.lightning.strategies_pytorch_lightning"),
-        Namespace("lightning.fabric", True, "nnx_core.lightning.strategies_lightning_fabric"),
-        Namespace("lightning_fabric", True, "nnx_core.lightning.strategies_lightning_fabric_mirror"),
+        Namespace("lightning.pytorch", False, "NnxStrategy"),
+        Namespace("pytorch_lightning", False, "NnxMirrorStrategy"),
+        Namespace("lightning.fabric", True, "NnxFabricStrategy"),
+        Namespace("lightning_fabric", True, "NnxMirrorFabricStrategy"),
     )
 }
 
@@ -68,6 +68,35 @@ def trainer_tree() -> str:
     """Root of the copy of Lightning whose Trainer this process uses: the first that is imported."""
     roots = [space.name for space in NAMESPACES.values() if not space.is_fabric]
     return next((root for root in roots if f"{root}.strategies" in sys.modules), roots[0])
+
+
+# --- strategy classes -----------------------------------------------------------------------------
+# The strategy class of a tree inherits from the adapter and from the tree's own base class, so it can only be
+# made where that copy of Lightning is installed. It is made when its name is first looked up in this module,
+# which is also how a spawned process finds it: pickle knows a class by module and name.
+
+
+def __getattr__(name: str) -> Any:
+    space = next((space for space in NAMESPACES.values() if space.strategy == name), None)
+    if space is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    made = globals()[name] = _make_strategy_class(space)
+    return made
+
+
+def _make_strategy_class(space: Namespace) -> type:
+    strategies = importlib.import_module(f"{space.name}.strategies")
+    bases: tuple[type, ...]
+    if space.is_fabric:
+        from nnx_core.lightning.fabric import FabricAdapter
+
+        bases = (FabricAdapter, strategies.ParallelStrategy, strategies.strategy._Sharded)
+    else:
+        from nnx_core.lightning.trainer import TrainerAdapter
+
+        bases = (TrainerAdapter, strategies.ParallelStrategy)
+    text = f"A `Backend` as a strategy of ``{space.name}``; its arguments are `{bases[0].__name__}`'s."
+    return type(space.strategy, bases, {"__module__": __name__, "__doc__": text, "root": space.name})
 
 
 @cache
