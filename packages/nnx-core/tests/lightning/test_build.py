@@ -9,7 +9,7 @@ import pytest
 
 import nnx
 from nnx_core.backend import Backend
-from nnx_core.lightning.build import build
+from nnx_core.lightning.registration import build
 from nnx_core.spec import StrategySpec
 
 FSDP = StrategySpec("mine", "nnx_fsdp.backend:FSDPBackend")

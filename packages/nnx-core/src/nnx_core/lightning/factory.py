@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from nnx_core.errors import OptionError
 from nnx_core.launcher import Launcher, make_launcher
 from nnx_core.lightning.namespaces import NAMESPACES, Namespace, get_namespace
-from nnx_core.lightning.registration import make_strategy
+from nnx_core.lightning.registration import build
 from nnx_core.plugins import inventory
 from nnx_core.registry import StrategyRegistry
 
@@ -87,7 +87,7 @@ def _build(name: str, space: Namespace, overrides: dict[str, Any]) -> Strategy:
         return data["strategy"](**{**data["init_params"], **overrides})  # type: ignore[no-any-return]
     if name not in StrategyRegistry:
         raise StrategyRegistry.explain(name, also_known=tuple(registry))
-    return make_strategy(name, namespace=space.name, overrides=overrides)  # type: ignore[no-any-return]
+    return build(StrategyRegistry.get(name), namespace=space.name, overrides=overrides)  # type: ignore[no-any-return]
 
 
 def _launched(

@@ -1,29 +1,30 @@
-"""Keeps Lightning's four registries equal to `nnx.StrategyRegistry`; explains names they do not know.
+"""Our names in Lightning's four registries, and the strategies that they are built into.
 
-What is registered there are small factories that import an engine when they are called. This module never
-imports Lightning: it works on those of its modules that are imported already. `_nnx_autoload` calls it when
-one has just been imported, and `StrategyRegistry`, to which it connects itself, after each change.
+The registries are kept equal to `nnx.StrategyRegistry`. What is registered there are small factories that
+import an engine when they are called. This module imports neither torch nor Lightning by itself: it works on
+those of Lightning's modules that are imported already. `_nnx_autoload` calls it when one has just been
+imported, and `StrategyRegistry`, to which it connects itself, after each change.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, cast
 
-from nnx_core.errors import NnxError, StrategyNotFoundError
-from nnx_core.lightning.namespaces import NAMESPACES, Namespace
+from nnx_core.errors import NnxError, OptionError, PluginError, StrategyNotFoundError
+from nnx_core.lightning.namespaces import NAMESPACES, Namespace, get_namespace
+from nnx_core.options import CommonOptions, split_options
 from nnx_core.registry import StrategyRegistry
-from nnx_core.spec import StrategySpec
+from nnx_core.spec import StrategySpec, import_reference
 
-__all__ = [
-    "ExplainingList",
-    "StrategyFactory",
-    "fill",
-    "make_strategy",
-]
+if TYPE_CHECKING:
+    from nnx_core.backend import Backend
+
+__all__ = ["build", "fill"]
 
 
 # --- better errors --------------------------------------------------------------------------------
@@ -109,11 +110,6 @@ def _base_class(namespace: str) -> Any:
 
 
 # --- the registries -------------------------------------------------------------------------------
-# Keeps Lightning's four registries equal to `nnx.StrategyRegistry`.
-#
-# What is registered there are small factories that import an engine when they are called. This module never
-# imports Lightning: it works on those of its modules that are imported already. `_nnx_autoload` calls it
-# when one has just been imported, and `StrategyRegistry`, to which it connects itself, after each change.
 
 
 # What the name of a registry was registered with before somebody asked nnx to override it.
@@ -134,19 +130,7 @@ class StrategyFactory:
 
     def __call__(self, **overrides: Any) -> Any:
         """Build the strategy."""
-        return make_strategy(self.name, namespace=self.namespace, overrides=overrides)
-
-
-def make_strategy(name: str, *, namespace: str, overrides: dict[str, Any]) -> Any:
-    """Build a registered strategy for one of Lightning's trees.
-
-    Raises:
-        StrategyNotFoundError: As for `StrategyRegistry.get`.
-        OptionError: An option is unknown or not valid.
-    """
-    from nnx_core.lightning.build import build
-
-    return build(StrategyRegistry.get(name), namespace=namespace, overrides=overrides)
+        return build(StrategyRegistry.get(self.name), namespace=self.namespace, overrides=overrides)
 
 
 def fill(module_name: str) -> None:
@@ -217,6 +201,98 @@ def _registries() -> Iterator[tuple[Namespace, Any]]:
 def _registry_of(space: Namespace) -> Any:
     module = sys.modules.get(f"{space.name}.strategies")
     return getattr(module, "STRATEGY_REGISTRY" if space.is_fabric else "StrategyRegistry", None)
+
+
+# --- from a spec to a strategy --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightningArguments:
+    """What Lightning's own strategy constructors take, by Trainer's names."""
+
+    accelerator: Any = None
+    parallel_devices: Any = None
+    cluster_environment: Any = None
+    checkpoint_io: Any = None
+    precision_plugin: Any = None
+
+
+def build(spec: StrategySpec, *, namespace: str, overrides: Mapping[str, Any] | None = None) -> Any:
+    """Build the strategy that a spec describes, for one of Lightning's module trees.
+
+    Args:
+        spec: The spec to build; its target is a `Backend` class or a strategy class of Lightning's.
+        namespace: A key of `nnx_core.lightning.namespaces.NAMESPACES`.
+        overrides: Options that take precedence over the spec's own.
+
+    Raises:
+        PluginError: The target cannot be imported.
+        OptionError: An option is unknown or invalid, or the target belongs to another tree.
+    """
+    from nnx_core.backend import Backend  # imports torch
+
+    space = get_namespace(namespace)
+    target = _target(spec)
+    arguments = {**spec.init_params, **(overrides or {})}
+    if spec.checkpoint_io is not None:
+        arguments.setdefault("checkpoint_io", _checkpoint_io(spec))
+    if isinstance(target, type) and issubclass(target, Backend):
+        return _build_backend(spec, target, space, arguments)
+    return _build_raw(spec, target, space, arguments)
+
+
+def _target(spec: StrategySpec) -> Callable[..., Any]:
+    if not isinstance(spec.target, str):
+        return spec.target
+    return cast("Callable[..., Any]", import_reference(spec.target, what=f"strategy {spec.name!r}"))
+
+
+def _checkpoint_io(spec: StrategySpec) -> Any:
+    """The spec's own CheckpointIO: an object, or a callable that makes one for each strategy."""
+    made = spec.checkpoint_io
+    return made() if callable(made) else made
+
+
+def _build_backend(
+    spec: StrategySpec, target: type[Backend[Any]], space: Namespace, arguments: dict[str, Any]
+) -> Any:
+    lightning, common, options = split_options(
+        arguments,
+        owner=spec.name,
+        schemas=(LightningArguments, CommonOptions, target.Options),
+        elsewhere=_strategies_with,
+    )
+    if space.is_fabric and "precision_plugin" in lightning:
+        lightning["precision"] = lightning.pop("precision_plugin")
+    return space.strategy_class()(
+        target(target.Options(**options)), name=spec.name, common=CommonOptions(**common), **lightning
+    )
+
+
+def _strategies_with(option: str) -> list[str]:
+    """Names of the strategies whose plugins declare an option."""
+    found = []
+    for name in StrategyRegistry.names():
+        declared = StrategyRegistry.get(name).options
+        with suppress(PluginError):  # `nnx doctor` names it
+            schema = import_reference(declared, what=name) if declared else None
+            if is_dataclass(schema) and option in {item.name for item in fields(schema)}:
+                found.append(name)
+    return found
+
+
+def _build_raw(
+    spec: StrategySpec, target: Callable[..., Any], space: Namespace, arguments: dict[str, Any]
+) -> Any:
+    strategy = target(**arguments)
+    if isinstance(strategy, space.base_class()):
+        return strategy
+    raise OptionError(
+        f"strategy {spec.name!r} builds a {type(strategy).__module__}.{type(strategy).__qualname__}, "
+        f"which is not a {space.name} strategy.",
+        remedy="Use the Trainer or Fabric of the package that the class comes from: `lightning.*` and "
+        "`pytorch_lightning` / `lightning_fabric` are separate copies.",
+    )
 
 
 StrategyRegistry.connect(on_change=synchronize, foreign_owner=foreign_owner)

@@ -41,7 +41,8 @@ from nnx_core.lightning.lite.plugins import (
 )
 from nnx_core.lightning.namespaces import FABRIC_ROOT, fabric_module, root_of
 from nnx_core.lightning.processes import leave_process_group_at_exit
-from nnx_core.lightning.registration import make_strategy
+from nnx_core.lightning.registration import build
+from nnx_core.registry import StrategyRegistry
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -454,7 +455,8 @@ def _by_name(name: str) -> Any:
         return name
     successor = historical()[name].successor
     if name in _SPAWNING:
-        return make_strategy(successor, namespace=FABRIC_ROOT, overrides={"start_method": "spawn"})
+        spec = StrategyRegistry.get(successor)
+        return build(spec, namespace=FABRIC_ROOT, overrides={"start_method": "spawn"})
     return successor
 
 
