@@ -23,10 +23,10 @@ if TYPE_CHECKING:
         StrategyNotInstalledError,
         UnsupportedError,
     )
+    from nnx_core.lightning.callbacks import compare_ranks
     from nnx_core.lightning.checkpoint_io import CheckpointIO
     from nnx_core.lightning.factory import strategy
     from nnx_core.lightning.loading import load_from_checkpoint
-    from nnx_core.lightning.rank_comparison import compare_ranks
     from nnx_core.lite import LightningLite, Lite
     from nnx_core.plugins.hookspecs import hookimpl
     from nnx_core.random_state import RandomState
@@ -75,7 +75,7 @@ _HOME = {
     "CheckpointIO": "nnx_core.lightning.checkpoint_io",
     "RandomState": "nnx_core.random_state",
     "load_from_checkpoint": "nnx_core.lightning.loading",
-    "compare_ranks": "nnx_core.lightning.rank_comparison",
+    "compare_ranks": "nnx_core.lightning.callbacks",
     "Lite": "nnx_core.lite",
     "LightningLite": "nnx_core.lite",
     "NnxError": "nnx_core.errors",

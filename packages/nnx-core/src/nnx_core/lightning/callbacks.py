@@ -1,28 +1,41 @@
-"""The callbacks that a Trainer gets with `nnx.CheckpointIO` under one of Lightning's own strategies.
+"""Callbacks that give Lightning's own strategies what nnx's do by themselves.
 
-They reach Trainer through Lightning's public ``callbacks_factory`` entry point, and only when an
-`nnx.CheckpointIO` exists in the process. nnx's own strategies need neither: they call the same things
-themselves.
+Two of them, for exact resume and for names of parameters, come with `nnx.CheckpointIO`: they reach Trainer
+through Lightning's public ``callbacks_factory`` entry point, and only when a CheckpointIO exists in the
+process. The third, `nnx.compare_ranks`, is the user's to pass.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from nnx_checkpoint.collective import control_group, gather_object
 from nnx_checkpoint.inflight import current, settle_quietly
 from nnx_checkpoint.naming import RANKS
 from nnx_checkpoint.writer import poll
+from nnx_core.backend import Backend, NoOptions, Sample
+from nnx_core.errors import OptionError
+from nnx_core.gradients import Gradient, gradients_of
 from nnx_core.lightning.checkpoint_io import CheckpointIO, exists, innermost_checkpoint_io
 from nnx_core.lightning.exact_resume import ExactResume
+from nnx_core.lightning.namespaces import trainer_tree
 from nnx_core.lightning.processes import ParallelProcesses
+from nnx_core.watch import Watch
 
-__all__ = [
-    "ParameterNames",
-    "callbacks",
-]
+__all__ = ["callbacks", "compare_ranks"]
+
+
+def _make(mixin: type, root: str, *args: Any) -> Any:
+    """A callback of the class that a mixin becomes for one tree of Lightning."""
+    base = importlib.import_module(f"{root}.callbacks").Callback
+    return type(f"Nnx{mixin.__name__}", (mixin, base), {"root": root})(*args)
 
 
 # --- exact resume ---------------------------------------------------------------------------------
@@ -45,7 +58,7 @@ class ResumeCallback:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Its class is made for one tree, so a spawned process makes it again."""
-        return (make_resume_callback, (self.root,))
+        return (_make, (ResumeCallback, self.root))
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take part in a fit whose checkpoints are ours while its strategy is not."""
@@ -89,12 +102,6 @@ def _process(resume: ExactResume, trainer: Any, process: Any, loader: Any) -> An
     return resume.process(trainer, process(loader))
 
 
-def make_resume_callback(root: str) -> Any:
-    """A callback of the class for one tree of Lightning."""
-    base = importlib.import_module(f"{root}.callbacks").Callback
-    return type("NnxExactResume", (ResumeCallback, base), {"root": root})()
-
-
 # --- names of parameters --------------------------------------------------------------------------
 # ``ddp`` hands a CheckpointIO optimizer states that number their parameters, and nothing that tells which
 # is which: this callback adds the names. It also takes notice of background saves that have ended.
@@ -113,7 +120,7 @@ class ParameterNames:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Its class is made for one tree, so a spawned process makes it again."""
-        return (_make, (self.root,))
+        return (_make, (ParameterNames, self.root))
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Name the parameters of every optimizer state that numbers them."""
@@ -151,9 +158,76 @@ def mirror_callbacks() -> list[Any]:
 
 
 def _callbacks(root: str) -> list[Any]:
-    return [_make(root), make_resume_callback(root)] if exists() else []
+    return [_make(ParameterNames, root), _make(ResumeCallback, root)] if exists() else []
 
 
-def _make(root: str) -> Any:
-    base = importlib.import_module(f"{root}.callbacks").Callback
-    return type("NnxParameterNames", (ParameterNames, base), {"root": root})()
+# --- comparing the ranks --------------------------------------------------------------------------
+# nnx's strategies have the option ``check_every`` for it and call `nnx_core.watch.Watch` themselves: there
+# the callback sets how often. Under Lightning's own, whose modules hold plain tensors or DTensors, it
+# compares.
+
+
+class _AsItIs(Backend[NoOptions]):
+    """Describes a module that another program has laid out."""
+
+    def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
+        return {}
+
+    def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
+        return {}
+
+    def gradients(self, optimizer: Optimizer) -> list[Gradient]:
+        return gradients_of(optimizer, world_size=dist.get_world_size())
+
+
+class RankComparison:
+    """Mixin of a callback that compares the ranks while they train.
+
+    Args:
+        every: After how many steps.
+
+    Attributes:
+        root: The tree of Lightning whose callback this is.
+    """
+
+    root: str
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._watch: Watch | None = None
+        self._steps = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Its class is made for one tree, so a spawned process makes it again."""
+        return (_make, (RankComparison, self.root, self.every))
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Begin to count steps."""
+        self._watch, self._steps = None, trainer.global_step
+        if isinstance(trainer.strategy, ParallelProcesses):
+            trainer.strategy.watch = Watch(trainer.strategy.backend, every=self.every)
+        elif stage == "fit":
+            self._watch = Watch(_AsItIs(NoOptions()), every=self.every)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        """Compare the ranks if the batch ended a step and it is time. Collective."""
+        if self._watch is not None and trainer.global_step != self._steps:
+            self._steps = trainer.global_step
+            self._watch.after_step(pl_module, lambda: trainer.optimizers)
+
+
+def compare_ranks(*, every: int = 100) -> Any:
+    """A callback that compares over the ranks what they must have in common, and names what differs.
+
+    Args:
+        every: After how many steps; also after each of the first two.
+
+    Raises:
+        OptionError: `every` is not a positive number.
+
+    Example:
+        ``Trainer(strategy="ddp", callbacks=[nnx.compare_ranks(every=100)])``
+    """
+    if every < 1:
+        raise OptionError(f"every={every!r} is not a number of steps.", remedy="Pass, say, 100.")
+    return _make(RankComparison, trainer_tree(), every)
