@@ -134,7 +134,7 @@ def mirror_callbacks() -> list[Any]:
 
 def _callbacks(maker: str) -> list[Any]:
     # A Trainer that has nothing to do with nnx must not import it, nor fail because it is broken.
-    if "nnx_core.lightning.checkpoint_io" not in sys.modules:
+    if "nnx_core.lightning.checkpoint" not in sys.modules:
         return []
     import logging
 

@@ -257,7 +257,7 @@ def loader(trainer: Trainer, dtype: torch.dtype = torch.float32, skip: int = 0) 
 def _nnx_resumes(trainer: Trainer) -> bool:
     if trainer.ckpt_path is None:
         return False
-    from nnx_core.lightning.checkpoint_io import innermost_checkpoint_io
+    from nnx_core.lightning.checkpoint import innermost_checkpoint_io
     from nnx_core.lightning.processes import ParallelProcesses
 
     ours = isinstance(trainer.strategy, ParallelProcesses)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from nnx_core.lightning.callbacks import compare_ranks
-    from nnx_core.lightning.checkpoint_io import CheckpointIO
+    from nnx_core.lightning.checkpoint import CheckpointIO
     from nnx_core.lightning.factory import strategy
     from nnx_core.lightning.loading import load_from_checkpoint
     from nnx_core.lite import LightningLite, Lite
@@ -72,7 +72,7 @@ _HOME = {
     "strategy": "nnx_core.lightning.factory",
     "Backend": "nnx_core.backend",
     "ParallelContext": "nnx_core.backend",
-    "CheckpointIO": "nnx_core.lightning.checkpoint_io",
+    "CheckpointIO": "nnx_core.lightning.checkpoint",
     "RandomState": "nnx_core.random_state",
     "load_from_checkpoint": "nnx_core.lightning.loading",
     "compare_ranks": "nnx_core.lightning.callbacks",

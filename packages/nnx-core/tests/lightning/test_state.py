@@ -23,7 +23,7 @@ from nnx_checkpoint.shard import Shard, shard_of
 from nnx_checkpoint.state import describe_model, describe_optimizer, repoint_optimizer
 from nnx_core.backend import Backend, Sample
 from nnx_core.errors import CheckpointError
-from nnx_core.lightning.checkpoint_io import CheckpointIO
+from nnx_core.lightning.checkpoint import CheckpointIO
 
 
 class Whole(Backend[None]):

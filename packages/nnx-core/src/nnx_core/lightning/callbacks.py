@@ -23,7 +23,7 @@ from nnx_checkpoint.writer import poll
 from nnx_core.backend import Backend, NoOptions, Sample
 from nnx_core.errors import OptionError
 from nnx_core.gradients import Gradient, gradients_of
-from nnx_core.lightning.checkpoint_io import CheckpointIO, exists, innermost_checkpoint_io
+from nnx_core.lightning.checkpoint import CheckpointIO, exists, innermost_checkpoint_io
 from nnx_core.lightning.exact_resume import ExactResume
 from nnx_core.lightning.namespaces import trainer_tree
 from nnx_core.lightning.processes import ParallelProcesses

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from nnx_core.backend import Backend, ParallelContext
 from nnx_core.errors import UnsupportedError
-from nnx_core.lightning.checkpoint_io import CheckpointIO
+from nnx_core.lightning.checkpoint import CheckpointIO
 from nnx_core.lightning.compat import make_launcher, reset_seed, seed_data_workers
 from nnx_core.options import CommonOptions
 from nnx_core.shares import SharedBatches, SharedNumber, Shares, make_shares, of_process

@@ -26,13 +26,13 @@ from nnx_core.backend import Backend
 from nnx_core.errors import CheckpointError, UnsupportedError, is_lost_connection
 from nnx_core.lightning.averaging import Averages
 from nnx_core.lightning.checkpoint import (
+    CheckpointIO,
     load_lightning_checkpoint,
     module_state_dict,
     restore_model,
     restore_optimizers,
     save_lightning_checkpoint,
 )
-from nnx_core.lightning.checkpoint_io import CheckpointIO
 from nnx_core.lightning.compat import attached_trainer, is_wrapping_checkpoint_io, make_optimizers
 from nnx_core.lightning.exact_resume import ExactResume
 from nnx_core.lightning.processes import ParallelProcesses, size_of_batch

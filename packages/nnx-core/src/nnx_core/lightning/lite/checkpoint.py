@@ -24,8 +24,12 @@ from nnx_checkpoint.naming import FABRIC_KEYS
 from nnx_checkpoint.shard import Shard, shard_of
 from nnx_core.backend import Backend, NoOptions, Sample
 from nnx_core.errors import CheckpointError
-from nnx_core.lightning.checkpoint import module_state_dict, save_lightning_checkpoint
-from nnx_core.lightning.checkpoint_io import CheckpointIO, innermost_checkpoint_io
+from nnx_core.lightning.checkpoint import (
+    CheckpointIO,
+    innermost_checkpoint_io,
+    module_state_dict,
+    save_lightning_checkpoint,
+)
 from nnx_core.lightning.fabric import FabricAdapter
 from nnx_core.lightning.fabric_checkpoint import StoredContent, rename_parameters
 from nnx_core.lightning.namespaces import FABRIC_ROOT, fabric_module

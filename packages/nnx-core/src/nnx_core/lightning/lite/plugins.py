@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from nnx_core.errors import OptionError
-from nnx_core.lightning.checkpoint_io import CheckpointIO
+from nnx_core.lightning.checkpoint import CheckpointIO
 from nnx_core.lightning.lite.hardware import accelerator_name
 from nnx_core.lightning.namespaces import (
     FABRIC_ROOT,
