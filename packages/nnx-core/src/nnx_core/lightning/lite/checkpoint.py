@@ -2,7 +2,7 @@
 
 A module is stored under the names that it has as an attribute called like its key, so that
 ``self.save({"model": self.model}, path)`` and a LightningModule with ``self.model`` write the same. This
-module decides what is stored where; `nnx_core.lightning.fabric_checkpoint` and
+module decides what is stored where; `nnx_core.lightning.fabric` and
 `nnx_core.lightning.checkpoint` do it.
 """
 
@@ -30,8 +30,7 @@ from nnx_core.lightning.checkpoint import (
     module_state_dict,
     save_lightning_checkpoint,
 )
-from nnx_core.lightning.fabric import FabricAdapter
-from nnx_core.lightning.fabric_checkpoint import StoredContent, rename_parameters
+from nnx_core.lightning.fabric import FabricAdapter, StoredContent, rename_parameters
 from nnx_core.lightning.namespaces import FABRIC_ROOT, fabric_module
 from nnx_core.lightning.routing import unwrap_engine, unwrap_optimizer
 from nnx_core.random_state import RandomState

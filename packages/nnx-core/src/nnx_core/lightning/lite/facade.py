@@ -17,8 +17,7 @@ from nnx_checkpoint.state import as_state_dict
 from nnx_core.catalog import historical
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.lightning.checkpoint import restore_model, restore_optimizers
-from nnx_core.lightning.fabric import FabricAdapter
-from nnx_core.lightning.fabric_checkpoint import load_fabric_checkpoint
+from nnx_core.lightning.fabric import FabricAdapter, load_fabric_checkpoint
 from nnx_core.lightning.lite.checkpoint import (
     ModuleState,
     OptimizerStateDict,
