@@ -16,10 +16,16 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 
 import nnx
 from nnx_core.errors import NnxError
-from nnx_core.lightning.lite.facade import FLAGS, TRANSLATED, fabric_arguments
-from nnx_core.lightning.lite.hardware import ACCELERATORS, GONE_ACCELERATORS
-from nnx_core.lightning.lite.plugins import OLD_PRECISIONS, PRECISIONS
 from nnx_core.lite import Lite
+from nnx_core.lite.flags import (
+    ACCELERATORS,
+    FLAGS,
+    GONE_ACCELERATORS,
+    OLD_PRECISIONS,
+    PRECISIONS,
+    TRANSLATED,
+    fabric_arguments,
+)
 from nnx_test_helpers.repository import from_repository
 
 PAGE = from_repository(__file__, "docs/lite.md")

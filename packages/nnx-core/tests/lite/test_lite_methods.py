@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import UnsupportedError
-from nnx_core.lightning.lite.facade import LiteModule, LiteOptimizer
-from nnx_core.lite import Lite
+from nnx_core.lite import Lite, LiteModule, LiteOptimizer
 
 
 class Do(Lite):

@@ -2,8 +2,7 @@
 
 A module is stored under the names that it has as an attribute called like its key, so that
 ``self.save({"model": self.model}, path)`` and a LightningModule with ``self.model`` write the same. This
-module decides what is stored where; `nnx_core.lightning.fabric` and
-`nnx_core.lightning.checkpoint` do it.
+module decides what is stored where; `nnx_core.lightning.fabric` and `nnx_core.lightning.checkpoint` do it.
 """
 
 from __future__ import annotations
@@ -36,26 +35,12 @@ from nnx_core.lightning.routing import unwrap_engine, unwrap_optimizer
 from nnx_core.random_state import RandomState
 from nnx_core.shares import of_process
 
-__all__ = [
-    "ModuleState",
-    "OptimizerStateDict",
-    "fill_module",
-    "fill_optimizer",
-    "holds_shards",
-    "is_plain",
-    "load_content",
-    "save_content",
-    "save_file",
-    "state_of",
-]
-
-
 # --- snapshots ------------------------------------------------------------------------------------
 # State dicts that know where their tensors lie, so that a rank's part is never taken for the whole.
 #
 # Under nnx's strategies ``model.state_dict()`` holds what this rank holds. `ModuleState` remembers the
-# shards behind it, and `OptimizerStateDict` whose state it is. `nnx_core.lightning.lite.checkpoint` writes
-# both; here they are copied back in memory. Nothing here communicates.
+# shards behind it, and `OptimizerStateDict` whose state it is. They are saved below;
+# here they are copied back in memory, which communicates nothing.
 
 
 _TAKE_IT_WHOLE = "Take `model.state_dict()` as it is, or `copy.deepcopy` of it, and change values in place."

@@ -1,4 +1,8 @@
-"""The plugins flag: environments, precision and checkpoint IO of any copy of Lightning, as Fabric's."""
+"""From Lite's flags, with the meaning they had in LightningLite, to the keywords of ``Fabric(...)``.
+
+What is asked for and not there is an error here, before any process starts. Objects of Trainer's, or of the
+other copy of Lightning, become those of the Fabric in use.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from nnx_core.errors import OptionError
+from nnx_core.catalog import historical
+from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.lightning.checkpoint import CheckpointIO
-from nnx_core.lightning.lite.hardware import accelerator_name
 from nnx_core.lightning.namespaces import (
     FABRIC_ROOT,
     fabric_module,
@@ -18,17 +22,320 @@ from nnx_core.lightning.namespaces import (
     root_of,
 )
 from nnx_core.lightning.processes import ParallelProcesses
+from nnx_core.lightning.registration import build
+from nnx_core.registry import StrategyRegistry
 
-__all__ = [
-    "OLD_PRECISIONS",
-    "PRECISIONS",
-    "RECIPES",
-    "choose_plugins",
-    "choose_precision",
-    "fabric_strategy",
-    "is_precision",
-    "take_accelerator",
-]
+__all__ = ["fabric_arguments"]
+
+# --- all of them ----------------------------------------------------------------------------------
+
+
+FLAGS = ("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins", "gpus", "tpu_cores")
+"""Names of the flags, in the order of the old constructor."""
+TRANSLATED = ("tpu_spawn", "ddp_sharded", "ddp_sharded_spawn")
+"""Strategy names that Lite took and that nothing registers any more; the catalog says what they became."""
+_SPAWNING = ("ddp_sharded_spawn",)
+_DEFAULT_PRECISION = 32
+
+
+def fabric_arguments(
+    *,
+    accelerator: Any = None,
+    strategy: Any = None,
+    devices: Any = None,
+    num_nodes: Any = 1,
+    precision: Any = _DEFAULT_PRECISION,
+    plugins: Any = None,
+    gpus: Any = None,
+    tpu_cores: Any = None,
+) -> dict[str, Any]:
+    """Keywords of ``Fabric(...)`` that mean what the flags meant in LightningLite.
+
+    Raises:
+        OptionError: A flag's value is unknown, or flags contradict each other.
+        UnsupportedError: This machine lacks the accelerator.
+        StrategyNotInstalledError: The strategy's package is missing.
+    """
+    _check_num_nodes(num_nodes)
+    chosen = _choose_strategy(strategy)
+    accelerator = accelerator_name(accelerator)
+    if not isinstance(chosen, str):
+        accelerator = take_accelerator(chosen, accelerator)
+    hardware = choose_hardware(accelerator, devices, gpus, tpu_cores)
+    parts = choose_plugins(plugins)
+    return {
+        "accelerator": hardware.accelerator,
+        "strategy": chosen,
+        "devices": hardware.devices,
+        "num_nodes": num_nodes,
+        "precision": _precision_beside(parts, chosen, precision),
+        "plugins": parts,
+    }
+
+
+def _check_num_nodes(num_nodes: Any) -> None:
+    if not isinstance(num_nodes, int) or isinstance(num_nodes, bool) or num_nodes < 1:
+        raise OptionError(f"num_nodes={num_nodes!r} is not a number of nodes.", remedy="Pass 1 or more.")
+
+
+def _choose_strategy(strategy: Any) -> Any:
+    """A name for Fabric, or an object of its strategy classes."""
+    if strategy is None:
+        return "auto"
+    if isinstance(strategy, str):
+        return _by_name(strategy.lower())
+    if root_of(strategy, "strategies", "Strategy") is None:
+        counts = isinstance(strategy, (int, list, tuple))
+        hint = f"Did you mean `devices={strategy!r}`? The second argument is the strategy. " if counts else ""
+        raise OptionError(
+            f"strategy={strategy!r} is neither a name nor a strategy.",
+            remedy=f"{hint}Pass a name that `nnx list` shows, or an object of {FABRIC_ROOT}.strategies.",
+        )
+    return fabric_strategy(strategy)
+
+
+def _by_name(name: str) -> Any:
+    """Fabric refuses unknown names itself, with what nnx's registry says about them."""
+    if name not in TRANSLATED:
+        return name
+    successor = historical()[name].successor
+    if name in _SPAWNING:
+        spec = StrategyRegistry.get(successor)
+        return build(spec, namespace=FABRIC_ROOT, overrides={"start_method": "spawn"})
+    return successor
+
+
+def _precision_beside(plugins: list[Any], strategy: Any, precision: Any) -> str | None:
+    """The precision flag, which must stand back where a plugin or the strategy brings the precision."""
+    given = [type(plugin).__name__ for plugin in plugins if is_precision(plugin)]
+    own = getattr(strategy, "_precision", None)
+    given += [type(own).__name__] if own is not None else []
+    if not given:
+        return choose_precision(precision)
+    if precision not in (None, _DEFAULT_PRECISION):
+        raise OptionError(
+            f"precision={precision!r} contradicts the {given[0]} that was passed as an object.",
+            remedy="Drop one of them.",
+        )
+    return None
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+
+ACCELERATORS = ("cpu", "gpu", "cuda", "mps", "tpu", "auto")
+"""Names that Lite takes, beside those that somebody registered with Fabric."""
+GONE_ACCELERATORS = {
+    "ipu": "Graphcore's IPUs are no longer supported by Lightning",
+    "hpu": "Intel Gaudi moved to the package lightning-habana",
+}
+"""Names of the past and what became of them."""
+_NAMES = {
+    "CPUAccelerator": "cpu",
+    "CUDAAccelerator": "cuda",
+    "MPSAccelerator": "mps",
+    "XLAAccelerator": "tpu",
+}
+_CLASSES = {name: cls for cls, name in _NAMES.items()}
+_HOST_HAS_NO_INDICES = "Devices of the CPU are processes: pass their number, such as `devices=2`."
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenHardware:
+    """What Fabric is asked for.
+
+    Attributes:
+        accelerator: A name, or an accelerator object of the user's own.
+        devices: A number, indices, or ``"auto"``.
+    """
+
+    accelerator: Any
+    devices: int | list[int] | str
+
+
+def choose_hardware(
+    accelerator: Any, devices: Any, gpus: Any = None, tpu_cores: Any = None
+) -> ChosenHardware:
+    """Read the four flags together.
+
+    Args:
+        accelerator: Name, object or None, which is the CPU unless `gpus` or `tpu_cores` say otherwise.
+        devices: Number, indices, a string of either, ``"auto"``, -1 for all, or None and 0 for the CPU.
+        gpus: The same for GPUs.
+        tpu_cores: The same for cores of a TPU.
+
+    Raises:
+        OptionError: A value cannot be read, or two flags contradict each other.
+        UnsupportedError: This machine has no such accelerator.
+
+    Example:
+        >>> choose_hardware(None, "2")
+        ChosenHardware(accelerator='cpu', devices=2)
+    """
+    chosen, amount = _join_shorthands(
+        accelerator_name(accelerator),
+        parse_devices("devices", devices),
+        {"gpus": parse_devices("gpus", gpus), "tpu_cores": parse_devices("tpu_cores", tpu_cores)},
+    )
+    if amount in (0, []):
+        if chosen not in (None, "cpu", "auto"):
+            raise OptionError(
+                f"devices={devices!r} asks for no device of accelerator={accelerator!r}.",
+                remedy="Pass how many devices to use, or `accelerator='cpu'`.",
+            )
+        return ChosenHardware("cpu", 1)
+    chosen = "cpu" if chosen is None else chosen
+    _check_available(chosen)
+    if chosen == "cpu" and isinstance(amount, list):
+        raise OptionError(
+            f"devices={devices!r} are indices of devices, and the accelerator is the CPU.",
+            remedy=f"{_HOST_HAS_NO_INDICES} For GPUs add `accelerator='gpu'`.",
+        )
+    return ChosenHardware(chosen, "auto" if amount is None else amount)
+
+
+def parse_devices(flag: str, value: Any) -> int | list[int] | str | None:
+    """Read one flag that counts or lists devices; -1 is ``"auto"``.
+
+    Args:
+        flag: Its name, for messages.
+        value: The value as the user gave it.
+
+    Raises:
+        OptionError: It is not a number, indices, or a string of either.
+
+    Example:
+        >>> parse_devices("devices", "1, 4"), parse_devices("gpus", "-1"), parse_devices("devices", "2")
+        ([1, 4], 'auto', 2)
+    """
+    if isinstance(value, str):
+        value = _from_text(flag, value)
+    if value is None or value == "auto":
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, (list, tuple)) and all(_is_count(index) and index >= 0 for index in value):
+        return list(value)
+    if _is_count(value) and value >= -1:
+        return "auto" if value == -1 else int(value)
+    raise _unreadable(flag, value)
+
+
+def _from_text(flag: str, text: str) -> Any:
+    parts = [part.strip() for part in text.split(",")]
+    if text.strip().lower() == "auto":
+        return "auto"
+    try:
+        numbers = [int(part) for part in parts if part]
+    except ValueError:
+        raise _unreadable(flag, text) from None
+    if not numbers:
+        raise _unreadable(flag, text)
+    return numbers if "," in text else numbers[0]
+
+
+def _unreadable(flag: str, value: Any) -> OptionError:
+    return OptionError(
+        f"{flag}={value!r} is neither a number of devices nor indices of devices.",
+        remedy=f"Pass a number, -1 or 'auto' for all, a list such as [1, 4], or a string of these as {flag}.",
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _join_shorthands(accelerator: Any, devices: Any, shorthands: dict[str, Any]) -> tuple[Any, Any]:
+    """`gpus` and `tpu_cores` stand for an accelerator and its devices; 0 of them asks for nothing."""
+    meant = {"gpus": ("gpu", "cuda", "mps"), "tpu_cores": ("tpu",)}
+    given = {flag: amount for flag, amount in shorthands.items() if amount not in (None, 0, [])}
+    if len(given) > 1:
+        raise OptionError(
+            f"gpus={given['gpus']!r} and tpu_cores={given['tpu_cores']!r} ask for two accelerators.",
+            remedy="Keep the one to train on.",
+        )
+    for flag, amount in given.items():
+        if accelerator not in (None, "auto", *meant[flag]):
+            raise OptionError(
+                f"{flag}={amount!r} contradicts accelerator={accelerator!r}.",
+                remedy=f"Drop one of them; {flag} means `accelerator={meant[flag][0]!r}`.",
+            )
+        if devices not in (None, amount):
+            raise OptionError(
+                f"{flag}={amount!r} contradicts devices={devices!r}.",
+                remedy=f"Drop one of them; {flag} means `devices` with `accelerator={meant[flag][0]!r}`.",
+            )
+        return accelerator if accelerator in meant[flag] else meant[flag][0], amount
+    return accelerator, devices
+
+
+# --- accelerators ---------------------------------------------------------------------------------
+
+
+def accelerator_name(accelerator: Any) -> Any:
+    """The name of an accelerator, given as name or object; an object of the user's own stays itself.
+
+    Raises:
+        OptionError: It is unknown, or an object of another copy of Lightning.
+    """
+    if accelerator is None:
+        return None
+    if isinstance(accelerator, str):
+        return _known_name(accelerator.lower())
+    if is_from_lightning(accelerator) and type(accelerator).__name__ in _NAMES:
+        return _NAMES[type(accelerator).__name__]
+    if isinstance(accelerator, fabric_module("accelerators").Accelerator) and not _is_trainers(accelerator):
+        return accelerator
+    counts = isinstance(accelerator, (int, list, tuple))
+    hint = (
+        f"Did you mean `devices={accelerator!r}`? The first argument is the accelerator. " if counts else ""
+    )
+    raise OptionError(
+        f"accelerator={accelerator!r} is not an accelerator of Fabric.",
+        remedy=f"{hint}Pass one of {', '.join(ACCELERATORS)}, or an object of a class that inherits from "
+        f"{fabric_module('accelerators').__name__}.Accelerator.",
+    )
+
+
+def _is_trainers(accelerator: Any) -> bool:
+    root = root_of(accelerator, "accelerators", "Accelerator")
+    return root in ("lightning.pytorch", "pytorch_lightning")
+
+
+def _known_name(name: str) -> str:
+    registered = fabric_module("accelerators").ACCELERATOR_REGISTRY.available_accelerators()
+    if name in ACCELERATORS or name in registered:
+        return name
+    if name in GONE_ACCELERATORS:
+        raise OptionError(
+            f"accelerator={name!r}: {GONE_ACCELERATORS[name]}.",
+            remedy=f"Use one of {', '.join(ACCELERATORS)}.",
+        )
+    near = get_close_matches(name, [*ACCELERATORS, *registered], n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    if name in fabric_module("strategies").STRATEGY_REGISTRY or name in historical():
+        hint = f"It is a strategy: the first argument is the accelerator, so pass `strategy={name!r}`. "
+    raise OptionError(
+        f"accelerator={name!r} is unknown.", remedy=f"{hint}Use one of {', '.join(ACCELERATORS)}."
+    )
+
+
+def _check_available(accelerator: Any) -> None:
+    """Refuse hardware that this machine does not have.
+
+    Raises:
+        UnsupportedError: With what it has.
+    """
+    accelerators = fabric_module("accelerators")
+    here = [name for name, cls in _CLASSES.items() if getattr(accelerators, cls).is_available()]
+    if accelerator in ("cpu", "auto") or accelerator in here:
+        return
+    if accelerator == "gpu" and {"cuda", "mps"} & set(here):
+        return
+    if accelerator == "gpu" or accelerator in _CLASSES:
+        raise UnsupportedError(
+            f"accelerator={accelerator!r} was asked for, and torch finds none on this machine; it finds "
+            f"{', '.join(here)}.",
+            remedy="Run on a machine with one, or pass `accelerator='auto'` to take what there is.",
+        )
 
 
 # --- precision ------------------------------------------------------------------------------------
@@ -290,11 +597,6 @@ def _kind_of_devices(strategy: Any) -> str | None:
 # --- plugins --------------------------------------------------------------------------------------
 
 
-_PRECISION = ("plugins.precision", "Precision")
-_ENVIRONMENT = ("plugins.environments", "ClusterEnvironment")
-_IO = ("plugins.io", "CheckpointIO")
-
-
 def choose_plugins(plugins: Any) -> list[Any]:
     """Fabric's plugins for what the user passed: None, one, or several.
 
@@ -308,31 +610,28 @@ def choose_plugins(plugins: Any) -> list[Any]:
 
 
 def _translate(plugin: Any) -> Any:
-    if root_of(plugin, *_PRECISION) is not None:
-        return fabric_precision(plugin) if _is_foreign(plugin, _PRECISION) else plugin
-    if root_of(plugin, *_ENVIRONMENT) is not None:
+    if is_precision(plugin):
+        return plugin if _precision_root(plugin) == FABRIC_ROOT else fabric_precision(plugin)
+    if root_of(plugin, "plugins.environments", "ClusterEnvironment") is not None:
         return fabric_cluster_environment(plugin)
-    if isinstance(plugin, CheckpointIO) or root_of(plugin, *_IO) is not None:
+    if isinstance(plugin, CheckpointIO) or root_of(plugin, "plugins.io", "CheckpointIO") is not None:
         return fabric_checkpoint_io(plugin)
     raise _refused(plugin)
 
 
 def is_precision(plugin: Any) -> bool:
     """Whether it is a precision plugin."""
-    return root_of(plugin, *_PRECISION) is not None
+    return _precision_root(plugin) is not None
 
 
-def _is_foreign(plugin: Any, kind: tuple[str, str]) -> bool:
-    return root_of(plugin, *kind) != FABRIC_ROOT
+def _precision_root(plugin: Any) -> str | None:
+    return root_of(plugin, "plugins.precision", "Precision")
 
 
 def fabric_cluster_environment(environment: Any) -> Any:
     """The same environment, or one of the Fabric in use that asks it."""
-    return _ForeignEnvironment(environment) if _is_foreign_environment(environment) else environment
-
-
-def _is_foreign_environment(environment: Any) -> bool:
-    return not isinstance(environment, fabric_module("plugins.environments").ClusterEnvironment)
+    ours = fabric_module("plugins.environments").ClusterEnvironment
+    return environment if isinstance(environment, ours) else _ForeignEnvironment(environment)
 
 
 def fabric_checkpoint_io(io: Any) -> Any:

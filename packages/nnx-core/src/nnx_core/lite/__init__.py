@@ -1,4 +1,8 @@
-"""`Lite`: the class that users subclass. The rest is Fabric's and nnx's."""
+"""Lite: LightningLite's class, flags and methods on today's Fabric, with every strategy that nnx knows.
+
+Old scripts change one line: ``from pytorch_lightning.lite import LightningLite`` becomes
+``from nnx_core.lite import LightningLite``. `DeepSpeedPlugin` is here because strategies were called plugins.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,12 @@ from torch.optim import Optimizer
 from nnx_checkpoint.collective import control_group, together
 from nnx_checkpoint.naming import LazyStateDict, StoredName, numbered_optimizer_state, numbers_parameters
 from nnx_checkpoint.state import as_state_dict
-from nnx_core.catalog import historical
-from nnx_core.errors import OptionError, UnsupportedError
+from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.checkpoint import restore_model, restore_optimizers
 from nnx_core.lightning.fabric import FabricAdapter, load_fabric_checkpoint
-from nnx_core.lightning.lite.checkpoint import (
+from nnx_core.lightning.namespaces import fabric_module
+from nnx_core.lightning.processes import leave_process_group_at_exit
+from nnx_core.lite.checkpoint import (
     ModuleState,
     OptimizerStateDict,
     fill_module,
@@ -30,18 +35,7 @@ from nnx_core.lightning.lite.checkpoint import (
     save_file,
     state_of,
 )
-from nnx_core.lightning.lite.hardware import accelerator_name, choose_hardware
-from nnx_core.lightning.lite.plugins import (
-    choose_plugins,
-    choose_precision,
-    fabric_strategy,
-    is_precision,
-    take_accelerator,
-)
-from nnx_core.lightning.namespaces import FABRIC_ROOT, fabric_module, root_of
-from nnx_core.lightning.processes import leave_process_group_at_exit
-from nnx_core.lightning.registration import build
-from nnx_core.registry import StrategyRegistry
+from nnx_core.lite.flags import fabric_arguments
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -51,14 +45,9 @@ else:
     _FabricModule = fabric_module("wrappers")._FabricModule
     _FabricOptimizer = fabric_module("wrappers")._FabricOptimizer
 
-__all__ = [
-    "FLAGS",
-    "TRANSLATED",
-    "Lite",
-    "LiteModule",
-    "LiteOptimizer",
-    "fabric_arguments",
-]
+__all__ = ["DeepSpeedPlugin", "LightningLite", "Lite"]
+
+DeepSpeedPlugin = fabric_module("strategies").DeepSpeedStrategy
 
 
 # --- wrapping -------------------------------------------------------------------------------------
@@ -380,95 +369,4 @@ class Lite(Fabric):
         return rest
 
 
-# --- flags ----------------------------------------------------------------------------------------
-# Lite's flags together: from what the constructor was given to the keywords of Fabric's.
-
-
-FLAGS = ("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins", "gpus", "tpu_cores")
-"""Names of the flags, in the order of the old constructor."""
-TRANSLATED = ("tpu_spawn", "ddp_sharded", "ddp_sharded_spawn")
-"""Strategy names that Lite took and that nothing registers any more; the catalog says what they became."""
-_SPAWNING = ("ddp_sharded_spawn",)
-_DEFAULT_PRECISION = 32
-
-
-def fabric_arguments(
-    *,
-    accelerator: Any = None,
-    strategy: Any = None,
-    devices: Any = None,
-    num_nodes: Any = 1,
-    precision: Any = _DEFAULT_PRECISION,
-    plugins: Any = None,
-    gpus: Any = None,
-    tpu_cores: Any = None,
-) -> dict[str, Any]:
-    """Keywords of ``Fabric(...)`` that mean what the flags meant in LightningLite.
-
-    Raises:
-        OptionError: A flag's value is unknown, or flags contradict each other.
-        UnsupportedError: This machine lacks the accelerator.
-        StrategyNotInstalledError: The strategy's package is missing.
-    """
-    _check_num_nodes(num_nodes)
-    chosen = _choose_strategy(strategy)
-    accelerator = accelerator_name(accelerator)
-    if not isinstance(chosen, str):
-        accelerator = take_accelerator(chosen, accelerator)
-    hardware = choose_hardware(accelerator, devices, gpus, tpu_cores)
-    parts = choose_plugins(plugins)
-    return {
-        "accelerator": hardware.accelerator,
-        "strategy": chosen,
-        "devices": hardware.devices,
-        "num_nodes": num_nodes,
-        "precision": _precision_beside(parts, chosen, precision),
-        "plugins": parts,
-    }
-
-
-def _check_num_nodes(num_nodes: Any) -> None:
-    if not isinstance(num_nodes, int) or isinstance(num_nodes, bool) or num_nodes < 1:
-        raise OptionError(f"num_nodes={num_nodes!r} is not a number of nodes.", remedy="Pass 1 or more.")
-
-
-def _choose_strategy(strategy: Any) -> Any:
-    """A name for Fabric, or an object of its strategy classes."""
-    if strategy is None:
-        return "auto"
-    if isinstance(strategy, str):
-        return _by_name(strategy.lower())
-    if root_of(strategy, "strategies", "Strategy") is None:
-        counts = isinstance(strategy, (int, list, tuple))
-        hint = f"Did you mean `devices={strategy!r}`? The second argument is the strategy. " if counts else ""
-        raise OptionError(
-            f"strategy={strategy!r} is neither a name nor a strategy.",
-            remedy=f"{hint}Pass a name that `nnx list` shows, or an object of {FABRIC_ROOT}.strategies.",
-        )
-    return fabric_strategy(strategy)
-
-
-def _by_name(name: str) -> Any:
-    """Fabric refuses unknown names itself, with what nnx's registry says about them."""
-    if name not in TRANSLATED:
-        return name
-    successor = historical()[name].successor
-    if name in _SPAWNING:
-        spec = StrategyRegistry.get(successor)
-        return build(spec, namespace=FABRIC_ROOT, overrides={"start_method": "spawn"})
-    return successor
-
-
-def _precision_beside(plugins: list[Any], strategy: Any, precision: Any) -> str | None:
-    """The precision flag, which must stand back where a plugin or the strategy brings the precision."""
-    given = [type(plugin).__name__ for plugin in plugins if is_precision(plugin)]
-    own = getattr(strategy, "_precision", None)
-    given += [type(own).__name__] if own is not None else []
-    if not given:
-        return choose_precision(precision)
-    if precision not in (None, _DEFAULT_PRECISION):
-        raise OptionError(
-            f"precision={precision!r} contradicts the {given[0]} that was passed as an object.",
-            remedy="Drop one of them.",
-        )
-    return None
+LightningLite = Lite

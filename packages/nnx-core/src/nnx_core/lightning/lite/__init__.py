@@ -1,1 +1,0 @@
-"""Lite: LightningLite's flags and methods on today's Fabric. Users import it from `nnx` or `nnx.lite`."""
