@@ -4,50 +4,590 @@ Lightning restores weights, optimizers and counters; data it reads again from th
 random numbers it draws anew. This module saves what is missing for each rank, and puts it back when it
 counts: the position when the loaders are made, random numbers just before training begins. Where the strategy
 is Lightning's own, `nnx_core.lightning.callbacks` calls it.
+
+Loaders over a dataset with indices pass over what has been seen; those that have a state of their own are
+Lightning's to restore; others start over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import copy
+import importlib
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from nnx_checkpoint.collective import control_group, together
 from nnx_checkpoint.naming import RANKS
 from nnx_core import random_state
 from nnx_core.errors import CheckpointError
-from nnx_core.lightning.training_data import (
-    Interruption,
-    Position,
-    TrainingData,
-    begin_late,
-    complete_batch,
-    interruption,
-)
 from nnx_core.shares import of_process
+
+# --- where the loops were -------------------------------------------------------------------------
+# Lightning 2.6 resumes some places otherwise than it left them. A run that ``max_steps`` ended inside an
+# epoch goes on under the next epoch's number, and one that ended with an epoch trains one batch too many:
+# `interruption` rewrites their counters before Lightning reads them. What follows a batch that was saved in
+# its own end hook (validation, the end of the epoch) is left out: `complete_batch` makes up for it.
+
+
+_EPOCHS = "epoch_progress"
+_BATCHES = "epoch_loop.batch_progress"
+
+
+@dataclass(frozen=True, slots=True)
+class Interruption:
+    """Where a run was interrupted.
+
+    Attributes:
+        batches: Batches of the epoch that were trained on.
+        inside: True if the pass over the data goes on; otherwise a new one begins.
+    """
+
+    batches: int
+    inside: bool
+
+
+def interruption(checkpoint: dict[str, Any], *, iteration_based: bool) -> Interruption | None:
+    """Find out where the run of a checkpoint was interrupted, and correct the counters in it.
+
+    Args:
+        checkpoint: Lightning's dict; its ``loops`` are replaced, not changed.
+        iteration_based: True if the run that resumes counts steps (``max_steps``) rather than epochs.
+
+    Returns:
+        None if the checkpoint has no loops, as Fabric's have none.
+    """
+    if "fit_loop" not in checkpoint.get("loops", {}):
+        return None
+    checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": copy.deepcopy(checkpoint["loops"]["fit_loop"])}
+    loops = checkpoint["loops"]["fit_loop"]
+    epochs, batches = loops[_EPOCHS], loops[_BATCHES]
+    current = batches["current"]
+    exhausted = batches["is_last_batch"] and current["processed"] == current["ready"]
+    between = epochs["current"]["started"] == epochs["current"]["processed"]
+    if batches["total"]["ready"] == 0:
+        return Interruption(0, inside=True)
+    if between and iteration_based and not exhausted:
+        _reopen_epoch(epochs)
+        return Interruption(current["processed"], inside=True)
+    if between:
+        _close_epoch(epochs, batches)
+    return Interruption(current["processed"], inside=not (between or exhausted))
+
+
+def _reopen_epoch(epochs: dict[str, Any]) -> None:
+    """The steps ran out inside an epoch, which Lightning counts as its end."""
+    for progress in (epochs["total"], epochs["current"]):
+        progress["processed"] -= 1
+        progress["completed"] = progress["processed"]
+
+
+def _close_epoch(epochs: dict[str, Any], batches: dict[str, Any]) -> None:
+    """The epoch is over, whichever hook at its end or at the next one's beginning saved it."""
+    for progress in (epochs["total"], epochs["current"]):
+        for counter in ("ready", "started", "completed"):
+            progress[counter] = progress["processed"]
+    batches["current"].update(dict.fromkeys(batches["current"], 0))
+    batches["is_last_batch"] = False
+
+
+def count_batches(trainer: Any, batches: int) -> None:
+    """Set how many batches of the epoch have been trained on, keeping how far the last one has got."""
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    moved = batches - current.processed
+    for counter in ("ready", "started", "processed", "completed"):
+        setattr(current, counter, getattr(current, counter) + moved)
+
+
+def complete_batch(trainer: Any) -> None:
+    """Let the validation or the end of the epoch follow the batch in whose end hook the run was saved.
+
+    Called when Lightning has prepared its loops for resuming, and before the first batch.
+    """
+    fit = trainer.fit_loop
+    loop = fit.epoch_loop
+    progress = loop.batch_progress
+    if progress.is_last_batch and fit.max_batches != float("inf"):
+        count_batches(trainer, fit.max_batches)  # as this world size counts them
+    if not loop.restarted_on_train_batch_end:
+        return
+    if progress.is_last_batch and fit.restarted_mid_epoch:  # Lightning has closed the epoch: it is not over
+        for counters in (fit.epoch_progress.total, fit.epoch_progress.current):
+            counters.processed -= 1
+            counters.completed -= 1
+    is_due = loop._should_check_val_fx(fit._data_fetcher)
+    if not (is_due or progress.is_last_batch):
+        return
+    progress.increment_completed()
+    loop._restart_stage = _stages(loop).RESTARTED_ON_LAST
+    if is_due:  # Lightning goes back into a validation that had begun
+        loop.val_loop.restarting = False
+        loop.val_loop._restart_stage = _stages(loop.val_loop).RESTARTED_MID_EVALUATION
+    else:  # and ends an epoch whose data is at its end
+        fit._data_fetcher.iterator = iter(())
+        loop._batches_that_stepped += 1
+
+
+def _stages(loop: Any) -> Any:
+    return importlib.import_module(type(loop).__module__).RestartStage
+
+
+# --- positions ------------------------------------------------------------------------------------
+# Where a `DataLoader` stands in its pass over the data, and how to go on from there.
+#
+# The position is kept at the sampler: what a run has seen is passed over as indices, and no sample is
+# loaded only to be dropped. It counts over all data-parallel ranks, so that another number of ranks goes on
+# from it. A shuffled order is made again from the random state in which the sampler made it. This module
+# knows torch's loaders; it knows neither files nor Lightning.
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far the data of one loader has been consumed in its current pass.
+
+    Attributes:
+        consumed: Over all data-parallel ranks; in samples, or in items of a sampler whose samples are not
+            known, such as a batch sampler of the user's.
+        unit: ``"samples"`` or ``"items"``.
+        order: Class of the sampler that made the order.
+        seed: The seed of a ``DistributedSampler``.
+        started_from: Random state in which the sampler made the order; None if it has not begun.
+        generators: States, now, of the generators that the loader and its samplers were given.
+    """
+
+    consumed: int
+    unit: str
+    order: str
+    seed: int | None = None
+    started_from: dict[str, Any] | None = None
+    generators: list[bytes] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data; `Position` takes it as keyword arguments."""
+        return asdict(self)
+
+
+class TrackedSampler(Sampler[Any]):
+    """Stands in for a loader's index sampler: remembers how its pass began, and can begin in the middle.
+
+    Args:
+        inner: The sampler that the loader would take its indices from: its batch sampler, or its sampler
+            where it does not batch.
+        generators: The generators that the loader and its samplers draw from, other than the global ones.
+
+    Attributes:
+        first: Units of the current pass that were passed over at its beginning, on this rank.
+        first_items: The same in items, which are batches unless the loader does not batch.
+        started_from: Random state in which the current pass began.
+    """
+
+    def __init__(self, inner: Any, generators: list[torch.Generator]) -> None:
+        self.inner = inner
+        self.generators = generators
+        self.first = 0
+        self.first_items = 0
+        self.started_from: dict[str, Any] | None = None
+        self._next_pass: tuple[int, dict[str, Any] | None] = (0, None)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the inner sampler's."""
+        if name == "inner":  # while an instance is being rebuilt
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    @property
+    def unit(self) -> str:
+        """What `first` counts."""
+        return "samples" if self._batch_size is not None else "items"
+
+    @property
+    def leaf(self) -> Any:
+        """The sampler that decides the order of samples."""
+        return getattr(self.inner, "sampler", self.inner)
+
+    @property
+    def _batch_size(self) -> int | None:
+        return self.inner.batch_size if type(self.inner) is BatchSampler else None
+
+    def begin_at(self, units: int, started_from: dict[str, Any] | None) -> None:
+        """Make passes begin in the middle, until `begin_at_start`. A loader may ask for several to use one.
+
+        Args:
+            units: The number of units of this rank's share to pass over.
+            started_from: Random state in which the saved run began this pass.
+        """
+        self._next_pass = units, started_from
+
+    def begin_at_start(self) -> None:
+        """Make the passes after those that were asked for begin at their beginning."""
+        self._next_pass = (0, None)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.first, self.started_from = self._next_pass
+        self.first_items = self.items_before(self.first)
+        if self.started_from is None:
+            return self._begin(self.first)
+        return self._begin_again(self.first, self.started_from)
+
+    def _begin(self, first: int) -> Iterator[Any]:
+        self.started_from = {**random_state.capture(host_only=True), "generators": self.generator_states()}
+        yield from self._from(first)
+
+    def _begin_again(self, first: int, started_from: dict[str, Any]) -> Iterator[Any]:
+        """Draw the order from where it was drawn before, leaving the run's random state as it is."""
+        with random_state.host_state_kept():
+            random_state.restore(started_from)
+            self.restore_generators(started_from["generators"])
+            rest = self._from(first)
+            # Samplers draw when the first index is asked for, which passing over others has done already.
+            drawn = list(itertools.islice(rest, 0 if first else 1))
+        yield from itertools.chain(drawn, rest)
+
+    def _from(self, units: int) -> Iterator[Any]:
+        size = self._batch_size
+        indices: Iterator[Any] = iter(self.inner if size is None else self.inner.sampler)
+        for _ in itertools.islice(indices, units):
+            pass
+        if size is None:
+            return indices
+        return iter(BatchSampler(indices, size, self.inner.drop_last))
+
+    def generator_states(self) -> list[bytes]:
+        """States of the loader's own generators."""
+        return [generator.get_state().numpy().tobytes() for generator in self.generators]
+
+    def restore_generators(self, states: list[bytes]) -> None:
+        """Put the loader's own generators into states that `generator_states` returned."""
+        for generator, state in zip(self.generators, states, strict=False):
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+    def items_before(self, units: int) -> int:
+        """How many items of a pass those are of which only the rest is left after some units."""
+        size = self._batch_size
+        if size is None:
+            return units
+        try:
+            left = max(len(self.inner.sampler) - units, 0)
+            total = len(self.inner)
+        except TypeError:  # no length
+            return units // size
+        return total - (left // size if self.inner.drop_last else -(-left // size))
+
+    def units_before(self, items: int) -> int:
+        """How many units the first items of the current pass are, those that were passed over included."""
+        size = self._batch_size
+        if size is None:
+            return items
+        units = self.first + (items - self.first_items) * size
+        try:
+            return min(units, len(self.inner.sampler))
+        except TypeError:  # no length
+            return units
+
+    def position(self, items: int, data_parallel_size: int) -> Position:
+        """The position after some items of the current pass."""
+        return Position(
+            consumed=self.units_before(items) * data_parallel_size,
+            unit=self.unit,
+            order=type(self.leaf).__name__,
+            seed=self.leaf.seed if isinstance(self.leaf, DistributedSampler) else None,
+            started_from=self.started_from,
+            generators=self.generator_states(),
+        )
+
+
+# --- loaders --------------------------------------------------------------------------------------
+
+
+def tracked(loader: Any) -> TrackedSampler | None:
+    """The tracked sampler in a loader, if `track` put one there."""
+    for attribute in ("batch_sampler", "sampler"):
+        found = getattr(loader, attribute, None)
+        if isinstance(found, TrackedSampler):
+            return found
+    return None
+
+
+def track(loader: DataLoader[Any]) -> TrackedSampler:
+    """Make a loader take its indices through a `TrackedSampler`, until `untrack`. Idempotent."""
+    found = tracked(loader)
+    if found is None:
+        attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        found = TrackedSampler(getattr(loader, attribute), _generators(loader))
+        # A loader refuses another sampler once it exists, as most could not be exchanged soundly.
+        object.__setattr__(loader, attribute, found)
+    return found
+
+
+def untrack(loader: DataLoader[Any]) -> None:
+    """Give a loader its own sampler back."""
+    found = tracked(loader)
+    if found is not None:
+        attribute = "sampler" if loader.sampler is found else "batch_sampler"
+        object.__setattr__(loader, attribute, found.inner)
+
+
+def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """The generators that a loader and its samplers hold, each once, in a fixed order."""
+    found: dict[int, torch.Generator] = {}
+    pending: list[Any] = [loader]
+    while pending:
+        holder = pending.pop()
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator):
+            found.setdefault(id(generator), generator)
+        pending += [part for part in _parts(holder) if part is not None]
+    return list(found.values())
+
+
+def _parts(holder: Any) -> list[Any]:
+    if isinstance(holder, DistributedSampler):  # Lightning shares another sampler out as its dataset
+        return [getattr(holder.dataset, "_sampler", None)]
+    return [getattr(holder, name, None) for name in ("batch_sampler", "sampler")]
+
+
+# --- the data of a Trainer ------------------------------------------------------------------------
+
+
+_LIGHTNINGS_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """Where this process began an epoch in the middle: its number; batches in all and in each pass."""
+
+    epoch: int
+    batches: int
+    items: tuple[int, ...]
+
+
+class TrainingData:
+    """Follows the training loaders of a Trainer, and makes them begin in the middle of an epoch.
+
+    Attributes:
+        said: A sentence that tells the user how the data goes on.
+    """
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self._place: Interruption | None = None
+        self._saved: Sequence[Position | None] = ()
+        self._index = 0
+        self._beginning: _Beginning | None = None
+        self._loaders: list[Any] = []
+        self._final: list[Position | None] | None = None
+
+    # --- while training -----------------------------------------------------------------------
+
+    def positions(self, trainer: Any) -> list[Position | None]:
+        """Where every training loader stands; None for those whose data cannot be passed over."""
+        if self._final is not None:
+            return self._final
+        fit = trainer.fit_loop
+        if fit._combined_loader is None:
+            return []
+        loaders = fit._combined_loader.flattened
+        begun = self._beginning
+        if begun is None or begun.epoch != fit.epoch_progress.current.ready:
+            begun = _Beginning(0, 0, (0,) * len(loaders))
+        since = fit.epoch_loop.batch_progress.current.processed - begun.batches
+        samplers = [tracked(loader) for loader in loaders]
+        if all(sampler is None for sampler in samplers):
+            return [None] * len(samplers)  # also after the run, when the share of the data is not known
+        size = _data_parallel_size(trainer)
+        mode = fit._combined_loader._mode
+        return [
+            None if sampler is None else sampler.position(_in_pass(first + since, sampler, mode), size)
+            for sampler, first in zip(samplers, begun.items, strict=True)
+        ]
+
+    def close(self, trainer: Any) -> None:
+        """Give the loaders their samplers back, and keep the positions for a checkpoint saved afterwards."""
+        if self._loaders:
+            self._final = self.positions(trainer)
+        for loader in self._loaders:
+            untrack(loader)
+        self._loaders = []
+        self.resume_at(None, ())
+
+    # --- resuming -----------------------------------------------------------------------------
+
+    def resume_at(self, place: Interruption | None, saved: Sequence[Position | None]) -> None:
+        """Remember where the saved run stood, for the loaders that `process` will see.
+
+        Args:
+            place: The place at which it was interrupted, by Lightning's counters.
+            saved: The position of every loader; empty if the checkpoint has none.
+        """
+        self._place, self._saved, self._index, self.said = place, saved, 0, []
+
+    def process(self, trainer: Any, loader: Any) -> None:
+        """Follow a training loader; after `resume_at`, make its first pass begin in the middle."""
+        self._final = None
+        index, self._index = self._index, self._index + 1
+        inside = self._place is not None and self._place.inside
+        # Over a dataset with indices, seen data can be passed over without loading it.
+        is_skippable = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        if not is_skippable or _has_state(loader):
+            if inside and not _has_state(loader):
+                self.said.append(
+                    f"the training data of {type(loader).__name__} starts over, as it has neither indices to "
+                    "pass over nor `state_dict` and `load_state_dict`."
+                )
+            return
+        sampler = track(loader)
+        self._loaders.append(loader)
+        saved = self._saved[index] if index < len(self._saved) else None
+        if saved is not None and saved.seed is not None and hasattr(sampler.leaf, "seed"):
+            sampler.leaf.seed = saved.seed
+        if not inside:
+            return
+        set_epoch = getattr(sampler.leaf, "set_epoch", None)
+        if callable(set_epoch):  # workers ask for indices before Lightning sets the epoch
+            set_epoch(trainer.fit_loop.epoch_progress.current.processed)
+        if saved is None:
+            self._begin_without_position(sampler)
+        else:
+            self._begin_at(sampler, saved, _data_parallel_size(trainer))
+
+    def _begin_without_position(self, sampler: TrackedSampler) -> None:
+        """Lightning's own checkpoints say how many batches were seen, which then are as many now."""
+        assert self._place is not None
+        items = _in_pass(self._place.batches, sampler, "max_size_cycle")
+        sampler.begin_at(sampler.units_before(items), None)
+
+    def _begin_at(self, sampler: TrackedSampler, saved: Position, size: int) -> None:
+        order = type(sampler.leaf).__name__
+        if (saved.order, saved.unit) != (order, sampler.unit):
+            self.said.append(
+                f"the order of the training data was made by {saved.order} and now is by {order}, so samples "
+                "of this epoch may be seen twice or not at all."
+            )
+        units, left = divmod(saved.consumed, size)
+        if left:
+            self.said.append(
+                f"{saved.consumed} {saved.unit} of this epoch were seen, which is no multiple of {size} "
+                f"ranks: {left} of them will be seen again."
+            )
+        sampler.begin_at(units, saved.started_from)
+
+    def start(self, trainer: Any) -> None:
+        """Make Lightning's counters agree with where the loaders begin. Called when training begins.
+
+        Raises:
+            CheckpointError: This run has not the loaders of the saved one.
+        """
+        place, self._place = self._place, None
+        if place is None:
+            return
+        loaders = trainer.fit_loop._combined_loader.flattened
+        if self._saved and len(self._saved) != len(loaders):
+            raise CheckpointError(
+                f"this run has {len(loaders)} training loaders and the checkpoint has {len(self._saved)}.",
+                remedy="Return the same loaders as when it was saved, or pass resume_data='restart'.",
+            )
+        samplers = [tracked(loader) for loader in loaders]
+        for index, sampler in enumerate(samplers):
+            if sampler is None:
+                continue
+            sampler.begin_at_start()
+            saved = self._saved[index] if self._saved else None
+            if saved is not None and not (place.inside and saved.started_from):
+                sampler.restore_generators(saved.generators)
+        if place.inside:
+            self._count_from(trainer, samplers)
+
+    def _count_from(self, trainer: Any, samplers: Sequence[TrackedSampler | None]) -> None:
+        """Set the batches of the epoch to those of the loader that makes the epoch as long as it is."""
+        fit = trainer.fit_loop
+        combined = fit._combined_loader
+        known = [sampler for sampler in samplers if sampler is not None]
+        if len(known) < len(samplers):
+            return
+        warnings.filterwarnings("ignore", message=_LIGHTNINGS_WARNING)  # it does not know of this
+        lengths = [
+            min(_length(sampler), limit) for sampler, limit in zip(known, combined.limits, strict=True)
+        ]
+        decisive = (min if combined._mode == "min_size" else max)(range(len(known)), key=lengths.__getitem__)
+        batches = known[decisive].first_items
+        count_batches(trainer, batches)
+        items = tuple(sampler.first_items for sampler in known)
+        self._beginning = _Beginning(fit.epoch_progress.current.ready, batches, items)
+
+
+def begin_late(trainer: Any) -> None:
+    """Throw the pass away that Lightning began while setting up: hooks may draw random numbers first."""
+    fetcher = trainer.fit_loop._data_fetcher
+    loaders = trainer.fit_loop._combined_loader.flattened
+    if fetcher.length is not None and not any(map(_has_state, loaders)):
+        fetcher.iterator = _late_iterator(fetcher.combined_loader)
+
+
+def _late_iterator(loader: Any) -> Iterator[Any]:
+    """Begins a pass when the first batch is asked for, as Lightning does in every epoch but the first."""
+    yield from loader
+
+
+def _data_parallel_size(trainer: Any) -> int:
+    share = trainer.distributed_sampler_kwargs
+    return 1 if share is None else share["num_replicas"]  # type: ignore[no-any-return]
+
+
+def _has_state(loader: Any) -> bool:
+    """Whether Lightning saves and restores the loader through its own state."""
+    return callable(getattr(loader, "state_dict", None)) and callable(
+        getattr(loader, "load_state_dict", None)
+    )
+
+
+def _length(sampler: TrackedSampler) -> float:
+    try:
+        return len(sampler)
+    except TypeError:
+        return float("inf")
+
+
+def _in_pass(items: int, sampler: TrackedSampler, mode: str) -> int:
+    """Of some batches in all, how many belong to the current pass of a loader among several."""
+    length = _length(sampler)
+    if items <= length:
+        return items
+    return int(length) if mode == "max_size" else (items - 1) % int(length) + 1
+
+
+# --- resuming a Trainer ---------------------------------------------------------------------------
+
 
 _NO_DATA: Mapping[str, Any] = {"loaders": (), "stateful": ()}
 """Fabric's checkpoints hold random state alone."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
-    """What a checkpoint holds of the run that is resumed."""
+class _Resumed:
+    """What a checkpoint holds of the run that is resumed.
 
+    Attributes:
+        place: Where it was interrupted; None where the checkpoint has no loops.
+        own: What this rank had saved; None if there were fewer ranks.
+        first: What rank 0 had saved; empty if nothing was.
+        step: The step that it had come to.
+        said: What the user should know.
+    """
+
+    place: Interruption | None
     own: Mapping[str, Any] | None
     first: Mapping[str, Any]
     step: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """What resuming needs of a checkpoint that was opened."""
-
-    place: Interruption | None
-    saved: _Saved | None
-    said: list[str]
+    said: list[str] = field(default_factory=list)
 
 
 class ExactResume:
@@ -62,13 +602,8 @@ class ExactResume:
     def __init__(self, *, resume_data: str, strict_rng: bool) -> None:
         self.strict_rng = strict_rng
         self._data = TrainingData() if resume_data == "skip" else None
-        self._opened: _Opened | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._saved: _Saved | None = None
-        self._place: Interruption | None = None
-        self._said: list[str] = []
+        self._opened: _Resumed | None = None
+        self._resumed: _Resumed | None = None
 
     # --- saving -------------------------------------------------------------------------------
 
@@ -99,13 +634,15 @@ class ExactResume:
         self._opened = None
         if trainer.state.fn != "fit":
             return
-        said: list[str] = []
         place = interruption(checkpoint, iteration_based=trainer.max_steps != -1)
+        rank, step = of_process(trainer.global_rank), checkpoint.get("global_step", 0)
         with together(control_group(), doing="reading the random state"):
-            saved = self._read(ranks, of_process(trainer.global_rank), checkpoint.get("global_step", 0))
-            if saved is not None and place is not None:
-                said += _put_loader_states(trainer, saved, ranks, checkpoint)
-        self._opened = _Opened(place, saved, said)
+            first = self._read_first(ranks)
+            own = ranks[rank] if rank < first.get("world_size", 0) else None
+            opened = _Resumed(place, own, first, step)
+            if first and place is not None:
+                opened.said.extend(_put_loader_states(trainer, opened, ranks, checkpoint))
+        self._opened = opened
 
     def activate(self) -> None:
         """Let the training that begins next go on where that of the opened checkpoint stood.
@@ -116,25 +653,23 @@ class ExactResume:
         opened, self._opened = self._opened, None
         if opened is None:
             return
-        self._saved, self._place, self._said = opened.saved, opened.place, opened.said
-        loaders = []
-        if self._saved is not None:
-            data = (self._saved.own or self._saved.first).get("data", _NO_DATA)
-            loaders = [None if saved is None else Position(**saved) for saved in data["loaders"]]
+        self._resumed = opened
         if self._data is not None:
-            self._data.resume_at(self._place, loaders)
+            data = (opened.own or opened.first).get("data", _NO_DATA)
+            loaders = [None if saved is None else Position(**saved) for saved in data["loaders"]]
+            self._data.resume_at(opened.place, loaders)
 
-    def _read(self, ranks: Any, rank: int, step: int) -> _Saved | None:
-        first = ranks[0] if len(ranks) > 0 else {}
+    def _read_first(self, ranks: Any) -> Mapping[str, Any]:
+        first: Mapping[str, Any] = ranks[0] if len(ranks) > 0 else {}
         if "rng" in first:
-            return _Saved(ranks[rank] if rank < first["world_size"] else None, first, step)
+            return first
         if self.strict_rng:
             raise CheckpointError(
                 "the checkpoint holds no random state, so randomness cannot go on exactly.",
                 remedy="Resume from one that an nnx strategy, or nnx.CheckpointIO, saved while training; or "
                 "pass strict_rng=False.",
             )
-        return None
+        return {}
 
     def process(self, trainer: Any, loader: Any) -> Any:
         """Prepare a loader that Trainer is about to use; returns it."""
@@ -148,38 +683,38 @@ class ExactResume:
         Raises:
             CheckpointError: This run has other loaders; or another number of ranks, with `strict_rng`.
         """
-        saved, self._saved = self._saved, None
+        resumed, self._resumed = self._resumed, None
+        if resumed is None:
+            return
         if self._data is not None:
             self._data.start(trainer)
-            self._said += self._data.said
-        if self._place is not None and not self._place.inside:
-            begin_late(trainer)
-        if self._place is not None:
+            resumed.said.extend(self._data.said)
+        if resumed.place is not None:
+            if not resumed.place.inside:
+                begin_late(trainer)
             complete_batch(trainer)
-        if saved is not None:
+        if resumed.first:
             said = random_state.resume(
-                None if saved.own is None else saved.own["rng"],
-                seed=saved.first["rng"]["seed"],
+                None if resumed.own is None else resumed.own["rng"],
+                seed=resumed.first["rng"]["seed"],
                 rank=of_process(trainer.global_rank),
                 size=of_process(trainer.world_size),
-                saved_size=saved.first["world_size"],
-                step=saved.step,
+                saved_size=resumed.first["world_size"],
+                step=resumed.step,
                 strict=self.strict_rng,
             )
-            self._said += [said] if said else []
-        for said in self._said:
+            resumed.said.extend([said] if said else [])
+        for said in resumed.said:
             rank_zero_warn(f"Resuming: {said}")
-        self._place, self._said = None, []
 
     def close(self, trainer: Any) -> None:
         """Leave the user's loaders as they were; what was to be resumed and was not is forgotten."""
-        self._opened = None
-        self._forget()
+        self._opened = self._resumed = None
         if self._data is not None:
             self._data.close(trainer)
 
 
-def _put_loader_states(trainer: Any, saved: _Saved, ranks: Any, checkpoint: dict[str, Any]) -> list[str]:
+def _put_loader_states(trainer: Any, saved: _Resumed, ranks: Any, checkpoint: dict[str, Any]) -> list[str]:
     """Lightning restores loaders that have a state; it would give every rank that of rank 0.
 
     Returns:
