@@ -35,7 +35,7 @@ from nnx_checkpoint.shard import Shard
 from nnx_checkpoint.state import ModelState, as_state_dict, describe_model
 from nnx_core.backend import Backend
 from nnx_core.errors import UnsupportedError
-from nnx_core.lightning.checkpoint import restore_model
+from nnx_core.lightning.checkpoint import gather_full, restore_model
 from nnx_core.lightning.compat import AVERAGE, CURRENT, STATE, average_of, averaging_callbacks, copies_only
 from nnx_core.modules import leave_on_meta, move_to_host
 from nnx_core.whole import as_stored
@@ -382,12 +382,7 @@ def _complete(tensor: Tensor, shard: Shard) -> Tensor:
         sharded: Any = tensor.detach()
         full: Tensor = sharded.to(sharded.device_mesh.device_type).full_tensor()
         return full.cpu()
-    pieces = [(box, view.cpu()) for box, view in zip(shard.boxes, shard.data, strict=True)]
-    whole = torch.empty(shard.shape, dtype=shard.dtype)
-    for part in all_gather_object(pieces, control_group()):
-        for box, piece in part:
-            whole[box.slices] = piece
-    return whole
+    return gather_full(shard, everywhere=True)  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import nnx_checkpoint as storage
-from nnx_checkpoint.collective import control_group, gather_object, together
+from nnx_checkpoint.collective import all_gather_object, control_group, gather_object, together
 from nnx_checkpoint.inflight import after_save, settle
 from nnx_checkpoint.naming import (
     FABRIC_KEYS,
@@ -375,10 +375,11 @@ def _gather_tree(value: Any, seen: dict[int, Tensor | None]) -> Any:
     return value
 
 
-def gather_full(shard: Shard) -> Tensor | None:
-    """The complete tensor on rank 0 and None on the others. Collective."""
+def gather_full(shard: Shard, *, everywhere: bool = False) -> Any:
+    """The complete tensor in host memory, on rank 0 or `everywhere`; None on other ranks. Collective."""
     pieces = [(box, view.detach().cpu()) for box, view in zip(shard.boxes, shard.data, strict=True)]
-    parts = gather_object(pieces, control_group())
+    gather = all_gather_object if everywhere else gather_object
+    parts = gather(pieces, control_group())
     if parts is None:
         return None
     full = torch.empty(shard.shape, dtype=shard.dtype)
