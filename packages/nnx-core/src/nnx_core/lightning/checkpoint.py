@@ -156,7 +156,8 @@ class CheckpointIO:
             checkpoint["state_dict"] = state_dict
         states = stored_optimizer_states(stored)
         if states is not None:
-            checkpoint["optimizer_states"] = [numbered_optimizer_state(_read(state)) for state in states]
+            read = map(read_optimizer_state, states)
+            checkpoint["optimizer_states"] = [numbered_optimizer_state(state) for state in read]
         ranks = StoredRanks(stored)
         if len(ranks) > 0:
             checkpoint[RANKS] = ranks
@@ -256,7 +257,9 @@ def load_single_file(path: Any, map_location: Any, weights_only: bool | None) ->
     return loaded
 
 
-def _read(state: OptimizerState) -> OptimizerState:
+def read_optimizer_state(state: Mapping[str, Any]) -> OptimizerState:
+    """An optimizer's state by name, its tensors read where they are on disk still."""
+
     def read(value: Any) -> Any:
         if not isinstance(value, StoredName):
             return value

@@ -16,10 +16,10 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from nnx_checkpoint.collective import control_group, together
-from nnx_checkpoint.naming import LazyStateDict, StoredName, numbered_optimizer_state, numbers_parameters
+from nnx_checkpoint.naming import LazyStateDict, numbered_optimizer_state, numbers_parameters
 from nnx_checkpoint.state import as_state_dict
 from nnx_core.errors import UnsupportedError
-from nnx_core.lightning.checkpoint import restore_model, restore_optimizers
+from nnx_core.lightning.checkpoint import read_optimizer_state, restore_model, restore_optimizers
 from nnx_core.lightning.fabric import FabricAdapter, load_fabric_checkpoint
 from nnx_core.lightning.namespaces import fabric_module
 from nnx_core.lightning.processes import leave_process_group_at_exit
@@ -121,14 +121,7 @@ def complete_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state as torch takes it: numbered, its tensors read."""
     if numbers_parameters(state) or not any(group["params"] for group in state["param_groups"]):
         return dict(state)
-    entries = {
-        name: {key: _read(value) for key, value in values.items()} for name, values in state["state"].items()
-    }
-    return numbered_optimizer_state({"state": entries, "param_groups": state["param_groups"]})
-
-
-def _read(value: Any) -> Any:
-    return value.stored.read(value.key) if isinstance(value, StoredName) else value
+    return numbered_optimizer_state(read_optimizer_state(state))
 
 
 def wrap_module(fabric: Any, wrapped: _FabricModule) -> LiteModule:
