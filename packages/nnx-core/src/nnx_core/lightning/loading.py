@@ -29,9 +29,7 @@ from nnx_checkpoint.state import ModelState, describe_model
 from nnx_core.errors import CheckpointError, OptionError
 from nnx_core.lightning.compat import WeightsOnDisk, instantiate_from_config, migrate_checkpoint
 
-__all__ = [
-    "load_from_checkpoint",
-]
+__all__ = ["load_from_checkpoint"]
 
 
 # --- building the class ---------------------------------------------------------------------------

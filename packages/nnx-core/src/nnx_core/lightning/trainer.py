@@ -51,10 +51,7 @@ from nnx_core.shares import of_process
 from nnx_core.used import before_reduction, end_run
 from nnx_core.whole import as_stored
 
-__all__ = [
-    "EvenPrediction",
-    "TrainerAdapter",
-]
+__all__ = ["TrainerAdapter"]
 
 
 # --- whether user code looks at gradients ---------------------------------------------------------
