@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from typing import Any
 
@@ -77,6 +78,7 @@ def test_options_of_the_caller_win_over_those_of_the_spec() -> None:
 )
 def test_one_spec_builds_for_all_four_trees(namespace: str, base: str) -> None:
     strategy = build(FSDP, namespace=namespace)
+    assert pickle.loads(pickle.dumps(type(strategy))) is type(strategy)
     assert base in [parent.__module__ for parent in type(strategy).__mro__]
     assert isinstance(strategy.backend, Backend)
     io = strategy.checkpoint_io

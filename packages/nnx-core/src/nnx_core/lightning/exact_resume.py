@@ -539,7 +539,7 @@ def _late_iterator(loader: Any) -> Iterator[Any]:
 
 def _data_parallel_size(trainer: Any) -> int:
     share = trainer.distributed_sampler_kwargs
-    return 1 if share is None else share["num_replicas"]  # type: ignore[no-any-return]
+    return 1 if share is None else share["num_replicas"]
 
 
 def _has_state(loader: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The callback that names parameters for Lightning's own strategies."""
+"""The callbacks for Lightning's own strategies: who gets them, and that they travel to spawned processes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ def _quiet_trainer(**options: object) -> Trainer:
     )
 
 
-def test_it_joins_only_trainers_of_processes_that_use_our_checkpoint_io() -> None:
+def test_the_one_that_names_parameters_joins_only_trainers_of_processes_that_use_our_checkpoint_io() -> None:
     io = nnx.CheckpointIO()
     found = [cb for cb in _quiet_trainer(plugins=[io]).callbacks if isinstance(cb, ParameterNames)]
     assert len(found) == 1
 
 
-def test_it_can_be_sent_to_a_spawned_process() -> None:
+def test_each_can_be_sent_to_a_spawned_process() -> None:
     io = nnx.CheckpointIO()  # kept alive: without one there are no callbacks
-    callback = next(each for each in callbacks() if isinstance(each, ParameterNames))
-    copy = pickle.loads(pickle.dumps(callback))
-    assert isinstance(copy, ParameterNames) and isinstance(copy, Callback)
-    assert copy.root == "lightning.pytorch"
+    for callback in (*callbacks(), nnx.compare_ranks(every=7)):
+        copy = pickle.loads(pickle.dumps(callback))
+        assert isinstance(copy, Callback) and type(copy).__mro__[1:] == type(callback).__mro__[1:]
+        assert copy.root == "lightning.pytorch"
+        assert vars(copy) == vars(callback)
     assert io is not None
