@@ -1,16 +1,17 @@
 """The compiler's engine behind the nnscaler strategies: lays a module out over units of ranks and runs it.
 
-It owns the order of things and what the core asks of an engine. How one module is laid out is
-`parallel_module`'s, what is compiled `compilation`'s, what stores and reduces `runtime`'s.
+It owns the order in which a module is laid out and put back, and what the core asks of an engine. What is
+compiled is `compilation`'s business, which program a call gets that of `programs`, where parts lie and what
+reduces them that of `runtime`.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,14 +31,16 @@ from nnx_core.whole_matrix import OwnerRanks
 from nnx_nnscaler.axes import Axes, make_axes
 from nnx_nnscaler.optimizers import Masters
 from nnx_nnscaler.options import NnScalerOptions
-from nnx_nnscaler.parallel_module import LaidOut
-from nnx_nnscaler.runtime.part import Part
+from nnx_nnscaler.plan.program_plan import Placement
+from nnx_nnscaler.runtime.arrival import Arrival
+from nnx_nnscaler.runtime.part import NOT_IN_BACKWARD, Part
+from nnx_nnscaler.runtime.reducer import BUCKET_BYTES
 from nnx_nnscaler.runtime.storage import Parameters
 
-__all__ = [
-    "NnScalerBackend",
-    "StatisticsOverUnits",
-]
+if TYPE_CHECKING:
+    from nnx_nnscaler.pipeline.picture import Timeline
+    from nnx_nnscaler.pipeline.program import Steps
+    from nnx_nnscaler.programs import Programs
 
 
 # --- statistics that modules share over ranks -----------------------------------------------------
@@ -108,6 +111,172 @@ def _alone() -> dist.ProcessGroup | None:
     """A group of this rank only."""
     group, _ = dist.new_subgroups(group_size=1)  # type: ignore[no-untyped-call]
     return group  # type: ignore[no-any-return]
+
+
+# --- one module on this rank ----------------------------------------------------------------------
+# Its parameters are stored as planned, and its forward is replaced by programs.
+
+
+_MIB = 1024**2
+
+
+class LaidOut:
+    """A module that is laid out. Making it does so, in place. Collective.
+
+    Args:
+        module: The user's module.
+        sample: Example inputs; asked for only where units have more than one rank.
+        axes: This rank's groups.
+        context: This rank.
+        options: The strategy's.
+        order: Notices what only some ranks read.
+        loss_scale: Returns the factor of the loss, as `Runtime` describes it.
+
+    Attributes:
+        parameters: The parameters as they are stored.
+        programs: The programs that run in place of the forward; None where every rank runs the module's own.
+        steps: The programs that run in place of training steps; None where these are run as they are.
+        timeline: Measures a few steps, where that is asked for.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sample: Sample,
+        *,
+        axes: Axes,
+        context: ParallelContext,
+        options: NnScalerOptions,
+        order: CollectiveOrder,
+        loss_scale: Callable[[], float | None],
+    ) -> None:
+        self.module = module
+        self.programs: Programs | None = None
+        self.steps: Steps | None = None
+        self.timeline: Timeline | None = None
+        arrival = Arrival(module, context.device)
+        if arrival.is_there or options.verify:  # a check needs values
+            arrival.finish()
+        stored: dict[str, Placement] = {}
+        synchronized: frozenset[str] = frozenset()
+        homes: dict[str, int] | None = None
+        if axes.unit_size > 1:
+            from nnx_nnscaler.compilation import make_programs  # without units nothing is traced
+            from nnx_nnscaler.pipeline.picture import Timeline
+
+            if options.timeline_file is not None:
+                self.timeline = Timeline(options.timeline_file, context.device)
+            self.programs, self.steps, axes = make_programs(
+                module,
+                sample,
+                axes=axes,
+                context=context,
+                options=options,
+                local=self._local_mode,
+                arrival=arrival,
+                loss_scale=loss_scale,
+                timeline=self.timeline,
+            )
+        if self.programs is not None:
+            prefix = _prefix(module, self.programs.root)
+            stored = {prefix + name: place for name, place in self.programs.layout.stored.items()}
+            synchronized = frozenset(prefix + name for name in self.programs.layout.synchronized)
+            if self.programs.layout.homes is not None:
+                homes = {prefix + name: home for name, home in self.programs.layout.homes.items()}
+        cap = options.config.reducer_bucket_cap_mb
+        self.parameters = Parameters(
+            module,
+            axes if homes is None else axes.within_stage,
+            stored=stored,
+            synchronized=synchronized,
+            bucket_bytes=BUCKET_BYTES if cap is None else int(cap * _MIB),
+            order=order,
+            arrival=arrival,
+            homes=homes,
+        )
+        arrival.finish()  # what has no parameters
+        if self.programs is not None:
+            self.programs.attach(_Weights(self.programs.root, self.parameters.unit_local))
+        if self.steps is not None:
+            root = self.steps.programs.root
+            self.steps.programs.attach(_Weights(root, self.parameters.unit_local))
+
+    def undo(self, at_end: Callable[..., Tensor]) -> None:
+        """Give the module its own forward back, and what this rank keeps of its parameters. Collective.
+
+        Args:
+            at_end: `Backend.at_end`.
+        """
+        if self.programs is not None:
+            self.programs.detach()
+        if self.timeline is not None:
+            self.timeline.finish()
+        self.parameters.give_back(at_end)
+
+    def _local_mode(self) -> AbstractContextManager[None]:
+        return self.parameters.local_mode()
+
+    def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a step returns: it is called, or the program that stands for it."""
+        if self.steps is None or kwargs:
+            return step(*args, **kwargs)
+        return self.steps.run(step, args)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one step: what was gathered for it is freed.
+
+        A backward that failed before, and whose error somebody caught, is ended first.
+        """
+        if torch._C._current_graph_task_id() == NOT_IN_BACKWARD:
+            self.parameters.reducer.recover()
+        if self.timeline is not None and torch.is_grad_enabled():
+            self.timeline.begin_step()
+        try:
+            yield
+        finally:
+            self.parameters.end_step()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it gradients stay on this rank."""
+        reducer = self.parameters.reducer
+        before, reducer.synchronize = reducer.synchronize, False
+        try:
+            yield
+        finally:
+            reducer.synchronize = before
+
+
+class _Weights(Mapping[str, Tensor]):
+    """This rank's part of every parameter, and every buffer, by name; looked up at each use."""
+
+    def __init__(self, root: nn.Module, unit_local: Callable[[Tensor], Tensor]) -> None:
+        self._unit_local = unit_local
+        self._places: dict[str, tuple[dict[str, Any], str, bool]] = {}
+        for prefix, module in root.named_modules(remove_duplicate=False):
+            for held, is_parameter in ((module._parameters, True), (module._buffers, False)):
+                for name in held:
+                    self._places[f"{prefix}.{name}" if prefix else name] = held, name, is_parameter
+
+    def __getitem__(self, name: str) -> Tensor:
+        held, key, is_parameter = self._places[name]
+        tensor: Tensor | None = held[key]
+        if tensor is None:
+            raise KeyError(name)
+        return self._unit_local(tensor) if is_parameter else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _prefix(module: nn.Module, called: nn.Module) -> str:
+    """What the names of a submodule's parameters begin with in the module."""
+    name = next(name for name, submodule in module.named_modules() if submodule is called)
+    return f"{name}." if name else ""
 
 
 # --- the engine -----------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """From the strategy's options to a module's programs: what is traced, how it is planned, where it is kept.
 
-Imported by `parallel_module` only where there is something to plan: it brings the tracer, the planner and the
+Imported by `backend` only where there is something to plan: it brings the tracer, the planner and the
 code generator along, which data parallelism does not need.
 """
 
