@@ -117,9 +117,6 @@ def _alone() -> dist.ProcessGroup | None:
 # Its parameters are stored as planned, and its forward is replaced by programs.
 
 
-_MIB = 1024**2
-
-
 class LaidOut:
     """A module that is laid out. Making it does so, in place. Collective.
 
@@ -189,17 +186,16 @@ class LaidOut:
             axes if homes is None else axes.within_stage,
             stored=stored,
             synchronized=synchronized,
-            bucket_bytes=BUCKET_BYTES if cap is None else int(cap * _MIB),
+            bucket_bytes=BUCKET_BYTES if cap is None else int(cap * 1024**2),
             order=order,
             arrival=arrival,
             homes=homes,
         )
         arrival.finish()  # what has no parameters
-        if self.programs is not None:
-            self.programs.attach(_Weights(self.programs.root, self.parameters.unit_local))
-        if self.steps is not None:
-            root = self.steps.programs.root
-            self.steps.programs.attach(_Weights(root, self.parameters.unit_local))
+        for programs in (self.programs, self.steps.programs if self.steps is not None else None):
+            if programs is not None:
+                programs.attach(_Weights(programs.root, self.parameters.unit_local))
+        self._statistics = StatisticsOverUnits(module, axes)
 
     def undo(self, at_end: Callable[..., Tensor]) -> None:
         """Give the module its own forward back, and what this rank keeps of its parameters. Collective.
@@ -207,6 +203,7 @@ class LaidOut:
         Args:
             at_end: `Backend.at_end`.
         """
+        self._statistics.undo()
         if self.programs is not None:
             self.programs.detach()
         if self.timeline is not None:
@@ -303,7 +300,6 @@ class NnScalerBackend(Backend[NnScalerOptions]):
     def __init__(self, options: NnScalerOptions) -> None:
         super().__init__(options)
         self._laid_out: dict[nn.Module, LaidOut] = {}
-        self._statistics: dict[nn.Module, StatisticsOverUnits] = {}
         self._masters = Masters(())
         self._states = HiddenStates()
         self._random_state_may_differ = False
@@ -360,7 +356,6 @@ class NnScalerBackend(Backend[NnScalerOptions]):
                 order=self._order,
                 loss_scale=self._loss_scale,
             )
-            self._statistics[module] = StatisticsOverUnits(module, self.axes)
             self._random_state_may_differ = True
         return {}
 
@@ -403,7 +398,6 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         self._states.remove()
         if laid_out is not None:
             self._order.forget()  # all ranks gather everything now
-            self._statistics.pop(module).undo()
             laid_out.undo(self.at_end)
         self._masters = Masters(())
         return {}
