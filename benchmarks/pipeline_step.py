@@ -227,8 +227,7 @@ class Stages:
     """
 
     def __init__(self, prepared: Any, cuts: Sequence[int], model: GPT, arguments: argparse.Namespace) -> None:
-        from nnx_nnscaler.codegen.emit import emit
-        from nnx_nnscaler.codegen.store import load_program
+        from nnx_nnscaler.codegen.emit import emit, load_program
         from nnx_nnscaler.pipeline.call import StageRuntime
         from nnx_nnscaler.pipeline.stages import make_stages
         from nnx_nnscaler.plan.planning import plan_program

@@ -25,13 +25,13 @@ from nnx_core.calibration import calibrated
 from nnx_core.errors import PlanError
 from nnx_nnscaler.axes import Axes, with_pipe
 from nnx_nnscaler.codegen.self_check import checked_if_small, checked_up_to
-from nnx_nnscaler.codegen.store import Store
 from nnx_nnscaler.compiler import (
     Compiled,
     Compiler,
     FixedLayout,
     ModelCall,
     Planner,
+    Store,
     code_digest,
 )
 from nnx_nnscaler.cost import CostModel

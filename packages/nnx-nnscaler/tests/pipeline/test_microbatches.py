@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nnx_core.errors import UnsupportedError
-from nnx_nnscaler.codegen.emit import emit, inputs_of
-from nnx_nnscaler.codegen.store import load_program
+from nnx_nnscaler.codegen.emit import emit, inputs_of, load_program
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.pipeline.microbatches import Microbatches, cut_batch, draw_masks_first
 from nnx_nnscaler.plan.planning import plan_program

@@ -1,14 +1,19 @@
 """From a graph and its plan to the Python source of one function, which every rank of a unit runs.
 
 It owns the order of statements, the placement changes between operators, and the comments that tell a
-reader where a line comes from and how its result lies. How an operator looks is the rules' and
-`operators`' business; nothing here computes.
+reader where a line comes from and how its result lies; and it makes a function of that source. How an
+operator looks is the business of rules and of `writer`; nothing here computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import linecache
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
@@ -375,3 +380,30 @@ def _content(name: str, tensor: Tensor) -> object:
 
 def _is_floating(meta: TensorMeta) -> bool:
     return meta.dtype.startswith(("float", "bfloat", "complex"))
+
+
+# --- load ------------------------------------------------------------------------------------------------
+#
+# From source to a function that runs, such that tracebacks and debuggers show its lines.
+
+
+Program = Callable[..., Any]
+"""``forward(rt, m, w, c, *tensors)``."""
+
+
+def load_program(source: str, *, path: Path | None = None) -> Program:
+    """The function ``forward`` of a program's source.
+
+    Args:
+        source: The source that `emit` wrote.
+        path: The file that holds it, for tracebacks; without one they show it from memory.
+    """
+    name = f"nnx_nnscaler_program_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    filename = str(path) if path is not None else f"<{name}>"
+    if path is None:
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    module = ModuleType(name)
+    module.__file__ = filename
+    exec(compile(source, filename, "exec"), module.__dict__)
+    program: Program = module.forward
+    return program

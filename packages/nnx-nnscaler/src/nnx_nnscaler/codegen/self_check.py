@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nnx_core.errors import PlanError, UnsupportedError
-from nnx_nnscaler.codegen.emit import emit
-from nnx_nnscaler.codegen.store import Program, load_program
+from nnx_nnscaler.codegen.emit import Program, emit, load_program
 from nnx_nnscaler.ir import Graph, Op, Ref, TensorMeta
 from nnx_nnscaler.pipeline.plan import AnyPlan, PipelinePlan
 from nnx_nnscaler.plan.program_plan import Placement, ProgramPlan, R

@@ -28,9 +28,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.axes import Axes
-from nnx_nnscaler.codegen.emit import emit, inputs_of
-from nnx_nnscaler.codegen.store import Entry, Program, load_program
-from nnx_nnscaler.compiler import FixedLayout, ModelCall, ProgramForm
+from nnx_nnscaler.codegen.emit import Program, emit, inputs_of, load_program
+from nnx_nnscaler.compiler import Entry, FixedLayout, ModelCall, ProgramForm
 from nnx_nnscaler.cost import CostModel
 from nnx_nnscaler.ir import Graph, Input, Ref
 from nnx_nnscaler.pipeline.call import Call, Lineup, StageRuntime, Turns, look_of
