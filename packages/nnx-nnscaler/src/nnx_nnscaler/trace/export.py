@@ -22,9 +22,9 @@ from nnx_nnscaler._torch_compat import free_fake_inputs
 from nnx_nnscaler.trace.guard import (
     attributes_restored,
     collectives_refused,
-    contents_restored,
     hooks_removed,
     noticing,
+    state_restored,
 )
 from nnx_nnscaler.trace.structure import Inputs, Refusal, map_slots, put_together, take_apart
 
@@ -151,8 +151,7 @@ def export_forward(
 def _enter_guards(stack: ExitStack, module: nn.Module) -> None:
     """What keeps a trace from leaving marks on the module and the process, and from hiding what it loses."""
     for context in (
-        attributes_restored(module),
-        contents_restored(module),
+        state_restored(module),
         forked(),
         _quiet(),
         noticing(module),

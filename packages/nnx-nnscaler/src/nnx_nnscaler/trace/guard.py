@@ -15,7 +15,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -80,9 +80,15 @@ def attributes_restored(root: nn.Module) -> Iterator[dict[str, str]]:
             changed["" if module is None else names.get(module, "")] = name
 
 
-def contents_restored(root: nn.Module, *more: Tensor) -> AbstractContextManager[None]:
-    """Put back what is written into tensors that code reaches, and into more: see `PythonState`."""
-    return PythonState(root, looks_into=is_users_own).contents_restored(*more)
+@contextmanager
+def state_restored(root: nn.Module, *more: Tensor) -> Iterator[None]:
+    """Put all of that back, and what is written into the tensors that code reaches and into more tensors."""
+    state = PythonState(root, looks_into=is_users_own)
+    try:
+        with state.contents_restored(*more):
+            yield
+    finally:
+        state.put_back()
 
 
 @contextmanager
@@ -91,12 +97,9 @@ def running(root: nn.Module) -> Iterator[None]:
 
     Gradients are recorded or not as the caller has it, for the code may ask. Hooks do not run.
     """
-    contexts = (
-        *(forked(), attributes_restored(root), hooks_removed(root), collectives_refused()),
-        contents_restored(root, *root.buffers()),
-    )
     with ExitStack() as stack:
-        for context in contexts:
+        restored = state_restored(root, *root.buffers())
+        for context in (forked(), restored, hooks_removed(root), collectives_refused()):
             stack.enter_context(context)
         if dist.is_available() and dist.is_initialized():
             stack.enter_context(_Watch())  # type: ignore[no-untyped-call]
