@@ -27,7 +27,7 @@ from io import IOBase
 from operator import is_
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,7 +36,15 @@ from torch import Tensor, nn
 from nnx_core._torch_compat import versions_kept
 from nnx_core.errors import UnsupportedError
 
-__all__ = ["PythonState", "WentOnError", "has_values", "is_users_own", "names_in", "only_goes_on"]
+__all__ = [
+    "PythonState",
+    "WentOnError",
+    "has_values",
+    "is_users_own",
+    "names_in",
+    "only_goes_on",
+    "origin_of",
+]
 
 _OPAQUE = frozenset(
     [
@@ -44,6 +52,7 @@ _OPAQUE = frozenset(
         *("nnx_core", "nnx_checkpoint", "nnx_nnscaler", "nnx_colossalai", "nnx_fsdp", "nnx"),
     ]
 )
+_NEVER_USERS = _OPAQUE | {"builtins", "transformers"}
 _MOST_BYTES = 1 << 26
 """Arrays and tensors that are larger are not looked at."""
 _MOST_OBJECTS = 1_000_000
@@ -70,16 +79,26 @@ class WentOnError(UnsupportedError):
 
 
 @lru_cache(maxsize=1024)
+def origin_of(module: str) -> Literal["python", "installed", "elsewhere"]:
+    """Where the file of a module lies: with Python's own, with installed packages, or elsewhere.
+
+    Args:
+        module: The name of the module.
+    """
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    if "site-packages" in file:
+        return "installed"
+    return "python" if Path(file).is_relative_to(sysconfig.get_paths()["stdlib"]) else "elsewhere"
+
+
 def is_users_own(module: str) -> bool:
     """Whether code is the user's own: neither Python's, nor installed, nor of this project.
 
     Args:
         module: The name of the module that it is in.
     """
-    if module.partition(".")[0] in _OPAQUE | {"builtins", "transformers"}:
-        return False
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return "site-packages" not in file and not Path(file).is_relative_to(sysconfig.get_paths()["stdlib"])
+    top = module.partition(".")[0]
+    return top not in _NEVER_USERS and origin_of(module) == "elsewhere"
 
 
 def has_values(module: str) -> bool:

@@ -8,10 +8,8 @@ import hashlib
 import inspect
 import os
 import sys
-import sysconfig
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
@@ -21,7 +19,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from nnx_core.python_state import is_users_own, names_in
+from nnx_core.python_state import is_users_own, names_in, origin_of
 from nnx_nnscaler.trace.structure import is_constant
 
 # --- fingerprints ---------------------------------------------------------------------------------
@@ -196,14 +194,9 @@ def _ordered(value: Any) -> Any:
     return tuple(map(_ordered, value)) if isinstance(value, tuple) else value
 
 
-@functools.lru_cache(maxsize=1024)
 def _is_users(module: str) -> bool:
     """Whether code may change without the version of torch or Python changing with it."""
-    top = module.partition(".")[0]
-    if top in _VERSIONED:
-        return False
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return "site-packages" in file or not Path(file).is_relative_to(sysconfig.get_paths()["stdlib"])
+    return module.partition(".")[0] not in _VERSIONED and origin_of(module) != "python"
 
 
 # --- what a forward reads -------------------------------------------------------------------------
