@@ -38,7 +38,7 @@ class Turn:
         of: Every so many-th check follows.
         adapter: Whether checks of Lightning's and the adapter's code are tried: once for each adapter.
         whole: Groups of which every check of the engine's is tried. Habits are tried only so: those of a
-            module share a job, which takes as long for one of them.
+            chapter share a job, which takes as long for one of them.
     """
 
     first: int

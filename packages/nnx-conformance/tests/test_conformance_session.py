@@ -22,8 +22,7 @@ from nnx_conformance.check import (
     expect,
     missing_capability,
 )
-from nnx_conformance.checks.habits.attached import Parametrized
-from nnx_conformance.checks.habits.weights import WeightsReadOnRankZero
+from nnx_conformance.checks.habits_parameters import Parametrized, WeightsReadOnRankZero
 from nnx_conformance.habits import try_habit
 from nnx_conformance.pool import WorkerPool
 from nnx_conformance.report import Result

@@ -1,7 +1,6 @@
 """What a check is: one promise of a strategy, the function that tries it, and the bench it tries it on.
 
-Each module or package in `nnx_conformance.checks` is a group of checks. Nothing here runs one (see
-`runner`).
+The checks themselves are in `nnx_conformance.checks`. Nothing here runs one (see `runner`).
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from nnx_conformance.checks import MODULES
 from nnx_conformance.pool import JobError, WorkerPool
 from nnx_conformance.subject import REFERENCE, Identity, Kind, Subject
-from nnx_conformance.task import Outcome, Task
 from nnx_core.errors import NnxError
 from nnx_core.spec import Capabilities
 
@@ -45,8 +44,8 @@ __all__ = [
 ]
 
 
-GROUPS = ("numbers", "stages", "structure", "names", "habits", "checkpoints", "nodes", "manners")
-"""The groups in the order in which they run: what fails first explains most."""
+GROUPS = tuple(dict.fromkeys(module.partition("_")[0] for module in MODULES))
+"""The groups in the order in which they run."""
 
 DEADLINE = 60.0
 """Seconds that a check may take before it counts as hung."""
@@ -70,7 +69,7 @@ class Check:
 
     Attributes:
         name: Unique, lower snake case; the name under which it is reported and chosen.
-        group: Module that it comes from; one of `GROUPS`.
+        group: What its module's name begins with; one of `GROUPS`.
         promise: The promise of the strategy, in one sentence.
         run: Tries it; raises `CheckFailed` or `NotApplicable`.
         requires: Capabilities without which the promise is not made: ``"clip_by_norm"`` for a flag,
@@ -122,7 +121,7 @@ def check(
     def register(function: Callable[[Bench], None]) -> Callable[[Bench], None]:
         made = Check(
             name=name or function.__name__,
-            group=function.__module__.partition(".checks.")[2].partition(".")[0],
+            group=function.__module__.partition(".checks.")[2].partition("_")[0],
             promise=(function.__doc__ or "").strip().partition("\n")[0],
             run=function,
             requires=requires,
@@ -146,8 +145,8 @@ def check(
 @cache
 def all_checks() -> tuple[Check, ...]:
     """Every check, by group and then in the order of definition."""
-    for group in GROUPS:
-        importlib.import_module(f"nnx_conformance.checks.{group}")
+    for module in MODULES:
+        importlib.import_module(f"nnx_conformance.checks.{module}")
     return tuple(sorted(_CHECKS.values(), key=lambda one: GROUPS.index(one.group)))
 
 

@@ -29,7 +29,7 @@ from nnx_conformance.task import Outcome, Plain, Task
 from nnx_conformance.training import fit
 from nnx_core.errors import NnxError
 
-__all__ = ["Attempt", "Habitual", "Manual", "attempt", "habit", "try_habit"]
+__all__ = ["Attempt", "Habitual", "Manual", "attempt", "chapter", "try_habit"]
 
 TOLERANCE = 2e-5
 """Largest difference of losses, of weights and of what user code saw, all of them near one."""
@@ -40,7 +40,6 @@ END_AFTER = 5.0
 
 _FOREIGN = re.compile(r"\b(?!Unsupported|Nnx|Option|Plan)[A-Z]\w*(Error|Exception|EnforceNotMet)\b: ")
 _CUT_OFF = re.compile(r"Connection (was likely )?(closed|reset)|Broken pipe|failed to recv|Socket closed")
-_CHAPTERS: dict[str, dict[str, Task]] = {}
 Module = TypeVar("Module", bound="type[Habitual]")
 
 
@@ -107,30 +106,30 @@ class Attempt:
     cut_off: bool = False
 
 
-def habit(**changes: Any) -> Callable[[Module], Module]:
-    """Make a check of a module class that has a habit.
+def chapter() -> Callable[..., Callable[[Module], Module]]:
+    """A decorator that makes a check of a module class that has a habit; its habits are tried in one job.
 
     The check has the name of the class in snake case; its promise is the first line of the class's docstring.
-    The habits of one file are tried in one job.
-
-    Args:
-        **changes: What the task has beyond its defaults.
+    The decorator's keyword arguments are what the task has beyond its defaults.
     """
+    tasks: dict[str, Task] = {}
 
-    def register(module: Module) -> Module:
-        name = re.sub(r"(?<!^)(?=[A-Z])", "_", module.__name__).lower()
-        chapter = _CHAPTERS.setdefault(module.__module__, {})
-        chapter[name] = Task(model=module, **{"steps": 4, **changes})
+    def habit(**changes: Any) -> Callable[[Module], Module]:
+        def register(module: Module) -> Module:
+            name = re.sub(r"(?<!^)(?=[A-Z])", "_", module.__name__).lower()
+            tasks[name] = Task(model=module, **{"steps": 4, **changes})
 
-        def run(bench: Bench) -> None:
-            for world_size in bench.world_sizes:
-                try_habit(bench, chapter, name, world_size)
+            def run(bench: Bench) -> None:
+                for world_size in bench.world_sizes:
+                    try_habit(bench, tasks, name, world_size)
 
-        run.__doc__, run.__module__ = module.__doc__, module.__module__
-        check(name=name, kinds=("backend", "strategy"), refusable=True, deadline=240.0)(run)
-        return module
+            run.__doc__, run.__module__ = module.__doc__, module.__module__
+            check(name=name, kinds=("backend", "strategy"), refusable=True, deadline=240.0)(run)
+            return module
 
-    return register
+        return register
+
+    return habit
 
 
 def try_habit(bench: Bench, chapter: dict[str, Task], name: str, world_size: int) -> None:

@@ -70,8 +70,6 @@ class Task:
 
     def module(self) -> Plain:
         """A new module, with the same weights every time."""
-        from nnx_conformance.task import Plain
-
         return (self.model or Plain)(self)
 
 

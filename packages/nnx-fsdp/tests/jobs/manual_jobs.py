@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn, optim
 from torch.nn.functional import mse_loss
 
-from nnx_conformance.checks.habits.gradients import SplitBackward
+from nnx_conformance.checks.habits_gradients import SplitBackward
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task
 from nnx_conformance.training import fit

@@ -1,1 +1,28 @@
-"""The checks, one module for each group; a function's docstring is the promise that it tries."""
+"""The checks; a function's docstring is the promise that it tries.
+
+A module's name begins with the group of its checks.
+"""
+
+MODULES = (
+    "numbers_optimizers",
+    "numbers_losses",
+    "stages",
+    "structure_layers",
+    "structure_building",
+    "names_module",
+    "names_callbacks",
+    "names_collectives",
+    "names_samplers",
+    "habits_ranks",
+    "habits_gradients",
+    "habits_optimizers",
+    "habits_parameters",
+    "checkpoints_resuming",
+    "checkpoints_contents",
+    "checkpoints_accidents",
+    "nodes",
+    "manners_starting",
+    "manners_failures",
+    "manners_residue",
+)
+"""The modules in the order in which their checks run: what fails first explains most."""

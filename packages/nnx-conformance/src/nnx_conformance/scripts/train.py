@@ -1,7 +1,7 @@
 """A user's training script: ``python train.py JOB`` trains a task and leaves an account of it in JOB.
 
 It is started by its path, so that nothing of nnx is imported before Lightning has been asked for the
-strategy. `nnx_conformance.launching` writes JOB, a directory, and reads the accounts.
+strategy. `checks.manners_starting` writes JOB, a directory, and reads the accounts.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""The modules of the group `structure`: what models are made of, beyond plain layers.
-
-Each is trained by checks of `structure` and compared with one process, so none has chance or statistics
-of its own share of a batch in what it computes.
-"""
+"""What models are made of: parameters and layers of every kind, hooks, and chance."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,19 +14,243 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.data import default_collate as collate
 
+from nnx_conformance.check import (
+    TOLERANCE,
+    Bench,
+    check,
+    expect,
+    expect_equal_losses,
+    expect_parity,
+    expect_same_run,
+)
+from nnx_conformance.subject import Subject
 from nnx_conformance.task import (
     BLOCKS,
     FEATURES,
     WIDTH,
     Block,
     ConsecutiveSampler,
+    Outcome,
     Plain,
     Task,
     dataset,
     share_of,
 )
+from nnx_conformance.training import fit, make_trainer
 
-# --- shapes -------------------------------------------------------------------------------------------
+
+def trains(bench: Bench, model: type[Plain], *, like: type[Plain] | None = None, **changes: Any) -> None:
+    """Every rank trains the model as one process does, or as one process trains another model.
+
+    Args:
+        bench: The bench of the check.
+        model: The model to train.
+        like: The model that gives the same numbers in one process; by default it is the same one.
+        **changes: To the task.
+    """
+    expect_parity(bench, Task(model=model, **changes), like=Task(model=like or model, **changes))
+
+
+# --- parameters -----------------------------------------------------------------------------------
+# Parameters: their shapes, which of them are shared, and which are trained.
+
+
+@check()
+def uneven_dimensions(bench: Bench) -> None:
+    """Dimensions may be prime, one, or smaller than the number of ranks."""
+    alone = bench.train_alone(Task(model=Uneven))
+    for world_size in (2, 3):
+        ranks = bench.train(Task(model=Uneven), world_size=world_size)
+        expect_same_run(ranks, alone, tolerance=TOLERANCE["float32"], what=f"{world_size} ranks")
+
+
+@check()
+def scalar_parameters(bench: Bench) -> None:
+    """Parameters may have no dimension or one element, and belong to the root itself."""
+    trains(bench, Scalars)
+
+
+@check()
+def empty_parameters(bench: Bench) -> None:
+    """Parameters may have no elements."""
+    trains(bench, Empty)
+
+
+@check()
+def strided_parameters(bench: Bench) -> None:
+    """Parameters may lie in memory in another order, as with channels last."""
+    trains(bench, Strided)
+
+
+@check("mixed_dtypes")
+def mixed_dtypes(bench: Bench) -> None:
+    """Trained parameters may have different dtypes."""
+    trains(bench, MixedDtypes)
+
+
+@check()
+def quantized_parameters(bench: Bench) -> None:
+    """Frozen parameters may be integers, or of less precision than the trained ones beside them."""
+    trains(bench, Quantized)
+
+
+@check()
+def large_layers(bench: Bench) -> None:
+    """Repeated layers of a hundred thousand parameters train like small ones."""
+    trains(bench, Large, steps=2)
+
+
+@check()
+def tied_parameters(bench: Bench) -> None:
+    """A parameter that two layers share gets one update, from both."""
+    trains(bench, Tied)
+
+
+@check()
+def tied_repeated_layers(bench: Bench) -> None:
+    """Repeated layers may share a parameter."""
+    trains(bench, TiedBlocks)
+
+
+@check()
+def ties_last(bench: Bench) -> None:
+    """Tied parameters are still one object after training."""
+    for rank, report in enumerate(bench.run(fit_tied, Task(steps=1))):
+        broken = [what for what, holds in report.items() if not holds]
+        expect(not broken, f"rank {rank}: after training, tied parameters are not the same: {broken}.")
+
+
+@check()
+def frozen_parameters(bench: Bench) -> None:
+    """Parameters that do not require gradients stay as they are, bit for bit, even with weight decay."""
+    for rank, report in enumerate(bench.run(freeze, Task(model=Frozen))):
+        expect(not report["changed"], f"rank {rank}: frozen parameters were changed: {report['changed']}.")
+        expect(
+            report["frozen after"] == report["frozen before"],
+            f"rank {rank}: {report['frozen before']} were frozen before training, {report['frozen after']} "
+            "are after it.",
+        )
+        kept = sorted({*report["with state"], *report["with gradients"]})
+        expect(not kept, f"rank {rank}: frozen parameters have gradients or optimizer state: {kept}.")
+
+
+@check()
+def partly_frozen_layers(bench: Bench) -> None:
+    """What is trained beside frozen parameters gets the updates of one process."""
+    trains(bench, Frozen)
+
+
+@check("unused_parameters")
+def unused_parameters(bench: Bench) -> None:
+    """Parameters that no step uses do not stop the others from training, and stay as they are."""
+    trains(bench, Unused)
+
+
+@check("unused_parameters")
+def parameters_used_now_and_then(bench: Bench) -> None:
+    """Parameters may take part in some steps and not in others."""
+    trains(bench, Alternating)
+
+
+@check()
+def layers_used_twice(bench: Bench) -> None:
+    """A layer may be called several times in one forward."""
+    trains(bench, Reusing)
+
+
+# --- layers ---------------------------------------------------------------------------------------
+# Kinds of layers and of batches, hooks, and chance.
+
+
+@check()
+def nested_containers(bench: Bench) -> None:
+    """Parameters and modules may lie in lists and dicts, nested as one likes."""
+    trains(bench, Nested)
+
+
+@check()
+def embeddings_and_convolutions(bench: Bench) -> None:
+    """Embeddings of integers, convolutions and norms over groups train."""
+    trains(bench, Convolving)
+
+
+@check()
+def recurrent_layers(bench: Bench) -> None:
+    """Recurrent layers train, although they hold their weights in a second place."""
+    trains(bench, Recurrent)
+
+
+@check()
+def attention_layers(bench: Bench) -> None:
+    """Attention trains, although it uses weights of a layer that it never calls."""
+    trains(bench, Attending)
+
+
+@check()
+def parametrized_layers(bench: Bench) -> None:
+    """Layers whose weight is computed from others by `torch.nn.utils.parametrizations` train."""
+    trains(bench, Parametrized)
+
+
+@check()
+def generic_root(bench: Bench) -> None:
+    """The root may be of a class like `class Model(Generic[T], LightningModule)`."""
+    trains(bench, GenericRoot)
+
+
+@check()
+def recomputed_activations(bench: Bench) -> None:
+    """Layers that the user recomputes in backward give the losses of kept ones, with dropout too."""
+    task = Task()
+    recomputed = bench.run(fit_recomputing, task, True)
+    kept = bench.run(fit_recomputing, task, False)
+    for rank, (outcome, wanted) in enumerate(zip(recomputed, kept, strict=True)):
+        where = f"recomputed, rank {rank}"
+        expect_equal_losses(outcome.losses, wanted.losses, tolerance=TOLERANCE["float32"], where=where)
+
+
+@check()
+def structured_batches(bench: Bench) -> None:
+    """Batches, forward's keywords and its outputs may be nested dicts, lists and tuples."""
+    trains(bench, StructuredBatches)
+
+
+@check("submodule_hooks")
+def hooks_of_the_user(bench: Bench) -> None:
+    """Hooks on layers are called, with the effect that they have in one process, and stay afterwards."""
+    alone: Outcome = bench.alone(fit_hooked, Task())
+    ranks: list[Outcome] = bench.run(fit_hooked, Task())
+    for rank, outcome in enumerate(ranks):
+        for when in ("in training", "in all"):
+            seen, expected = outcome.notes[when], alone.notes[when]
+            expect(seen == expected, f"rank {rank}: hooks called {when}: {seen}; in one process {expected}.")
+    expect_same_run(ranks, alone, tolerance=TOLERANCE["float32"])
+
+
+@check()
+def dropout_by_rank(bench: Bench) -> None:
+    """Ranks that seed differently drop differently, and every step anew."""
+    ranks = bench.run(draw_masks, Task())
+    masks = {share: drawn for share, drawn, _ in ranks}
+    drawn = [(f"share {share}, step {i}", m) for share, ms in masks.items() for i, m in enumerate(ms)]
+    for index, (where, mask) in enumerate(drawn):
+        same = [other for other, mask_there in drawn[:index] if torch.equal(mask, mask_there)]
+        expect(not same, f"dropout of {where} drops the same elements as that of {same}.")
+
+
+@check()
+def dropout_is_reproducible(bench: Bench) -> None:
+    """The same seeds give the same masks and losses."""
+    first, second = (bench.run(draw_masks, Task()) for _ in range(2))
+    for rank, ((_, masks, losses), (_, again, losses_again)) in enumerate(zip(first, second, strict=True)):
+        expect(
+            losses == losses_again and all(map(torch.equal, masks, again)),
+            f"rank {rank}: with one seed the losses are {losses}, and then {losses_again}.",
+        )
+
+
+# --- models ---------------------------------------------------------------------------------------
+# None has chance or statistics of its own share of a batch in what is compared with one process.
 
 
 class Uneven(Plain):
@@ -148,9 +369,6 @@ class Large(Plain):
         self.head = nn.Linear(self.width, FEATURES)
 
 
-# --- which parameters ---------------------------------------------------------------------------------
-
-
 class Tied(Plain):
     """Two layers share a weight, each with a bias of its own."""
 
@@ -228,9 +446,6 @@ class Reusing(Plain):
             hidden = block(hidden)
         outputs: Tensor = self.head(hidden)
         return outputs + self.head(torch.tanh(self.embed(outputs)))  # type: ignore[no-any-return]
-
-
-# --- kinds of layers ----------------------------------------------------------------------------------
 
 
 class Nested(Plain):
@@ -364,3 +579,119 @@ class StructuredBatches(Plain):
 def _structured(samples: list[Any]) -> dict[str, Any]:
     inputs, targets = collate(samples)
     return {"inputs": {"halves": (inputs[:, :4], inputs[:, 4:])}, "targets": targets, "note": "as text"}
+
+
+T = TypeVar("T")
+
+
+class GenericRoot(Generic[T], Plain):
+    """A root whose class has another memory layout than most."""
+
+
+class Hooked(Plain):
+    """Computes with hooks that a user registered on its layers.
+
+    Attributes:
+        calls: The number of calls of each hook.
+    """
+
+    def build(self) -> None:
+        """Hooks before and after forward, and in backward."""
+        super().build()
+        self.calls = {"before": 0, "after": 0, "backward": 0}
+        self.blocks[0].register_forward_pre_hook(self._before)
+        self.blocks[0].register_forward_hook(self._after)
+        self.head.register_full_backward_hook(self._backward)
+
+    def _before(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self.calls["before"] += 1
+        return (args[0] * 0.5,)
+
+    def _after(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        self.calls["after"] += 1
+        return output + 1.0
+
+    def _backward(self, module: nn.Module, *gradients: Any) -> None:
+        self.calls["backward"] += 1
+
+
+class _Masks(Plain):
+    """Draws a mask of dropout in every step, with a seed for each share of the data."""
+
+    def build(self) -> None:
+        super().build()
+        self.dropout = nn.Dropout(0.5)
+        self.masks: list[Tensor] = []
+        self.share = 0
+
+    def on_train_start(self) -> None:
+        self.share = share_of(self.trainer)["rank"]
+        torch.manual_seed(100 + self.share)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = self.dropout(block(hidden))
+        self.masks.append(self.dropout(torch.ones(64)).bool())
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+class _Keeping(Recomputing):
+    recompute = False
+
+
+# --- jobs -----------------------------------------------------------------------------------------
+
+
+def freeze(subject: Subject, task: Task) -> dict[str, Any]:
+    """What becomes of the parameters that are not trained."""
+    module = task.module()
+    before = {n: p.detach().clone() for n, p in module.named_parameters() if not p.requires_grad}
+    trainer = make_trainer(subject, task)
+    trainer.fit(module)
+    after = dict(module.named_parameters())
+    return {
+        "changed": [name for name, value in before.items() if not torch.equal(value, after[name])],
+        "frozen before": sorted(before),
+        "frozen after": sorted(name for name, p in after.items() if not p.requires_grad),
+        "with state": sorted(n for n in before for o in trainer.optimizers if o.state.get(after[n])),
+        "with gradients": sorted(name for name in before if after[name].grad is not None),
+    }
+
+
+def fit_tied(subject: Subject, task: Task) -> dict[str, Any]:
+    """Whether tied parameters are one afterwards, by name as well as by object."""
+    module = Tied(task)
+    before = [name for name, _ in module.named_parameters()]
+    fit(subject, task, module=module)
+    return {
+        "one": module.again.weight is module.embed.weight,
+        "names": [name for name, _ in module.named_parameters()] == before,
+        "both in the state dict": {"again.weight", "embed.weight"} <= set(module.state_dict()),
+    }
+
+
+def fit_hooked(subject: Subject, task: Task) -> Outcome:
+    """Train with hooks; the notes say how often they were called, then and by the module alone afterwards."""
+    module = Hooked(task)
+    outcome = fit(subject, task, module=module)
+    outcome.notes["in training"] = dict(module.calls)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module(torch.ones(2, FEATURES)).sum().backward()
+    outcome.notes["in all"] = dict(module.calls)
+    return outcome
+
+
+def draw_masks(subject: Subject, task: Task) -> tuple[int, list[Tensor], list[float]]:
+    """This rank's share of the data, its masks step by step, and its losses."""
+    module = _Masks(task)
+    fit(subject, task, module=module)
+    return module.share, module.masks, module.losses
+
+
+def fit_recomputing(subject: Subject, task: Task, recompute: bool) -> Outcome:
+    """Train with dropout in blocks whose activations are recomputed, or kept."""
+    module = Recomputing(task) if recompute else _Keeping(task)
+    torch.manual_seed(31)
+    return fit(subject, task, module=module)

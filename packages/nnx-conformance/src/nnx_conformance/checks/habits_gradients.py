@@ -14,8 +14,11 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
 from nnx_checkpoint.collective import is_distributed
-from nnx_conformance.habits import Habitual, Manual, habit
+from nnx_conformance.habits import Habitual, Manual, chapter
 from nnx_core.errors import NnxError
+
+habit = chapter()
+
 
 _NORM = 0.05
 """Far below that of the first gradients."""

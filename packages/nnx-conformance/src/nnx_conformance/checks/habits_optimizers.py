@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from nnx_conformance.habits import Habitual, Manual, habit
+from nnx_conformance.habits import Habitual, Manual, chapter
+
+habit = chapter()
 
 
 class _Updating(Optimizer):

@@ -12,8 +12,10 @@ from torch.nn.functional import cross_entropy, mse_loss, normalize
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from nnx_checkpoint.collective import is_distributed
-from nnx_conformance.habits import Habitual, habit
+from nnx_conformance.habits import Habitual, chapter
 from nnx_conformance.task import FEATURES, GLOBAL_BATCH, WIDTH, Block, dataset, loader, share_of
+
+habit = chapter()
 
 
 def only_for(mask: Tensor, layer: nn.Module, hidden: Tensor, width: int = WIDTH) -> Tensor:

@@ -25,7 +25,7 @@ from nnx_conformance.check import (
     expect_parity,
     expect_same_run,
 )
-from nnx_conformance.checks.numbers.optimizers import Grouped
+from nnx_conformance.checks.numbers_optimizers import Grouped
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Block, Outcome, Plain, Task, share_of
 from nnx_conformance.training import fit

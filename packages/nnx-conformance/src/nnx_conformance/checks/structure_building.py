@@ -1,10 +1,9 @@
-"""What the ranks do for the checks of `structure`: modules that watch their buffers, hooks and masks."""
+"""When and where a model and its optimizer are built, and its buffers."""
 
 from __future__ import annotations
 
 import os
-import warnings
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,17 +14,169 @@ from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import DTensor
 
 from nnx_checkpoint.collective import is_distributed
+from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_same_run
 from nnx_conformance.checks.stages import Watched
-from nnx_conformance.structure_models import Recomputing, Tied
+from nnx_conformance.checks.structure_layers import trains
 from nnx_conformance.subject import Subject
-from nnx_conformance.task import BLOCKS, FEATURES, GLOBAL_BATCH, WIDTH, Block, Outcome, Plain, Task, share_of
+from nnx_conformance.task import BLOCKS, FEATURES, GLOBAL_BATCH, WIDTH, Block, Outcome, Plain, Task
 from nnx_conformance.training import fit, make_trainer, outcome_of
 
-# --- models that are built in other ways ----------------------------------------------------------
-# The modules of the group `structure` that are built in unusual ways, or at unusual times.
+# --- buffers --------------------------------------------------------------------------------------
+# Buffers, and norms over the batch, which keep statistics in them.
 
 
-T = TypeVar("T")
+def _expect_buffers(seen: dict[str, Tensor], expected: dict[str, Tensor], *, where: str) -> None:
+    for name, wanted in expected.items():
+        found = seen[name]
+        expect(
+            found.dtype == wanted.dtype and torch.allclose(found, wanted, rtol=1e-4, atol=1e-4),
+            f"{where}: the buffer {name!r} is {found.tolist()}, rank 0's own data make it {wanted.tolist()}.",
+        )
+
+
+def _counts(seen: dict[str, Tensor], steps: int) -> dict[str, Tensor]:
+    return {"total": seen["own"], "unsaved": seen["own"], "steps": torch.tensor(steps)}
+
+
+@check()
+def buffers_keep_updates(bench: Bench) -> None:
+    """What training writes into buffers is there after it, and they have their names, dtypes and values."""
+    rank_zero, *_ = bench.run(watch_buffers, Task(model=Counting), True)
+    (after,) = rank_zero["end"]
+    expected = {
+        **_counts(after, 3),
+        "wave": torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64),
+        "mask": torch.tensor([True, False, True]),
+    }
+    _expect_buffers(after, expected, where="rank 0, after training")
+
+
+@check()
+def buffers_in_validation(bench: Bench) -> None:
+    """Validation within fit has rank 0's buffers on every rank."""
+    ranks = bench.run(watch_buffers, Task(model=Counting), True)
+    for step, first in enumerate(ranks[0]["validate"]):
+        for rank, report in enumerate(ranks):
+            where = f"validation after step {step}, rank {rank}"
+            _expect_buffers(report["validate"][step], _counts(first, step + 1), where=where)
+
+
+@check()
+def buffers_in_a_later_test(bench: Bench) -> None:
+    """A test after fit has rank 0's buffers on every rank."""
+    ranks = bench.run(watch_buffers, Task(model=Counting), False)
+    for rank, report in enumerate(ranks):
+        expected = _counts(ranks[0]["test"][0], 3)
+        _expect_buffers(report["test"][0], expected, where=f"test after fit, rank {rank}")
+
+
+@check()
+def batch_norm(bench: Bench) -> None:
+    """Running statistics are those of rank 0's data; every rank's validation computes with them."""
+    ranks = bench.run(watch_buffers, Task(model=Normalizing), True)
+    for step, first in enumerate(ranks[0]["validate"]):
+        expected = {
+            "norm.running_mean": first["own_mean"],
+            "norm.running_var": first["own_var"],
+            "norm.num_batches_tracked": torch.tensor(step + 1),
+        }
+        for rank, report in enumerate(ranks):
+            _expect_buffers(report["validate"][step], expected, where=f"validation {step}, rank {rank}")
+    worst = max(report["wrong"] for report in ranks)
+    expect(worst < 1e-4, f"outputs in validation differ by {worst:.3g} from what the statistics make them.")
+
+
+@check("sync_batchnorm")
+def synchronized_batch_norm(bench: Bench) -> None:
+    """With `sync_batchnorm` the statistics are those of the global batch, and the layers come back."""
+    alone: Outcome = bench.alone(fit_synchronized, Task())
+    for world_size in bench.world_sizes:
+        ranks: list[Outcome] = bench.run(fit_synchronized, Task(), world_size=world_size)
+        expect_same_run(ranks, alone, tolerance=TOLERANCE["float32"])
+        for rank, outcome in enumerate(ranks):
+            changed = sorted(set(outcome.notes["layers"]) - set(alone.notes["layers"]))
+            expect(not changed, f"rank {rank}: after training the module has layers of class {changed}.")
+
+
+# --- building -------------------------------------------------------------------------------------
+# When and where a model and its optimizer are built.
+
+
+@check()
+def built_without_a_seed(bench: Bench) -> None:
+    """All ranks start from rank 0's weights and buffers, whatever each was seeded with."""
+    trains(bench, Unseeded)
+
+
+@check()
+def built_in_configure_model(bench: Bench) -> None:
+    """A model built in `configure_model` trains like one built in `__init__`."""
+    trains(bench, BuiltLate, like=Plain)
+
+
+@check(of_adapter=True)
+def configure_model_is_called_once(bench: Bench) -> None:
+    """`configure_model` is called once in every run."""
+    for rank, calls in enumerate(bench.run(count_calls, Task(model=BuiltLate, steps=1))):
+        for run, count in calls.items():
+            expect(count == 1, f"rank {rank}: configure_model was called {count} times in the {run}.")
+
+
+@check(of_adapter=True)
+def built_in_configure_sharded_model(bench: Bench) -> None:
+    """A model built in `configure_sharded_model`, as older code has it, trains."""
+    trains(bench, BuiltLateSharded, like=Plain)
+
+
+@check(of_adapter=True)
+def built_in_init_module(bench: Bench) -> None:
+    """A model built under `Trainer.init_module()` trains."""
+    alone = bench.train_alone(Task(model=Reset))
+    ranks = bench.run(fit_in_init_module, Task(model=Reset), False)
+    expect_same_run(ranks, alone, tolerance=TOLERANCE["float32"])
+
+
+@check("meta_initialization")
+def built_without_values(bench: Bench) -> None:
+    """`Trainer.init_module(empty_init=True)` allocates nothing; `reset_parameters` gives the values later."""
+    alone = bench.train_alone(Task(model=Reset))
+    ranks = bench.run(fit_in_init_module, Task(model=Reset), True)
+    for rank, outcome in enumerate(ranks):
+        made = outcome.notes["with values"]
+        expect(not made, f"rank {rank}: memory was allocated for {made} when the model was built.")
+    expect_same_run(ranks, alone, tolerance=TOLERANCE["float32"])
+
+
+@check("meta_initialization")
+def built_on_meta_in_configure_model(bench: Bench) -> None:
+    """What `configure_model` builds on the meta device gets its values from `reset_parameters`."""
+    trains(bench, BuiltLateOnMeta, like=Reset)
+
+
+@check()
+def optimizer_made_early(bench: Bench) -> None:
+    """An optimizer made in `__init__` trains the parameters, in the first run and in the next."""
+    task = Task(model=EarlyOptimizer, steps=2)
+    alone = bench.alone(fit_twice, task)
+    for world_size in bench.world_sizes:
+        ranks = bench.run(fit_twice, task, world_size=world_size)
+        expect_same_run(ranks, alone, tolerance=TOLERANCE["float32"])
+
+
+@check()
+def wrapped_layers(bench: Bench) -> None:
+    """`wrap()` in `configure_model` changes no number, whether or not it means anything to the strategy."""
+    trains(bench, Wrapped, like=Plain)
+
+
+@check("manual_wrap")
+def wrapped_layers_are_sharded(bench: Bench) -> None:
+    """`wrap()` splits a layer over the ranks at once, so that a model can be built layer by layer."""
+    for rank, (held, whole) in enumerate(bench.run(local_share, Task(steps=1))):
+        expect(held < whole, f"rank {rank} holds {held} of the {whole} elements of the wrapped layers.")
+
+
+# --- models ---------------------------------------------------------------------------------------
 
 
 class BuiltLate(Plain):
@@ -71,6 +222,15 @@ class Wrapped(BuiltLate):
         self.embed = nn.Linear(FEATURES, WIDTH)
         self.blocks = nn.ModuleList(wrap(Block()) for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, FEATURES)
+
+
+class _MeasuredWrapping(Wrapped):
+    """Counts, as soon as its blocks are wrapped, how much of them this rank holds."""
+
+    def build_late(self) -> None:
+        super().build_late()
+        shards = [p.to_local() if isinstance(p, DTensor) else p for p in self.blocks.parameters()]
+        self.held = sum(shard.numel() for shard in shards)
 
 
 class _Fixed(nn.Module):
@@ -147,54 +307,6 @@ class EarlyOptimizer(Plain):
     def configure_optimizers(self) -> Any:
         """That one."""
         return self.early
-
-
-class GenericRoot(Generic[T], Plain):
-    """A root whose class has another memory layout than most."""
-
-
-# --- jobs -----------------------------------------------------------------------------------------
-
-
-# --- parameters ---------------------------------------------------------------------------------------
-
-
-def freeze(subject: Subject, task: Task) -> dict[str, Any]:
-    """What becomes of the parameters that are not trained."""
-    module = task.module()
-    before = {n: p.detach().clone() for n, p in module.named_parameters() if not p.requires_grad}
-    trainer = make_trainer(subject, task)
-    trainer.fit(module)
-    after = dict(module.named_parameters())
-    return {
-        "changed": [name for name, value in before.items() if not torch.equal(value, after[name])],
-        "frozen before": sorted(before),
-        "frozen after": sorted(name for name, p in after.items() if not p.requires_grad),
-        "with state": sorted(n for n in before for o in trainer.optimizers if o.state.get(after[n])),
-        "with gradients": sorted(name for name in before if after[name].grad is not None),
-    }
-
-
-def fit_tied(subject: Subject, task: Task) -> dict[str, Any]:
-    """Whether tied parameters are one afterwards, by name as well as by object."""
-    module = Tied(task)
-    before = [name for name, _ in module.named_parameters()]
-    fit(subject, task, module=module)
-    return {
-        "one": module.again.weight is module.embed.weight,
-        "names": [name for name, _ in module.named_parameters()] == before,
-        "both in the state dict": {"again.weight", "embed.weight"} <= set(module.state_dict()),
-    }
-
-
-def fit_twice(subject: Subject, task: Task) -> Outcome:
-    """Train, and train again with a new Trainer."""
-    module = task.module()
-    fit(subject, task, module=module)
-    return fit(subject, task, module=module)
-
-
-# --- buffers ------------------------------------------------------------------------------------------
 
 
 class Counting(Watched):
@@ -286,14 +398,12 @@ class Normalizing(Counting):
         self(batch[0])
 
 
-def watch_buffers(subject: Subject, task: Task, validate: bool) -> dict[str, Any]:
-    """Train, validate after each batch if asked for, and test; the buffers in evaluation and at the end."""
-    module = task.module()
-    assert isinstance(module, Counting), "the tasks of these checks train counting modules"
-    make_trainer(subject, task, limit_val_batches=int(validate), val_check_interval=1).fit(module)
-    module.evaluate("end")
-    make_trainer(subject, task, limit_test_batches=1).test(module, verbose=False)
-    return {**module.seen, "wrong": getattr(module, "wrong", 0.0)}
+class _NormalizingInside(Plain):
+    """A norm over the batch after the first layer."""
+
+    def build(self) -> None:
+        super().build()
+        self.embed = nn.Sequential(self.embed, nn.BatchNorm1d(self.embed.out_features))  # type: ignore[assignment]
 
 
 class _SynchronizedNorm(nn.BatchNorm1d):
@@ -340,12 +450,17 @@ def _moved(source: nn.Module, target: nn.Module) -> nn.Module:
     return target.train(source.training)
 
 
-class _NormalizingInside(Plain):
-    """A norm over the batch after the first layer."""
+# --- jobs -----------------------------------------------------------------------------------------
 
-    def build(self) -> None:
-        super().build()
-        self.embed = nn.Sequential(self.embed, nn.BatchNorm1d(self.embed.out_features))  # type: ignore[assignment]
+
+def watch_buffers(subject: Subject, task: Task, validate: bool) -> dict[str, Any]:
+    """Train, validate after each batch if asked for, and test; the buffers in evaluation and at the end."""
+    module = task.module()
+    assert isinstance(module, Counting), "the tasks of these checks train counting modules"
+    make_trainer(subject, task, limit_val_batches=int(validate), val_check_interval=1).fit(module)
+    module.evaluate("end")
+    make_trainer(subject, task, limit_test_batches=1).test(module, verbose=False)
+    return {**module.seen, "wrong": getattr(module, "wrong", 0.0)}
 
 
 def fit_synchronized(subject: Subject, task: Task) -> Outcome:
@@ -356,9 +471,6 @@ def fit_synchronized(subject: Subject, task: Task) -> Outcome:
     outcome = fit(subject, task, module=module, **settings)
     outcome.notes["layers"] = [type(part).__name__ for part in module.modules()]
     return outcome
-
-
-# --- how it is built ----------------------------------------------------------------------------------
 
 
 def count_calls(subject: Subject, task: Task) -> dict[str, Any]:
@@ -382,13 +494,11 @@ def fit_in_init_module(subject: Subject, task: Task, empty_init: bool) -> Outcom
     return outcome
 
 
-class _MeasuredWrapping(Wrapped):
-    """Counts, as soon as its blocks are wrapped, how much of them this rank holds."""
-
-    def build_late(self) -> None:
-        super().build_late()
-        shards = [p.to_local() if isinstance(p, DTensor) else p for p in self.blocks.parameters()]
-        self.held = sum(shard.numel() for shard in shards)
+def fit_twice(subject: Subject, task: Task) -> Outcome:
+    """Train, and train again with a new Trainer."""
+    module = task.module()
+    fit(subject, task, module=module)
+    return fit(subject, task, module=module)
 
 
 def local_share(subject: Subject, task: Task) -> tuple[int, int]:
@@ -396,84 +506,3 @@ def local_share(subject: Subject, task: Task) -> tuple[int, int]:
     module = _MeasuredWrapping(task)
     fit(subject, task, module=module)
     return module.held, sum(p.numel() for p in module.blocks.parameters())
-
-
-# --- hooks and chance ---------------------------------------------------------------------------------
-
-
-class Hooked(Plain):
-    """Computes with hooks that a user registered on its layers.
-
-    Attributes:
-        calls: The number of calls of each hook.
-    """
-
-    def build(self) -> None:
-        """Hooks before and after forward, and in backward."""
-        super().build()
-        self.calls = {"before": 0, "after": 0, "backward": 0}
-        self.blocks[0].register_forward_pre_hook(self._before)
-        self.blocks[0].register_forward_hook(self._after)
-        self.head.register_full_backward_hook(self._backward)
-
-    def _before(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        self.calls["before"] += 1
-        return (args[0] * 0.5,)
-
-    def _after(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        self.calls["after"] += 1
-        return output + 1.0
-
-    def _backward(self, module: nn.Module, *gradients: Any) -> None:
-        self.calls["backward"] += 1
-
-
-def fit_hooked(subject: Subject, task: Task) -> Outcome:
-    """Train with hooks; the notes say how often they were called, then and by the module alone afterwards."""
-    module = Hooked(task)
-    outcome = fit(subject, task, module=module)
-    outcome.notes["in training"] = dict(module.calls)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module(torch.ones(2, FEATURES)).sum().backward()
-    outcome.notes["in all"] = dict(module.calls)
-    return outcome
-
-
-class _Masks(Plain):
-    """Draws a mask of dropout in every step, with a seed for each share of the data."""
-
-    def build(self) -> None:
-        super().build()
-        self.dropout = nn.Dropout(0.5)
-        self.masks: list[Tensor] = []
-        self.share = 0
-
-    def on_train_start(self) -> None:
-        self.share = share_of(self.trainer)["rank"]
-        torch.manual_seed(100 + self.share)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        for block in self.blocks:
-            hidden = self.dropout(block(hidden))
-        self.masks.append(self.dropout(torch.ones(64)).bool())
-        return self.head(hidden)  # type: ignore[no-any-return]
-
-
-def draw_masks(subject: Subject, task: Task) -> tuple[int, list[Tensor], list[float]]:
-    """This rank's share of the data, its masks step by step, and its losses."""
-    module = _Masks(task)
-    fit(subject, task, module=module)
-    return module.share, module.masks, module.losses
-
-
-class _Keeping(Recomputing):
-    recompute = False
-
-
-def fit_recomputing(subject: Subject, task: Task, recompute: bool) -> Outcome:
-    """Train with dropout in blocks whose activations are recomputed, or kept."""
-    module = Recomputing(task) if recompute else _Keeping(task)
-    torch.manual_seed(31)
-    return fit(subject, task, module=module)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import nnx_checkpoint
 from nnx_conformance.check import Bench, CheckFailed, check, expect, expect_equal_weights
-from nnx_conformance.checks.checkpoints.runs import (
+from nnx_conformance.checks.checkpoints_runs import (
     TASK,
     TOLERANCE,
     Record,
@@ -39,9 +39,6 @@ from nnx_conformance.pool import free_port
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task
 from nnx_conformance.training import outcome_of
-
-__all__ = []
-
 
 # --- keeping --------------------------------------------------------------------------------------
 # ModelCheckpoint: which checkpoints it keeps, that all ranks agree on them, and resuming by their role.

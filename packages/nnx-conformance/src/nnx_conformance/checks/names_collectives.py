@@ -18,13 +18,10 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MaxMetric, MeanMetric, Metric, SumMetric
 
 from nnx_conformance.check import Bench, check, expect
-from nnx_conformance.checks.names.module import in_training
+from nnx_conformance.checks.names_module import in_training
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Plain, Task, dataset, share_of
 from nnx_conformance.training import fit, make_trainer, world_size
-
-__all__ = []
-
 
 # --- logged values --------------------------------------------------------------------------------
 # Logged values: reduced over the ranks where that is asked for, and only there.

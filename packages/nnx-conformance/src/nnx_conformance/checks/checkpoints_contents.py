@@ -12,7 +12,7 @@ from torch import Tensor
 import nnx_checkpoint
 import nnx_core
 from nnx_conformance.check import Bench, abbreviated, check, expect, expect_equal_losses, expect_equal_weights
-from nnx_conformance.checks.checkpoints.runs import (
+from nnx_conformance.checks.checkpoints_runs import (
     SAVED_AFTER,
     TASK,
     TOLERANCE,
@@ -30,9 +30,6 @@ from nnx_conformance.checks.checkpoints.runs import (
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Task
 from nnx_conformance.training import outcome_of
-
-__all__ = []
-
 
 # --- contents -------------------------------------------------------------------------------------
 

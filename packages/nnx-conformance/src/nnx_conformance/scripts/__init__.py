@@ -1,1 +1,0 @@
-"""Scripts as users write them, which checks start as fresh processes by their paths."""
