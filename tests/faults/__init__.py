@@ -11,11 +11,15 @@ from dataclasses import dataclass
 
 from nnx_conformance.check import GROUPS
 from nnx_conformance.subject import Subject
+from nnx_core.spec import Capabilities
 
-__all__ = ["Fault", "all_faults"]
+__all__ = ["DECLARED", "EVERYTHING", "Fault", "all_faults", "fault", "name_of"]
 
 EVERYTHING = ("*",)
 """For faults after which hardly anything is right."""
+
+DECLARED: dict[type, Capabilities] = {}
+"""What broken strategies declare, where that is not the default; `registered` registers them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +31,7 @@ class Fault:
         target: ``"faults.module:Class"``.
         caught_by: Name of the check that has to fail.
         also: Checks that rightly fail too; `EVERYTHING` for a wide fault.
-        imports: Modules that register `target`, where that is a name, for faults that declare capabilities.
+        imports: Modules that register `target`, where that is a name.
     """
 
     name: str
@@ -44,6 +48,23 @@ class Fault:
     def subject(self) -> Subject:
         """The broken strategy."""
         return Subject(self.target, imports=self.imports)
+
+
+def fault(name: str, broken: type, caught_by: str, *also: str) -> Fault:
+    """The fault that a class has."""
+    declared = broken in DECLARED
+    return Fault(
+        name=name,
+        target=name_of(broken) if declared else f"{broken.__module__}:{broken.__name__}",
+        caught_by=caught_by,
+        also=also,
+        imports=("faults.registered",) if declared else (),
+    )
+
+
+def name_of(broken: type) -> str:
+    """The name under which `registered` registers a broken strategy."""
+    return f"broken_{broken.__name__.lower()}"
 
 
 def all_faults() -> list[Fault]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 import nnx_checkpoint
-from faults import EVERYTHING, Fault
+from faults import EVERYTHING, fault
 from nnx_checkpoint.naming import RANKS
 from nnx_checkpoint.shard import shard_of
 from nnx_checkpoint.state import ModelState, OptimizerState
@@ -406,20 +406,15 @@ _RESUMED = (
 """Checks that go on training with the optimizer."""
 
 
-def _fault(name: str, strategy: type, caught_by: str, *also: str) -> Fault:
-    target = f"{__name__}:{strategy.__name__}"
-    return Fault(name=name, target=target, caught_by=caught_by, also=also)
-
-
 FAULTS = [
-    _fault("optimizer state lost", ForgottenMoments, "optimizer_state_resumes", *_RESUMED),
-    _fault("optimizer steps counted anew", StaleSteps, "optimizer_state_resumes", *_RESUMED),
-    _fault("second param group lost", FirstGroupOnly, "param_groups_resume"),
-    _fault("second optimizer lost", FirstOptimizerOnly, "two_optimizers_resume"),
-    _fault("buffers lost", ForgottenBuffers, "buffers_resume", *EVERYTHING),
-    _fault("rank 0's shard on every rank", RankZerosShard, "weights_resume", *EVERYTHING),
-    _fault("names of a wrapper in the checkpoint", OwnNames, "names_in_the_checkpoint", *EVERYTHING),
-    _fault(
+    fault("optimizer state lost", ForgottenMoments, "optimizer_state_resumes", *_RESUMED),
+    fault("optimizer steps counted anew", StaleSteps, "optimizer_state_resumes", *_RESUMED),
+    fault("second param group lost", FirstGroupOnly, "param_groups_resume"),
+    fault("second optimizer lost", FirstOptimizerOnly, "two_optimizers_resume"),
+    fault("buffers lost", ForgottenBuffers, "buffers_resume", *EVERYTHING),
+    fault("rank 0's shard on every rank", RankZerosShard, "weights_resume", *EVERYTHING),
+    fault("names of a wrapper in the checkpoint", OwnNames, "names_in_the_checkpoint", *EVERYTHING),
+    fault(
         "own names for optimizer state",
         OwnStateNames,
         "names_in_the_checkpoint",
@@ -428,48 +423,48 @@ FAULTS = [
         "resume_from_ddp",
         "resume_under_ddp",
     ),
-    _fault("own entry needed", OwnEntry, "resume_from_ddp"),
-    _fault("optimizer resumed at the same world size only", SameWorldSizeOnly, "resume_at_world_sizes"),
-    _fault("schedule lost", LostSchedule, "schedule_and_counters_resume"),
-    _fault(
+    fault("own entry needed", OwnEntry, "resume_from_ddp"),
+    fault("optimizer resumed at the same world size only", SameWorldSizeOnly, "resume_at_world_sizes"),
+    fault("schedule lost", LostSchedule, "schedule_and_counters_resume"),
+    fault(
         "checkpoint not evaluated",
         EvaluatesCurrentWeights,
         "evaluates_a_checkpoint",
         "weights_only_evaluates",
         "best_and_last_load",
     ),
-    _fault("optimizers gone after fit", ForgetsOptimizersAfterFit, "saving_after_fit"),
-    _fault(
+    fault("optimizers gone after fit", ForgetsOptimizersAfterFit, "saving_after_fit"),
+    fault(
         "same random numbers on all ranks", SameRandomNumbers, "ranks_draw_their_own", "randomness_goes_on"
     ),
-    _fault("random numbers and position not saved", ForgottenRandomNumbers, "randomness_goes_on"),
-    _fault(
+    fault("random numbers and position not saved", ForgottenRandomNumbers, "randomness_goes_on"),
+    fault(
         "random numbers drawn while saving", DrawsWhileSaving, "saving_changes_nothing", "randomness_goes_on"
     ),
-    _fault("data read from the beginning", DataStartsOver, "data_goes_on", "randomness_goes_on"),
-    _fault("saved in place", SavesInPlace, "killed_while_saving", "killed_at_every_operation"),
-    _fault("never saved twice", SavesOnce, "resume_and_save_again", "best_and_last_load"),
-    _fault(
+    fault("data read from the beginning", DataStartsOver, "data_goes_on", "randomness_goes_on"),
+    fault("saved in place", SavesInPlace, "killed_while_saving", "killed_at_every_operation"),
+    fault("never saved twice", SavesOnce, "resume_and_save_again", "best_and_last_load"),
+    fault(
         "optimizer saved with weights only",
         SavesOptimizersAlways,
         "weights_only_has_no_optimizer",
         "weights_only_evaluates",
     ),
-    _fault("saved too late in the background", SavesTooLate, "saving_in_the_background"),
-    _fault("weights rounded", SavesRounded, "values_in_the_checkpoint", *EVERYTHING),
-    _fault("every rank's copy stored", SavesEveryRank, "stored_once", *EVERYTHING),
-    _fault("byte changed after saving", BreaksWhatItSaved, "checkpoint_is_whole", *EVERYTHING),
-    _fault(
+    fault("saved too late in the background", SavesTooLate, "saving_in_the_background"),
+    fault("weights rounded", SavesRounded, "values_in_the_checkpoint", *EVERYTHING),
+    fault("every rank's copy stored", SavesEveryRank, "stored_once", *EVERYTHING),
+    fault("byte changed after saving", BreaksWhatItSaved, "checkpoint_is_whole", *EVERYTHING),
+    fault(
         "removed on every rank",
         RemovesOnEveryRank,
         "removes_checkpoints_once",
         "keeps_the_best",
         "best_and_last_load",
     ),
-    _fault("never removed", RemovesNothing, "keeps_the_best"),
-    _fault("hooks' entries on rank 0 only", HooksOnRankZero, "hook_entries_come_back"),
-    _fault("state of callbacks lost", ForgottenCallbacks, "callback_state_comes_back"),
-    _fault(
+    fault("never removed", RemovesNothing, "keeps_the_best"),
+    fault("hooks' entries on rank 0 only", HooksOnRankZero, "hook_entries_come_back"),
+    fault("state of callbacks lost", ForgottenCallbacks, "callback_state_comes_back"),
+    fault(
         "names of a wrapper in hooks",
         WrappedNames,
         "save_hook_sees_the_weights",
@@ -482,8 +477,8 @@ FAULTS = [
         "loads_in_one_process",
         "evaluates_a_checkpoint",
     ),
-    _fault("hooks' changes ignored", LoadsBeforeHooks, "load_hook_renames", "save_hook_sees_the_weights"),
-    _fault("another model's weights taken", LoadsWhatFits, "another_model"),
-    _fault("errors on rank 0 only", FailsOnRankZero, "missing_checkpoint", "flipped_byte", "truncated_file"),
-    _fault("vague errors", VagueErrors, "flipped_byte", "truncated_file", "missing_checkpoint"),
+    fault("hooks' changes ignored", LoadsBeforeHooks, "load_hook_renames", "save_hook_sees_the_weights"),
+    fault("another model's weights taken", LoadsWhatFits, "another_model"),
+    fault("errors on rank 0 only", FailsOnRankZero, "missing_checkpoint", "flipped_byte", "truncated_file"),
+    fault("vague errors", VagueErrors, "flipped_byte", "truncated_file", "missing_checkpoint"),
 ]

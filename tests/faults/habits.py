@@ -2,65 +2,508 @@
 
 from __future__ import annotations
 
-from faults import Fault
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+from unittest.mock import patch
 
-_STRATEGIES = "faults.habit_strategies"
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import pad
+from torch.optim import Optimizer
+
+import nnx
+from faults import EVERYTHING, fault
+from nnx_core import Backend
+from nnx_core.random_state import host_state_kept
+from nnx_tiny.averaging import average_gradients
+from nnx_tiny.backend import TinyBackend
+
+# --- gradients ----------------------------------------------------------------------------------
+
+
+class PairsWhatItHas(TinyBackend):
+    """Averages the gradients that a rank has with those that stand at the same place on the others."""
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        nnx.Backend.backward(self, module, loss, *args, **kwargs)
+        if not self._averaging:
+            return
+        own = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in own])
+        flat = pad(flat, (0, sum(parameter.numel() for parameter in module.parameters()) - len(flat)))
+        dist.all_reduce(flat)
+        flat /= self.context.world_size
+        for gradient, start in zip(own, _starts(own), strict=True):
+            gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
+
+
+def _starts(tensors: Sequence[Tensor]) -> list[int]:
+    return [sum(tensor.numel() for tensor in tensors[:number]) for number in range(len(tensors))]
+
+
+class HidesGradients(TinyBackend):
+    """Keeps gradients to itself between backward and the step."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.hidden: dict[nn.Parameter, Tensor | None] = {}
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.collect_gradients(module)
+        super().backward(module, loss, *args, **kwargs)
+        self.hidden = {parameter: parameter.grad for parameter in module.parameters()}
+        for parameter in self.hidden:
+            parameter.grad = None
+
+    def publish_gradients(self, module: nn.Module) -> None:
+        pass
+
+    def collect_gradients(self, module: nn.Module) -> None:
+        for parameter, gradient in self.hidden.items():
+            parameter.grad = gradient
+        self.hidden = {}
+
+
+class IgnoresChanges(TinyBackend):
+    """Steps with the gradients that backward left, whatever hooks did to them."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.kept: dict[nn.Parameter, Tensor] = {}
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(module, loss, *args, **kwargs)
+        self.kept = {p: p.grad.clone() for p in module.parameters() if p.grad is not None}
+
+    def publish_gradients(self, module: nn.Module) -> None:
+        pass
+
+    def collect_gradients(self, module: nn.Module) -> None:
+        for parameter, gradient in self.kept.items():
+            parameter.grad = gradient.clone()
+
+
+class NeedsItsOwnBackward(TinyBackend):
+    """Averages gradients only where a backward comes by its own method, and says nothing of others."""
+
+    reduces_in_backward = False
+
+
+class PlainFSDP2(TinyBackend):
+    """Torch's FSDP2 of each layer, which frees its weights after forward, and nothing around it."""
+
+    def parallelize(self, module: nn.Module, sample: object) -> Mapping[nn.Parameter, nn.Parameter]:
+        super().parallelize(module, sample)
+        before = dict(module.named_parameters())
+        root: Any = module
+        if self.context.world_size > 1:
+            for layer in (root.embed, *root.blocks, root.head):
+                fully_shard(layer, reshard_after_forward=True)
+        return {before[name]: p for name, p in module.named_parameters() if p is not before[name]}
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        Backend.backward(self, module, loss, *args, **kwargs)
+
+    reduces_in_backward = False
+
+
+class LastBackwardOnly(TinyBackend):
+    """A backward replaces the gradients of the one before."""
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        for parameter in module.parameters():
+            parameter.grad = None
+        super().backward(module, loss, *args, **kwargs)
+
+
+class RealPartsOnly(TinyBackend):
+    """Loses the imaginary parts of gradients."""
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(module, loss, *args, **kwargs)
+        for parameter in module.parameters():
+            if parameter.is_complex() and parameter.grad is not None:
+                parameter.grad = parameter.grad.real.to(parameter.dtype)
+
+
+class DenseOnly(TinyBackend):
+    """Averages only gradients that are not sparse."""
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        nnx.Backend.backward(self, module, loss, *args, **kwargs)
+        sparse = {p: p.grad for p in module.parameters() if p.grad is not None and p.grad.is_sparse}
+        for parameter in sparse:
+            parameter.grad = None
+        average_gradients(module, bucket_megabytes=self.options.bucket_megabytes)
+        for parameter, gradient in sparse.items():
+            parameter.grad = gradient
+
+
+class OwnBackwardOnly(TinyBackend):
+    """Computes gradients without asking the module's `backward`."""
+
+    def run_step(self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        module.__dict__["backward"] = lambda loss, *args, **kwargs: loss.backward(*args, **kwargs)
+        return super().run_step(module, step, *args, **kwargs)
+
+
+class TrainsTheOriginal(TinyBackend):
+    """Of parametrized weights it trains the originals only."""
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(module, loss, *args, **kwargs)
+        for name, parameter in module.named_parameters():
+            if ".parametrizations." in name and not name.endswith(".original"):
+                parameter.grad = None
+
+
+# --- optimizers ---------------------------------------------------------------------------------
+
+
+class StepsWithParts(TinyBackend):
+    """Gives every optimizer flat parts of the parameters, and evaluates its closure once."""
+
+    def optimizer_step(
+        self, optimizer: Optimizer, step: Callable[..., Any], closure: Any = None, **kwargs: Any
+    ) -> Any:
+        loss = closure() if closure else None
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        whole = [parameter.data for parameter in trained]
+        for parameter in trained:
+            gradient = self._part(parameter.grad)
+            parameter.data = self._part(parameter.data)
+            parameter.grad = gradient
+        step(lambda: loss)
+        for parameter, values in zip(trained, whole, strict=True):
+            parts = [torch.empty_like(parameter.data) for _ in range(self.context.world_size)]
+            dist.all_gather(parts, parameter.data)
+            values.copy_(torch.cat(parts).flatten()[: values.numel()].view_as(values))
+            parameter.grad, parameter.data = None, values
+        return loss
+
+    def _part(self, tensor: Tensor) -> Tensor:
+        size = -(-tensor.numel() // self.context.world_size)
+        flat = pad(tensor.flatten(), (0, size * self.context.world_size - tensor.numel()))
+        part = flat[self.context.rank * size :][:size]
+        return (part.view(size, 1) if tensor.dim() > 1 else part).clone()
+
+
+class AveragesBeforeTheStep(TinyBackend):
+    """Steps with the mean of what each rank has in its gradients, whatever user code made of them."""
+
+    def optimizer_step(
+        self, optimizer: Optimizer, step: Callable[..., Any], closure: Any = None, **kwargs: Any
+    ) -> Any:
+        loss = closure() if closure else None
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.context.world_size
+        step(lambda: loss)
+        return loss
+
+
+class HidesRowsOfState(TinyBackend):
+    """Between steps a rank sees zeros in place of some rows of the optimizer's state."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.whole: list[tuple[Tensor, Tensor]] = []
+
+    def optimizer_step(
+        self, optimizer: Optimizer, step: Callable[..., Any], closure: Any = None, **kwargs: Any
+    ) -> Any:
+        loss = closure() if closure else None
+        for tensor, values in self.whole:
+            tensor.copy_(values)
+        step(lambda: loss)
+        held = [value for entries in optimizer.state.values() for value in entries.values() if value.ndim]
+        self.whole = [(value, value.clone()) for value in held]
+        for value in held:
+            value[self.context.rank :: self.context.world_size] = 0
+        return loss
+
+
+class KeepsItsState(TinyBackend):
+    """Steps with the state that it left, whatever was written into it."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.kept: dict[Any, dict[str, Tensor]] = {}
+
+    def optimizer_step(
+        self, optimizer: Optimizer, step: Callable[..., Any], closure: Any = None, **kwargs: Any
+    ) -> Any:
+        loss = closure() if closure else None
+        for parameter, entries in self.kept.items():
+            optimizer.state[parameter] = {name: value.clone() for name, value in entries.items()}
+        step(lambda: loss)
+        self.kept = {
+            parameter: {name: value.clone() for name, value in entries.items()}
+            for parameter, entries in optimizer.state.items()
+        }
+        return loss
+
+
+class NeverFreezes(TinyBackend):
+    """Trains what it trained first, for ever."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+    def run_step(self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for parameter in self.trained:
+            parameter.requires_grad_()
+        return super().run_step(module, step, *args, **kwargs)
+
+
+# --- batches ------------------------------------------------------------------------------------
+
+
+class SharesABatch(TinyBackend):
+    """All ranks read one batch, of which each computes its own rows, without looking whether it is one."""
+
+    @property
+    def data_parallel_rank_and_size(self) -> tuple[int, int]:
+        return 0, 1
+
+    def run_step(self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        batch, *rest = args
+        size, rank = self.context.world_size, self.context.rank
+        return step([tensor[rank * len(tensor) // size :][: len(tensor) // size] for tensor in batch], *rest)
+
+
+class CountsEveryRank(DDPStrategy):
+    """All ranks compute one batch, and collectives count it once for each of them."""
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": 1, "rank": 0}
+
+
+# --- parameters ---------------------------------------------------------------------------------
+
+
+class NewParameters(TinyBackend):
+    """Puts new parameters in the place of the user's, without what was attached to these."""
+
+    def parallelize(self, module: nn.Module, sample: object) -> Mapping[nn.Parameter, nn.Parameter]:
+        super().parallelize(module, sample)
+        new = {p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in module.parameters()}
+        for part in module.modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                part.register_parameter(name, new[parameter])
+        return new
+
+
+class OwnStorage(TinyBackend):
+    """Computes with the storage that it knows of a parameter, whatever is assigned to `data`."""
+
+    def parallelize(self, module: nn.Module, sample: object) -> Mapping[nn.Parameter, nn.Parameter]:
+        super().parallelize(module, sample)
+        self.known = {parameter: parameter.data for parameter in module.parameters()}
+        return {}
+
+    def run_step(self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for parameter, data in self.known.items():
+            parameter.data = data
+        return super().run_step(module, step, *args, **kwargs)
+
+
+class StepsBack(TinyBackend):
+    """Computes with the weights that the last step left, whatever is written to them."""
+
+    def parallelize(self, module: nn.Module, sample: object) -> Mapping[nn.Parameter, nn.Parameter]:
+        super().parallelize(module, sample)
+        self.masters = {parameter: parameter.detach().clone() for parameter in module.parameters()}
+        return {}
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(module, loss, *args, **kwargs)
+        self._take_back()
+
+    def optimizer_step(
+        self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        result = step(*args, **kwargs)
+        self.masters = {parameter: parameter.detach().clone() for parameter in self.masters}
+        return result
+
+    def run_step(self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._take_back()
+        return super().run_step(module, step, *args, **kwargs)
+
+    def _take_back(self) -> None:
+        for parameter, master in self.masters.items():
+            parameter.data.copy_(master)
+
+
+class DropsForwardHooks(TinyBackend):
+    """Calls layers without the hooks that run before them."""
+
+    def run_step(self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for part in module.modules():
+            part._forward_pre_hooks.clear()
+        return super().run_step(module, step, *args, **kwargs)
+
+
+class OwnWeights(TinyBackend):
+    """Calls each layer with its own weights, also where `functional_call` put others in their place."""
+
+    def parallelize(self, module: nn.Module, sample: object) -> Mapping[nn.Parameter, nn.Parameter]:
+        super().parallelize(module, sample)
+        for part in module.modules():
+            own = dict(part.named_parameters(recurse=False))
+            part.register_forward_pre_hook(lambda layer, args, own=own: layer._parameters.update(own))
+        return {}
+
+
+class PartsInPlainCode(TinyBackend):
+    """Outside of layers, of backward and of the step a rank sees zeros in place of some rows."""
+
+    def parallelize(self, module: nn.Module, sample: object) -> Mapping[nn.Parameter, nn.Parameter]:
+        super().parallelize(module, sample)
+        self.whole: dict[nn.Parameter, Tensor] = {}
+        self.module = module
+        for part in module.modules():
+            if not any(part.children()):
+                part.register_forward_pre_hook(lambda layer, args: self._show(layer))
+                part.register_forward_hook(lambda layer, args, out: self._hide(layer))
+        return {}
+
+    def run_step(self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._hide(module)
+        return super().run_step(module, step, *args, **kwargs)
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self._show(module)
+        super().backward(module, loss, *args, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        result = step(*args, **kwargs)
+        self._hide(self.module)
+        return result
+
+    def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
+        self._show(module)
+        return super().unparallelize(module)
+
+    def _hide(self, module: nn.Module) -> None:
+        for parameter in module.parameters():
+            if parameter not in self.whole and parameter.dim():
+                self.whole[parameter] = parameter.data
+                parameter.data = parameter.data.clone()
+                parameter.data[self.context.rank :: self.context.world_size] = 0
+
+    def _show(self, module: nn.Module) -> None:
+        for parameter in module.parameters():
+            if parameter in self.whole:
+                parameter.data = self.whole.pop(parameter)
+
+
+class FirstCallOnly(TinyBackend):
+    """Gives gradients to the first call of each layer in a step."""
+
+    def parallelize(self, module: nn.Module, sample: object) -> Mapping[nn.Parameter, nn.Parameter]:
+        super().parallelize(module, sample)
+        self.called: set[nn.Module] = set()
+        for part in module.modules():
+            if not any(part.children()):
+                part.register_forward_hook(self._detach_later_calls)
+        return {}
+
+    def run_step(self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.called.clear()
+        return super().run_step(module, step, *args, **kwargs)
+
+    def _detach_later_calls(self, layer: nn.Module, args: Any, out: Tensor) -> Tensor:
+        is_first = layer not in self.called
+        self.called.add(layer)
+        return out if is_first else out.detach()
+
+
+class CannotSaveNothing(TinyBackend):
+    """Fails where a parameter without elements is saved."""
+
+    def shard(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Any:
+        if not tensor.numel():
+            raise ValueError("range [0, 1) lies outside a tensor of shape (0, 4)")
+        return super().shard(tensor, parameter=parameter)
+
+
+# --- what steps count ---------------------------------------------------------------------------
+
+
+class BeginsTheStep(TinyBackend):
+    """Looks at what a step calls the model with, and leaves what the step has counted until then."""
+
+    def parallelize(self, module: nn.Module, sample: Any) -> Mapping[nn.Parameter, nn.Parameter]:
+        (_, inputs), step = sample(), getattr(module, "training_step", None)
+        called = patch.object(module, "forward", side_effect=InterruptedError)
+        with host_state_kept(), suppress(InterruptedError), called:
+            if step is not None:
+                step([inputs["x"]] * 2, 0)
+        return super().parallelize(module, sample)
+
+
 _CAUGHT = {
-    "PairsWhatItHas": (
+    PairsWhatItHas: (
         *("swapped_experts", "swapped_by_turns", "swapped_while_accumulating", "layer_of_one_rank"),
         *("experts_in_a_list", "experts_of_any_shape", "head_per_task", "branches_per_sample"),
         "skipped_blocks",
     ),
-    "HidesGradients": (
+    HidesGradients: (
         *("clipped_by_hand", "clipped_by_hand_while_accumulating", "clipped_in_manual_optimization"),
         *("logged_gradient_norms", "skipped_large_gradients", "gradients_in_a_callback"),
         *("gradients_in_manual_optimization", "clipped_by_param_groups", "own_optimizer_step"),
         *("gradients_read_on_rank_zero", "descent_by_hand"),
     ),
-    "IgnoresChanges": (
+    IgnoresChanges: (
         *("configured_clipping", "scaled_gradients", "zeroed_gradients", "assigned_gradients"),
         *("centralized_gradients", "remembered_gradients"),
     ),
-    "AveragesBeforeTheStep": ("combined_gradients",),
-    "HidesRowsOfState": ("optimizer_state_read",),
-    "KeepsItsState": ("optimizer_state_changed",),
-    "StepsWithParts": (
+    AveragesBeforeTheStep: ("combined_gradients",),
+    HidesRowsOfState: ("optimizer_state_read",),
+    KeepsItsState: ("optimizer_state_changed",),
+    StepsWithParts: (
         *("lamb", "muon", "muon_for_large_matrices", "muon_with_auxiliary_group", "shampoo", "adafactor"),
         *("gradient_norm_optimizer", "sam_by_closure", "lbfgs"),
     ),
-    "StepsBack": ("sam_in_manual_optimization", "updated_targets", "written_weights", "reinitialized_layers"),
-    "SharesABatch": ("iterable_split_by_rank", "shuffled_by_rank"),
-    "CountsEveryRank": (
+    StepsBack: ("sam_in_manual_optimization", "updated_targets", "written_weights", "reinitialized_layers"),
+    SharesABatch: ("iterable_split_by_rank", "shuffled_by_rank"),
+    CountsEveryRank: (
         *("contrastive_loss", "contrastive_loss_by_rank", "world_size_in_the_loss", "counted_samples"),
     ),
-    "NewParameters": (
+    NewParameters: (
         *("gradient_hooks", "post_accumulate_hooks", "attributes_of_parameters", "parameters_in_a_list"),
     ),
-    "OwnStorage": ("assigned_targets", "assigned_weights", "vectors_of_parameters"),
-    "DropsForwardHooks": ("pruned_layers", "pruned_while_training", "pruned_by_lightning"),
-    "OwnWeights": ("functional_call",),
-    "TrainsTheOriginal": ("parametrized",),
-    "PartsInPlainCode": (
+    OwnStorage: ("assigned_targets", "assigned_weights", "vectors_of_parameters"),
+    DropsForwardHooks: ("pruned_layers", "pruned_while_training", "pruned_by_lightning"),
+    OwnWeights: ("functional_call",),
+    TrainsTheOriginal: ("parametrized",),
+    PartsInPlainCode: (
         *("weight_penalty", "orthogonality_penalty", "weight_as_a_number", "weights_read_between_steps"),
         *("logged_weights", "copied_layers", "gradient_of_a_weight", "gradient_penalty"),
         *("weights_read_on_rank_zero", "functional_gradients"),
         "weight_used_elsewhere",
     ),
-    "FirstCallOnly": ("layers_called_often",),
-    "NeedsItsOwnBackward": ("backward_on_the_loss",),
-    "PlainFSDP2": ("split_backward",),
-    "LastBackwardOnly": ("two_backward_passes",),
-    "RealPartsOnly": ("complex_parameters",),
-    "DenseOnly": ("sparse_gradients",),
-    "CannotSaveNothing": ("parameter_without_elements",),
-    "NeverFreezes": ("frozen_in_mid_run",),
-    "BeginsTheStep": ("counted_steps",),
-    "OwnBackwardOnly": ("own_backward", "own_backward_while_accumulating"),
+    FirstCallOnly: ("layers_called_often",),
+    NeedsItsOwnBackward: ("backward_on_the_loss",),
+    PlainFSDP2: ("split_backward",),
+    LastBackwardOnly: ("two_backward_passes",),
+    RealPartsOnly: ("complex_parameters",),
+    DenseOnly: ("sparse_gradients",),
+    CannotSaveNothing: ("parameter_without_elements",),
+    NeverFreezes: ("frozen_in_mid_run",),
+    BeginsTheStep: ("counted_steps",),
+    OwnBackwardOnly: ("own_backward", "own_backward_while_accumulating"),
 }
 """The broken strategies, and the checks that each fails; what else it fails is not looked at."""
 
 FAULTS = [
-    Fault(name=f"{check}: {strategy}", target=f"{_STRATEGIES}:{strategy}", caught_by=check, also=("*",))
+    fault(f"{check}: {strategy.__name__}", strategy, check, *EVERYTHING)
     for strategy, checks in _CAUGHT.items()
     for check in checks
 ]

@@ -21,7 +21,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from faults import EVERYTHING, Fault
+from faults import DECLARED, EVERYTHING, Fault, fault
+from nnx import Capabilities
 from nnx_core.backend import ParallelContext
 from nnx_core.errors import UnsupportedError
 from nnx_core.options import option
@@ -383,63 +384,56 @@ IN_FABRIC = (
 )
 
 
-def _fault(name: str, kind: type[Any], caught_by: str, *also: str) -> Fault:
-    return Fault(name=name, target=f"{__name__}:{kind.__name__}", caught_by=caught_by, also=also)
-
+DECLARED[ComputesInHalf] = Capabilities(precisions=("32-true", "bf16-mixed"))
 
 FAULTS = [
-    _fault("no launcher", StartsNoProcesses, "launched_by_lightning"),
-    _fault("error at exit", ComplainsAtExit, "script_ends_cleanly"),
-    _fault("one rank refused", RefusesOneRank, "one_device"),
-    _fault("averages after training_step only", KnowsOnlyTrainer, "fabric_loop", *IN_FABRIC),
-    _fault("silent after no_sync", StaysSilent, "fabric_accumulation"),
-    _fault("norm after clipping", ReturnsTheNormAfterwards, "fabric_clipping_by_norm"),
-    _fault("no clipping by value in Fabric", ClipsNoValues, "fabric_clipping_by_value"),
-    _fault("optimizer state not loaded in Fabric", LosesOptimizerState, "fabric_checkpoint"),
-    Fault(
-        name="autocast to another dtype",
-        target="computes_in_half",
-        caught_by="fabric_precision",
-        imports=("faults.manners_names",),
-    ),
-    _fault("works with one copy of Lightning", KnowsOneCopy, "pytorch_lightning"),
+    fault("no launcher", StartsNoProcesses, "launched_by_lightning"),
+    fault("error at exit", ComplainsAtExit, "script_ends_cleanly"),
+    fault("one rank refused", RefusesOneRank, "one_device"),
+    fault("averages after training_step only", KnowsOnlyTrainer, "fabric_loop", *IN_FABRIC),
+    fault("silent after no_sync", StaysSilent, "fabric_accumulation"),
+    fault("norm after clipping", ReturnsTheNormAfterwards, "fabric_clipping_by_norm"),
+    fault("no clipping by value in Fabric", ClipsNoValues, "fabric_clipping_by_value"),
+    fault("optimizer state not loaded in Fabric", LosesOptimizerState, "fabric_checkpoint"),
+    fault("autocast to another dtype", ComputesInHalf, "fabric_precision"),
+    fault("works with one copy of Lightning", KnowsOneCopy, "pytorch_lightning"),
     Fault(
         name="registered in one copy of Lightning",
         target="one_copy",
         caught_by="lightning_fabric",
         imports=("faults.manners_one_copy",),
     ),
-    _fault("group of another Trainer", NeedsItsOwnGroup, "two_trainers", "beside_another_strategy"),
-    _fault("group of another strategy", NeedsItsOwnGroup, "beside_another_strategy", "two_trainers"),
-    _fault("cannot be pickled", HoldsALock, "pickled_object"),
-    _fault("rank 0 decides", AsksOneRank, "agreed_stop"),
-    _fault("training errors swallowed", SwallowsTrainingErrors, "error_in_step", *EVERYTHING),
-    _fault(
+    fault("group of another Trainer", NeedsItsOwnGroup, "two_trainers", "beside_another_strategy"),
+    fault("group of another strategy", NeedsItsOwnGroup, "beside_another_strategy", "two_trainers"),
+    fault("cannot be pickled", HoldsALock, "pickled_object"),
+    fault("rank 0 decides", AsksOneRank, "agreed_stop"),
+    fault("training errors swallowed", SwallowsTrainingErrors, "error_in_step", *EVERYTHING),
+    fault(
         "module emptied after an error",
         EmptiesTheModule,
         "module_after_an_error",
         "interrupt_from_the_keyboard",
     ),
-    _fault("errors of rank 0 only", TellsRankZeroOnly, "error_on_one_rank", "error_in_step"),
-    _fault("interrupts hidden", HidesInterrupts, "interrupt_from_the_keyboard"),
-    _fault("half a model", BuildsHalfAModel, "error_in_configure_model"),
-    _fault("training without optimizer", TrainsWithoutOptimizer, "error_in_configure_optimizers"),
-    _fault("validation errors swallowed", SwallowsValidationErrors, "error_in_validation"),
-    _fault(
+    fault("errors of rank 0 only", TellsRankZeroOnly, "error_on_one_rank", "error_in_step"),
+    fault("interrupts hidden", HidesInterrupts, "interrupt_from_the_keyboard"),
+    fault("half a model", BuildsHalfAModel, "error_in_configure_model"),
+    fault("training without optimizer", TrainsWithoutOptimizer, "error_in_configure_optimizers"),
+    fault("validation errors swallowed", SwallowsValidationErrors, "error_in_validation"),
+    fault(
         "undone before it was done", UndoesWhatIsNotDone, "fit_without_a_loader", "error_in_configure_model"
     ),
-    _fault("teardown needs setup", TearsDownWhatIsNot, "fit_without_a_step"),
-    _fault("options ignored", TakesAnyOption, "unknown_option"),
-    _fault("option values not checked", AllowsAnyValue, "wrong_option_values"),
-    _fault("rank 0 refuses, the others wait", RefusesOnRankZero, "undeclared_precisions"),
-    _fault("process groups leaked", MakesAGroupEachTime, "no_process_groups", "no_descriptors"),
-    _fault("thread leaked", LeavesAThread, "no_threads"),
-    _fault("temporary file left", LeavesAFile, "no_files"),
-    _fault("environment variable left", SetsAVariable, "no_environment_variables"),
-    _fault("default dtype changed", ChangesTheDefaultDtype, "no_torch_settings"),
-    _fault("signal handler left", HandlesASignal, "no_signal_handlers"),
-    _fault("descriptor leaked", LeavesADescriptor, "no_descriptors"),
-    _fault("module kept alive", KeepsModules, "no_survivors", "no_tensors"),
-    _fault("buffers kept", KeepsBuckets, "no_tensors"),
-    _fault("gradients in circles", FormsCircles, "no_tensors_of_steps"),
+    fault("teardown needs setup", TearsDownWhatIsNot, "fit_without_a_step"),
+    fault("options ignored", TakesAnyOption, "unknown_option"),
+    fault("option values not checked", AllowsAnyValue, "wrong_option_values"),
+    fault("rank 0 refuses, the others wait", RefusesOnRankZero, "undeclared_precisions"),
+    fault("process groups leaked", MakesAGroupEachTime, "no_process_groups", "no_descriptors"),
+    fault("thread leaked", LeavesAThread, "no_threads"),
+    fault("temporary file left", LeavesAFile, "no_files"),
+    fault("environment variable left", SetsAVariable, "no_environment_variables"),
+    fault("default dtype changed", ChangesTheDefaultDtype, "no_torch_settings"),
+    fault("signal handler left", HandlesASignal, "no_signal_handlers"),
+    fault("descriptor leaked", LeavesADescriptor, "no_descriptors"),
+    fault("module kept alive", KeepsModules, "no_survivors", "no_tensors"),
+    fault("buffers kept", KeepsBuckets, "no_tensors"),
+    fault("gradients in circles", FormsCircles, "no_tensors_of_steps"),
 ]

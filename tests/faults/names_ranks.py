@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from torchmetrics import Metric
 
-from faults import Fault
+from faults import DECLARED, fault
+from nnx import Capabilities
 from nnx_tiny.backend import TinyBackend
 from nnx_tiny.strategy import TinyStrategy
 
@@ -224,50 +225,41 @@ class InOrder(DDPStrategy):
         return DataLoader(dataloader.dataset, batch_size=dataloader.batch_size)
 
 
-STRATEGIES = {
-    f"broken_{cls.__name__.lower()}": cls
+_LIKE_DDP = Capabilities(fabric=False, freezing_while_training=False, unused_parameters=False)
+
+DECLARED |= {
+    cls: _LIKE_DDP
     for cls in list(globals().values())
     if isinstance(cls, type) and issubclass(cls, (DDPStrategy, TinyStrategy)) and cls.__module__ == __name__
 }
-"""By the name under which `names_registered` registers them."""
-
-
-def _fault(name: str, cls: type, caught_by: str, *also: str) -> Fault:
-    own = f"broken_{cls.__name__.lower()}"
-    if own in STRATEGIES:
-        return Fault(
-            name=name, target=own, caught_by=caught_by, also=also, imports=("faults.names_registered",)
-        )
-    return Fault(name=name, target=f"faults.names_ranks:{cls.__name__}", caught_by=caught_by, also=also)
-
 
 _NOT_SPLIT = ("validation_in_order", "predictions_once", "logs_reduced")
 _TWICE = ("sampler_shares", "samples_seen_once", "predictions_once", "fabric_samplers")
 
 FAULTS = [
-    _fault("a copy of the module kept", CopiedModule, "trainer_has_the_module"),
-    _fault("every rank is rank 0", EveryRankZero, "rank_properties"),
-    _fault("rank_zero_only everywhere", RankZeroEverywhere, "rank_zero_runs_once"),
-    _fault("a sum instead of the mean", SumForMean, "reductions", "logs_reduced"),
-    _fault("logged values not reduced", NotReduced, "logs_reduced"),
-    _fault("all metrics are rank 0's", AlwaysReduced, "logs_left_alone"),
-    _fault("torchmetrics of one rank", MetricsAlone, "torchmetrics_reduced"),
-    _fault("nothing gathered", GathersItself, "all_gather", "all_gather_with_gradients"),
-    _fault("gathered without gradient", GathersWithoutGradient, "all_gather_with_gradients"),
-    _fault("broadcast from rank 0 only", BroadcastsFromZero, "broadcast"),
-    _fault("nothing broadcast", BroadcastsNothing, "broadcast"),
-    _fault("decisions of one rank", LocalDecisions, "boolean_decisions", "early_stopping_on_one_rank"),
-    _fault("one yes is enough", IsEasilyPersuaded, "boolean_decisions"),
-    _fault("only unanimous decisions", Unanimous, "early_stopping_on_one_rank", "boolean_decisions"),
-    _fault("no barrier", NoBarrier, "barrier"),
-    _fault("data workers seeded alike", SameWorkerSeeds, "data_workers_seeded"),
-    _fault("a strategy without is_distributed", NotDistributed, "samples_seen_once", *_NOT_SPLIT),
-    _fault("samples duplicated", DuplicatedShare, "sampler_shares", *_TWICE),
-    _fault("samples duplicated in Fabric", DuplicatedShare, "fabric_samplers", *_TWICE),
-    _fault("one order in all epochs", OneOrder, "samples_shuffled"),
-    _fault("one share in different orders", OwnOrder, "samples_shared", "data_workers_seeded"),
-    _fault("validation shuffled", ShuffledValidation, "validation_in_order"),
-    _fault("a user's DistributedSampler taken over", TakesOver, "own_distributed_sampler"),
-    _fault("predictions padded", PaddedPredictions, "predictions_once"),
-    _fault("a user's sampler replaced", InOrder, "own_sampler"),
+    fault("a copy of the module kept", CopiedModule, "trainer_has_the_module"),
+    fault("every rank is rank 0", EveryRankZero, "rank_properties"),
+    fault("rank_zero_only everywhere", RankZeroEverywhere, "rank_zero_runs_once"),
+    fault("a sum instead of the mean", SumForMean, "reductions", "logs_reduced"),
+    fault("logged values not reduced", NotReduced, "logs_reduced"),
+    fault("all metrics are rank 0's", AlwaysReduced, "logs_left_alone"),
+    fault("torchmetrics of one rank", MetricsAlone, "torchmetrics_reduced"),
+    fault("nothing gathered", GathersItself, "all_gather", "all_gather_with_gradients"),
+    fault("gathered without gradient", GathersWithoutGradient, "all_gather_with_gradients"),
+    fault("broadcast from rank 0 only", BroadcastsFromZero, "broadcast"),
+    fault("nothing broadcast", BroadcastsNothing, "broadcast"),
+    fault("decisions of one rank", LocalDecisions, "boolean_decisions", "early_stopping_on_one_rank"),
+    fault("one yes is enough", IsEasilyPersuaded, "boolean_decisions"),
+    fault("only unanimous decisions", Unanimous, "early_stopping_on_one_rank", "boolean_decisions"),
+    fault("no barrier", NoBarrier, "barrier"),
+    fault("data workers seeded alike", SameWorkerSeeds, "data_workers_seeded"),
+    fault("a strategy without is_distributed", NotDistributed, "samples_seen_once", *_NOT_SPLIT),
+    fault("samples duplicated", DuplicatedShare, "sampler_shares", *_TWICE),
+    fault("samples duplicated in Fabric", DuplicatedShare, "fabric_samplers", *_TWICE),
+    fault("one order in all epochs", OneOrder, "samples_shuffled"),
+    fault("one share in different orders", OwnOrder, "samples_shared", "data_workers_seeded"),
+    fault("validation shuffled", ShuffledValidation, "validation_in_order"),
+    fault("a user's DistributedSampler taken over", TakesOver, "own_distributed_sampler"),
+    fault("predictions padded", PaddedPredictions, "predictions_once"),
+    fault("a user's sampler replaced", InOrder, "own_sampler"),
 ]

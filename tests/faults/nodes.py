@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
-from faults import Fault
+from faults import fault
 from nnx_tiny.backend import TinyBackend
 
 
@@ -48,18 +48,14 @@ class ZeroOnEachNode(DDPStrategy):
         rank_zero_only.rank = int(os.environ["LOCAL_RANK"])
 
 
-def _fault(name: str, cls: type, caught_by: str, *also: str) -> Fault:
-    return Fault(name=name, target=f"faults.nodes:{cls.__name__}", caught_by=caught_by, also=also)
-
-
 FAULTS = [
-    _fault(
+    fault(
         "gradients averaged on each node",
         AveragesOnItsNode,
         "losses_across_nodes",
-        *("ranks_on_nodes", "resume_at_node_counts", "once_for_all_nodes"),  # the ranks differ in each
+        *("ranks_on_nodes", "resume_at_node_counts", "once_for_all_nodes"),
     ),
-    _fault("every node is the first", OnTheFirstNode, "ranks_on_nodes"),
-    _fault("optimizer state restored on one node", ForgetsOnOtherNodes, "resume_at_node_counts"),
-    _fault("a rank 0 on each node", ZeroOnEachNode, "once_for_all_nodes"),
+    fault("every node is the first", OnTheFirstNode, "ranks_on_nodes"),
+    fault("optimizer state restored on one node", ForgetsOnOtherNodes, "resume_at_node_counts"),
+    fault("a rank 0 on each node", ZeroOnEachNode, "once_for_all_nodes"),
 ]

@@ -2,101 +2,553 @@
 
 from __future__ import annotations
 
-from faults import EVERYTHING, Fault
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
-_STRATEGIES = "faults.number_strategies"
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from faults import DECLARED, EVERYTHING, fault
+from nnx import Capabilities
+from nnx_core.gradients import ParallelGradScaler, clip_gradients_by_norm
+from nnx_fsdp.backend import FSDPBackend
+from nnx_tiny.backend import TinyBackend
+
+# --- gradients ----------------------------------------------------------------------------------
+
+
+class SummedGradients(TinyBackend):
+    """Sums gradients over the ranks instead of averaging them."""
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(module, loss * self.context.world_size, *args, **kwargs)
+
+
+class KeptGradients(TinyBackend):
+    """Never zeroes a gradient."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad = lambda set_to_none=True: None
+
+
+class RoundedGradients(TinyBackend):
+    """Reduces in float32 what is float64."""
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(module, loss, *args, **kwargs)
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.copy_(parameter.grad.float())
+
+
+class OwnStart(TinyBackend):
+    """Every rank starts from the weights that it was given."""
+
+    def parallelize(self, module: nn.Module, sample: object) -> Mapping[nn.Parameter, nn.Parameter]:
+        return {}
+
+
+class LastBatchAveraged(TinyBackend):
+    """Averages only the last of the batches that were accumulated."""
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        earlier = {p: p.grad for p in module.parameters() if p.grad is not None and self._averaging}
+        for parameter in earlier:
+            parameter.grad = None
+        super().backward(module, loss, *args, **kwargs)
+        for parameter, gradient in earlier.items():
+            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+
+
+class FullAccumulationsOnly(TinyBackend):
+    """Divides the sum of a short accumulation by its own length."""
+
+    _longest, _length = 1, 0
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(module, loss, *args, **kwargs)
+        self._length += 1
+        if self._averaging:
+            self._longest = max(self._longest, self._length)
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad *= self._longest / self._length
+            self._length = 0
+
+
+class OverwrittenGradients(TinyBackend):
+    """A backward that communicates replaces the gradients of one that did so before."""
+
+    _adding = False
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if not self._adding:
+            for parameter in module.parameters():
+                parameter.grad = None
+        self._adding = not self._averaging
+        super().backward(module, loss, *args, **kwargs)
+
+
+class DroppedByHand(TinyBackend):
+    """In manual optimization, what was not synchronized is lost."""
+
+    @contextmanager
+    def no_sync(self, module: nn.Module) -> Iterator[None]:
+        with super().no_sync(module):
+            yield
+        if not module.automatic_optimization:
+            for parameter in module.parameters():
+                parameter.grad = None
+
+
+class OwnSums(TinyBackend):
+    """Keeps sums of its own, which begin anew only where a gradient was dropped."""
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        before = {p: None if p.grad is None else p.grad.clone() for p in module.parameters()}
+        super().backward(module, loss, *args, **kwargs)
+        for parameter, earlier in before.items():
+            if earlier is not None and parameter in self.sums and parameter.grad is not None:
+                parameter.grad.copy_(self.sums[parameter] + parameter.grad - earlier)
+            if parameter.grad is not None:
+                self.sums[parameter] = parameter.grad.clone()
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.sums: dict[nn.Parameter, Tensor] = {}
+
+
+# --- clipping -----------------------------------------------------------------------------------
+
+
+class NormOfOneRank(FSDPBackend):
+    """Clips by the norm of this rank's shards."""
+
+    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, **kwargs: Any) -> Tensor:
+        local = [gradient.local for gradient in self.gradients(optimizer)]
+        norm = torch.stack([gradient.norm() for gradient in local]).norm()
+        for gradient in local:
+            gradient *= torch.clamp(max_norm / norm, max=1.0)
+        return norm
+
+
+class ValueIgnored(TinyBackend):
+    """Does not clip by value."""
+
+    def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
+        pass
+
+
+class NormOfAll(TinyBackend):
+    """Clips each optimizer by the norm over all of them."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, **kwargs: Any) -> Tensor:
+        everything = [gradient for each in self.optimizers for gradient in self.gradients(each)]
+        copies = [type(g)(g.local.clone(), g.replicas) for g in everything]
+        norm = clip_gradients_by_norm(copies, max_norm=max_norm, device=self.context.device)
+        for gradient in self.gradients(optimizer):
+            gradient.local.mul_(torch.clamp(max_norm / norm, max=1.0))
+        return norm
+
+
+class _LateScaler(ParallelGradScaler):
+    def unscale_(self, optimizer: Optimizer) -> None:
+        pass
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        super().unscale_(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
+
+class ClippedScaled(TinyBackend):
+    """Takes the loss scale off only when it steps."""
+
+    def grad_scaler(self, default: torch.amp.GradScaler) -> torch.amp.GradScaler:
+        return default if isinstance(default, _LateScaler) else _LateScaler(self, replaces=default)
+
+
+# --- optimizers ---------------------------------------------------------------------------------
+
+
+class _Stepping(TinyBackend):
+    """Does something before and after each step."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.initial = {
+            id(group): {key: value for key, value in group.items() if key != "params"}
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+        }
+
+    def optimizer_step(
+        self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        self.before(optimizer)
+        result = step(*args, **kwargs)
+        self.after(optimizer)
+        return result
+
+    def before(self, optimizer: Optimizer) -> None:
+        pass
+
+    def after(self, optimizer: Optimizer) -> None:
+        pass
+
+
+class CountsTwice(_Stepping):
+    """Every step counts as two, which Adam corrects its averages by."""
+
+    def after(self, optimizer: Optimizer) -> None:
+        for state in optimizer.state.values():
+            if "step" in state:
+                state["step"] += 1
+
+
+class ForgetsMomentum(_Stepping):
+    """Starts the momentum anew with each step."""
+
+    def after(self, optimizer: Optimizer) -> None:
+        for state in optimizer.state.values():
+            state.pop("momentum_buffer", None)
+
+
+class OneRate(TinyBackend):
+    """Gives every parameter group the learning rate of the first."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = optimizer.param_groups[0]["lr"]
+
+
+class FrozenDecay(_Stepping):
+    """Steps with the weight decay of the start."""
+
+    def before(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            if "weight_decay" in self.initial.get(id(group), {}):
+                group["weight_decay"] = self.initial[id(group)]["weight_decay"]
+
+
+class _Choosing(TinyBackend):
+    """Averages the gradients of some parameters."""
+
+    def averaged(self) -> Sequence[nn.Parameter]:
+        raise NotImplementedError
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **kwargs)
+        for parameter in self.averaged() if self._averaging else ():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.context.world_size
+
+
+class KnowsTheFirst(_Choosing):
+    """Averages the gradients of the parameters that were in an optimizer at the start."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self.known = [parameter for group in groups for parameter in group["params"]]
+
+    def averaged(self) -> Sequence[nn.Parameter]:
+        return self.known
+
+
+class FirstOptimizerOnly(_Choosing):
+    """Averages the gradients of the first optimizer's parameters."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.first = next(iter(optimizers), None)
+
+    def averaged(self) -> Sequence[nn.Parameter]:
+        return [p for group in self.first.param_groups for p in group["params"]]
+
+
+class ClosureOnce(TinyBackend):
+    """Evaluates the closure once, and remembers the answer."""
+
+    def optimizer_step(
+        self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if kwargs.get("closure") is not None:
+            kwargs["closure"] = functools.cache(kwargs["closure"])
+        return step(*args, **kwargs)
+
+
+# --- schedulers ---------------------------------------------------------------------------------
+
+
+class FrozenRate(_Stepping):
+    """Steps with the learning rate of the start."""
+
+    def before(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = self.initial.get(id(group), group)["lr"]
+
+
+class OneSchedule(_Stepping):
+    """Every group follows the schedule of the first."""
+
+    def before(self, optimizer: Optimizer) -> None:
+        first = optimizer.param_groups[0]
+        for group in optimizer.param_groups:
+            if "initial_lr" in group:
+                group["lr"] = group["initial_lr"] * first["lr"] / first["initial_lr"]
+
+
+class ScheduledTwice(DDPStrategy):
+    """Steps the schedulers of every step once more."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        for config in self.lr_scheduler_configs:
+            if config.interval == "step":
+                config.scheduler.step()
+        return result
+
+
+class ScheduledEarly(DDPStrategy):
+    """Steps the schedulers of every epoch with every step, too."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        for config in self.lr_scheduler_configs:
+            by_epoch = config.interval == "epoch" and not config.reduce_on_plateau
+            if by_epoch and self.lightning_module.automatic_optimization:
+                config.scheduler.step()
+        return result
+
+
+class OwnMetric(DDPStrategy):
+    """Reduces no metric."""
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return tensor
+
+
+# --- manual optimization ------------------------------------------------------------------------
+
+
+class AutomaticOnly(TinyBackend):
+    """Averages gradients only where Lightning runs the step."""
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if module.automatic_optimization:
+            super().backward(module, loss, *args, **kwargs)
+        else:
+            loss.backward(*args, **kwargs)
+
+
+class NotInManualClosures(TinyBackend):
+    """In manual optimization, does not average within an optimizer's step."""
+
+    _stepping = False
+
+    def optimizer_step(
+        self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        self._stepping = True
+        try:
+            return step(*args, **kwargs)
+        finally:
+            self._stepping = False
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self._stepping and not module.automatic_optimization:
+            loss.backward(*args, **kwargs)
+        else:
+            super().backward(module, loss, *args, **kwargs)
+
+
+class RootForwardOnly(TinyBackend):
+    """Reduces the gradients of a step only where the root's forward ran in it."""
+
+    _ran = False
+
+    def run_step(self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._ran = False
+        noticed = module.register_forward_pre_hook(lambda *_: setattr(self, "_ran", True))
+        try:
+            return super().run_step(module, step, *args, **kwargs)
+        finally:
+            noticed.remove()
+
+    def backward(self, module: nn.Module, loss: Any, *args: Any, **kwargs: Any) -> None:
+        if self._ran:
+            super().backward(module, loss, *args, **kwargs)
+        else:
+            loss.backward(*args, **kwargs)
+
+
+class StaleWeights(FSDPBackend):
+    """Computes with the weights that a forward gathered before the optimizer's step."""
+
+    _keeping = False
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(replace(options, min_num_params=100, reshard_after_forward=False))
+
+    def _reshard(self, module: nn.Module) -> None:
+        if not self._keeping:
+            super()._reshard(module)
+
+    def _run_manual(self, *args: Any, **kwargs: Any) -> Any:
+        with self._keep():
+            return super()._run_manual(*args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._keep():
+            return super().optimizer_step(*args, **kwargs)
+
+    @contextmanager
+    def _keep(self) -> Iterator[None]:
+        before, self._keeping = self._keeping, True
+        try:
+            yield
+        finally:
+            self._keeping = before
+
+
+# --- precision and memory -----------------------------------------------------------------------
+
+
+class NoAutocast(TinyBackend):
+    """Computes in the weights' dtype, whatever the precision."""
+
+    def run_step(self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.context.device.type, enabled=False):
+            return step(*args, **kwargs)
+
+
+class WidenedWeights(TinyBackend):
+    """Gives float32 weights back."""
+
+    def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
+        module.float()
+        return {}
+
+
+class _LocalScaler(ParallelGradScaler):
+    def _unscale_grads_(self, optimizer: Optimizer, inv_scale: Tensor, *args: Any) -> Any:
+        found = torch.zeros(1)
+        for gradient in self._nnx_gradients(optimizer):
+            gradient.local.mul_(inv_scale)
+            found = torch.maximum(found, (~torch.isfinite(gradient.local)).any().float())
+        return {torch.device("cpu"): found}
+
+
+class OwnOverflow(FSDPBackend):
+    """Every rank looks for overflow in its own shards."""
+
+    def grad_scaler(self, default: torch.amp.GradScaler) -> torch.amp.GradScaler:
+        return (
+            default
+            if isinstance(default, _LocalScaler)
+            else _LocalScaler(self.gradients, self.context.device, replaces=default)
+        )
+
+
+class Hoarding(TinyBackend):
+    """Holds everything, whatever it says."""
+
+
+DECLARED |= {
+    RoundedGradients: Capabilities(precisions=("32-true", "64-true")),
+    ClippedScaled: Capabilities(precisions=("32-true", "16-mixed")),
+    NoAutocast: Capabilities(precisions=("32-true", "bf16-mixed")),
+    WidenedWeights: Capabilities(precisions=("32-true", "bf16-true")),
+    OwnOverflow: Capabilities(precisions=("32-true", "16-mixed")),
+    Hoarding: Capabilities(shards_parameters=True, shards_gradients=True, shards_optimizer=True),
+}
+
 _MOMENTUM = ("parameter_groups", "parameter_groups_edited", "parameter_group_added", "scheduler_by_group")
 _SEVERAL = ("several_optimizers_clipped", "several_optimizers_toggled", "parts_called_directly")
 _ADAM = ("several_optimizers", "several_optimizers_toggled", "parts_called_directly")
 _ACCUMULATING = ("accumulation_cut_short", "clip_accumulated", "manual_accumulation_unsynchronized")
 
 
-def _fault(name: str, strategy: str, caught_by: str, also: tuple[str, ...] = ()) -> Fault:
-    registered = strategy.startswith("fault_")
-    return Fault(
-        name=name,
-        target=strategy if registered else f"{_STRATEGIES}:{strategy}",
-        imports=(_STRATEGIES,) if registered else (),
-        caught_by=caught_by,
-        also=also,
-    )
-
-
 FAULTS = [
-    _fault("gradients summed, not averaged", "SummedGradients", "losses_float32", EVERYTHING),
-    _fault("gradients never zeroed", "KeptGradients", "losses_float32", EVERYTHING),
-    _fault("float64 reduced in float32", "fault_float32_reduction", "losses_float64", ("precision_64_true",)),
-    _fault("weights not broadcast at the start", "OwnStart", "ranks_start_alike"),
-    _fault("only the last accumulated batch averaged", "LastBatchAveraged", "accumulation", _ACCUMULATING),
-    _fault("short accumulation divided by its own length", "FullAccumulationsOnly", "accumulation_cut_short"),
-    _fault("a second backward overwrites the first", "OverwrittenGradients", "manual_accumulation"),
-    _fault("gradients lost in block_backward_sync", "DroppedByHand", "manual_accumulation_unsynchronized"),
-    _fault("gradients zeroed in place come back", "OwnSums", "gradients_zeroed_in_place"),
-    _fault(
+    fault("gradients summed, not averaged", SummedGradients, "losses_float32", *EVERYTHING),
+    fault("gradients never zeroed", KeptGradients, "losses_float32", *EVERYTHING),
+    fault("float64 reduced in float32", RoundedGradients, "losses_float64", "precision_64_true"),
+    fault("weights not broadcast at the start", OwnStart, "ranks_start_alike"),
+    fault("only the last accumulated batch averaged", LastBatchAveraged, "accumulation", *_ACCUMULATING),
+    fault("short accumulation divided by its own length", FullAccumulationsOnly, "accumulation_cut_short"),
+    fault("a second backward overwrites the first", OverwrittenGradients, "manual_accumulation"),
+    fault("gradients lost in block_backward_sync", DroppedByHand, "manual_accumulation_unsynchronized"),
+    fault("gradients zeroed in place come back", OwnSums, "gradients_zeroed_in_place"),
+    fault(
         "clipped by the norm of one rank's shards",
-        "NormOfOneRank",
+        NormOfOneRank,
         "clip_by_norm",
-        ("clip_accumulated", "manual_clipping", "several_optimizers_clipped", "clip_unscaled"),
+        "clip_accumulated",
+        "manual_clipping",
+        "several_optimizers_clipped",
+        "clip_unscaled",
     ),
-    _fault("clipping by value forgotten", "ValueIgnored", "clip_by_value"),
-    _fault("clipped by the norm over all optimizers", "NormOfAll", "several_optimizers_clipped"),
-    _fault("clipped before the loss scale is off", "fault_clipped_scaled", "clip_unscaled"),
-    _fault("optimizer steps counted twice", "CountsTwice", "adamw", (*_ADAM, "elementwise_optimizers")),
-    _fault("momentum lost", "ForgetsMomentum", "sgd_momentum", (*_MOMENTUM, "elementwise_optimizers")),
-    _fault(
+    fault("clipping by value forgotten", ValueIgnored, "clip_by_value"),
+    fault("clipped by the norm over all optimizers", NormOfAll, "several_optimizers_clipped"),
+    fault("clipped before the loss scale is off", ClippedScaled, "clip_unscaled"),
+    fault("optimizer steps counted twice", CountsTwice, "adamw", *_ADAM, "elementwise_optimizers"),
+    fault("momentum lost", ForgetsMomentum, "sgd_momentum", *_MOMENTUM, "elementwise_optimizers"),
+    fault(
         "one learning rate for all groups",
-        "OneRate",
+        OneRate,
         "parameter_groups",
-        ("parameter_groups_edited", "scheduler_by_group"),
+        "parameter_groups_edited",
+        "scheduler_by_group",
     ),
-    _fault("changed weight decay ignored", "FrozenDecay", "parameter_groups_edited"),
-    _fault("added parameters not averaged", "KnowsTheFirst", "parameter_group_added"),
-    _fault("closure evaluated once", "ClosureOnce", "closure_called_twice"),
-    _fault(
+    fault("changed weight decay ignored", FrozenDecay, "parameter_groups_edited"),
+    fault("added parameters not averaged", KnowsTheFirst, "parameter_group_added"),
+    fault("closure evaluated once", ClosureOnce, "closure_called_twice"),
+    fault(
         "schedulers ignored",
-        "FrozenRate",
+        FrozenRate,
         "scheduler_by_step",
-        (
-            "scheduler_by_epoch",
-            "scheduler_by_group",
-            "scheduler_on_plateau",
-            "manual_optimization",
-            "parameter_groups_edited",
-        ),
-    ),
-    _fault("schedulers stepped twice", "ScheduledTwice", "scheduler_by_step", ("scheduler_by_group",)),
-    _fault("epoch's scheduler stepped by step", "ScheduledEarly", "scheduler_by_epoch"),
-    _fault("one schedule for all groups", "OneSchedule", "scheduler_by_group"),
-    _fault("plateau decided by one rank", "OwnMetric", "scheduler_on_plateau"),
-    _fault(
-        "manual optimization not averaged",
-        "AutomaticOnly",
+        "scheduler_by_epoch",
+        "scheduler_by_group",
+        "scheduler_on_plateau",
         "manual_optimization",
-        (
-            "manual_closure",
-            "manual_accumulation",
-            "manual_accumulation_unsynchronized",
-            "forward_without_backward",
-            "manual_clipping",
-            "several_optimizers",
-            *_SEVERAL,
-        ),
+        "parameter_groups_edited",
     ),
-    _fault("manual closures not averaged", "NotInManualClosures", "manual_closure"),
-    _fault("stale weights after a forward", "StaleWeights", "forward_without_backward"),
-    _fault("second optimizer not averaged", "FirstOptimizerOnly", "several_optimizers", _SEVERAL),
-    _fault(
-        "parts of the root not reduced",
-        "RootForwardOnly",
-        "parts_called_directly",
+    fault("schedulers stepped twice", ScheduledTwice, "scheduler_by_step", "scheduler_by_group"),
+    fault("epoch's scheduler stepped by step", ScheduledEarly, "scheduler_by_epoch"),
+    fault("one schedule for all groups", OneSchedule, "scheduler_by_group"),
+    fault("plateau decided by one rank", OwnMetric, "scheduler_on_plateau"),
+    fault(
+        "manual optimization not averaged",
+        AutomaticOnly,
+        "manual_optimization",
+        "manual_closure",
+        "manual_accumulation",
+        "manual_accumulation_unsynchronized",
+        "forward_without_backward",
+        "manual_clipping",
+        "several_optimizers",
+        *_SEVERAL,
     ),
-    _fault("bf16-mixed computes in float32", "fault_no_autocast", "precision_bf16_mixed"),
-    _fault("bf16-true gives float32 weights back", "fault_widened", "precision_bf16_true"),
-    _fault("overflow seen by one rank only", "fault_own_overflow", "overflow_on_one_rank"),
-    _fault(
+    fault("manual closures not averaged", NotInManualClosures, "manual_closure"),
+    fault("stale weights after a forward", StaleWeights, "forward_without_backward"),
+    fault("second optimizer not averaged", FirstOptimizerOnly, "several_optimizers", *_SEVERAL),
+    fault("parts of the root not reduced", RootForwardOnly, "parts_called_directly"),
+    fault("bf16-mixed computes in float32", NoAutocast, "precision_bf16_mixed"),
+    fault("bf16-true gives float32 weights back", WidenedWeights, "precision_bf16_true"),
+    fault("overflow seen by one rank only", OwnOverflow, "overflow_on_one_rank"),
+    fault(
         "declared sharding that does not shard",
-        "fault_hoarding",
+        Hoarding,
         "shards_parameters",
-        ("shards_gradients", "shards_optimizer"),
+        "shards_gradients",
+        "shards_optimizer",
     ),
 ]
