@@ -15,7 +15,6 @@ MODULES = (
     "names_samplers",
     "habits_ranks",
     "habits_gradients",
-    "habits_optimizers",
     "habits_parameters",
     "checkpoints_resuming",
     "checkpoints_contents",
