@@ -576,11 +576,11 @@ class _Resumed:
     """What a checkpoint holds of the run that is resumed.
 
     Attributes:
-        place: Where it was interrupted; None where the checkpoint has no loops.
-        own: What this rank had saved; None if there were fewer ranks.
-        first: What rank 0 had saved; empty if nothing was.
+        place: The place at which it was interrupted; None where the checkpoint has no loops.
+        own: The state that this rank had saved; None if there were fewer ranks.
+        first: The state that rank 0 had saved; empty if there is none.
         step: The step that it had come to.
-        said: What the user should know.
+        said: Sentences that the user should read.
     """
 
     place: Interruption | None

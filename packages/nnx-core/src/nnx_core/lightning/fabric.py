@@ -279,12 +279,9 @@ def save_fabric_checkpoint(
     """Save Fabric's state dict. Collective."""
     modules = {key: unwrap_engine(value) for key, value in state.items() if isinstance(value, nn.Module)}
     optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
-    random = {key: value for key, value in state.items() if isinstance(value, RandomState)}
-    checkpoint: dict[str, Any] = {
-        key: value.state_dict() if hasattr(value, "state_dict") else value
-        for key, value in state.items()
-        if key not in modules and key not in optimizers and key not in random
-    }
+    checkpoint, own = objects_to_save(
+        {key: value for key, value in state.items() if key not in modules and key not in optimizers}
+    )
     if modules:
         checkpoint["state_dict"] = {
             f"{prefix}{name}": value
@@ -297,8 +294,23 @@ def save_fabric_checkpoint(
             _prefixed(strategy, modules, optimizer) for optimizer in optimizers.values()
         ]
     checkpoint[FABRIC_KEYS] = {"modules": list(modules), "optimizers": list(optimizers)}
-    own = next((value.state_dict() for value in random.values()), None)  # there is only one random state
     save_lightning_checkpoint(strategy, checkpoint, path, storage_options, own=own)
+
+
+def objects_to_save(objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """What is saved of objects that are neither modules nor optimizers.
+
+    Returns:
+        Their states, or the objects themselves where they have none; and this rank's random state, which each
+        rank saves for itself, if it is among them.
+    """
+    random = [value for value in objects.values() if isinstance(value, RandomState)]
+    states = {
+        key: value.state_dict() if hasattr(value, "state_dict") else value
+        for key, value in objects.items()
+        if not isinstance(value, RandomState)
+    }
+    return states, random[0].state_dict() if random else None
 
 
 def _prefixes(modules: Mapping[str, Any]) -> dict[str, str]:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from nnx_core.errors import NnxError, OptionError, PluginError, StrategyNotFoundError
 from nnx_core.lightning.namespaces import NAMESPACES, Namespace, get_namespace
@@ -232,25 +232,16 @@ def build(spec: StrategySpec, *, namespace: str, overrides: Mapping[str, Any] | 
     from nnx_core.backend import Backend  # imports torch
 
     space = get_namespace(namespace)
-    target = _target(spec)
+    target: Any = spec.target
+    if isinstance(target, str):
+        target = import_reference(target, what=f"strategy {spec.name!r}")
     arguments = {**spec.init_params, **(overrides or {})}
-    if spec.checkpoint_io is not None:
-        arguments.setdefault("checkpoint_io", _checkpoint_io(spec))
+    io = spec.checkpoint_io
+    if io is not None:  # an object, or a callable that makes one for each strategy
+        arguments.setdefault("checkpoint_io", io() if callable(io) else io)
     if isinstance(target, type) and issubclass(target, Backend):
         return _build_backend(spec, target, space, arguments)
     return _build_raw(spec, target, space, arguments)
-
-
-def _target(spec: StrategySpec) -> Callable[..., Any]:
-    if not isinstance(spec.target, str):
-        return spec.target
-    return cast("Callable[..., Any]", import_reference(spec.target, what=f"strategy {spec.name!r}"))
-
-
-def _checkpoint_io(spec: StrategySpec) -> Any:
-    """The spec's own CheckpointIO: an object, or a callable that makes one for each strategy."""
-    made = spec.checkpoint_io
-    return made() if callable(made) else made
 
 
 def _build_backend(

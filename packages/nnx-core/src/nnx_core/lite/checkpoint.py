@@ -29,10 +29,9 @@ from nnx_core.lightning.checkpoint import (
     module_state_dict,
     save_lightning_checkpoint,
 )
-from nnx_core.lightning.fabric import FabricAdapter, StoredContent, rename_parameters
+from nnx_core.lightning.fabric import FabricAdapter, StoredContent, objects_to_save, rename_parameters
 from nnx_core.lightning.namespaces import FABRIC_ROOT, fabric_module
 from nnx_core.lightning.routing import unwrap_engine, unwrap_optimizer
-from nnx_core.random_state import RandomState
 from nnx_core.shares import of_process
 
 # --- snapshots ------------------------------------------------------------------------------------
@@ -299,13 +298,7 @@ def save_content(target: Any, content: Any, path: Any) -> None:
         CheckpointError: The content cannot be stored.
     """
     parts = _take_apart(content)
-    random = {key: value for key, value in parts.rest.items() if isinstance(value, RandomState)}
-    own = next((value.state_dict() for value in random.values()), None)
-    checkpoint = {
-        key: value.state_dict() if hasattr(value, "state_dict") else value
-        for key, value in parts.rest.items()
-        if key not in random
-    }
+    checkpoint, own = objects_to_save(parts.rest)
     prefixes = {key: _prefix(key, value, len(parts.modules)) for key, value in parts.modules.items()}
     if parts.modules:
         checkpoint["state_dict"] = {
