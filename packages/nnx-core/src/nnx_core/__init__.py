@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from nnx_core.lightning.factory import strategy
     from nnx_core.lightning.loading import load_from_checkpoint
     from nnx_core.lite import LightningLite, Lite
-    from nnx_core.plugins.hookspecs import hookimpl
+    from nnx_core.plugins import hookimpl
     from nnx_core.random_state import RandomState
     from nnx_core.registry import StrategyRegistry
     from nnx_core.spec import Capabilities, CheckpointFormatSpec, LauncherSpec, StrategySpec
@@ -67,7 +67,7 @@ _HOME = {
     "CheckpointFormatSpec": "nnx_core.spec",
     "LauncherSpec": "nnx_core.spec",
     "StrategySpec": "nnx_core.spec",
-    "hookimpl": "nnx_core.plugins.hookspecs",
+    "hookimpl": "nnx_core.plugins",
     "StrategyRegistry": "nnx_core.registry",
     "strategy": "nnx_core.lightning.factory",
     "Backend": "nnx_core.backend",

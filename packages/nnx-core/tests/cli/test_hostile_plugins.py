@@ -62,7 +62,7 @@ def command(capfd: Any, site: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setenv("NNX_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("NNX_LOAD_PLUGINS", "aa-fine,bb-odd,cc-fine")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # whose folder would change the directory
-    monkeypatch.setattr("nnx_core.plugins.outside._SECONDS", 1)
+    monkeypatch.setattr("nnx_core.plugin_processes._SECONDS", 1)
     site.provide("aa-fine", "before")
     site.provide("cc-fine", "after")
 
@@ -122,16 +122,16 @@ def test_what_a_plugin_writes_or_reads_does_not_disturb(command: Any, site: Any,
 def test_answers_are_kept_until_the_plugin_changes(
     command: Any, site: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nnx_core.plugins import outside
+    from nnx_core import plugin_processes
 
     asked: list[str] = []
-    real = outside._ask
+    real = plugin_processes._ask
 
     def noted(visited: Any) -> Any:
         asked.append(visited[1].name)
         return real(visited)
 
-    monkeypatch.setattr(outside, "_ask", noted)
+    monkeypatch.setattr(plugin_processes, "_ask", noted)
 
     def names() -> tuple[list[str], list[str]]:
         asked.clear()

@@ -53,7 +53,7 @@ def list_strategies(
 ) -> None:
     """List the strategies that can be used by name."""
     from nnx_core.cli.strategies import run_list
-    from nnx_core.plugins.outside import looking_from_outside
+    from nnx_core.plugin_processes import looking_from_outside
 
     with looking_from_outside():
         raise typer.Exit(run_list(everything=everything, as_json=as_json))
@@ -65,7 +65,7 @@ def show_strategy(
 ) -> None:
     """Describe one strategy: when to use it, what it can do, its options."""
     from nnx_core.cli.strategies import run_show
-    from nnx_core.plugins.outside import looking_from_outside
+    from nnx_core.plugin_processes import looking_from_outside
 
     with looking_from_outside():
         raise typer.Exit(run_show(name, as_json=as_json))
@@ -77,7 +77,7 @@ def search_strategies(
 ) -> None:
     """Find the strategy, or the page of the documentation, that fits a few words."""
     from nnx_core.cli.search import run_search
-    from nnx_core.plugins.outside import looking_from_outside
+    from nnx_core.plugin_processes import looking_from_outside
 
     with looking_from_outside():
         raise typer.Exit(run_search(words, as_json=as_json))
@@ -92,7 +92,7 @@ def check_installation(
     """Check versions and plugins, and say how to mend what is broken."""
     try:
         from nnx_core.cli.doctor import run
-        from nnx_core.plugins.outside import looking_from_outside
+        from nnx_core.plugin_processes import looking_from_outside
     except ModuleNotFoundError as error:
         raise NnxError(
             f"nnx-core is installed in part: it needs {error.name}, which is missing.",

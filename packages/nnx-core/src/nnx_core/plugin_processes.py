@@ -22,9 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nnx_core.cache import cache_directory, read_json, write_json
-from nnx_core.plugins import discovery
-from nnx_core.plugins.discovery import Visited
-from nnx_core.plugins.guard import Plugin, RefusedError, load, new_manager
+from nnx_core.plugins import GROUP, Inventory, Plugin, RefusedError, Visited, _State, load, new_manager
 from nnx_core.spec import Capabilities, StrategySpec
 
 _SECONDS = 5.0
@@ -33,7 +31,7 @@ _AT_ONCE = 4
 # The path comes first: with `-c` alone, modules of the working directory would hide others.
 _CHILD = (
     "import sys; sys.path[:] = sys.argv[5:]; "
-    "from nnx_core.plugins.outside import answer; answer(*sys.argv[1:5])"
+    "from nnx_core.plugin_processes import answer; answer(*sys.argv[1:5])"
 )
 
 
@@ -43,13 +41,12 @@ def looking_from_outside() -> Iterator[None]:
 
     It has the names then and what is declared of them, and cannot call another hook.
     """
-    state = discovery._State
-    before = state.found
-    state.found, state.ask = None, look
+    before = _State.found
+    _State.found, _State.ask = None, look
     try:
         yield
     finally:
-        state.found, state.ask = before, None
+        _State.found, _State.ask = before, None
 
 
 def look(visited: Sequence[Visited]) -> list[list[StrategySpec] | RefusedError]:
@@ -132,13 +129,13 @@ def answer(name: str, value: str, distribution: str, version: str) -> None:
     dumps, write, leave = json.dumps, os.write, os._exit
     out = os.dup(1)
     os.dup2(2, 1)  # What the plugin writes must not end up in the answer.
-    discovery._State.unfinished = discovery.Inventory()  # It need not look at the others.
+    _State.unfinished = Inventory()  # It need not look at the others.
     plugin = Plugin(name, distribution, version, "ok")
     before = set(sys.modules)
     write(out, b" ")
     content: dict[str, Any]
     try:
-        specs = load(new_manager(), EntryPoint(name, value, discovery.GROUP), plugin)
+        specs = load(new_manager(), EntryPoint(name, value, GROUP), plugin)
         content = {"specs": [spec.as_dict() for spec in specs], "files": _stamps(_files(before))}
         text = dumps(content).encode()
         if len(text) > _LONGEST_ANSWER:

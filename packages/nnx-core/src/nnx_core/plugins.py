@@ -1,0 +1,523 @@
+"""Plugins: what they may implement, how they are found, and what went wrong with each.
+
+    from nnx_core import StrategySpec, hookimpl
+
+    @hookimpl
+    def nnx_strategies():
+        return [StrategySpec("mine", "my_package.backend:MyBackend")]
+
+A distribution declares such a module as an entry point of the group ``nnx``. Each plugin is loaded,
+registered and called under a guard of its own, so that a broken one becomes a `Problem` and changes nothing
+for the others. What was found is kept for the life of the process. This module never imports an engine, and
+never talks to Lightning (see `nnx_core.lightning.registration`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Literal, TypeVar
+
+import pluggy
+
+from nnx_core.errors import NnxError, PluginError
+from nnx_core.spec import API_VERSION, LIGHTNING_NAMES, CheckpointFormatSpec, LauncherSpec, StrategySpec
+
+__all__ = [
+    "Inventory",
+    "Plugin",
+    "Problem",
+    "checkpoint_formats",
+    "hookimpl",
+    "inventory",
+    "launchers",
+    "refresh",
+]
+
+GROUP = "nnx"
+_PROJECT = "nnx"
+_LONGEST_TEXT = 1000
+
+hookimpl = pluggy.HookimplMarker(_PROJECT)
+"""Mark a function of the plugin's module as the implementation of the hook of the same name."""
+_hookspec = pluggy.HookspecMarker(_PROJECT)
+
+
+class Hooks:
+    """The hooks that a plugin may implement. Each is optional, takes nothing and returns data."""
+
+    @_hookspec
+    def nnx_strategies(self) -> list[StrategySpec]:  # type: ignore[empty-body]
+        """The strategies that this plugin provides. Called once; must not import torch."""
+
+    @_hookspec
+    def nnx_checkpoint_formats(self) -> list[CheckpointFormatSpec]:  # type: ignore[empty-body]
+        """The foreign checkpoint formats that this plugin can read or write. Called when one is needed."""
+
+    @_hookspec
+    def nnx_launchers(self) -> list[LauncherSpec]:  # type: ignore[empty-body]
+        """The ways of starting processes that this plugin provides. Called when one is asked for."""
+
+
+# --- what is recorded of a plugin -----------------------------------------------------------------
+
+
+Status = Literal["ok", "broken", "disabled"]
+ProblemKind = Literal["import", "hook", "result", "api", "collision", "selection"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """One installed entry point.
+
+    Attributes:
+        name: Name of the entry point.
+        distribution: Name of the installed package that declares it.
+        version: Version of that package.
+        status: ``ok``, ``broken`` or ``disabled`` (by an environment variable, before import).
+        strategies: The names that it provides, without those that were refused.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    status: Status
+    strategies: tuple[str, ...] = ()
+
+    @property
+    def owner(self) -> str:
+        """Distribution and version, as shown to the user."""
+        return f"{self.distribution} {self.version}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why a plugin, or one of its names, is not available.
+
+    Attributes:
+        kind: ``import`` (its module cannot be loaded), ``hook`` (a hook raised or is unknown),
+            ``result`` (a hook returned something else than specs), ``api`` (written for another
+            version of nnx), ``collision`` (the name is taken) or ``selection`` (``NNX_LOAD_PLUGINS``
+            names a plugin that is not installed).
+        plugin: Name of its entry point.
+        distribution: The installed package and version that declare it.
+        detail: Says what happened.
+        remedy: Says what the user can do.
+    """
+
+    kind: ProblemKind
+    plugin: str
+    distribution: str
+    detail: str
+    remedy: str
+
+    def __str__(self) -> str:
+        owner = f" of {self.distribution}" if self.distribution else ""
+        return f"plugin {self.plugin!r}{owner}: {self.detail} {self.remedy}"
+
+    def as_dict(self) -> dict[str, str]:
+        """This record as plain data for JSON."""
+        return asdict(self)
+
+
+# --- one plugin's turn ----------------------------------------------------------------------------
+
+
+class RefusedError(Exception):
+    """Ends one plugin's turn; carries what its `Problem` says."""
+
+    def __init__(self, kind: ProblemKind, detail: str, remedy: str) -> None:
+        super().__init__(detail)
+        self.kind, self.detail, self.remedy = kind, detail, remedy
+
+
+class EngineImportError(NnxError, ImportError):
+    """The module of a plugin's entry point imports an engine, which is for the target's module to do."""
+
+
+class _Barrier:
+    """Keeps engines from being imported while a plugin's code runs, and puts the list of importers back.
+
+    An engine would make listing slow. It would also break Lightning: plugins are loaded while Lightning is
+    being imported, and importing more of it out of turn leaves it damaged. Importers that a plugin adds stay,
+    but are asked last; one that takes others away is refused.
+    """
+
+    engines = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_fabric"})
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if fullname.partition(".")[0] in self.engines and threading.get_ident() == self._thread:
+            raise EngineImportError(
+                f"it imports {fullname} as soon as it is loaded.",
+                remedy="Its authors should declare targets as text, and import engines in those modules.",
+            )
+
+    def __enter__(self) -> None:
+        self._list, self._before = sys.meta_path, [*sys.meta_path]
+        sys.meta_path.insert(0, self)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        found = sys.meta_path if isinstance(sys.meta_path, list) else []
+        kept = [entry for entry in found if any(entry is old for old in self._before)]
+        added = [entry for entry in found if entry is not self and not any(entry is old for old in kept)]
+        sys.meta_path = self._list
+        sys.meta_path[:] = self._before if kind else self._before + added
+        if kind is None and list(map(id, kept)) != list(map(id, self._before)):
+            raise RefusedError(
+                "import",
+                "it takes importers out of sys.meta_path, which other packages need.",
+                "Report this to the authors of the plugin.",
+            )
+
+
+def new_manager() -> pluggy.PluginManager:
+    """A plugin manager that knows the hooks of nnx and no plugin."""
+    manager = pluggy.PluginManager(_PROJECT)
+    manager.add_hookspecs(Hooks)
+    return manager
+
+
+def load(manager: pluggy.PluginManager, entry: EntryPoint, plugin: Plugin) -> list[StrategySpec]:
+    """Import and call one plugin; afterwards it is registered whole or not at all.
+
+    Raises:
+        RefusedError: Whatever the plugin did wrong.
+    """
+    key = _key(plugin)
+    try:
+        with _turn():
+            module = _guarded("import", plugin, entry.load)
+            _guarded("hook", plugin, lambda: manager.register(module, name=key))
+            _check_hooks(manager, module)
+            return _call(manager, plugin, "nnx_strategies", StrategySpec)
+    except BaseException:
+        if manager.has_plugin(key):
+            manager.unregister(name=key)
+        raise
+
+
+@contextlib.contextmanager
+def _turn() -> Iterator[None]:
+    """While a plugin's code runs: no engine, and what it prints does not end up in a command's answer."""
+    with _Barrier(), contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def _call(manager: pluggy.PluginManager, plugin: Plugin, hook: str, wanted: type[Any]) -> list[Any]:
+    """Call one hook of one plugin in its turn, and accept nothing but a list of valid specs."""
+    key = _key(plugin)
+    others = [module for name, module in manager.list_name_plugin() if name != key and module is not None]
+    caller = manager.subset_hook_caller(hook, remove_plugins=others)
+    answers = _guarded("hook", plugin, caller)
+    implemented = any(key == impl.plugin_name for impl in getattr(manager.hook, hook).get_hookimpls())
+    # pluggy leaves None out of the answers, and a forgotten `return` would pass for an empty list.
+    specs = answers[0] if answers else None if implemented else []
+    if not isinstance(specs, (list, tuple)) or not all(isinstance(spec, wanted) for spec in specs):
+        raise RefusedError(
+            "result",
+            f"{hook}() returned {_short(specs)}: expected a list of {wanted.__name__}.",
+            "Report this to the authors of the plugin.",
+        )
+    for spec in specs:
+        _check_spec(spec)
+    return list(specs)
+
+
+def _check_hooks(manager: pluggy.PluginManager, module: Any) -> None:
+    """Refuse a plugin that implements nothing, or a hook that this version does not call."""
+    callers = manager.get_hookcallers(module) or []
+    unknown = sorted(
+        caller.name
+        for caller in callers
+        if not caller.has_spec()
+        and any(impl.plugin is module and not impl.optionalhook for impl in caller.get_hookimpls())
+    )
+    if unknown:
+        raise RefusedError(
+            "api",
+            f"it implements {', '.join(unknown)}, which nnx {_dotted(API_VERSION)} does not have.",
+            "Check the spelling, or run `pip install --upgrade nnx-core`.",
+        )
+    if not callers:
+        raise RefusedError(
+            "result",
+            "it implements no hook of nnx.",
+            "Decorate its function `nnx_strategies` with nnx.hookimpl, or remove the entry point.",
+        )
+
+
+def _check_spec(spec: StrategySpec | CheckpointFormatSpec | LauncherSpec) -> None:
+    major, minor = spec.api_version
+    if major != API_VERSION[0] or minor > API_VERSION[1]:
+        older = (major, minor) < API_VERSION
+        raise RefusedError(
+            "api",
+            f"{spec.name!r} is written for API {major}.{minor} of nnx; this is {_dotted(API_VERSION)}.",
+            "Upgrade the plugin." if older else "Run `pip install --upgrade nnx-core`.",
+        )
+    texts = {key: getattr(spec, key, "") for key in ("description", "use_when", "docs_url")}
+    for key, text in texts.items():
+        if not isinstance(text, str) or len(text) > _LONGEST_TEXT:
+            seen = f"{len(text)} characters" if isinstance(text, str) else _short(text)
+            raise RefusedError(
+                "result",
+                f"{spec.name!r} declares a {key} of {seen}: expected text of at most {_LONGEST_TEXT}.",
+                "Report this to the authors of the plugin.",
+            )
+    if not isinstance(spec.target, str):
+        raise RefusedError(
+            "result",
+            f"{spec.name!r} declares the class {spec.target!r} as its target.",
+            "Declare 'pkg.module:Class' instead, so that listing does not import the engine.",
+        )
+
+
+def _guarded(kind: ProblemKind, plugin: Plugin, action: Callable[[], Any]) -> Any:
+    """Run the plugin's code; whatever it raises, an exit of the process included, is its problem."""
+    try:
+        return action()
+    except KeyboardInterrupt:
+        raise
+    except NnxError as error:
+        raise RefusedError(kind, error.message, error.remedy) from error
+    except BaseException as error:
+        remedy = f"Reinstall or upgrade {plugin.distribution}, or set NNX_DISABLE_PLUGINS={plugin.name}."
+        raise RefusedError(kind, f"{type(error).__name__}: {_text(error)}.", remedy) from error
+
+
+def _text(error: BaseException) -> str:
+    """What an error says, if it can say anything."""
+    try:
+        return _cut(str(error), _LONGEST_TEXT)
+    except BaseException:  # of the plugin's own `__str__`
+        return "(its message cannot be shown)"
+
+
+def _key(plugin: Plugin) -> str:
+    return f"{plugin.distribution}:{plugin.name}"
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _short(value: object) -> str:
+    try:
+        return _cut(repr(value), 80)
+    except BaseException:  # of the plugin's own `__repr__`
+        return f"a {type(value).__name__} that cannot be shown"
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+# --- discovery ------------------------------------------------------------------------------------
+
+Visited = tuple[EntryPoint, Plugin]
+"""An entry point, and what is known of it before it is imported."""
+Declared = TypeVar("Declared", CheckpointFormatSpec, LauncherSpec)
+Ask = Callable[[Sequence[Visited]], Iterable[list[StrategySpec] | RefusedError]]
+
+
+@dataclass(slots=True)
+class Inventory:
+    """Everything that one round of discovery found.
+
+    Attributes:
+        specs: The strategies, by name.
+        owners: The distribution and version that each name comes from.
+        plugins: Every entry point, in the order in which it was visited.
+        problems: The problems, in the same order.
+    """
+
+    specs: dict[str, StrategySpec] = field(default_factory=dict)
+    owners: dict[str, str] = field(default_factory=dict)
+    plugins: list[Plugin] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    _manager: pluggy.PluginManager = field(default_factory=new_manager, repr=False)
+
+
+class _State:
+    """The one result per process, and the lock around making it."""
+
+    lock = threading.RLock()
+    found: Inventory | None = None
+    unfinished: Inventory | None = None
+    ask: Ask | None = None
+    """What looks at plugins instead of this process, see `nnx_core.plugin_processes`."""
+
+
+def inventory() -> Inventory:
+    """What is installed; discovered at the first call, then remembered.
+
+    Raises:
+        PluginError: ``NNX_STRICT_PLUGINS=1`` is set and a plugin has a problem.
+    """
+    with _State.lock:
+        if _State.unfinished is not None:
+            # A plugin's own module asks while it is loaded.
+            return _State.unfinished
+        if _State.found is None:
+            _State.found = _discover(entry_points(group=GROUP))
+        if _State.found.problems and os.environ.get("NNX_STRICT_PLUGINS") == "1":
+            raise PluginError(
+                "; ".join(str(problem) for problem in _State.found.problems),
+                remedy="Mend or remove the plugin, or unset NNX_STRICT_PLUGINS.",
+            )
+        return _State.found
+
+
+def refresh() -> Inventory:
+    """Look again; `StrategyRegistry.refresh` brings Lightning's registries up to date as well."""
+    with _State.lock:
+        _State.found = None
+        importlib.invalidate_caches()
+        return inventory()
+
+
+def checkpoint_formats() -> dict[str, CheckpointFormatSpec]:
+    """The checkpoint formats of all plugins, by name; a failing plugin adds a `Problem`."""
+    return _declared("nnx_checkpoint_formats", CheckpointFormatSpec)
+
+
+def launchers() -> dict[str, LauncherSpec]:
+    """The launchers of all plugins, by name; a failing plugin adds a `Problem`."""
+    return _declared("nnx_launchers", LauncherSpec)
+
+
+def _declared(hook: str, wanted: type[Declared]) -> dict[str, Declared]:
+    """What the plugins return from a hook, by name; the first distribution by name keeps a name."""
+    found = inventory()
+    specs: dict[str, Declared] = {}
+    for plugin in [plugin for plugin in found.plugins if plugin.status == "ok"]:
+        try:
+            with _turn():
+                for spec in _call(found._manager, plugin, hook, wanted):
+                    specs.setdefault(spec.name, spec)
+        except RefusedError as refused:
+            problem = _problem(plugin, refused)
+            if problem not in found.problems:
+                found.problems.append(problem)
+    return specs
+
+
+def _discover(found: Iterable[EntryPoint]) -> Inventory:
+    result = _State.unfinished = Inventory()
+    try:
+        _visit_all(result, found)
+    finally:
+        _State.unfinished = None
+    return result
+
+
+def _visit_all(result: Inventory, found: Iterable[EntryPoint]) -> None:
+    allowed, denied = _names_in("NNX_LOAD_PLUGINS"), _names_in("NNX_DISABLE_PLUGINS")
+    entries = sorted(found, key=lambda entry: (_normal(_origin(entry)[0]), entry.name, entry.value))
+    visited: list[tuple[EntryPoint, Plugin]] = []
+    for entry in entries:
+        distribution, version = _origin(entry)
+        names = {_normal(entry.name), _normal(distribution)}
+        switched_off = names & denied or (allowed and not names & allowed)
+        twice = any((entry.name, distribution) == (seen.name, seen.distribution) for _, seen in visited)
+        status: Status = "disabled" if switched_off else "broken" if twice else "ok"
+        visited.append((entry, Plugin(entry.name, distribution, version, status)))
+    answers = _answers(result._manager, [pair for pair in visited if pair[1].status == "ok"])
+    for _, plugin in visited:
+        if plugin.status != "ok":
+            result.plugins.append(plugin)
+            if plugin.status == "broken":
+                result.problems.append(_declared_twice(plugin))
+            continue
+        specs = next(answers)
+        if isinstance(specs, RefusedError):
+            result.problems.append(_problem(plugin, specs))
+            result.plugins.append(replace(plugin, status="broken"))
+        else:
+            result.plugins.append(_admit(result, plugin, specs))
+    known = {_normal(name) for plugin in result.plugins for name in (plugin.name, plugin.distribution)}
+    result.problems += [_not_installed(name) for name in sorted(allowed - known)]
+
+
+def _answers(
+    manager: pluggy.PluginManager, visited: Sequence[Visited]
+) -> Iterator[list[StrategySpec] | RefusedError]:
+    """What each plugin provides, or why it is refused."""
+    if _State.ask is not None:
+        yield from _State.ask(visited)
+        return
+    for entry, plugin in visited:
+        try:
+            yield load(manager, entry, plugin)
+        except RefusedError as refused:
+            yield refused
+
+
+def _declared_twice(plugin: Plugin) -> Problem:
+    return Problem(
+        "collision",
+        plugin.name,
+        plugin.owner,
+        f"{plugin.distribution} declares this entry point twice.",
+        "Report this to the authors of the plugin.",
+    )
+
+
+def _admit(result: Inventory, plugin: Plugin, specs: list[StrategySpec]) -> Plugin:
+    """Take over the names that are free; the first distribution by name keeps a name."""
+    admitted = []
+    for spec in specs:
+        if spec.name in LIGHTNING_NAMES:
+            result.problems.append(_taken(plugin, spec.name, "Lightning itself"))
+        elif spec.name in result.specs:
+            result.problems.append(_taken(plugin, spec.name, result.owners[spec.name]))
+        else:
+            result.specs[spec.name] = spec
+            result.owners[spec.name] = plugin.owner
+            admitted.append(spec.name)
+    return replace(plugin, strategies=tuple(admitted))
+
+
+def _taken(plugin: Plugin, name: str, owner: str) -> Problem:
+    return Problem(
+        "collision",
+        plugin.name,
+        plugin.owner,
+        f"its strategy {name!r} is not available: {owner} already provides that name.",
+        f"Uninstall one of the two, or set NNX_DISABLE_PLUGINS={plugin.name}.",
+    )
+
+
+def _problem(plugin: Plugin, refused: RefusedError) -> Problem:
+    return Problem(refused.kind, plugin.name, plugin.owner, refused.detail, refused.remedy)
+
+
+def _not_installed(name: str) -> Problem:
+    detail = f"NNX_LOAD_PLUGINS names {name!r}, but no plugin or distribution of that name is installed."
+    return Problem("selection", name, "", detail, f"Run `pip install {name}`, or correct the variable.")
+
+
+def _names_in(variable: str) -> set[str]:
+    return {_normal(name) for name in os.environ.get(variable, "").split(",") if name.strip()}
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name.strip()).lower()
+
+
+def _origin(entry: EntryPoint) -> tuple[str, str]:
+    """Name and version of the distribution, which a damaged installation may lack."""
+    try:
+        return entry.dist.name or "unknown", entry.dist.version or ""  # type: ignore[union-attr]
+    except Exception:
+        return "unknown", ""
