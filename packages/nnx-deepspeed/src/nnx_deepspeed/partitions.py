@@ -28,7 +28,7 @@ from nnx_checkpoint.box import cut_range
 from nnx_checkpoint.shard import Box, Shard, shard_of, shard_of_range
 from nnx_core.errors import CheckpointError
 from nnx_core.gradients import Gradient
-from nnx_core.tensor_functions import Sees, what_it_sees
+from nnx_core.whole import Sees, what_it_sees
 from nnx_deepspeed._deepspeed_compat import (
     counts_by_number,
     fragment,

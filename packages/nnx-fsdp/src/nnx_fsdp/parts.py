@@ -19,9 +19,18 @@ from torch.distributed.tensor import DTensor
 from nnx_checkpoint.shard import shard_of
 from nnx_core._torch_compat import storage_users
 from nnx_core.errors import UnsupportedError
-from nnx_core.tensor_functions import is_elementwise_in_place
 from nnx_core.watch import refuse_unequal_gradient
-from nnx_core.whole import Guard, HeldByTensor, Part, Seen, Source, guard, local_mode, unguard
+from nnx_core.whole import (
+    Guard,
+    HeldByTensor,
+    Part,
+    Seen,
+    Source,
+    guard,
+    is_elementwise_in_place,
+    local_mode,
+    unguard,
+)
 from nnx_fsdp._torch_compat import HeldParameter, refuse_split_backward
 
 __all__ = ["ParameterPart", "ShardedPart", "gather"]

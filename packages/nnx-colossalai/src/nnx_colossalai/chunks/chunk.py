@@ -27,8 +27,7 @@ from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext
 from nnx_core.hidden_state import StateParts
 from nnx_core.options import GatherAtEnd
-from nnx_core.tensor_functions import Sees, what_it_sees
-from nnx_core.whole import guarded_class
+from nnx_core.whole import Sees, guarded_class, what_it_sees
 
 __all__ = [
     "Chunk",
