@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from nnx_checkpoint.collective import all_gather_object
-from nnx_core.cache import cache_directory, read_json, write_json
 from nnx_core.collectives import Communicator, GroupCommunicator
 from nnx_core.hardware import COLLECTIVES, Collective, Hardware, MeasuredLink, link_of_json
+from nnx_core.json_files import cache_directory, read_json, write_json
 
 __all__ = ["calibrated"]
 

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nnx_core.cache import cache_directory, read_json, write_json
+from nnx_core.json_files import cache_directory, read_json, write_json
 from nnx_core.plugins import GROUP, Inventory, Plugin, RefusedError, Visited, _State, load, new_manager
 from nnx_core.spec import Capabilities, StrategySpec
 

@@ -20,7 +20,7 @@ from nnx_colossalai.plan.planner import Planned
 from nnx_colossalai.plan.schedule import work
 from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
 from nnx_core.errors import PlanError
-from nnx_core.plan import PlanFormat, save_plan
+from nnx_core.json_files import PlanFormat, save_plan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,6 +1,9 @@
-"""Plans as documents that people keep and edit: JSON with a format and a version, read with one clear error.
+"""JSON that we write for later: plans, which people keep and edit, and what is kept for this user.
 
-What a plan says is its engine's. Files are replaced at once, so a reader finds the old one or the new one.
+What a plan says is its engine's; a file that is no plan is one clear error. What is kept from one run to
+the next was measured or tried and is never needed: a file that cannot be read counts as none, and a
+directory that cannot be written is done without. Files are replaced at once, so that a reader finds the old
+one or the new one.
 """
 
 from __future__ import annotations
@@ -8,11 +11,14 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nnx_core.errors import PlanError
+
+# --- plans ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +90,50 @@ def save_plan(path: str | Path, text: str) -> None:
     Raises:
         PlanError: It cannot be written.
     """
-    target, temporary = Path(path), ""
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.stem, suffix=".tmp")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(temporary).replace(target)
+        _replace(Path(path), text)
     except OSError as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
         raise PlanError(
             f"{str(path)!r} cannot be written: {error.strerror or error}.", remedy="Choose another path."
         ) from error
+
+
+# --- kept from one run to the next -----------------------------------------------------------------
+
+
+def cache_directory(*names: str) -> Path:
+    """Where it is kept: below ``NNX_CACHE_DIR``, or below the user's cache directory.
+
+    Args:
+        *names: Of the directories below it, such as the engine's.
+    """
+    base = os.environ.get("NNX_CACHE_DIR")
+    root = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nnx"
+    return root.joinpath(*names)
+
+
+def read_json(path: Path) -> Any:
+    """What a file holds; None if none can be read. Its form is the caller's to check."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Keep something, if the directory can be written."""
+    with suppress(OSError):
+        _replace(path, json.dumps(content, indent=1))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file, or leave what was there; its directory is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(temporary).replace(path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise

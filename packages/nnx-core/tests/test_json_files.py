@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from nnx_core.cache import cache_directory, read_json, write_json
+from nnx_core.json_files import cache_directory, read_json, write_json
 
 
 def test_it_lies_below_the_directory_that_the_user_names(
@@ -47,10 +46,10 @@ def test_an_interrupted_write_leaves_what_was_there(tmp_path: Path, monkeypatch:
     path = tmp_path / "rates.json"
     write_json(path, {"rates": 1})
 
-    def full(content: object, file: object, **options: object) -> None:
+    def full(temporary: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(json, "dump", full)
+    monkeypatch.setattr(Path, "replace", full)
     write_json(path, {"rates": 2})
     assert read_json(path) == {"rates": 1}
     assert list(tmp_path.iterdir()) == [path]
