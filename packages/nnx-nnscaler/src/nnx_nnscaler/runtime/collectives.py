@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from nnx_core.collectives import Communicator, GroupCommunicator
+from nnx_core.calibration import Communicator, GroupCommunicator
 from nnx_core.errors import UnsupportedError
 
 __all__ = [
