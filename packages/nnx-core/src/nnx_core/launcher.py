@@ -8,9 +8,13 @@ each device of each node, sets torchrun's variables in it, and calls the job's w
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
@@ -25,8 +29,8 @@ __all__ = ["Job", "Launcher", "LauncherOptions", "Work", "last_committed", "make
 _PACKAGES = {"ray": "nnx-ray"}
 """Which distribution brings a launcher that is not installed."""
 _OURS = (
-    LauncherSpec("slurm", "nnx_core.cli.run:Slurm", description="scripts, by srun"),
-    LauncherSpec("torchrun", "nnx_core.cli.run:Torchrun", description="scripts, by torchrun"),
+    LauncherSpec("slurm", "nnx_core.launcher:Slurm", description="scripts, by srun"),
+    LauncherSpec("torchrun", "nnx_core.launcher:Torchrun", description="scripts, by torchrun"),
 )
 
 
@@ -226,3 +230,91 @@ def _unknown(name: str, known: Sequence[str]) -> OptionError:
 
 class LauncherNotInstalledError(OptionError, ImportError):
     """The launcher is known, but its distribution is not installed."""
+
+
+# --- launchers of scripts only ---------------------------------------------------------------------
+# They start nothing but scripts, and need nothing of Python's for it.
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchrunOptions(LauncherOptions):
+    """Options of torchrun, as it calls them."""
+
+    node_rank: int = option(0, help="The number of this node.", types=(int,))
+    master_addr: str = option("", help="The address of the first node.", types=(str,))
+    master_port: int = option(29500, help="A port that is free there.", types=(int,))
+    max_restarts: int = option(0, help="How often torchrun starts all processes again.", types=(int,))
+
+
+class Torchrun(Launcher):
+    """Starts a script on this node by torchrun; it is called on each node."""
+
+    Options = TorchrunOptions
+
+    def run(self, job: Job) -> Any:
+        """Refuse: torchrun starts scripts."""
+        raise _starts_scripts("torchrun")
+
+    def run_script(self, command: Sequence[str], *, nodes: int, devices: int) -> int:
+        """Run torchrun."""
+        return subprocess.run(self._words(command, nodes, devices), check=False).returncode
+
+    def describe(self, command: Sequence[str], *, nodes: int, devices: int) -> str:
+        """The command line of torchrun."""
+        return " ".join(["torchrun", *self._words(command, nodes, devices)[3:]])
+
+    def _words(self, command: Sequence[str], nodes: int, devices: int) -> list[str]:
+        given = asdict(self.options)
+        if nodes > 1 and not given["master_addr"]:
+            raise OptionError(
+                f"torchrun is to start {nodes} nodes, and no master_addr is given.",
+                remedy="On each node, pass --option master_addr=ADDRESS --option node_rank=NUMBER.",
+            )
+        words = [
+            f"--nnodes={nodes}",
+            f"--nproc-per-node={devices}",
+            f"--max-restarts={given['max_restarts']}",
+        ]
+        if nodes > 1:
+            names = ("node_rank", "master_addr", "master_port")
+            words += [f"--{name.replace('_', '-')}={given[name]}" for name in names]
+        else:
+            words.append("--standalone")
+        return [sys.executable, "-m", "torch.distributed.run", *words, *_script(command)]
+
+
+class Slurm(Launcher):
+    """Starts a script by srun, inside of an allocation or asking for one."""
+
+    def run(self, job: Job) -> Any:
+        """Refuse: srun starts scripts."""
+        raise _starts_scripts("slurm")
+
+    def run_script(self, command: Sequence[str], *, nodes: int, devices: int) -> int:
+        """Run srun."""
+        if shutil.which("srun") is None:
+            raise LaunchError(
+                "there is no srun on the PATH, which starts processes under SLURM.",
+                remedy="Run this on a node of a SLURM cluster, or choose --on torchrun or --on ray.",
+            )
+        words = self._words(command, nodes, devices)
+        return subprocess.run(words, check=False, env={**os.environ, "PYTHONUNBUFFERED": "1"}).returncode
+
+    def describe(self, command: Sequence[str], *, nodes: int, devices: int) -> str:
+        """The command line of srun."""
+        return " ".join(self._words(command, nodes, devices))
+
+    def _words(self, command: Sequence[str], nodes: int, devices: int) -> list[str]:
+        return ["srun", f"--nodes={nodes}", f"--ntasks-per-node={devices}", sys.executable, *_script(command)]
+
+
+def _script(command: Sequence[str]) -> Sequence[str]:
+    """A script and its arguments, without the python that `nnx run` puts before them."""
+    return command[1:] if command[0] == sys.executable else command
+
+
+def _starts_scripts(name: str) -> LaunchError:
+    return LaunchError(
+        f"launcher={name!r} starts scripts, and not the processes of a Trainer in a running script.",
+        remedy=f"Leave `launcher` out and start the script with `nnx run --on {name} -- train.py`.",
+    )

@@ -1,16 +1,20 @@
 """The commands of nnx-core: what is installed, what it can do, and what is wrong with it.
 
-`nnx_checkpoint.cli.command` starts the command and says how it behaves; each verb has a module of its own.
+`nnx_checkpoint.cli.command` starts the command and says how it behaves; what verbs do is in other modules.
 """
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from nnx_core.errors import NnxError
+from nnx_core.errors import NnxError, OptionError
 
 __all__ = ["add_commands"]
 
@@ -159,9 +163,33 @@ def start_script(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started.")] = False,
 ) -> None:
     """Start a script in every process of a run, on one node or several."""
-    from nnx_core.cli.run import run_script
+    from nnx_checkpoint.cli.output import print_text
+    from nnx_core.launcher import make_launcher
 
-    given = options or []
-    raise typer.Exit(
-        run_script(on, command or [], nodes=nodes, devices=devices, options=given, dry_run=dry_run)
-    )
+    if not command:
+        raise OptionError("no script is given.", remedy=f"Write `nnx run --on {on} -- train.py`.")
+    launcher, unknown = make_launcher(on, _values(options or []))
+    if unknown:
+        known = ", ".join(item.name for item in fields(launcher.Options)) or "none"
+        raise OptionError(
+            f"launcher {on!r} has no option {next(iter(unknown))!r}.", remedy=f"Its options are {known}."
+        )
+    words = [sys.executable, *command] if command[0].endswith(".py") or command[0] == "-m" else command
+    if dry_run:
+        print_text(launcher.describe(words, nodes=nodes, devices=devices))
+        return
+    raise typer.Exit(launcher.run_script(words, nodes=nodes, devices=devices))
+
+
+def _values(options: Sequence[str]) -> dict[str, Any]:
+    """Options given as ``name=value``: a value that is JSON is read as JSON, any other is text."""
+    values: dict[str, Any] = {}
+    for text in options:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise OptionError(f"--option {text!r} has no value.", remedy="Write --option name=value.")
+        try:
+            values[key] = json.loads(value)
+        except ValueError:
+            values[key] = value
+    return values
