@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nnx_core.errors import PlanError
-from nnx_core.plan import PlanFormat, save_plan
+from nnx_core.json_files import PlanFormat, save_plan
 from nnx_nnscaler.cost import ALIASES, CostModel, Price, Prices, base_name
 from nnx_nnscaler.ir import Code, Graph, Make, Op, Ref, Size, TensorMeta, text_of
 from nnx_nnscaler.pipeline.plan import AnyPlan, PipelinePlan, any_plan_from_text, any_plan_to_text
