@@ -33,10 +33,9 @@ from nnx_checkpoint.box import (
     numels_of_grid,
     overlapping_of_grid,
 )
-from nnx_checkpoint.dtypes import DTYPES
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.manifest import Manifest, load_json
-from nnx_checkpoint.rankfile import Entry, Offsets, find_offsets
+from nnx_checkpoint.rankfile import DTYPES, Entry, Offsets, find_offsets
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,6 @@ import numpy.typing as npt
 import xxhash
 
 from nnx_checkpoint.box import Box
-from nnx_checkpoint.dtypes import DTYPES, width
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.manifest import BLOCK, FileEntry, digest, rank_file
 from nnx_checkpoint.storage import Place
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "DTYPES",
     "Entry",
     "Offsets",
     "cut",
@@ -42,9 +42,55 @@ __all__ = [
     "parse_header",
     "ranges_of",
     "strides_of",
+    "width",
     "write_in_order",
     "write_rank_file",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredType:
+    """How one element type is stored.
+
+    Attributes:
+        code: Its name in a safetensors header.
+        itemsize: Bytes of one element.
+        parts: Numbers that make up one element: 2 for complex types, which safetensors does not have
+            and which are therefore stored with a further last dim of extent 2.
+    """
+
+    code: str
+    itemsize: int
+    parts: int = 1
+
+
+DTYPES: dict[str, StoredType] = {
+    "bool": StoredType("BOOL", 1),
+    "uint8": StoredType("U8", 1),
+    "int8": StoredType("I8", 1),
+    "uint16": StoredType("U16", 2),
+    "int16": StoredType("I16", 2),
+    "uint32": StoredType("U32", 4),
+    "int32": StoredType("I32", 4),
+    "uint64": StoredType("U64", 8),
+    "int64": StoredType("I64", 8),
+    "float8_e4m3fn": StoredType("F8_E4M3", 1),
+    "float8_e5m2": StoredType("F8_E5M2", 1),
+    "float16": StoredType("F16", 2),
+    "bfloat16": StoredType("BF16", 2),
+    "float32": StoredType("F32", 4),
+    "float64": StoredType("F64", 8),
+    "complex64": StoredType("F32", 8, parts=2),
+    "complex128": StoredType("F64", 16, parts=2),
+}
+"""The element types that a checkpoint can hold, by torch's names without the ``torch.`` prefix."""
+
+
+def width(dtype_name: str) -> int:
+    """Bytes of one number of this type; a complex element has two of them."""
+    stored = DTYPES[dtype_name]
+    return stored.itemsize // stored.parts
+
 
 _SLAB = 8 << 20
 """Most bytes that are copied at once out of memory that cannot be written from directly."""

@@ -19,12 +19,12 @@ from typing import Any
 from typing_extensions import override
 
 from nnx_checkpoint.box import Box
-from nnx_checkpoint.dtypes import DTYPES
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.foreign.contents import Contents, ForeignCheckpoint, Lifted, pack, unpack
 from nnx_checkpoint.formats import CheckpointFormat, Progress
 from nnx_checkpoint.index import Piece, TensorEntry
 from nnx_checkpoint.manifest import load_json
+from nnx_checkpoint.rankfile import DTYPES
 from nnx_checkpoint.reader import Checkpoint
 from nnx_checkpoint.slabs import new_directory, new_file, read_in_order, stream_to
 from nnx_checkpoint.storage.files import explained, is_file, read_exactly, write_file
