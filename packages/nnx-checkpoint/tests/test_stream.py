@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nnx_checkpoint.storage import stream
-from nnx_checkpoint.storage.files import read_exactly
-from nnx_checkpoint.storage.stream import DirectFile, StreamWriter
+from nnx_checkpoint.storage.files import DirectFile, StreamWriter, read_exactly
 from nnx_core.errors import CheckpointError
 
 

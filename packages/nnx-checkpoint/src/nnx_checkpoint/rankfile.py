@@ -26,7 +26,7 @@ from nnx_checkpoint.box import Box
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.manifest import BLOCK, FileEntry, digest, rank_file
 from nnx_checkpoint.storage import Place
-from nnx_checkpoint.storage.stream import ALIGNMENT, StreamWriter
+from nnx_checkpoint.storage.files import ALIGNMENT, StreamWriter
 
 if TYPE_CHECKING:
     from torch import Tensor

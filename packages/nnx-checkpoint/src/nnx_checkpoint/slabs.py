@@ -27,9 +27,8 @@ from nnx_checkpoint.formats import PARTIAL, Progress
 from nnx_checkpoint.index import TensorEntry
 from nnx_checkpoint.reader import Checkpoint
 from nnx_checkpoint.shard import Shard
-from nnx_checkpoint.storage.files import explained, sync_directory
+from nnx_checkpoint.storage.files import DirectFile, StreamWriter, explained, sync_directory
 from nnx_checkpoint.storage.locations import LocalPlace, place_of
-from nnx_checkpoint.storage.stream import DirectFile, StreamWriter
 
 __all__ = ["SLAB", "new_directory", "new_file", "read_in_order", "row_boxes", "stream_to"]
 

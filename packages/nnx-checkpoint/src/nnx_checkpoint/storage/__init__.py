@@ -20,7 +20,7 @@ from typing_extensions import override
 from nnx_checkpoint.storage.files import Lock
 
 if TYPE_CHECKING:
-    from nnx_checkpoint.storage.stream import StreamWriter
+    from nnx_checkpoint.storage.files import StreamWriter
 
 __all__ = ["Location", "Place", "Reader"]
 

@@ -34,7 +34,7 @@ from nnx_checkpoint.storage.files import (
 )
 
 if TYPE_CHECKING:
-    from nnx_checkpoint.storage.stream import StreamWriter
+    from nnx_checkpoint.storage.files import StreamWriter
 
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::.*)?://")
@@ -158,7 +158,7 @@ class LocalPlace(Place):
 
     @override
     def stream(self, size: int) -> StreamWriter:
-        from nnx_checkpoint.storage.stream import DirectFile, StreamWriter
+        from nnx_checkpoint.storage.files import DirectFile, StreamWriter
 
         return StreamWriter(DirectFile(self.path, root=self._root), size=size)
 

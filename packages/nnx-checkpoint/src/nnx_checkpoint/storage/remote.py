@@ -22,8 +22,7 @@ from typing_extensions import override
 
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.storage import Place
-from nnx_checkpoint.storage.files import Lock, truncated
-from nnx_checkpoint.storage.stream import StreamWriter
+from nnx_checkpoint.storage.files import Lock, StreamWriter, truncated
 
 _PART = 16 << 20
 """Bytes of one part of an upload."""
