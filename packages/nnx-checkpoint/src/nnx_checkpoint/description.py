@@ -23,9 +23,9 @@ import torch.distributed as dist
 import xxhash
 
 from nnx_checkpoint.box import Box
+from nnx_checkpoint.collective import deliver, exchange
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.rankfile import DTYPES
-from nnx_checkpoint.rounds import deliver, exchange
 from nnx_checkpoint.shard import Shard
 
 __all__ = [
