@@ -36,10 +36,21 @@ from typing import TypeVar
 import torch
 
 from nnx_checkpoint.box import boxes_of_range
-from nnx_checkpoint.description import Description, Head, describe, pack, requests, unpack
 from nnx_checkpoint.index import Index, decode_index, encode_index
 from nnx_checkpoint.manifest import BLOCK, FileEntry, Manifest, encode_manifest
-from nnx_checkpoint.plan import Mode, Plan, RankPlan, make_plan, select
+from nnx_checkpoint.plan import (
+    Description,
+    Head,
+    Mode,
+    Plan,
+    RankPlan,
+    describe,
+    make_plan,
+    pack,
+    requests,
+    select,
+    unpack,
+)
 from nnx_checkpoint.rankfile import _header, file_order
 from nnx_checkpoint.shard import Box, Shard
 

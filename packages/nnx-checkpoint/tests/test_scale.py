@@ -32,10 +32,9 @@ from nnx_checkpoint.box import (
     numels_of_grid,
     overlapping_of_grid,
 )
-from nnx_checkpoint.description import Description, describe, pack, requests, unpack
 from nnx_checkpoint.index import Index, decode_index, encode_index
 from nnx_checkpoint.manifest import FileEntry, Manifest, decode_manifest, encode_manifest
-from nnx_checkpoint.plan import Mode, make_plan, select
+from nnx_checkpoint.plan import Description, Mode, describe, make_plan, pack, requests, select, unpack
 from nnx_checkpoint.rankfile import Entry, Offsets, file_order, find_offsets
 from nnx_checkpoint.shard import Shard, shard_of
 from nnx_conformance.pool import WorkerPool

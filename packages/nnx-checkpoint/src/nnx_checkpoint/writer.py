@@ -33,12 +33,20 @@ from torch.distributed.tensor import DTensor
 from nnx_checkpoint import inflight
 from nnx_checkpoint.codec import Encoder
 from nnx_checkpoint.collective import background_group, control_group, exchange, rank_and_size, share
-from nnx_checkpoint.description import Description, describe, gather_descriptions
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.inflight import PendingSave
 from nnx_checkpoint.manifest import FileEntry, digest, objects_file
 from nnx_checkpoint.pinned import pinned_empty
-from nnx_checkpoint.plan import Mode, Plan, RankPlan, make_plan, select
+from nnx_checkpoint.plan import (
+    Description,
+    Mode,
+    Plan,
+    RankPlan,
+    describe,
+    gather_descriptions,
+    make_plan,
+    select,
+)
 from nnx_checkpoint.rankfile import DTYPES, write_rank_file
 from nnx_checkpoint.shard import Box, Shard, shard_of
 from nnx_checkpoint.storage import Location, Place
