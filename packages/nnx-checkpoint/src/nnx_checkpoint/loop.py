@@ -22,9 +22,15 @@ from nnx_checkpoint.collective import control_group, together
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.formats import open_checkpoint
 from nnx_checkpoint.naming import LazyStateDict, OptimizerState, Saved, collect, stored_optimizer_states
-from nnx_checkpoint.restore import fill_model, fill_optimizer
 from nnx_checkpoint.shard import Shard, shard_of
-from nnx_checkpoint.state import as_state_dict, describe_model, describe_optimizer, new_state_tensor
+from nnx_checkpoint.state import (
+    as_state_dict,
+    describe_model,
+    describe_optimizer,
+    fill_model,
+    fill_optimizer,
+    new_state_tensor,
+)
 from nnx_checkpoint.storage import Location
 
 _OPTIONS = signature(writer.save).parameters.keys() - {"path", "tensors", "objects"}

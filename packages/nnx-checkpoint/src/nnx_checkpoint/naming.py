@@ -7,7 +7,7 @@ Every strategy writes the same names, so every strategy reads every other's chec
     objects: {"trainer": ..., "optim": [{"groups", "values"}], "extra": {...}}
 
 This module owns the names, and what an open checkpoint looks like from outside: lazy. It knows neither
-files nor Lightning. `nnx_checkpoint.restore` fills live modules and optimizers from it.
+files nor Lightning. `nnx_checkpoint.state` fills live modules and optimizers from it.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _MOVED = {
     "canonical": "nnx_checkpoint.naming",
     "collective": "nnx_checkpoint.collective",
     "layout": "nnx_checkpoint.shard",
-    "restore": "nnx_checkpoint.restore",
+    "restore": "nnx_checkpoint.state",
     "state": "nnx_checkpoint.state",
 }
 """Where modules are that are not in nnx_core; the longest name that fits counts."""

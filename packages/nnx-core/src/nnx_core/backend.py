@@ -397,7 +397,7 @@ class Backend(ABC, Generic[OptionsT]):
             optimizer: The optimizer to restore.
             saved: By parameter name; tensors are complete, or `nnx_checkpoint.naming.StoredName` handles.
         """
-        from nnx_checkpoint.restore import fill_optimizer
+        from nnx_checkpoint.state import fill_optimizer
 
         fill_optimizer(self, module, optimizer, saved)
 

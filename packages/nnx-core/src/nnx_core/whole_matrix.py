@@ -30,9 +30,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nnx_checkpoint.collective import all_gather_object, control_group, gather_object, is_distributed
-from nnx_checkpoint.restore import fill_optimizer
 from nnx_checkpoint.shard import Box, Shard, shard_of
-from nnx_checkpoint.state import OptimizerState, ShardOf, describe_optimizer, parameter_names
+from nnx_checkpoint.state import OptimizerState, ShardOf, describe_optimizer, fill_optimizer, parameter_names
 from nnx_core._torch_compat import run_step_hooks
 from nnx_core.elementwise import Trial, try_optimizer
 from nnx_core.errors import NnxError, UnsupportedError

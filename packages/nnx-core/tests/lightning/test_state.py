@@ -18,9 +18,8 @@ from nnx_checkpoint.naming import (
     positional_optimizer_state,
     stored_optimizer_states,
 )
-from nnx_checkpoint.restore import fill_model
 from nnx_checkpoint.shard import Shard, shard_of
-from nnx_checkpoint.state import describe_model, describe_optimizer, repoint_optimizer
+from nnx_checkpoint.state import describe_model, describe_optimizer, fill_model, repoint_optimizer
 from nnx_core.backend import Backend, Sample
 from nnx_core.errors import CheckpointError
 from nnx_core.lightning.checkpoint import CheckpointIO

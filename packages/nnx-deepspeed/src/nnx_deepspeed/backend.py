@@ -12,9 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx_checkpoint.restore import fill_optimizer_tensors, restore_groups
 from nnx_checkpoint.shard import Shard, shard_of
-from nnx_checkpoint.state import ModelState, OptimizerState, parameter_names
+from nnx_checkpoint.state import (
+    ModelState,
+    OptimizerState,
+    fill_optimizer_tensors,
+    parameter_names,
+    restore_groups,
+)
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import UnsupportedError
 from nnx_core.gradients import Gradient

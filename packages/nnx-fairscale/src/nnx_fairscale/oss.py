@@ -13,9 +13,14 @@ from torch.optim import Optimizer
 
 from nnx_checkpoint.collective import all_gather_object, control_group, is_distributed
 from nnx_checkpoint.naming import StoredName
-from nnx_checkpoint.restore import fill_optimizer_tensors, restore_groups
 from nnx_checkpoint.shard import Shard
-from nnx_checkpoint.state import OptimizerState, describe_optimizer, parameter_names
+from nnx_checkpoint.state import (
+    OptimizerState,
+    describe_optimizer,
+    fill_optimizer_tensors,
+    parameter_names,
+    restore_groups,
+)
 from nnx_core.backend import Backend, Sample
 from nnx_core.elementwise import dependence
 from nnx_core.errors import UnsupportedError

@@ -30,9 +30,8 @@ from nnx_checkpoint.collective import (
     is_distributed,
     together,
 )
-from nnx_checkpoint.restore import fill_model
 from nnx_checkpoint.shard import Shard
-from nnx_checkpoint.state import ModelState, as_state_dict, describe_model
+from nnx_checkpoint.state import ModelState, as_state_dict, describe_model, fill_model
 from nnx_core.backend import Backend
 from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.checkpoint import gather_full, restore_model

@@ -36,9 +36,8 @@ from nnx_checkpoint.naming import (
     stored_objects,
     stored_optimizer_states,
 )
-from nnx_checkpoint.restore import fill_model
 from nnx_checkpoint.shard import Shard
-from nnx_checkpoint.state import OptimizerState, as_state_dict
+from nnx_checkpoint.state import OptimizerState, as_state_dict, fill_model
 from nnx_checkpoint.storage.locations import place_of
 from nnx_checkpoint.writer import release
 from nnx_core.backend import Backend
