@@ -22,6 +22,7 @@ from nnx_checkpoint.foreign.contents import StoredEncoder
 from nnx_checkpoint.formats import CheckpointFormat, Progress, get_format, open_checkpoint
 from nnx_checkpoint.index import index_of
 from nnx_checkpoint.manifest import rank_file
+from nnx_checkpoint.naming import Described, WeightsOnly
 from nnx_checkpoint.rankfile import Entry, file_order, write_in_order
 from nnx_checkpoint.reader import Checkpoint, open_native
 from nnx_checkpoint.shard import Box
@@ -30,7 +31,6 @@ from nnx_checkpoint.source import is_checkpoint
 from nnx_checkpoint.storage import Place
 from nnx_checkpoint.storage.locations import LocalPlace, place_of
 from nnx_checkpoint.transaction import Transaction, begin
-from nnx_checkpoint.views import Described, WeightsOnly
 from nnx_checkpoint.writer import Files, write_objects, writer_info
 
 _Path: TypeAlias = "str | os.PathLike[str]"

@@ -27,10 +27,9 @@ from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.foreign.torch_file import FileTensor, load_torch_file, map_paths, map_tree
 from nnx_checkpoint.index import Piece, TensorEntry
 from nnx_checkpoint.manifest import load_json
-from nnx_checkpoint.naming import StoredName
+from nnx_checkpoint.naming import Described, StoredName
 from nnx_checkpoint.rankfile import DTYPES
 from nnx_checkpoint.reader import Checkpoint, Fetcher, PlainFiles, Wanted
-from nnx_checkpoint.views import Described
 
 
 class ForeignCheckpoint(Checkpoint):

@@ -35,6 +35,7 @@ from nnx_checkpoint.foreign.torch_writer import write_torch_file
 from nnx_checkpoint.formats import CheckpointFormat, Progress
 from nnx_checkpoint.naming import (
     FABRIC_KEYS,
+    Described,
     OptimizerState,
     numbers_parameters,
     stored_optimizer_states,
@@ -42,7 +43,6 @@ from nnx_checkpoint.naming import (
 from nnx_checkpoint.reader import Checkpoint
 from nnx_checkpoint.slabs import new_directory
 from nnx_checkpoint.storage.files import explained
-from nnx_checkpoint.views import Described
 
 __all__ = ["DcpDirectory", "LightningSharded", "interpret", "nest"]
 

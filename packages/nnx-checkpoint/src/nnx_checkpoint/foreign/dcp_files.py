@@ -55,11 +55,10 @@ from nnx_checkpoint.foreign.torch_writer import write_torch_file
 from nnx_checkpoint.formats import Progress
 from nnx_checkpoint.index import Piece
 from nnx_checkpoint.manifest import load_json
-from nnx_checkpoint.naming import StoredName
+from nnx_checkpoint.naming import Described, StoredName
 from nnx_checkpoint.shard import Shard
 from nnx_checkpoint.slabs import SLAB, Part, read_in_order, row_boxes
 from nnx_checkpoint.storage.files import FileReader, explained, is_file, require_inside
-from nnx_checkpoint.views import Described
 
 __all__ = [
     "METADATA",

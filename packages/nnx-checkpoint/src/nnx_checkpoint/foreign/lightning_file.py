@@ -25,6 +25,7 @@ from nnx_checkpoint.foreign.torch_writer import write_torch_file
 from nnx_checkpoint.formats import CheckpointFormat, Progress
 from nnx_checkpoint.naming import (
     FABRIC_KEYS,
+    Described,
     StoredName,
     numbered_optimizer_state,
     stored_objects,
@@ -32,7 +33,6 @@ from nnx_checkpoint.naming import (
 )
 from nnx_checkpoint.reader import Checkpoint
 from nnx_checkpoint.slabs import new_file
-from nnx_checkpoint.views import Described
 
 _ZIP = b"PK\x03\x04"
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."

@@ -24,11 +24,11 @@ from nnx_checkpoint.foreign.contents import Contents, ForeignCheckpoint, Lifted,
 from nnx_checkpoint.formats import CheckpointFormat, Progress
 from nnx_checkpoint.index import Piece, TensorEntry
 from nnx_checkpoint.manifest import load_json
+from nnx_checkpoint.naming import Described, WeightsOnly
 from nnx_checkpoint.rankfile import DTYPES
 from nnx_checkpoint.reader import Checkpoint
 from nnx_checkpoint.slabs import new_directory, new_file, read_in_order, stream_to
 from nnx_checkpoint.storage.files import explained, is_file, read_exactly, write_file
-from nnx_checkpoint.views import Described, WeightsOnly
 
 __all__ = ["SafetensorsFiles", "read_header"]
 

@@ -21,8 +21,7 @@ from typing import Any
 from torch import nn
 
 from nnx_checkpoint.foreign.torch_file import map_tree
-from nnx_checkpoint.naming import LazyStateDict, StoredName, stored_objects
-from nnx_checkpoint.views import Described, View
+from nnx_checkpoint.naming import Described, LazyStateDict, StoredName, View, stored_objects
 from nnx_core.errors import CheckpointError
 
 
