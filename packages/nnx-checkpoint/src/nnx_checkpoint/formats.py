@@ -17,10 +17,19 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+
+from typing_extensions import override
 
 from nnx_checkpoint.declaration import CheckpointFormatSpec, import_reference
-from nnx_checkpoint.errors import CheckpointError, CheckpointNotFoundError, NnxError, PluginError
+from nnx_checkpoint.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    NnxError,
+    PluginError,
+    ReaderNotInstalledError,
+)
+from nnx_checkpoint.foreign.torch_file import mentions
 from nnx_checkpoint.manifest import MANIFEST, is_save_id
 from nnx_checkpoint.source import is_checkpoint
 from nnx_checkpoint.storage import Location, Place
@@ -31,9 +40,9 @@ if TYPE_CHECKING:
     from nnx_checkpoint.reader import Checkpoint
 
 __all__ = [
-    "PARTIAL",
     "CheckpointFormat",
     "Found",
+    "PARTIAL",
     "Progress",
     "files_below",
     "find_format",
@@ -364,3 +373,64 @@ def files_below(place: Place) -> dict[str, int]:
     for name in directories:
         found |= {f"{name}/{inner}": size for inner, size in files_below(place / name).items()}
     return found
+
+
+class _ReadElsewhere(CheckpointFormat):
+    """A format without its reader.
+
+    Attributes:
+        program: The name of the engine.
+        package: The distribution that has the reader.
+        files: Patterns of files, one of which every directory of this format holds.
+    """
+
+    program: ClassVar[str]
+    package: ClassVar[str]
+    files: ClassVar[tuple[str, ...]] = ()
+
+    @override
+    def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
+        return any(True for pattern in self.files for _ in Path(path).glob(pattern))
+
+    @override
+    def open(self, path: str | os.PathLike[str], *, weights_only: bool = True, **options: Any) -> NoReturn:
+        raise ReaderNotInstalledError(
+            f"'{path}' is a checkpoint of {self.program}, whose reader comes with {self.package}; "
+            "that is not installed, or switched off.",
+            remedy=f"Run `pip install {self.package}`.",
+        )
+
+
+class DeepSpeed(_ReadElsewhere):
+    """A directory that DeepSpeed was given, or that of a tag in it."""
+
+    name = "deepspeed"
+    program = "DeepSpeed"
+    package = "nnx-deepspeed"
+    files = ("*mp_rank_*_model_states.pt", "*/*mp_rank_*_model_states.pt")
+
+
+class NnScaler(_ReadElsewhere):
+    """A directory of ``<rank>.pt``, or a merged file."""
+
+    name = "nnscaler"
+    program = "nnScaler"
+    package = "nnx-nnscaler"
+
+    @override
+    def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
+        place = Path(path)
+        return mentions(place / "0.pt" if place.is_dir() else place, "nnscaler-extra-state")
+
+
+class ColossalAI(_ReadElsewhere):
+    """A directory with indexes of ``.bin`` files, as older versions of transformers wrote them too."""
+
+    name = "colossalai"
+    program = "ColossalAI, or of an older version of transformers"
+    package = "nnx-colossalai"
+    files = (
+        "pytorch_optim.bin.index*.json",
+        "*/pytorch_optim.bin.index*.json",
+        "pytorch_model.bin.index*.json",
+    )
