@@ -29,9 +29,8 @@ from nnx_checkpoint.foreign.dcp_files import (
     shard_files,
     write_dcp_files,
 )
-from nnx_checkpoint.foreign.lightning_file import lightning_dict
+from nnx_checkpoint.foreign.lightning_file import lightning_dict, write_torch_file
 from nnx_checkpoint.foreign.torch_file import load_torch_file
-from nnx_checkpoint.foreign.torch_writer import write_torch_file
 from nnx_checkpoint.formats import CheckpointFormat, Progress
 from nnx_checkpoint.naming import (
     FABRIC_KEYS,

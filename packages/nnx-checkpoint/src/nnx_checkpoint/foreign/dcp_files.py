@@ -42,6 +42,7 @@ from nnx_checkpoint.box import Box, find_fault
 from nnx_checkpoint.dcp import Handle
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.foreign.contents import LocatedTensor
+from nnx_checkpoint.foreign.lightning_file import write_torch_file
 from nnx_checkpoint.foreign.safetensors import read_header
 from nnx_checkpoint.foreign.torch_file import (
     FileTensor,
@@ -51,7 +52,6 @@ from nnx_checkpoint.foreign.torch_file import (
     refuse_endless,
     refuse_swollen,
 )
-from nnx_checkpoint.foreign.torch_writer import write_torch_file
 from nnx_checkpoint.formats import Progress
 from nnx_checkpoint.index import Piece
 from nnx_checkpoint.manifest import load_json
