@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import nnx_checkpoint
-from nnx_checkpoint.garbage import collect_garbage
 from nnx_checkpoint.shard import shard_of
 from nnx_checkpoint.storage.files import LOCK
+from nnx_checkpoint.transaction import collect_garbage
 from nnx_checkpoint.verification import verify
 from nnx_core.errors import CheckpointError
 

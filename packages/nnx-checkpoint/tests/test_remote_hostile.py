@@ -14,11 +14,10 @@ import torch
 
 import nnx_checkpoint
 from jobs import remote_jobs
-from nnx_checkpoint.garbage import collect_garbage
 from nnx_checkpoint.shard import shard_of
 from nnx_checkpoint.storage import remote
 from nnx_checkpoint.storage.locations import place_of
-from nnx_checkpoint.transaction import begin
+from nnx_checkpoint.transaction import begin, collect_garbage
 from nnx_core.errors import CheckpointError
 
 ODD_NAMES = ["../outside", "..", "a/../../b", "x\x1b]0;owned\x07", "20200101T000000.000000-deadbeef/../b"]

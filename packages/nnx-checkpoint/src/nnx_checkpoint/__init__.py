@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from nnx_checkpoint.dcp import Handle, Reader, Writer
     from nnx_checkpoint.foreign.contents import Contents
     from nnx_checkpoint.formats import CheckpointFormat, find_format, open_checkpoint
-    from nnx_checkpoint.garbage import collect_garbage
     from nnx_checkpoint.index import TensorEntry
     from nnx_checkpoint.inflight import PendingSave
     from nnx_checkpoint.loop import load, save
     from nnx_checkpoint.manifest import Manifest
     from nnx_checkpoint.reader import Checkpoint, NativeCheckpoint, open_native
     from nnx_checkpoint.source import is_checkpoint
+    from nnx_checkpoint.transaction import collect_garbage
     from nnx_checkpoint.verification import Damage, verify
     from nnx_checkpoint.writer import save_async
 

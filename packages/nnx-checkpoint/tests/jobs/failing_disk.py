@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import nnx_checkpoint
-from nnx_checkpoint.garbage import collect_garbage
 from nnx_checkpoint.shard import Box, Shard, shard_of
+from nnx_checkpoint.transaction import collect_garbage
 from nnx_core.errors import CheckpointError
 
 ERRNOS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.ESTALE)

@@ -14,10 +14,10 @@ from nnx_checkpoint.cli.content import progress_of, read_content, read_objects
 from nnx_checkpoint.cli.output import human_bytes, print_json, print_note, print_table, print_text
 from nnx_checkpoint.errors import CheckpointError, ReaderNotInstalledError
 from nnx_checkpoint.formats import Found, files_below, survey
-from nnx_checkpoint.garbage import Spared, collect_garbage
 from nnx_checkpoint.manifest import MANIFEST, Manifest, decode_manifest, is_save_id
 from nnx_checkpoint.source import Source, read_manifest
 from nnx_checkpoint.storage import Place
+from nnx_checkpoint.transaction import Spared, collect_garbage
 
 __all__ = [
     "run_gc",
