@@ -23,7 +23,7 @@ from fuzz.documents import sign
 from fuzz.edits import Case, Special, apply
 from fuzz.references import bits, explains, stored_sums
 from fuzz.samples import make_samples
-from nnx_checkpoint.cli.ckpt import app
+from nnx_checkpoint.cli.command import app
 from nnx_core.errors import CheckpointError, NnxError
 
 __all__ = ["Judge", "Verdict"]

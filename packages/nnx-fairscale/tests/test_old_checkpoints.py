@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import nnx
 from jobs.fairscale_old_jobs import STEP, STEPS, error_of, evaluate, loss_of, losses_of, save_fsdp, save_oss
-from nnx_checkpoint.cli.ckpt import app
+from nnx_checkpoint.cli.command import app
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import CheckpointError
 from nnx_test_helpers.training import Net, Run

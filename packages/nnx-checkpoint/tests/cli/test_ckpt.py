@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 import nnx_checkpoint
-from nnx_checkpoint.cli.ckpt import app
+from nnx_checkpoint.cli.command import app
 from nnx_checkpoint.cli.content import plain
 from nnx_checkpoint.cli.inspection import sizes_by_module
 from nnx_checkpoint.cli.output import human_bytes
@@ -262,7 +262,7 @@ def test_looking_at_our_own_format_never_imports_torch(trained: Path) -> None:
 import sys
 sys.modules["torch"] = None  # importing it would raise
 from typer.testing import CliRunner
-from nnx_checkpoint.cli.ckpt import app
+from nnx_checkpoint.cli.command import app
 for verb in ("inspect", "verify", "ls", "gc"):
     result = CliRunner().invoke(app, [verb, {str(trained)!r}])
     assert result.exit_code == 0, (verb, result.exception)

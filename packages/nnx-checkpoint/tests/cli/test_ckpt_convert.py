@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 import nnx_checkpoint as storage
 from nnx_checkpoint.cli import conversion, verification
-from nnx_checkpoint.cli.ckpt import app
+from nnx_checkpoint.cli.command import app
 from nnx_checkpoint.formats import writable
 from nnx_checkpoint.shard import shard_of
 from nnx_core.errors import CheckpointError

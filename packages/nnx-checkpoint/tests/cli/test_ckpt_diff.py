@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import nnx_checkpoint as storage
-from nnx_checkpoint.cli.ckpt import app
+from nnx_checkpoint.cli.command import app
 from nnx_checkpoint.comparison import compare, difference_of
 from nnx_checkpoint.foreign.contents import Contents
 from nnx_checkpoint.shard import shard_of

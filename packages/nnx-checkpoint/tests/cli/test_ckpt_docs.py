@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
 import nnx
-from nnx_checkpoint.cli.ckpt import app
+from nnx_checkpoint.cli.command import app
 from nnx_test_helpers.repository import from_repository
 
 PAGE = from_repository(__file__, "docs/checkpoints.md")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 import nnx_checkpoint as storage
 from jobs.remote_jobs import s3_server
-from nnx_checkpoint.cli.ckpt import app
+from nnx_checkpoint.cli.command import app
 from nnx_checkpoint.formats import PARTIAL
 from nnx_checkpoint.shard import shard_of
 from nnx_checkpoint.storage.locations import LocalPlace, place_of

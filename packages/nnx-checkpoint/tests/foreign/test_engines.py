@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import nnx_checkpoint
 from nnx_checkpoint import formats
-from nnx_checkpoint.cli.ckpt import app
+from nnx_checkpoint.cli.command import app
 from nnx_core.errors import CheckpointError
 
 

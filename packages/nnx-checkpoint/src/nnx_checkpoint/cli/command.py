@@ -14,12 +14,17 @@ from __future__ import annotations
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from nnx_checkpoint.cli.output import print_error, print_note, print_text
 from nnx_checkpoint.errors import NnxError
+
+__all__ = [
+    "app",
+]
 
 GROUP = "nnx.commands"
 
@@ -75,9 +80,144 @@ def _options(
 def _checkpoint_commands(arguments: list[str]) -> typer.Typer:
     """The verbs on checkpoints; only their name and help unless this call is about them."""
     if arguments[:1] == ["ckpt"] or "_NNX_COMPLETE" in os.environ:
-        from nnx_checkpoint.cli.ckpt import app
+        from nnx_checkpoint.cli.command import app
 
         return app
     placeholder = typer.Typer()
     placeholder.callback()(lambda: None)
     return placeholder
+
+
+app = typer.Typer(no_args_is_help=True)
+
+_Path = Annotated[str, typer.Argument(help="A checkpoint of any format: a directory, a file or a URL.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="Let a checkpoint of another program run the code that it brings along."),
+]
+_OnlyWeights = Annotated[bool, typer.Option("--only-weights", help="Parameters and buffers, nothing else.")]
+_To = Annotated[str | None, typer.Option("--to", help="Format to write; by default the target's name tells.")]
+_Options = Annotated[
+    list[str] | None,
+    typer.Option("-o", "--option", metavar="NAME=VALUE", help="Option of the format that is written."),
+]
+
+
+@app.command("ls")
+def list_checkpoints(
+    path: Annotated[str, typer.Argument(help="A directory, a checkpoint or a URL.")] = ".",
+    as_json: _Json = False,
+) -> None:
+    """List the checkpoints below a directory, the saves each still has, and what was interrupted."""
+    from nnx_checkpoint.cli.directory import run_ls
+
+    raise typer.Exit(run_ls(path, as_json=as_json))
+
+
+@app.command()
+def inspect(
+    path: _Path,
+    depth: Annotated[int, typer.Option(min=1, help="Levels of the tree of tensors to show.")] = 99,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw the sizes into this picture (.png, .svg, .pdf).")
+    ] = None,
+    trust: _Trust = False,
+    as_json: _Json = False,
+) -> None:
+    """Show what a checkpoint holds: tensors, optimizer, who wrote it, rank state, sizes."""
+    from nnx_checkpoint.cli.inspection import run
+
+    raise typer.Exit(run(path, depth=depth, plot=plot, weights_only=not trust, as_json=as_json))
+
+
+@app.command()
+def verify(path: _Path, trust: _Trust = False, as_json: _Json = False) -> None:
+    """Read every byte of a checkpoint and compare it with its checksum, where the format has any."""
+    from nnx_checkpoint.cli.verification import run_verify
+
+    raise typer.Exit(run_verify(path, weights_only=not trust, as_json=as_json))
+
+
+@app.command()
+def diff(
+    left: _Path,
+    right: _Path,
+    values: Annotated[bool, typer.Option(help="Also compare what the tensors hold.")] = True,
+    only_weights: _OnlyWeights = False,
+    trust: _Trust = False,
+    as_json: _Json = False,
+) -> None:
+    """Compare two checkpoints of any formats: names, shapes, types, objects and values."""
+    from nnx_checkpoint.cli.verification import run_diff
+
+    code = run_diff(
+        left, right, values=values, only_weights=only_weights, weights_only=not trust, as_json=as_json
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+def merge(
+    sources: Annotated[
+        list[str], typer.Argument(help="A checkpoint; for formats that are lists of files, all of them.")
+    ],
+    target: Annotated[str, typer.Argument(help="The file to write; nothing may be there.")],
+    to: _To = None,
+    only_weights: _OnlyWeights = False,
+    trust: _Trust = False,
+    as_json: _Json = False,
+) -> None:
+    """Merge a sharded checkpoint into one file, in little memory whatever its size."""
+    from nnx_checkpoint.cli.conversion import run_merge
+
+    code = run_merge(
+        sources, target, to=to, only_weights=only_weights, weights_only=not trust, as_json=as_json
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+def convert(
+    source: _Path,
+    target: Annotated[str, typer.Argument(help="Where to write; nothing may be there.")],
+    to: _To = None,
+    only_weights: _OnlyWeights = False,
+    trust: _Trust = False,
+    options: _Options = None,
+    as_json: _Json = False,
+) -> None:
+    """Write a checkpoint in another format, in little memory whatever its size."""
+    from nnx_checkpoint.cli.conversion import run_convert
+
+    code = run_convert(
+        source,
+        target,
+        to=to,
+        only_weights=only_weights,
+        weights_only=not trust,
+        options=options or [],
+        as_json=as_json,
+    )
+    raise typer.Exit(code)
+
+
+@app.command("gc")
+def collect(
+    path: Annotated[str, typer.Argument(help="A checkpoint, or a directory with checkpoints.")],
+    keep_previous: Annotated[
+        int | None, typer.Option(min=0, help="Earlier complete saves of each to keep; by default all.")
+    ] = None,
+    older_than: Annotated[
+        float, typer.Option(min=0, help="Hours since its last change that make a conversion abandoned.")
+    ] = 1.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Remove what killed saves and conversions left, and earlier saves beyond those to keep."""
+    from nnx_checkpoint.cli.directory import run_gc
+
+    code = run_gc(
+        path, keep_previous=keep_previous, min_age=older_than * 3600, dry_run=dry_run, as_json=as_json
+    )
+    raise typer.Exit(code)
