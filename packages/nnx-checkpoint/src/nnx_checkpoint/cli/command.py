@@ -110,7 +110,7 @@ def list_checkpoints(
     as_json: _Json = False,
 ) -> None:
     """List the checkpoints below a directory, the saves each still has, and what was interrupted."""
-    from nnx_checkpoint.cli.directory import run_ls
+    from nnx_checkpoint.cli.files import run_ls
 
     raise typer.Exit(run_ls(path, as_json=as_json))
 
@@ -169,7 +169,7 @@ def merge(
     as_json: _Json = False,
 ) -> None:
     """Merge a sharded checkpoint into one file, in little memory whatever its size."""
-    from nnx_checkpoint.cli.conversion import run_merge
+    from nnx_checkpoint.cli.files import run_merge
 
     code = run_merge(
         sources, target, to=to, only_weights=only_weights, weights_only=not trust, as_json=as_json
@@ -188,7 +188,7 @@ def convert(
     as_json: _Json = False,
 ) -> None:
     """Write a checkpoint in another format, in little memory whatever its size."""
-    from nnx_checkpoint.cli.conversion import run_convert
+    from nnx_checkpoint.cli.files import run_convert
 
     code = run_convert(
         source,
@@ -215,7 +215,7 @@ def collect(
     as_json: _Json = False,
 ) -> None:
     """Remove what killed saves and conversions left, and earlier saves beyond those to keep."""
-    from nnx_checkpoint.cli.directory import run_gc
+    from nnx_checkpoint.cli.files import run_gc
 
     code = run_gc(
         path, keep_previous=keep_previous, min_age=older_than * 3600, dry_run=dry_run, as_json=as_json
