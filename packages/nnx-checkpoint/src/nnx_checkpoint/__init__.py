@@ -68,7 +68,7 @@ _HOME = {
     "Reader": "dcp",
     "TensorEntry": "index",
     "Writer": "dcp",
-    "collect_garbage": "garbage",
+    "collect_garbage": "transaction",
     "compare": "comparison",
     "convert": "conversion",
     "find_format": "formats",

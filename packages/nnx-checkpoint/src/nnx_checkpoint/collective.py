@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _ANSWER = 5.0
 """Seconds in which a store that can be reached answers."""
@@ -259,8 +260,10 @@ def _portable(error: Exception | None) -> NnxError | None:
     return NnxError(f"{type(error).__name__}: {error}")
 
 
-T = TypeVar("T")
-R = TypeVar("R")
+# --- rounds ---------------------------------------------------------------------------------------
+# A save is a few rounds: describe, plan, then write and commit. In each, all ranks do something, the
+# coordinator (rank 0 of the group) sees all results and answers each rank. A rank that fails still takes
+# part, so that nobody waits for it, and all ranks raise the same error.
 
 
 def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:

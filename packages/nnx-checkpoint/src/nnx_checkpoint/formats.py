@@ -29,7 +29,6 @@ from nnx_checkpoint.errors import (
     PluginError,
     ReaderNotInstalledError,
 )
-from nnx_checkpoint.foreign.torch_file import mentions
 from nnx_checkpoint.manifest import MANIFEST, is_save_id
 from nnx_checkpoint.source import is_checkpoint
 from nnx_checkpoint.storage import Location, Place
@@ -143,13 +142,13 @@ _BUILT_IN = (
 )
 _OF_ENGINES = (
     CheckpointFormatSpec(
-        "nnscaler", f"{_HOME}.engines:NnScaler", description="nnScaler; nnx-nnscaler has the reader"
+        "nnscaler", f"{__name__}:NnScaler", description="nnScaler; nnx-nnscaler has the reader"
     ),
     CheckpointFormatSpec(
-        "deepspeed", f"{_HOME}.engines:DeepSpeed", description="DeepSpeed; nnx-deepspeed has the reader"
+        "deepspeed", f"{__name__}:DeepSpeed", description="DeepSpeed; nnx-deepspeed has the reader"
     ),
     CheckpointFormatSpec(
-        "colossalai", f"{_HOME}.engines:ColossalAI", description="ColossalAI; nnx-colossalai has the reader"
+        "colossalai", f"{__name__}:ColossalAI", description="ColossalAI; nnx-colossalai has the reader"
     ),
 )
 """These only name the package to install, until it brings a format of the same name."""
@@ -280,6 +279,74 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True) 
         ) from error
 
 
+# --- formats whose readers come with our packages for their engines -------------------------------
+# A reader takes the place of its entry here once its package is installed. Without it, these entries
+# recognise the checkpoint, so that `nnx ckpt ls` lists it and opening it names the package.
+
+
+class _ReadElsewhere(CheckpointFormat):
+    """A format without its reader.
+
+    Attributes:
+        program: The name of the engine.
+        package: The distribution that has the reader.
+        files: Patterns of files, one of which every directory of this format holds.
+    """
+
+    program: ClassVar[str]
+    package: ClassVar[str]
+    files: ClassVar[tuple[str, ...]] = ()
+
+    @override
+    def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
+        return any(True for pattern in self.files for _ in Path(path).glob(pattern))
+
+    @override
+    def open(self, path: str | os.PathLike[str], *, weights_only: bool = True, **options: Any) -> NoReturn:
+        raise ReaderNotInstalledError(
+            f"'{path}' is a checkpoint of {self.program}, whose reader comes with {self.package}; "
+            "that is not installed, or switched off.",
+            remedy=f"Run `pip install {self.package}`.",
+        )
+
+
+class DeepSpeed(_ReadElsewhere):
+    """A directory that DeepSpeed was given, or that of a tag in it."""
+
+    name = "deepspeed"
+    program = "DeepSpeed"
+    package = "nnx-deepspeed"
+    files = ("*mp_rank_*_model_states.pt", "*/*mp_rank_*_model_states.pt")
+
+
+class NnScaler(_ReadElsewhere):
+    """A directory of ``<rank>.pt``, or a merged file."""
+
+    name = "nnscaler"
+    program = "nnScaler"
+    package = "nnx-nnscaler"
+
+    @override
+    def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
+        from nnx_checkpoint.foreign.torch_file import mentions
+
+        place = Path(path)
+        return mentions(place / "0.pt" if place.is_dir() else place, "nnscaler-extra-state")
+
+
+class ColossalAI(_ReadElsewhere):
+    """A directory with indexes of ``.bin`` files, as older versions of transformers wrote them too."""
+
+    name = "colossalai"
+    program = "ColossalAI, or of an older version of transformers"
+    package = "nnx-colossalai"
+    files = (
+        "pytorch_optim.bin.index*.json",
+        "*/pytorch_optim.bin.index*.json",
+        "pytorch_model.bin.index*.json",
+    )
+
+
 # --- what lies below a directory ------------------------------------------------------------------
 # Checkpoints, and what interrupted programs left between them. Nothing is opened: names tell what something
 # is. Formats of other programs are asked only where a name could be theirs, because that imports torch.
@@ -373,64 +440,3 @@ def files_below(place: Place) -> dict[str, int]:
     for name in directories:
         found |= {f"{name}/{inner}": size for inner, size in files_below(place / name).items()}
     return found
-
-
-class _ReadElsewhere(CheckpointFormat):
-    """A format without its reader.
-
-    Attributes:
-        program: The name of the engine.
-        package: The distribution that has the reader.
-        files: Patterns of files, one of which every directory of this format holds.
-    """
-
-    program: ClassVar[str]
-    package: ClassVar[str]
-    files: ClassVar[tuple[str, ...]] = ()
-
-    @override
-    def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
-        return any(True for pattern in self.files for _ in Path(path).glob(pattern))
-
-    @override
-    def open(self, path: str | os.PathLike[str], *, weights_only: bool = True, **options: Any) -> NoReturn:
-        raise ReaderNotInstalledError(
-            f"'{path}' is a checkpoint of {self.program}, whose reader comes with {self.package}; "
-            "that is not installed, or switched off.",
-            remedy=f"Run `pip install {self.package}`.",
-        )
-
-
-class DeepSpeed(_ReadElsewhere):
-    """A directory that DeepSpeed was given, or that of a tag in it."""
-
-    name = "deepspeed"
-    program = "DeepSpeed"
-    package = "nnx-deepspeed"
-    files = ("*mp_rank_*_model_states.pt", "*/*mp_rank_*_model_states.pt")
-
-
-class NnScaler(_ReadElsewhere):
-    """A directory of ``<rank>.pt``, or a merged file."""
-
-    name = "nnscaler"
-    program = "nnScaler"
-    package = "nnx-nnscaler"
-
-    @override
-    def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
-        place = Path(path)
-        return mentions(place / "0.pt" if place.is_dir() else place, "nnscaler-extra-state")
-
-
-class ColossalAI(_ReadElsewhere):
-    """A directory with indexes of ``.bin`` files, as older versions of transformers wrote them too."""
-
-    name = "colossalai"
-    program = "ColossalAI, or of an older version of transformers"
-    package = "nnx-colossalai"
-    files = (
-        "pytorch_optim.bin.index*.json",
-        "*/pytorch_optim.bin.index*.json",
-        "pytorch_model.bin.index*.json",
-    )

@@ -369,6 +369,10 @@ def numbers_parameters(state: Mapping[str, Any]) -> bool:
     return any(isinstance(number, int) for group in state["param_groups"] for number in group["params"])
 
 
+# --- views ----------------------------------------------------------------------------------------
+# An open checkpoint seen differently: with the tensors in its objects left on disk, or the weights alone.
+
+
 _TRAINING = ("callbacks", "lr_schedulers", "current_model_state", "averaging_state")
 """What Lightning leaves out of a checkpoint with ``save_weights_only=True``, besides the optimizers; the last
 two are of its averaging callbacks."""

@@ -1,9 +1,10 @@
-"""The plan of a save: from what all ranks hold to what each of them stores.
+"""The plan of a save: from what each rank holds, described, to what each of them stores.
 
-The coordinator makes the plan from all descriptions: it puts together what the ranks hold, checks that every
-tensor is covered, and assigns each box to ranks. What a rank must know of it is short: the number of each
-tensor's group, which is the same message for all, and which boxes of each group are its own. This module
-never communicates and never touches files.
+Every rank describes what it holds so that little of it has to travel, and the coordinator collects that. It
+makes the plan of all descriptions: it puts together what the ranks hold, checks that every tensor is covered,
+and assigns each box to ranks. What a rank must know of it is short: the number of each tensor's group, which
+is the same message for all, and which boxes of each group are its own. Nothing here touches files, and only
+`gather_descriptions` communicates.
 """
 
 from __future__ import annotations
@@ -52,6 +53,25 @@ _INLINE = 512
 Extents = tuple[int, ...]
 Exceptions = Sequence[tuple[int, Sequence[int]]]
 """Tensors that are cut unlike most of their type: the number of the type, and the numbers of the names."""
+Mode = Literal["sharded", "deduped"]
+Numbers = npt.NDArray[np.int64]
+_Known = tuple[tuple[int, int], ...]
+_Held = list[tuple[int, tuple[Box, ...]]]
+_Holders = dict[tuple[int, int], dict[int, _Held]]
+Members = tuple[Group, Numbers]
+"""A group, whose owners are ranks, and the numbers of its tensors."""
+
+
+# --- what a rank holds ----------------------------------------------------------------------------
+# Nearly everything that ranks could say about their shards is the same on many of them. So a description has
+# three parts, of which a long one is sent by digest, and in full by one rank only:
+#
+# - the catalog: names, dtypes and shapes; usually the same on all ranks;
+# - the exceptions: most tensors of one dtype and shape are cut alike, and these are the others. They are the
+#   same on ranks of one mesh; on ranks with ranges of a flat buffer they are the few tensors that a rank
+#   holds;
+# - the boxes: those of most tensors of each dtype and shape, and those of the exceptions. They differ from
+#   rank to rank, and are few.
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,15 +291,6 @@ def requests(heads: Sequence[Head]) -> list[list[bytes]]:
         wanted.append([part for part in dict.fromkeys(head) if isinstance(part, bytes) and part not in known])
         known.update(wanted[-1])
     return wanted
-
-
-Mode = Literal["sharded", "deduped"]
-Numbers = npt.NDArray[np.int64]
-_Known = tuple[tuple[int, int], ...]
-_Held = list[tuple[int, tuple[Box, ...]]]
-_Holders = dict[tuple[int, int], dict[int, _Held]]
-Members = tuple[Group, Numbers]
-"""A group, whose owners are ranks, and the numbers of its tensors."""
 
 
 # --- what all ranks hold together -----------------------------------------------------------------

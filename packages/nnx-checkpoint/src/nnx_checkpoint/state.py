@@ -1,7 +1,7 @@
-"""Training state described as shards under parameter names: what every checkpoint holds.
+"""Training state described as shards under parameter names, which is what every checkpoint holds, and filled.
 
-A `State` is handles on this rank's tensors. Nothing here copies or communicates. Who saves and
-fills it: `nnx_core.lightning.checkpoint`; who produces it: `nnx_core.backend.Backend`.
+A `State` is handles on this rank's tensors: describing it copies nothing, and nothing here communicates. What
+saves and fills it is `nnx_core.lightning.checkpoint`; `nnx_core.backend.Backend` produces it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ __all__ = [
     "repoint_optimizer",
     "restore_groups",
 ]
+
+log = logging.getLogger("nnx.checkpoint")
 
 
 class ShardOf(Protocol):
@@ -200,7 +202,9 @@ def repoint_optimizer(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.P
         optimizer.state[replaced[old]] = optimizer.state.pop(old)
 
 
-log = logging.getLogger("nnx.checkpoint")
+# --- filling --------------------------------------------------------------------------------------
+# In place, by name, casting nothing silently. Each rank reads what it holds; `nnx_core.lightning.checkpoint`
+# makes a failure on one rank fail on all.
 
 
 def fill_model(module: nn.Module, state: ModelState, source: Mapping[str, Any], *, strict: bool) -> None:

@@ -1,8 +1,8 @@
-"""Committing a save, and collecting what no commit refers to.
+"""Committing a save, and collecting what no commit refers to, with each commit and on request.
 
 A save writes into a directory of its own. Replacing the manifest makes it the checkpoint; until then
 the previous one is untouched, afterwards it is collected. This module owns those names in the
-checkpoint's directory and runs on the coordinator only.
+checkpoint's directory, runs on the coordinator only, and imports neither torch nor Lightning.
 
 Two runs must not save to one path at the same time. A lock keeps the second one out. Where there are no
 locks, as on object stores, the manifest tells: who finds another one than at the beginning gives up, and
@@ -161,7 +161,7 @@ class Transaction:
         self._is_replacing = True
         (self._path / MANIFEST).replace(data, temporary=f".{MANIFEST}.{self.save_id}.tmp")
         with contextlib.suppress(CheckpointError):  # what is committed stays committed
-            collect(
+            _collect(
                 self._path,
                 self.save_id,
                 keep_previous=keep_previous,
@@ -238,7 +238,7 @@ def _check_present(directory: Place, files: Mapping[str, FileEntry]) -> None:
 _SHARED = "Every rank must write to one shared file system, and nobody may remove anything meanwhile."
 
 
-def collect(path: Place, save_id: str, *, keep_previous: int, until: str | None = None) -> list[str]:
+def _collect(path: Place, save_id: str, *, keep_previous: int, until: str | None) -> None:
     """Remove saves and temporary manifests that no commit refers to.
 
     Args:
@@ -247,26 +247,30 @@ def collect(path: Place, save_id: str, *, keep_previous: int, until: str | None 
         keep_previous: The number of other complete saves to keep, newest first.
         until: Remove no save that began after the one of this id.
 
-    Returns:
-        What was removed.
-
     Raises:
         CheckpointError: Something could not be removed.
     """
-    kept, removed = 0, []
-    for name in reversed(path.names()):
-        if name in (save_id, LOCK) or not _is_ours(name):
+    for name, kind in _candidates(path, save_id, keep_previous):
+        if kind != "link" and (until is None or name.removeprefix(f".{MANIFEST}.") <= until):
+            _remove(path / name)
+
+
+def _candidates(place: Place, committed: str, keep_previous: int | None) -> Iterator[tuple[str, str]]:
+    """What is neither committed nor to be kept, newest save first."""
+    kept = 0
+    for name in reversed(place.names()):
+        if name in (committed, LOCK):
             continue
-        if is_save_id(name) and (path / name).kind() == "other":
-            continue  # a link, which is not ours
-        if is_save_id(name) and kept < keep_previous and (path / name / MANIFEST).kind() == "file":
+        if _is_temporary(name):
+            yield name, "temporary manifest"
+        elif is_save_id(name) and (place / name).kind() == "other":
+            yield name, "link"
+        elif is_save_id(name) and (place / name / MANIFEST).kind() != "file":
+            yield name, "unfinished save"
+        elif is_save_id(name):
             kept += 1
-            continue
-        if until is not None and name.removeprefix(f".{MANIFEST}.") > until:
-            continue
-        _remove(path / name)
-        removed.append(name)
-    return removed
+            if keep_previous is not None and kept > keep_previous:
+                yield name, "previous save"
 
 
 def _newest_known(path: Place, previous: bytes | None) -> str:
@@ -276,7 +280,11 @@ def _newest_known(path: Place, previous: bytes | None) -> str:
 
 
 def _is_ours(name: str) -> bool:
-    return is_save_id(name) or name == LOCK or (name.startswith(f".{MANIFEST}.") and name.endswith(".tmp"))
+    return is_save_id(name) or name == LOCK or _is_temporary(name)
+
+
+def _is_temporary(name: str) -> bool:
+    return name.startswith(f".{MANIFEST}.") and name.endswith(".tmp")
 
 
 def _remove(place: Place) -> None:
@@ -286,7 +294,13 @@ def _remove(place: Place) -> None:
     place.remove()
 
 
-HOUR = 3600.0
+# --- on request -----------------------------------------------------------------------------------
+# What a running save or conversion is writing is never touched: the lock of saves tells, or on places without
+# locks the order of saves, and for conversions their age. Neither is a committed save, nor any complete one
+# unless the caller says how many to keep.
+
+
+_HOUR = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +350,7 @@ class Collected:
 
 
 def collect_garbage(
-    location: Location, *, keep_previous: int | None = None, min_age: float = HOUR, dry_run: bool = False
+    location: Location, *, keep_previous: int | None = None, min_age: float = _HOUR, dry_run: bool = False
 ) -> Collected:
     """Remove what no checkpoint needs, in a checkpoint or in all below a directory.
 
@@ -368,7 +382,7 @@ def _collect_saves(place: Place, keep_previous: int | None, dry_run: bool, colle
                 if why:
                     collected.spared.append(Spared(str(place / name), why))
                 else:
-                    _remove(place / name, kind, dry_run, collected)
+                    _discard(place / name, kind, dry_run, collected)
     except _LeaveAloneError as error:
         collected.spared.append(Spared(str(place), error.message))
         return
@@ -404,24 +418,6 @@ def _committed(place: Place) -> str:
         raise _LeaveAloneError(error.message) from error
 
 
-def _candidates(place: Place, committed: str, keep_previous: int | None) -> Iterator[tuple[str, str]]:
-    """What is neither committed nor to be kept, newest save first."""
-    kept = 0
-    for name in reversed(place.names()):
-        if name in (committed, LOCK):
-            continue
-        if name.startswith(f".{MANIFEST}.") and name.endswith(".tmp"):
-            yield name, "temporary manifest"
-        elif is_save_id(name) and (place / name).kind() == "other":
-            yield name, "link"
-        elif is_save_id(name) and (place / name / MANIFEST).kind() != "file":
-            yield name, "unfinished save"
-        elif is_save_id(name):
-            kept += 1
-            if keep_previous is not None and kept > keep_previous:
-                yield name, "previous save"
-
-
 def _reason_to_spare(name: str, kind: str, committed: str, locked: bool) -> str:
     if kind == "link":
         return "it is no directory but a link or the like, which no save makes; remove it by hand"
@@ -438,7 +434,7 @@ def _collect_partial(place: Place, min_age: float, dry_run: bool, collected: Col
         why = f"it was changed {age:.0f} seconds ago, so a conversion may be writing it"
         collected.spared.append(Spared(str(place), why))
     else:
-        _remove(place, "unfinished conversion", dry_run, collected)
+        _discard(place, "unfinished conversion", dry_run, collected)
 
 
 def _changed(place: Place) -> float:
@@ -450,11 +446,8 @@ def _changed(place: Place) -> float:
         return max(inner.stat().st_mtime for inner in (path, *path.rglob("*")))
 
 
-def _remove(place: Place, kind: str, dry_run: bool, collected: Collected) -> None:
+def _discard(place: Place, kind: str, dry_run: bool, collected: Collected) -> None:
     nbytes = sum(files_below(place).values())
     if not dry_run:
-        if is_save_id(place.name):
-            # The manifest's copy goes first, so that a half-removed save never looks complete.
-            (place / MANIFEST).remove()
-        place.remove()
+        _remove(place)
     collected.removed.append(Garbage(str(place), kind, nbytes))

@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import nnx_checkpoint as storage
-from nnx_checkpoint.cli import conversion, verification
+from nnx_checkpoint.cli import files, verification
 from nnx_checkpoint.cli.command import app
 from nnx_checkpoint.formats import writable
 from nnx_checkpoint.shard import shard_of
@@ -215,8 +215,8 @@ def test_a_progress_bar_with_bytes_per_second_is_drawn_on_a_terminal(
     with os.fdopen(terminal, "w") as stderr, monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", stderr)
         code = {
-            "convert": lambda: conversion.run_convert(big, target, **NO_OPTIONS, options=[]),
-            "merge": lambda: conversion.run_merge([big], target, **NO_OPTIONS),
+            "convert": lambda: files.run_convert(big, target, **NO_OPTIONS, options=[]),
+            "merge": lambda: files.run_merge([big], target, **NO_OPTIONS),
             "diff": lambda: verification.run_diff(
                 big, big, values=True, only_weights=False, weights_only=True, as_json=False
             ),
@@ -252,8 +252,8 @@ def test_an_interrupted_rewrite_says_that_nothing_was_written(
     monkeypatch.setattr(f"nnx_checkpoint.conversion.{verb}", interrupted)
     with pytest.raises(SystemExit) as caught:
         if verb == "merge":
-            conversion.run_merge([source], target, **NO_OPTIONS)
+            files.run_merge([source], target, **NO_OPTIONS)
         else:
-            conversion.run_convert(source, target, **NO_OPTIONS, options=[])
+            files.run_convert(source, target, **NO_OPTIONS, options=[])
     assert caught.value.code == 130
     assert f"'{target}' was not written" in capsys.readouterr().err

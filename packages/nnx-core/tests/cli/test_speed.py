@@ -18,7 +18,7 @@ sys.argv = ["nnx", *sys.argv[1:]]
 try:
     main()
 finally:
-    heavy = {"torch", "lightning", "pytorch_lightning", "numpy", "nnx_checkpoint.cli.command"} & set(sys.modules)
+    heavy = {"torch", "lightning", "pytorch_lightning", "numpy"} & set(sys.modules)
     assert not heavy, heavy
 """
 

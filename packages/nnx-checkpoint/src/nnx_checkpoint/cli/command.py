@@ -4,9 +4,8 @@ A distribution adds commands by an entry point of the group ``nnx.commands``: a 
 application. Those of nnx-core come first; a later one may replace a command of an earlier one, as
 nnx-conformance does with the hint that stands in for its own.
 
-Exit codes: 0 when all is well, 1 when something was found wrong, 2 for wrong usage. Each verb has a
-module of its own and imports what it needs when it runs, so that listing stays fast and never imports
-torch. `output` decides how things look.
+Exit codes: 0 when all is well, 1 when something was found wrong, 2 for wrong usage. Each verb imports what
+it needs when it runs, so that listing stays fast and never imports torch. `output` decides how things look.
 """
 
 from __future__ import annotations
@@ -21,10 +20,6 @@ import typer
 
 from nnx_checkpoint.cli.output import print_error, print_note, print_text
 from nnx_checkpoint.errors import NnxError
-
-__all__ = [
-    "app",
-]
 
 GROUP = "nnx.commands"
 
@@ -80,12 +75,14 @@ def _options(
 def _checkpoint_commands(arguments: list[str]) -> typer.Typer:
     """The verbs on checkpoints; only their name and help unless this call is about them."""
     if arguments[:1] == ["ckpt"] or "_NNX_COMPLETE" in os.environ:
-        from nnx_checkpoint.cli.command import app
-
         return app
     placeholder = typer.Typer()
     placeholder.callback()(lambda: None)
     return placeholder
+
+
+# --- nnx ckpt -------------------------------------------------------------------------------------
+# Only names and help of the verbs are here. What only looks at our own format never imports torch.
 
 
 app = typer.Typer(no_args_is_help=True)

@@ -1,4 +1,4 @@
-"""``nnx ckpt ls`` and ``nnx ckpt gc``: which checkpoints lie below a directory, and which can go."""
+"""``nnx ckpt ls``, ``gc``, ``merge`` and ``convert``: checkpoints as files on a disk or in a store."""
 
 from __future__ import annotations
 
@@ -30,11 +30,6 @@ from nnx_checkpoint.manifest import MANIFEST, Manifest, decode_manifest, is_save
 from nnx_checkpoint.source import Source, read_manifest
 from nnx_checkpoint.storage import Place
 from nnx_checkpoint.transaction import Spared, collect_garbage
-
-__all__ = [
-    "run_gc",
-    "run_ls",
-]
 
 # --- nnx ckpt ls ----------------------------------------------------------------------------------
 # ``nnx ckpt ls``: the checkpoints below a directory, and the saves that each still has.
@@ -250,6 +245,10 @@ def run_gc(path: str, *, keep_previous: int | None, min_age: float, dry_run: boo
     verb = "would be removed" if dry_run else "removed"
     print_text(f"{len(collected.removed)} {verb}, {human_bytes(collected.nbytes)}.")
     return 0
+
+
+# --- nnx ckpt merge, nnx ckpt convert -------------------------------------------------------------
+# Writing a checkpoint in another form.
 
 
 class Written(TypedDict):

@@ -13,14 +13,11 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
+from typing import BinaryIO, Literal, Protocol
 
 from typing_extensions import override
 
-from nnx_checkpoint.storage.files import Lock
-
-if TYPE_CHECKING:
-    from nnx_checkpoint.storage.files import StreamWriter
+from nnx_checkpoint.storage.files import Lock, StreamWriter
 
 __all__ = ["Location", "Place", "Reader"]
 

@@ -2,7 +2,8 @@
 
 This module owns errors of the operating system: each becomes a `CheckpointError` with path and remedy. It
 also keeps a checkpoint from leading elsewhere: below its root directory nothing is opened through a link, and
-nothing but regular files is read or written. And it has the lock that keeps two runs from saving to one path.
+nothing but regular files is read or written. It has the lock that keeps two runs from saving to one path, and
+the stream that writes one large file at the speed of its storage with a bounded amount of memory.
 """
 
 from __future__ import annotations
@@ -22,12 +23,6 @@ from types import TracebackType
 from typing import Protocol
 
 from nnx_checkpoint.errors import CheckpointError
-
-__all__ = [
-    "ALIGNMENT",
-    "DirectFile",
-    "StreamWriter",
-]
 
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.EROFS}
 """What file systems answer that cannot force the names of a directory to disk, and need not."""
@@ -459,6 +454,12 @@ def _is_current(path: Path, fd: int) -> bool:
     with explained("lock", path.parent), contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(fd))
     return False
+
+
+# --- streams --------------------------------------------------------------------------------------
+# Bytes are collected in a few page-aligned buffers that a thread hands to a `Sink` while the caller fills
+# the next one. On a local disk that is direct I/O, which avoids the page cache: that is slower and would
+# push out what training needs. Where the file system refuses it, the same code writes through the cache.
 
 
 ALIGNMENT = 4096

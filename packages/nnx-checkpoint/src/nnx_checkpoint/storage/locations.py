@@ -13,15 +13,17 @@ import shutil
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
 from typing_extensions import override
 
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.storage import Location, Place
 from nnx_checkpoint.storage.files import (
+    DirectFile,
     FileReader,
     Lock,
+    StreamWriter,
     close_quietly,
     explained,
     look,
@@ -32,10 +34,6 @@ from nnx_checkpoint.storage.files import (
     sync_directory,
     write_file,
 )
-
-if TYPE_CHECKING:
-    from nnx_checkpoint.storage.files import StreamWriter
-
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::.*)?://")
 _SQUEEZED_URL = re.compile(r"(s3|s3a|gs|gcs|az|abfs|abfss|hdfs|https?|memory):/[^/]")
@@ -158,8 +156,6 @@ class LocalPlace(Place):
 
     @override
     def stream(self, size: int) -> StreamWriter:
-        from nnx_checkpoint.storage.files import DirectFile, StreamWriter
-
         return StreamWriter(DirectFile(self.path, root=self._root), size=size)
 
     @override
