@@ -21,7 +21,7 @@ from nnx_checkpoint.formats import Progress
 from nnx_checkpoint.reader import Checkpoint
 from nnx_checkpoint.slabs import read_in_order
 
-__all__ = ["Comparison", "TensorDifference", "compare", "difference_of"]
+__all__ = ["Comparison", "TensorDifference", "compare"]
 
 _TEXT = 80
 """Characters of a value that are shown."""

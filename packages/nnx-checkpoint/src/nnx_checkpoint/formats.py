@@ -47,7 +47,6 @@ __all__ = [
     "find_format",
     "get_format",
     "open_checkpoint",
-    "specs",
     "survey",
     "writable",
 ]

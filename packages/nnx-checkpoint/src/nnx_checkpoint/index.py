@@ -146,8 +146,8 @@ class Group:
     Attributes:
         dtype_name: Their element type.
         shape: Their shape.
-        owners: For each box, in order of offset, the numbers of the files that hold it; in the plan of a
-            save, those of the ranks.
+        owners: The numbers of the files that hold each box, in order of offset; in the plan of a save, those
+            of the ranks.
         grid: The extents of a box, if the boxes are a regular grid, as `torch.chunk` cuts; otherwise None.
         listed: The boxes in order of offset, if they are no grid.
     """

@@ -20,7 +20,6 @@ __all__ = [
     "current",
     "settle",
     "settle_quietly",
-    "start",
     "take_error",
     "wait_until_saved",
 ]

@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["pinned_empty", "registered_empty"]
-
 _WORTH_REGISTERING = 2**20
 """Bytes from which on host memory is pinned exactly, not rounded up to a power of two."""
 

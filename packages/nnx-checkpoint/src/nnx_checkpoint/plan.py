@@ -32,19 +32,14 @@ from nnx_checkpoint.rankfile import DTYPES, Entry
 from nnx_checkpoint.shard import Shard
 
 __all__ = [
-    "Catalog",
     "Description",
     "Mode",
     "Plan",
     "RankPlan",
     "describe",
-    "dtype_name",
     "gather_descriptions",
     "make_plan",
-    "pack",
-    "requests",
     "select",
-    "unpack",
 ]
 
 _INLINE = 512
@@ -109,7 +104,7 @@ class Description:
     Attributes:
         catalog: The tensors.
         exceptions: Tensors that are cut unlike most of their dtype and shape.
-        boxes: What the rank holds of most tensors of each type, and then of each exception.
+        boxes: The boxes that the rank holds of most tensors of each type, and then of each exception.
     """
 
     catalog: Catalog
@@ -535,7 +530,7 @@ class RankPlan:
 
     Attributes:
         save_id: The save that it writes to.
-        groups: For each of its descriptions the groups of the tensors: the number of an item of the
+        groups: The groups of the tensors of each of its descriptions: the number of an item of the
             broadcast, or what such an item holds.
         boxes: The boxes that it stores of the tensors of each group.
     """
@@ -549,8 +544,8 @@ class Plan:
     """What is stored by whom.
 
     Attributes:
-        broadcast: What all ranks get: for each catalog that several of them have, the group of each tensor,
-            as little-endian 32-bit numbers.
+        broadcast: The items that all ranks get: for each catalog that several of them have, the group of
+            each tensor, as little-endian 32-bit numbers.
     """
 
     def __init__(

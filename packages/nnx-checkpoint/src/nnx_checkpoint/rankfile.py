@@ -39,10 +39,8 @@ __all__ = [
     "file_order",
     "find_offsets",
     "flat_bytes",
-    "parse_header",
     "ranges_of",
     "strides_of",
-    "width",
     "write_in_order",
     "write_rank_file",
 ]

@@ -28,12 +28,7 @@ from nnx_checkpoint.source import read_manifest
 from nnx_checkpoint.storage import Location, Place
 from nnx_checkpoint.storage.files import LOCK, Lock
 
-__all__ = [
-    "Transaction",
-    "begin",
-    "collect_garbage",
-    "now",
-]
+__all__ = ["Transaction", "begin", "collect_garbage"]
 
 _STAMP = "%Y%m%dT%H%M%S.%f"
 

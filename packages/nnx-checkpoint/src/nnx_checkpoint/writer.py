@@ -53,7 +53,7 @@ from nnx_checkpoint.storage import Location, Place
 from nnx_checkpoint.storage.locations import place_of
 from nnx_checkpoint.transaction import Transaction, begin
 
-__all__ = ["Arena", "Files", "Save", "poll", "release", "save", "save_async", "write_objects", "writer_info"]
+__all__ = ["Files", "poll", "release", "save", "save_async", "write_objects", "writer_info"]
 
 Files = dict[str, FileEntry]
 

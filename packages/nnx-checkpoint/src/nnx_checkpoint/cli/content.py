@@ -33,7 +33,6 @@ __all__ = [
     "natural_order",
     "optimizers_of",
     "owner_of",
-    "plain",
     "progress_of",
     "read_content",
     "read_objects",

@@ -30,11 +30,6 @@ from nnx_checkpoint.errors import CheckpointError, UnsupportedError
 if TYPE_CHECKING:
     from nnx_checkpoint.index import TensorEntry
 
-__all__ = [
-    "run",
-    "sizes_by_module",
-]
-
 
 # --- sizes ----------------------------------------------------------------------------------------
 # Where the bytes of a checkpoint are: by kind of tensor and by module, as bars of text or as a picture.

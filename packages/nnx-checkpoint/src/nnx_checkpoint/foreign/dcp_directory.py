@@ -43,8 +43,6 @@ from nnx_checkpoint.reader import Checkpoint
 from nnx_checkpoint.slabs import new_directory
 from nnx_checkpoint.storage.files import explained
 
-__all__ = ["DcpDirectory", "LightningSharded", "interpret", "nest"]
-
 log = logging.getLogger("nnx.checkpoint")
 
 _SUFFIX = ".distcp"

@@ -61,7 +61,6 @@ from nnx_checkpoint.slabs import SLAB, Part, read_in_order, row_boxes
 from nnx_checkpoint.storage.files import FileReader, explained, is_file, require_inside
 
 __all__ = [
-    "METADATA",
     "DcpMetadata",
     "Items",
     "metadata_files",

@@ -30,9 +30,6 @@ from nnx_checkpoint.reader import Checkpoint
 from nnx_checkpoint.slabs import new_directory, new_file, read_in_order, stream_to
 from nnx_checkpoint.storage.files import explained, is_file, read_exactly, write_file
 
-__all__ = ["SafetensorsFiles", "read_header"]
-
-
 # --- the header of a file -------------------------------------------------------------------------
 # Read with every claim checked, and written: an eight-byte length, a JSON object, then the tensors'
 # elements without gaps. Element types that the format does not have (complex128) get a further dim of
