@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from nnx_checkpoint.box import Box, boxes_of_range
 
-__all__ = ["Box", "Shard", "boxes_of_range", "shard_of", "shard_of_range"]
+__all__ = ["Box", "Shard", "shard_of", "shard_of_range"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
