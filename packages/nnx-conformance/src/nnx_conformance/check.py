@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,11 +21,10 @@ from torch import Tensor
 from nnx_conformance.checks import MODULES
 from nnx_conformance.pool import JobError, WorkerPool
 from nnx_conformance.subject import REFERENCE, Identity, Kind, Subject
+from nnx_conformance.task import Outcome, Task
+from nnx_conformance.training import fit
 from nnx_core.errors import NnxError
 from nnx_core.spec import Capabilities
-
-if TYPE_CHECKING:
-    from nnx_conformance.task import Outcome, Task
 
 __all__ = [
     "Bench",
@@ -339,14 +338,10 @@ class Bench:
 
     def train(self, task: Task, *, world_size: int | None = None) -> list[Outcome]:
         """Train a task; see `nnx_conformance.training.fit`."""
-        from nnx_conformance.training import fit
-
         return self.run(fit, task, world_size=world_size)
 
     def train_alone(self, task: Task) -> Outcome:
         """Train a task on one plain process; computed once."""
-        from nnx_conformance.training import fit
-
         outcome: Outcome = self.alone(fit, task)
         return outcome
 

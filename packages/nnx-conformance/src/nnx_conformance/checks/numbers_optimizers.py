@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, optim
@@ -69,18 +69,57 @@ def elementwise_optimizers(bench: Bench) -> None:
 # --- modules ------------------------------------------------------------------------------------
 
 
-class _AdamW(Plain):
-    """Its `eps` keeps what rounding does to the smallest gradients from deciding the step's direction."""
+class _Stepped(Plain):
+    """Trains all its parameters with one kind of optimizer."""
+
+    kind: ClassVar[type[Optimizer]]
+    settings: ClassVar[dict[str, Any]]
 
     def configure_optimizers(self) -> Any:
-        """AdamW."""
-        return optim.AdamW(self.parameters(), lr=0.02, weight_decay=0.1, eps=1e-3)
+        """As the class says."""
+        return self.kind(self.parameters(), **self.settings)
 
 
-class _Momentum(Plain):
-    def configure_optimizers(self) -> Any:
-        """SGD with all that it has."""
-        return optim.SGD(self.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.02)
+# Their `eps` keeps what rounding does to the smallest gradients from deciding the direction of a step.
+
+
+class _AdamW(_Stepped):
+    kind, settings = optim.AdamW, {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
+
+
+class _Momentum(_Stepped):
+    kind, settings = optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.02}
+
+
+class _Adagrad(_Stepped):
+    kind, settings = optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}
+
+
+class _Adadelta(_Stepped):
+    kind, settings = optim.Adadelta, {"lr": 1.0, "eps": 1e-3}
+
+
+class _Adamax(_Stepped):
+    kind, settings = optim.Adamax, {"lr": 0.02, "eps": 1e-3}
+
+
+class _ASGD(_Stepped):
+    kind, settings = optim.ASGD, {"lr": 0.1}
+
+
+class _NAdam(_Stepped):
+    kind, settings = optim.NAdam, {"lr": 0.02, "eps": 1e-3}
+
+
+class _RAdam(_Stepped):
+    kind, settings = optim.RAdam, {"lr": 0.02, "eps": 1e-3}
+
+
+class _RMSprop(_Stepped):
+    kind, settings = optim.RMSprop, {"lr": 0.002, "eps": 1e-3, "momentum": 0.5}
+
+
+_ELEMENTWISE = (_Adagrad, _Adadelta, _Adamax, _ASGD, _NAdam, _RAdam, _RMSprop)
 
 
 class Grouped(Plain):
@@ -154,58 +193,8 @@ class _Extragradient(Optimizer):
                     yield parameter, group["lr"]
 
 
-class _Extrapolated(Plain):
-    def configure_optimizers(self) -> Any:
-        """One that calls its closure twice."""
-        return _Extragradient(self.parameters(), lr=0.1)
-
-
-# Settings that keep a rounded gradient near zero from deciding the direction of a whole step.
-
-
-class _Adagrad(Plain):
-    def configure_optimizers(self) -> Any:
-        """As named."""
-        return optim.Adagrad(self.parameters(), lr=0.05, initial_accumulator_value=0.1)
-
-
-class _Adadelta(Plain):
-    def configure_optimizers(self) -> Any:
-        """As named."""
-        return optim.Adadelta(self.parameters(), lr=1.0, eps=1e-3)
-
-
-class _Adamax(Plain):
-    def configure_optimizers(self) -> Any:
-        """As named."""
-        return optim.Adamax(self.parameters(), lr=0.02, eps=1e-3)
-
-
-class _ASGD(Plain):
-    def configure_optimizers(self) -> Any:
-        """As named."""
-        return optim.ASGD(self.parameters(), lr=0.1)
-
-
-class _NAdam(Plain):
-    def configure_optimizers(self) -> Any:
-        """As named."""
-        return optim.NAdam(self.parameters(), lr=0.02, eps=1e-3)
-
-
-class _RAdam(Plain):
-    def configure_optimizers(self) -> Any:
-        """As named."""
-        return optim.RAdam(self.parameters(), lr=0.02, eps=1e-3)
-
-
-class _RMSprop(Plain):
-    def configure_optimizers(self) -> Any:
-        """As named."""
-        return optim.RMSprop(self.parameters(), lr=0.002, eps=1e-3, momentum=0.5)
-
-
-_ELEMENTWISE = (_Adagrad, _Adadelta, _Adamax, _ASGD, _NAdam, _RAdam, _RMSprop)
+class _Extrapolated(_Stepped):
+    kind, settings = _Extragradient, {"lr": 0.1}
 
 
 # --- manual optimization --------------------------------------------------------------------------
