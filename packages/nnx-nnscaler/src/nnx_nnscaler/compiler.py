@@ -336,7 +336,7 @@ class Compiler:
         fixed_batch: True if a program is for one batch size only.
         recompute: Patterns of names of submodules whose activations are recomputed in the backward pass.
         needs_first: True if no later call can have a program where the first one has none.
-        strict: As `trace_forward` takes it.
+        strict: True if no submodule may stay whole, as for `trace_forward`.
         check: Called with the module, the graph, the plan and the call before a program is used; raises where
             it is wrong. None checks nothing.
     """

@@ -62,7 +62,7 @@ class Programs:
         local: The context that a program runs in: inside it parameters are this rank's parts.
         speaks: True if this rank tells the user what runs whole.
         layout: The placement of parameters, if another module's programs have decided it.
-        otherwise: What becomes of a call that no program fits, as a sentence without its end.
+        otherwise: The words that tell the user how a call runs that no program fits; the cause follows them.
     """
 
     def __init__(
