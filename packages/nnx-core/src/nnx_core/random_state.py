@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from nnx_core.errors import CheckpointError
 
-__all__ = ["RandomState", "capture", "forked", "host_state_kept", "reseed", "restore", "resume"]
+__all__ = ["RandomState", "capture", "forked", "host_state_kept", "restore", "resume"]
 
 State = dict[str, Any]
 

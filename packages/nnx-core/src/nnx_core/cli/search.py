@@ -20,7 +20,7 @@ from nnx_core.cli.strategies import entries, note_problems
 from nnx_core.registry import known
 from nnx_core.spec import LIGHTNING_NAMES, Capabilities
 
-__all__ = ["rank", "run_search"]
+__all__ = ["run_search"]
 
 # What a word is worth by the place where it occurs.
 _ASKED_FOR, _WHOLE_NAME, _NAME, _PACKAGE, _CAPABILITY, _TEXT = 1000, 50, 40, 25, 12, 8
