@@ -6,14 +6,12 @@ constructor; it never touches training.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
-from nnx_colossalai.options import ColossalAIOptions
-from nnx_core.lightning.namespaces import strategy_class_of, trainer_tree
-from nnx_core.options import CommonOptions, split_options
+from nnx_core.lightning.namespaces import StrategyOfTrainer
 
 
-class ColossalAIStrategy:
+class ColossalAIStrategy(StrategyOfTrainer):
     """A strategy for the Trainer of the copy of Lightning that is in use.
 
     Accelerator, precision and where the model is built are the Trainer's and yours to choose; any optimizer
@@ -50,11 +48,6 @@ class ColossalAIStrategy:
         >>> ColossalAIStrategy(placement_policy="cpu", initial_scale=32).name
         'colossalai'
     """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> ColossalAIStrategy:
-        """An object of this class and of nnx's strategy class for the Trainer in use."""
-        made = strategy_class_of(cls, trainer_tree())  # type: ignore[arg-type] # mypy on hashes
-        return cast("ColossalAIStrategy", object.__new__(made))
 
     def __init__(  # noqa: PLR0917 # the original's order
         self,
@@ -102,11 +95,10 @@ class ColossalAIStrategy:
             "max_scale": max_scale,
             **options,
         }
-        common, own = split_options(given, owner="colossalai", schemas=(CommonOptions, ColossalAIOptions))
-        super().__init__(
-            ColossalAIBackend(ColossalAIOptions(**own)),  # type: ignore[call-arg] # of nnx's strategy class
-            name="colossalai",
-            common=CommonOptions(**common),
+        self._build(
+            ColossalAIBackend,
+            "colossalai",
+            given,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,

@@ -6,28 +6,12 @@ constructors; it never touches training.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
-from nnx_core.lightning.namespaces import strategy_class_of, trainer_tree
-from nnx_core.options import CommonOptions, split_options
-
-
-class _OfTrainer:
-    """Makes objects that are of their own class and of nnx's strategy class for the Trainer in use."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An object of this class and of nnx's strategy class."""
-        made = strategy_class_of(cls, trainer_tree())  # type: ignore[arg-type] # mypy on hashes
-        return object.__new__(made)
-
-    def _build(self, backend: type[Any], name: str, given: dict[str, Any], lightning: dict[str, Any]) -> None:
-        common, own = split_options(given, owner=name, schemas=(CommonOptions, backend.Options))
-        cast("Any", super()).__init__(
-            backend(backend.Options(**own)), name=name, common=CommonOptions(**common), **lightning
-        )
+from nnx_core.lightning.namespaces import StrategyOfTrainer
 
 
-class DDPFullyShardedStrategy(_OfTrainer):
+class DDPFullyShardedStrategy(StrategyOfTrainer):
     """fairscale's FSDP for the Trainer of the copy of Lightning that is in use.
 
     Accelerator and precision are the Trainer's to choose; clipping by norm, several optimizers and a second
@@ -93,17 +77,19 @@ class DDPFullyShardedStrategy(_OfTrainer):
             "process_group_backend": process_group_backend,
             **options,
         }
-        lightning = {
-            "accelerator": accelerator,
-            "parallel_devices": parallel_devices,
-            "cluster_environment": cluster_environment,
-            "checkpoint_io": checkpoint_io,
-            "precision_plugin": precision_plugin,
-        }
-        self._build(FairscaleFSDPBackend, "fairscale_fsdp", given, lightning)
+        self._build(
+            FairscaleFSDPBackend,
+            "fairscale_fsdp",
+            given,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
 
 
-class DDPShardedStrategy(_OfTrainer):
+class DDPShardedStrategy(StrategyOfTrainer):
     """fairscale's ShardedDataParallel and OSS for the Trainer of the copy of Lightning that is in use.
 
     Args:
@@ -139,14 +125,16 @@ class DDPShardedStrategy(_OfTrainer):
 
         if self._start_method is not None:
             options.setdefault("start_method", self._start_method)
-        lightning = {
-            "accelerator": accelerator,
-            "parallel_devices": parallel_devices,
-            "cluster_environment": cluster_environment,
-            "checkpoint_io": checkpoint_io,
-            "precision_plugin": precision_plugin,
-        }
-        self._build(ShardedBackend, "fairscale_sharded", options, lightning)
+        self._build(
+            ShardedBackend,
+            "fairscale_sharded",
+            options,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
 
 
 class DDPSpawnShardedStrategy(DDPShardedStrategy):

@@ -16,9 +16,8 @@ from typing import Any, cast
 import torch
 
 from nnx_core.errors import OptionError
-from nnx_core.lightning.namespaces import strategy_class_of, trainer_tree
-from nnx_core.options import CommonOptions, check_choice, split_options
-from nnx_nnscaler.options import NnScalerOptions
+from nnx_core.lightning.namespaces import StrategyOfTrainer, trainer_tree
+from nnx_core.options import check_choice
 
 # --- precision ------------------------------------------------------------------------------------
 # `NnScalerPrecision`: Lightning's precision plugins under the name that nnScaler gave its own.
@@ -89,7 +88,7 @@ def _class_for(cls: type, precision: str, root: str) -> type:
 # --- strategy -------------------------------------------------------------------------------------
 
 
-class NnScalerStrategy:
+class NnScalerStrategy(StrategyOfTrainer):
     """A strategy for the Trainer of the copy of Lightning that is in use.
 
     Args:
@@ -111,11 +110,6 @@ class NnScalerStrategy:
         >>> NnScalerStrategy(compute_config={"plan_ngpus": 1}, pas_policy="dp").name
         'nnscaler'
     """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> NnScalerStrategy:
-        """An object of this class and of nnx's strategy class for the Trainer in use."""
-        made = strategy_class_of(cls, trainer_tree())  # type: ignore[arg-type] # mypy on hashes
-        return cast("NnScalerStrategy", object.__new__(made))
 
     def __init__(  # noqa: PLR0917 # the original's order
         self,
@@ -143,11 +137,10 @@ class NnScalerStrategy:
             **({} if pas_policy is None else {"pas_policy": pas_policy}),
             **options,
         }
-        common, own = split_options(given, owner="nnscaler", schemas=(CommonOptions, NnScalerOptions))
-        super().__init__(
-            NnScalerBackend(NnScalerOptions(**own)),  # type: ignore[call-arg] # of nnx's strategy class
-            name="nnscaler",
-            common=CommonOptions(**common),
+        self._build(
+            NnScalerBackend,
+            "nnscaler",
+            given,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,

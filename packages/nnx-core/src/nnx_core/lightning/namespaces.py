@@ -7,9 +7,10 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Self, cast
 
 from nnx_core.errors import OptionError
+from nnx_core.options import CommonOptions, split_options
 
 # --- the trees ------------------------------------------------------------------------------------
 # The four module trees a strategy can be built for, and what each calls its parts.
@@ -99,14 +100,38 @@ def _make_strategy_class(space: Namespace) -> type:
     return type(space.strategy, bases, {"__module__": __name__, "__doc__": text, "root": space.name})
 
 
-@cache
-def strategy_class_of(cls: type, root: str) -> type:
-    """A class that builds a strategy with arguments of its own, as a strategy for one tree.
+# --- strategies under older names -----------------------------------------------------------------
 
-    Args:
-        cls: Calls ``super().__init__`` with what the tree's strategy class takes.
-        root: Name of the tree; see `trainer_tree`.
+
+class StrategyOfTrainer:
+    """The base of a strategy with a name and arguments of its own, for the Trainer whose copy is in use.
+
+    An object of a subclass is also of nnx's strategy class for that copy; its constructor ends with `_build`.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """An object of this class and of nnx's strategy class for the Trainer in use."""
+        made = _strategy_class_of(cls, trainer_tree())  # type: ignore[arg-type] # mypy on hashes
+        return cast("Self", object.__new__(made))
+
+    def _build(self, backend: type[Any], name: str, given: dict[str, Any], **lightning: Any) -> None:
+        """Make the backend, and be its strategy.
+
+        Args:
+            backend: The class of the backend.
+            name: The name of the strategy.
+            given: Options of the backend, and those that all strategies of nnx have.
+            **lightning: What Lightning's own strategies take.
+        """
+        common, own = split_options(given, owner=name, schemas=(CommonOptions, backend.Options))
+        cast("Any", super()).__init__(
+            backend(backend.Options(**own)), name=name, common=CommonOptions(**common), **lightning
+        )
+
+
+@cache
+def _strategy_class_of(cls: type, root: str) -> type:
+    """A class of both: one with arguments of its own, and the strategy class for a tree."""
     bases = (cls, get_namespace(root).strategy_class())
     return type(cls.__name__, bases, {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
