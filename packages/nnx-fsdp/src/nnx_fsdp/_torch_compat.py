@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from nnx_core._torch_compat import param_groups, state_of, states_of
+from nnx_core._torch_compat import param_groups, state_of
 from nnx_core.errors import UnsupportedError
 from nnx_core.watch import refuse_unequal_gradient
 from nnx_core.whole import local_mode
@@ -125,10 +125,34 @@ class HeldParameter:
         return getattr(self._inner, "_unsharded_param", None)
 
     @property
+    def has_gradient(self) -> bool:
+        """Whether this rank has a gradient of the complete parameter that is not reduced yet."""
+        return self._inner.unsharded_accumulated_grad is not None or self.has_gradient_left
+
+    @property
     def has_gradient_left(self) -> bool:
         """Whether a gradient reached the gathered parameter after its unit had reduced the others."""
         gathered = self.gathered
         return gathered is not None and gathered.grad is not None
+
+    @property
+    def has_reduced_gradient(self) -> bool:
+        """Whether this rank's part has a gradient, of earlier backwards."""
+        return self.sharded.grad is not None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it wants a gradient, and can be given one as it was complete before."""
+        return self.sharded.requires_grad and self.gathered is not None
+
+    def fill(self) -> None:
+        """Give the complete parameter a gradient of zeros."""
+        gathered = self._inner._unsharded_param
+        _GRAD.__set__(gathered, torch.zeros_like(gathered, requires_grad=False))  # user code's are compared
+
+    def drop_reduced_gradient(self) -> None:
+        """Leave this rank's part without a gradient."""
+        self.sharded.grad = None
 
     def is_in_place(self) -> bool:
         """Whether the module still has this parameter wherever it had it."""
@@ -166,14 +190,19 @@ class HeldParameter:
 
 
 class Unit:
-    """What FSDP2 gathers and frees together.
+    """The parameters that FSDP2 gathers and frees, and whose gradients it reduces, together.
 
     Args:
-        group: FSDP2's own description of it.
+        group: FSDP2's own description of them.
+        module: The module that ``fully_shard`` was called on.
+
+    Attributes:
+        parameters: The parameters in FSDP2's order.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, module: nn.Module) -> None:
         self._group: Any = group
+        self.module = module
         self.parameters = [HeldParameter(inner) for inner in group.fsdp_params]
         self._is_kept = False
 
@@ -182,7 +211,41 @@ class Unit:
         """Whether the modules have whole weights."""
         return bool(self._group.is_unsharded)
 
-    def watch(
+    def watch_collectives(
+        self, *, before_gather: Callable[[], None], before_reduction: Callable[[], None]
+    ) -> None:
+        """Call functions before a gather is launched, and before FSDP2 looks which gradients it has."""
+        group, unshard, post_backward = self._group, self._group.unshard, self._group.post_backward
+
+        def watched_unshard(async_op: bool = False) -> None:
+            if self._will_gather():
+                before_gather()
+            unshard(async_op)
+
+        def watched_post_backward(*unused: Any) -> None:
+            if group.reduce_grads:
+                before_reduction()
+            post_backward(*unused)
+
+        group.unshard, group.post_backward = watched_unshard, watched_post_backward
+
+    def _will_gather(self) -> bool:
+        group = self._group
+        if group._all_gather_result is not None or group.is_unsharded:
+            return False
+        skipped = not group.unshard_in_backward and group._training_state.name == "PRE_BACKWARD"
+        return not skipped and group._all_gather_process_group.size() > 1
+
+    def unify_gradients(self) -> None:
+        """Give all gradients one dtype, as some may be accumulated and others new."""
+        inner = [parameter for parameter in self._group.fsdp_params if hasattr(parameter, "_unsharded_param")]
+        for parameter in inner:
+            parameter.accumulate_unsharded_grad_if_needed()
+        if any(parameter.unsharded_accumulated_grad is not None for parameter in inner):
+            for parameter in inner:
+                parameter.to_accumulated_grad_if_needed()
+
+    def watch_weights(
         self,
         *,
         gathering: Callable[[Unit], None],
@@ -256,10 +319,10 @@ class Unit:
         return bool(self._group.reduce_grads)
 
 
-def units_of(root: nn.Module) -> Iterator[Unit]:
-    """Everything that FSDP2 gathers of a module."""
-    for state in states_of(root):
-        yield from map(Unit, param_groups(state))
+def units_of(root: nn.Module) -> list[Unit]:
+    """Everything that FSDP2 gathers of a module. Only one list can be in use: it takes the groups over."""
+    modules = [module for module in root.modules() if issubclass(type(module), FSDPModule)]
+    return [Unit(group, module) for module in modules for group in param_groups(state_of(module))]
 
 
 def is_in_transform() -> bool:
@@ -385,96 +448,6 @@ def finish_after_backward(root: FSDPModule, output: Any) -> None:
     for value in tree_leaves(output):
         if isinstance(value, Tensor) and value.requires_grad:
             value.register_hook(state._pre_backward)  # type: ignore[no-untyped-call]
-
-
-class GatheredParameter:
-    """One parameter as FSDP2 holds it: complete while its unit computes, this rank's part otherwise.
-
-    Args:
-        inner: FSDP2's own description of it.
-    """
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether this rank has a gradient of the complete parameter that is not reduced yet."""
-        whole = getattr(self._inner, "_unsharded_param", None)
-        accumulated = self._inner.unsharded_accumulated_grad is not None
-        return accumulated or (whole is not None and whole.grad is not None)
-
-    @property
-    def has_reduced_gradient(self) -> bool:
-        """Whether this rank's part has a gradient, of earlier backwards."""
-        return self._inner.sharded_param.grad is not None
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether it wants a gradient, and can be given one as it was complete before."""
-        return self._inner.sharded_param.requires_grad and hasattr(self._inner, "_unsharded_param")
-
-    def fill(self) -> None:
-        """Give the complete parameter a gradient of zeros."""
-        whole = self._inner._unsharded_param
-        zeros = torch.zeros_like(whole, requires_grad=False)
-        cast(Any, torch.Tensor.grad).__set__(whole, zeros)  # `whole` compares what user code gives it
-
-    def drop_reduced_gradient(self) -> None:
-        """Leave this rank's part without a gradient."""
-        self._inner.sharded_param.grad = None
-
-
-class ParameterGroup:
-    """The parameters that FSDP2 gathers, and whose gradients it reduces, together.
-
-    Args:
-        inner: FSDP2's own group of them.
-
-    Attributes:
-        parameters: The parameters in FSDP2's order.
-    """
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self.parameters: Sequence[GatheredParameter] = [GatheredParameter(p) for p in inner.fsdp_params]
-
-    def watch(self, before_gather: Callable[[], None], before_reduction: Callable[[], None]) -> None:
-        """Call functions before a gather is launched, and before the group looks which gradients it has."""
-        inner, unshard, post_backward = self._inner, self._inner.unshard, self._inner.post_backward
-
-        def unshard_watched(async_op: bool = False) -> None:
-            if self._will_gather():
-                before_gather()
-            unshard(async_op)
-
-        def post_backward_watched(*unused: Any) -> None:
-            if inner.reduce_grads:
-                before_reduction()
-            post_backward(*unused)
-
-        inner.unshard, inner.post_backward = unshard_watched, post_backward_watched
-
-    def _will_gather(self) -> bool:
-        inner = self._inner
-        if inner._all_gather_result is not None or inner.is_unsharded:
-            return False
-        skipped = not inner.unshard_in_backward and inner._training_state.name == "PRE_BACKWARD"
-        return not skipped and inner._all_gather_process_group.size() > 1
-
-    def unify_gradients(self) -> None:
-        """Give all gradients one dtype, as some may be accumulated and others new."""
-        inner = [parameter for parameter in self._inner.fsdp_params if hasattr(parameter, "_unsharded_param")]
-        for parameter in inner:
-            parameter.accumulate_unsharded_grad_if_needed()
-        if any(parameter.unsharded_accumulated_grad is not None for parameter in inner):
-            for parameter in inner:
-                parameter.to_accumulated_grad_if_needed()
-
-
-def groups_of(module: FSDPModule) -> list[ParameterGroup]:
-    """What FSDP2 gathers for one module; nothing where it has no parameters of its own."""
-    return [ParameterGroup(group) for group in param_groups(state_of(module))]
 
 
 def when_backward_ends(then: Callable[[], None]) -> None:

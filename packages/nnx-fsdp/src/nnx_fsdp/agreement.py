@@ -2,10 +2,10 @@
 
 FSDP2 gathers a unit when its forward begins, and reduces the gradients that this rank has. Where ranks use
 different parameters it would pair the gathers of different units, and average the gradient of one parameter
-with that of another. `StepAgreement` watches the units' groups of parameters:
+with that of another. `StepAgreement` watches the units:
 
 - before a gather or a reduction is launched, `CollectiveOrder` makes sure that every rank launches the same;
-- a group whose backward ran reduces all of its trained parameters, with zeros for those without a gradient;
+- a unit whose backward ran reduces all of its trained parameters, with zeros for those without a gradient;
 - at the end of backward the ranks agree on the parameters that some rank used. What is reduced only then
   gets zeros where it has to, and a parameter that no rank used has no gradient, as in one process.
 """
@@ -27,10 +27,9 @@ from torch.utils.hooks import RemovableHandle
 from nnx_checkpoint.collective import is_distributed
 from nnx_core.used import CollectiveOrder, asked_anywhere
 from nnx_fsdp._torch_compat import (
-    GatheredParameter,
-    ParameterGroup,
+    HeldParameter,
+    Unit,
     at_end_of_backward,
-    groups_of,
     when_backward_ends,
 )
 
@@ -121,6 +120,7 @@ class StepAgreement:
 
     Args:
         root: A module whose units and itself were given to ``fully_shard``.
+        units: Everything that FSDP2 gathers of it.
         replicated: Its parameters that every rank holds whole.
         order: Shared by all roots of a backend, as their collectives are in one order.
         index: The index of this root among them.
@@ -130,30 +130,37 @@ class StepAgreement:
     """
 
     def __init__(
-        self, root: nn.Module, replicated: ReplicatedParameters, order: CollectiveOrder, *, index: int = 0
+        self,
+        root: nn.Module,
+        units: Iterable[Unit],
+        replicated: ReplicatedParameters,
+        order: CollectiveOrder,
+        *,
+        index: int = 0,
     ) -> None:
         self.synchronize = True
         self._order, self._replicated = order, replicated
-        self._parameters: list[GatheredParameter] = []
-        self._used: set[GatheredParameter] = set()
-        self._filled: set[GatheredParameter] = set()
+        self._parameters: list[HeldParameter] = []
+        self._used: set[HeldParameter] = set()
+        self._filled: set[HeldParameter] = set()
         self._answer: Callable[[], list[bool]] | None = None
         self._ends = 0
         if not is_distributed():
             return
         of_which = f" of model {index}" if index else ""
-        for name, module in root.named_modules():
+        names = {module: name or "the root" for name, module in root.named_modules()}
+        for module in names:
             if isinstance(module, FSDPModule):
                 at_end_of_backward(module, self._begin, self._agree, self._finish)
-                for group in groups_of(module):
-                    self._watch(group, (name or "the root") + of_which)
+        for unit in units:
+            self._watch(unit, names[unit.module] + of_which)
         replicated.watch(self._begin_without_units)
 
-    def _watch(self, group: ParameterGroup, name: str) -> None:
-        self._parameters += group.parameters
-        group.watch(
+    def _watch(self, unit: Unit, name: str) -> None:
+        self._parameters += unit.parameters
+        unit.watch_collectives(
             before_gather=partial(self._order.arrive, f"the gather of {name}"),
-            before_reduction=partial(self._before_reduction, group, f"the reduction of {name}'s gradients"),
+            before_reduction=partial(self._before_reduction, unit, f"the reduction of {name}'s gradients"),
         )
 
     @contextmanager
@@ -186,19 +193,19 @@ class StepAgreement:
             when_backward_ends(self._agree)
             when_backward_ends(self._finish)
 
-    def _before_reduction(self, group: ParameterGroup, name: str) -> None:
-        """Let the group reduce the same parameters as on every other rank, during backward or at its end."""
+    def _before_reduction(self, unit: Unit, name: str) -> None:
+        """Let the unit reduce the same parameters as on every other rank, during backward or at its end."""
         if not self.synchronize:
             return
-        with_gradient = {parameter for parameter in group.parameters if parameter.has_gradient}
+        with_gradient = {parameter for parameter in unit.parameters if parameter.has_gradient}
         self._used |= with_gradient
-        if len(with_gradient) < len(group.parameters):
-            with_gradient |= self._filled_of(p for p in group.parameters if p not in with_gradient)
-        group.unify_gradients()
+        if len(with_gradient) < len(unit.parameters):
+            with_gradient |= self._filled_of(p for p in unit.parameters if p not in with_gradient)
+        unit.unify_gradients()
         if with_gradient:
             self._order.arrive(name)
 
-    def _filled_of(self, parameters: Iterable[GatheredParameter]) -> set[GatheredParameter]:
+    def _filled_of(self, parameters: Iterable[HeldParameter]) -> set[HeldParameter]:
         """Give zeros to those of the parameters that another rank may have a gradient of."""
         anywhere = None if self._answer is None else self._anywhere()
         filled = {p for p in parameters if p.is_trained and (anywhere is None or p in anywhere)}
@@ -216,7 +223,7 @@ class StepAgreement:
         flags = [parameter in self._used or parameter.has_gradient for parameter in self._parameters]
         self._answer = asked_anywhere([*flags, *self._replicated.flags])
 
-    def _anywhere(self) -> set[GatheredParameter]:
+    def _anywhere(self) -> set[HeldParameter]:
         """The parameters that some rank used, once backward has ended. Waits for the ranks' answers."""
         assert self._answer is not None  # asked in `_agree`
         return {p for p, is_used in zip(self._parameters, self._answer(), strict=False) if is_used}

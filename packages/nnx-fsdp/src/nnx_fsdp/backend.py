@@ -46,12 +46,14 @@ from nnx_core.used import CollectiveOrder
 from nnx_core.whole import local_mode
 from nnx_core.whole_matrix import OwnerRanks
 from nnx_fsdp._torch_compat import (
+    Unit,
     before_part,
     can_be_sharded,
     finish_after_backward,
     name_as_before,
     prepare_root,
     remove_fully_shard,
+    units_of,
 )
 from nnx_fsdp.agreement import REMEDY, ReplicatedParameters, StepAgreement, unshardable
 from nnx_fsdp.options import FSDPOptions
@@ -343,9 +345,10 @@ class FSDPBackend(Backend[FSDPOptions]):
         self._shard_root(module)
         layout = self._layouts[module] = self._unfinished
         self._unfinished = _Layout()
-        self._watch(module, layout)
+        units = units_of(module)
+        self._watch(module, units, layout)
         layout.weights = Weights(
-            module, layout.plain, order=self._order, watch_data=self.options.compile is False
+            module, units, layout.plain, order=self._order, watch_data=self.options.compile is False
         )
         return {plain: sharded for sharded, plain in layout.plain.items()}
 
@@ -369,14 +372,14 @@ class FSDPBackend(Backend[FSDPOptions]):
                 remedy="Do not wrap it: what is not wrapped is sharded with the root, tied or not.",
             )
 
-    def _watch(self, root: nn.Module, layout: _Layout) -> None:
+    def _watch(self, root: nn.Module, units: Sequence[Unit], layout: _Layout) -> None:
         """Let the ranks agree on what they do in a step, from now on."""
         if self._order is None:
             wait = 30.0 if self.options.compile is False else 600.0
             self._order = CollectiveOrder(remedy=REMEDY, wait=wait)
         assert layout.replicated is not None  # `_shard_root` made them
         index = len(self._layouts) - 1
-        layout.agreement = StepAgreement(root, layout.replicated, self._order, index=index)
+        layout.agreement = StepAgreement(root, units, layout.replicated, self._order, index=index)
 
     def _choose_units(self, root: nn.Module) -> UnitChoice:
         if not self.options.auto_wrap:

@@ -12,7 +12,7 @@ parameter is `parts`' business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,7 @@ from nnx_core.whole import (
     show_whole,
     unguard,
 )
-from nnx_fsdp._torch_compat import Unit, is_in_transform, units_of
+from nnx_fsdp._torch_compat import Unit, is_in_transform
 from nnx_fsdp.parts import ParameterPart, ShardedPart, gather
 
 
@@ -41,6 +41,7 @@ class Weights:
 
     Args:
         module: A module that FSDP2 has sharded.
+        units: Everything that FSDP2 gathers of it.
         plain: Maps each sharded parameter to the user's own object.
         order: The order that the ranks agree on; a read on some ranks only is an error.
         watch_data: True if writes through ``data`` of gathered weights are noticed; not if they are compiled.
@@ -49,6 +50,7 @@ class Weights:
     def __init__(
         self,
         module: nn.Module,
+        units: Iterable[Unit],
         plain: Mapping[nn.Parameter, nn.Parameter],
         *,
         order: CollectiveOrder | None = None,
@@ -61,11 +63,11 @@ class Weights:
         self._leaves: list[tuple[ParameterPart, Tensor]] = []
         self._kept: KeptWholes[ShardedPart] = KeptWholes()
         self._assigned: list[ShardedPart] = []
-        self._units = list(units_of(module))
+        self._units = list(units)
         self._parts: dict[nn.Parameter, ParameterPart] = {}
         names = {parameter: name for name, parameter in module.named_parameters()}
         for unit in self._units:
-            unit.watch(
+            unit.watch_weights(
                 gathering=self._refuse_transforms, gathered=self._begin_using, freeing=self._take_written
             )
             unit.keep_when(lambda: self._in_step or torch.is_grad_enabled())
