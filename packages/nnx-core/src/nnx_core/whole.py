@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 from functools import cache
 from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
@@ -28,11 +28,11 @@ from torch.utils.weak import TensorWeakRef
 
 from nnx_core._torch_compat import exchange_in_transforms
 from nnx_core.errors import UnsupportedError
+from nnx_core.used import used_anywhere
 
 __all__ = [
     "Guard",
     "HeldByTensor",
-    "KeptWholes",
     "Part",
     "Seen",
     "Sees",
@@ -177,31 +177,93 @@ class Kept(Protocol):
 
 
 K = TypeVar("K", bound=Kept)
+P = TypeVar("P")
 
 
-class KeptWholes(Generic[K]):
-    """Wholes that stay gathered: the last one, and those that somebody has views of."""
+class Wholes(Generic[K, P]):
+    """All guarded parameters of one engine: how long their wholes stay, and who sees parts instead.
+
+    The whole that was gathered last stays, and those that somebody has views of do.
+    """
 
     def __init__(self) -> None:
-        self._parts: list[K] = []
+        self._parts: dict[nn.Parameter, P] = {}
+        self._kept: list[K] = []
+        self._leaves: list[tuple[P, Tensor]] = []
 
     def keep(self, part: K) -> None:
         """Keep what a part has gathered, and forget the others that nobody has views of."""
-        viewed = [kept for kept in self._parts if kept is not part and kept.is_viewed]
-        for kept in self._parts:
+        viewed = [kept for kept in self._kept if kept is not part and kept.is_viewed]
+        for kept in self._kept:
             if kept is not part and kept not in viewed:
                 kept.forget()
-        self._parts = [*viewed, part]
+        self._kept = [*viewed, part]
 
     def is_last(self, part: K) -> bool:
         """Whether a part was the last one to be gathered; who holds views may differ from rank to rank."""
-        return bool(self._parts) and self._parts[-1] is part
+        return bool(self._kept) and self._kept[-1] is part
 
     def flush(self) -> None:
         """Write back what was changed in wholes, and free them."""
-        parts, self._parts = self._parts, []
+        parts, self._kept = self._kept, []
         for part in parts:
             part.forget()
+
+    # --- gradients ----------------------------------------------------------------------------
+
+    def add_leaf(self, part: P, leaf: Tensor) -> None:
+        """Remember what a loss may depend on."""
+        self._leaves.append((part, leaf))
+
+    def settle(self) -> None:
+        """Complete the gradients after a backward that did not go through the strategy."""
+
+    def _gradients_of_leaves(self) -> list[tuple[P, Tensor | None]]:
+        """This rank's gradients of the wholes of which some rank has one. Collective."""
+        found: dict[P, Tensor | None] = {}
+        for part, leaf in self._leaves:
+            gradient, leaf.grad = leaf.grad, None
+            known = found.get(part)
+            found[part] = gradient if known is None else known if gradient is None else known + gradient
+        wanted = used_anywhere([gradient is not None for gradient in found.values()])
+        return [item for item, is_wanted in zip(found.items(), wanted, strict=True) if is_wanted]
+
+    # --- the engine's own work ----------------------------------------------------------------
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around an optimizer's step and the engine's own work: parameters are parts, on this thread."""
+        self._show_plain()
+        try:
+            with local_mode():
+                yield
+        finally:
+            self._show_whole()
+
+    def for_user(self, argument: Any) -> Any:
+        """Within `stepping`: an argument of an optimizer's step, whose closure sees whole weights."""
+        if not callable(argument):
+            return argument
+
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            self._show_whole()
+            try:
+                with guarded_mode():
+                    return argument(*args, **kwargs)
+            finally:
+                self._show_plain()
+
+        return closure
+
+    def _show_plain(self) -> None:
+        self.settle()
+        self.flush()
+        for parameter in self._parts:
+            show_plain(parameter)
+
+    def _show_whole(self) -> None:
+        for parameter in self._parts:
+            show_whole(parameter)
 
 
 class Seen:

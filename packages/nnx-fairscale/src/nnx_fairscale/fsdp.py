@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.elementwise import try_optimizer
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.gradients import Gradient
-from nnx_core.hidden_state import HiddenState
+from nnx_core.hidden_state import HiddenStates
 from nnx_core.modules import as_classes, broadcast_module, lay_in_order, materialize, move_to, with_strides
 from nnx_core.used import CollectiveOrder
 from nnx_core.whole import local_mode
@@ -168,7 +168,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         self._reduce_group: dist.ProcessGroup | None = None
         self._order: CollectiveOrder | None = None
         self._weights: Weights | None = None
-        self._states: dict[Optimizer, HiddenState] = {}
+        self._states = HiddenStates()
         self._in_step = 0
         self._accumulates = False
 
@@ -188,8 +188,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
 
     def teardown(self) -> None:
         """Take the CPU shim back, and give every optimizer its state."""
-        for state in self._states.values():
-            state.remove()
+        self._states.remove()
         if self._stream is not None:
             self._stream = None
             HostShim.remove()
@@ -363,7 +362,8 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
                     "strategy 'fsdp_auto' or 'fairscale_oss'.",
                 )
         if self.context.world_size > 1:
-            self._states |= {one: HiddenState(one, "each rank has that of its pieces") for one in optimizers}
+            for optimizer in optimizers:
+                self._states.hide(optimizer, "each rank has that of its pieces")
 
     def _whole_shape(self, parameter: nn.Parameter) -> torch.Size:
         piece = self._pieces.get(parameter)
@@ -392,8 +392,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
             layout.replicated.remove()
         for parameter in module.parameters():
             parameter.__dict__.pop("_is_sharded", None)
-        while self._states:
-            self._states.popitem()[1].remove()
+        self._states.remove()
         return {}
 
     # --- step ---------------------------------------------------------------------------------
@@ -475,7 +474,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         if self._weights is None:
             yield
         else:
-            with self._weights.as_pieces():
+            with self._weights.stepping():
                 yield
 
     def gradients(self, optimizer: Optimizer) -> list[Gradient]:
@@ -492,10 +491,10 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the optimizer's step on the shards; what is gathered of the old weights is freed."""
         if self._weights is not None:
-            for_user = partial(self._weights.for_user, optimizer_state=self._states.get(optimizer))
-            args = tuple(for_user(argument) for argument in args)
-            kwargs = {name: for_user(argument) for name, argument in kwargs.items()}
-        with self._as_pieces(), self._shown_state(optimizer):
+            for_user = partial(self._states.for_user, optimizer)
+            args = tuple(self._weights.for_user(for_user(argument)) for argument in args)
+            kwargs = {name: self._weights.for_user(for_user(argument)) for name, argument in kwargs.items()}
+        with self._as_pieces(), self._states.shown(optimizer):
             result = step(*args, **kwargs)
         if self._weights is not None:
             self._weights.refuse_shared_data()
@@ -521,17 +520,13 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
         """Handles on the optimizer's state."""
-        with self._as_pieces(), self._shown_state(optimizer):
+        with self._as_pieces(), self._states.shown(optimizer):
             return super().optimizer_state(module, optimizer)
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
         """Restore one optimizer in place."""
-        with self._as_pieces(), self._shown_state(optimizer):
+        with self._as_pieces(), self._states.shown(optimizer):
             super().load_optimizer_state(module, optimizer, saved)
-
-    def _shown_state(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        state = self._states.get(optimizer)
-        return nullcontext() if state is None else state.shown()
 
     def finish_load(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Gather anew what was loaded."""

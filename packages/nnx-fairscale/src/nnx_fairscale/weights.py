@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,19 +22,16 @@ from torch import Tensor, nn
 from nnx_checkpoint.box import cut_range
 from nnx_core._torch_compat import storage_users
 from nnx_core.errors import UnsupportedError
-from nnx_core.hidden_state import HiddenState
-from nnx_core.used import CollectiveOrder, used_anywhere
+from nnx_core.used import CollectiveOrder
 from nnx_core.whole import (
     HeldByTensor,
-    KeptWholes,
     Part,
     Seen,
+    Wholes,
     guard,
     guarded_mode,
     local_mode,
     part_of,
-    show_plain,
-    show_whole,
     unguard,
 )
 from nnx_fairscale._fairscale_fsdp import Piece, Unit
@@ -258,7 +254,7 @@ class _ParameterPart(_PiecePart):
                     hook(self.tensor)
 
 
-class Weights:
+class Weights(Wholes[_PiecePart, _ParameterPart]):
     """All parameters in units of one backend, as user code sees them.
 
     Args:
@@ -266,10 +262,8 @@ class Weights:
     """
 
     def __init__(self, order: CollectiveOrder) -> None:
+        super().__init__()
         self._order = order
-        self._parts: dict[nn.Parameter, _ParameterPart] = {}
-        self._kept: KeptWholes[_PiecePart] = KeptWholes()
-        self._leaves: list[tuple[_ParameterPart, Tensor]] = []
         self._assigned: list[_ParameterPart] = []
 
     def show(self, units: Iterable[Unit], names: Mapping[nn.Parameter, str]) -> None:
@@ -293,14 +287,6 @@ class Weights:
         """All ranks must ask for this whole."""
         self._order.arrive(f"the gather of {part.name}, which code outside of its layer reads")
 
-    def keep(self, part: _PiecePart) -> None:
-        """Keep the last whole, and those that somebody has views of, until the engine works on pieces."""
-        self._kept.keep(part)
-
-    def flush(self) -> None:
-        """Write back what was changed in wholes, and free them."""
-        self._kept.flush()
-
     def watch_assigned(self, part: _ParameterPart) -> None:
         """Remember a parameter that was given data."""
         self._assigned.append(part)
@@ -322,10 +308,6 @@ class Weights:
 
     # --- gradients of wholes ------------------------------------------------------------------
 
-    def add_leaf(self, part: _ParameterPart, leaf: Tensor) -> None:
-        """Remember what a loss may depend on."""
-        self._leaves.append((part, leaf))
-
     def begin_step(self) -> None:
         """What was read in earlier steps is in no loss to come."""
         self.flush()
@@ -344,57 +326,10 @@ class Weights:
         """Average the gradients of wholes, and add them to those of the units. Collective."""
         with local_mode():
             if self._leaves:
-                self._add_leaves()
+                for part, gradient in self._gradients_of_leaves():
+                    part.add_gradient(part.own(_mean(part, gradient)).to(part.tensor.device))
             for part in self._parts.values():
                 part.call_hooks()
-
-    def _add_leaves(self) -> None:
-        found: dict[_ParameterPart, Tensor | None] = {}
-        for part, leaf in self._leaves:
-            gradient, leaf.grad = leaf.grad, None
-            known = found.get(part)
-            found[part] = gradient if known is None else known if gradient is None else known + gradient
-        wanted = used_anywhere([gradient is not None for gradient in found.values()])
-        for (part, gradient), is_wanted in zip(found.items(), wanted, strict=True):
-            if is_wanted:
-                part.add_gradient(part.own(_mean(part, gradient)).to(part.tensor.device))
-
-    # --- the engine's own work ----------------------------------------------------------------
-
-    @contextmanager
-    def as_pieces(self) -> Iterator[None]:
-        """Around what works on pieces: optimizers, checkpoints."""
-        self.flush()
-        self._show_plain()
-        try:
-            with local_mode():
-                yield
-        finally:
-            self._show_whole()
-
-    def for_user(self, argument: Any, *, optimizer_state: HiddenState | None) -> Any:
-        """Within `as_pieces`: an argument of an optimizer's step, whose closure sees whole weights."""
-        if not callable(argument):
-            return argument
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._show_whole()
-            try:
-                with guarded_mode(), nullcontext() if optimizer_state is None else optimizer_state.hidden():
-                    return argument(*args, **kwargs)
-            finally:
-                self.flush()
-                self._show_plain()
-
-        return call
-
-    def _show_plain(self) -> None:
-        for parameter in self._parts:
-            show_plain(parameter)
-
-    def _show_whole(self) -> None:
-        for parameter in self._parts:
-            show_whole(parameter)
 
 
 def _mean(part: _ParameterPart, gradient: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ parameter is `parts`' business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,22 +21,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from nnx_core.errors import UnsupportedError
-from nnx_core.used import CollectiveOrder, used_anywhere
+from nnx_core.used import CollectiveOrder
 from nnx_core.whole import (
-    KeptWholes,
+    Wholes,
     attributes_of,
     guard,
     guarded_mode,
     local_mode,
-    show_plain,
-    show_whole,
     unguard,
 )
 from nnx_fsdp._torch_compat import Unit, is_in_transform
 from nnx_fsdp.parts import ParameterPart, ShardedPart, gather
 
 
-class Weights:
+class Weights(Wholes[ShardedPart, ParameterPart]):
     """All sharded parameters of one module. Making it guards them.
 
     Args:
@@ -56,15 +54,13 @@ class Weights:
         order: CollectiveOrder | None = None,
         watch_data: bool = True,
     ) -> None:
+        super().__init__()
         self._order = order
         self._module = module
         self._watch_data = watch_data
         self._in_step = self._in_backward = False
-        self._leaves: list[tuple[ParameterPart, Tensor]] = []
-        self._kept: KeptWholes[ShardedPart] = KeptWholes()
         self._assigned: list[ShardedPart] = []
         self._units = list(units)
-        self._parts: dict[nn.Parameter, ParameterPart] = {}
         names = {parameter: name for name, parameter in module.named_parameters()}
         for unit in self._units:
             unit.watch_weights(
@@ -125,26 +121,14 @@ class Weights:
         if self._order is not None:
             self._order.arrive(f"the reading of {part.name}, outside of its layer's forward")
 
-    def keep(self, part: ShardedPart) -> None:
-        """Keep the last whole, and those that somebody has views of, until the next step."""
-        self._kept.keep(part)
-
-    def is_last(self, part: ShardedPart) -> bool:
-        """Whether a part was the last one to be gathered; who holds views may differ from rank to rank."""
-        return self._kept.is_last(part)
-
     def flush(self) -> None:
         """Write back what was changed in wholes, and free them."""
-        self._kept.flush()
+        super().flush()
         self._assigned = [part for part in self._assigned if part.keeps_source()]
 
     def add_assigned(self, part: ShardedPart) -> None:
         """Somebody has set a tensor's ``data``."""
         self._assigned.append(part)
-
-    def add_leaf(self, part: ParameterPart, leaf: Tensor) -> None:
-        """Remember what a loss may depend on."""
-        self._leaves.append((part, leaf))
 
     # --- step ---------------------------------------------------------------------------------
 
@@ -269,16 +253,8 @@ class Weights:
 
     def _collect(self) -> None:
         """Average the gradients of wholes that a loss has depended on. Collective."""
-        if not self._leaves:
-            return
-        found: dict[ParameterPart, Tensor | None] = {}
-        for part, leaf in self._leaves:
-            gradient, leaf.grad = leaf.grad, None
-            known = found.get(part)
-            found[part] = gradient if known is None else known if gradient is None else known + gradient
-        somewhere = used_anywhere([gradient is not None for gradient in found.values()])
-        for (part, gradient), wanted in zip(found.items(), somewhere, strict=True):
-            if wanted:
+        if self._leaves:
+            for part, gradient in self._gradients_of_leaves():
                 self._add(part, _averaged(part, gradient))
 
     def _add(self, part: ParameterPart, gradient: DTensor) -> None:
@@ -311,47 +287,6 @@ class Weights:
         with guarded_mode():
             for hook in after:
                 hook(part.tensor)
-
-    # --- optimizers ---------------------------------------------------------------------------
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Around an optimizer's step and the engine's own work: parameters are DTensors, on this thread."""
-        self.settle()
-        self.flush()
-        for sharded in self._parts:
-            show_plain(sharded)
-        try:
-            with local_mode():
-                yield
-        finally:
-            for sharded in self._parts:
-                show_whole(sharded)
-
-    @contextmanager
-    def closure(self) -> Iterator[None]:
-        """Inside `stepping`, around a closure of the user's: parameters look whole again."""
-        for sharded in self._parts:
-            show_whole(sharded)
-        try:
-            with guarded_mode():
-                yield
-        finally:
-            self.settle()
-            self.flush()
-            for sharded in self._parts:
-                show_plain(sharded)
-
-    def for_user(self, argument: Any) -> Any:
-        """An argument of an optimizer's step: a closure is the user's code again."""
-        return self._as_user(argument) if callable(argument) else argument
-
-    def _as_user(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self.closure():
-                return function(*args, **kwargs)
-
-        return call
 
 
 def _averaged(part: ParameterPart, gradient: Tensor | None) -> DTensor:
