@@ -18,7 +18,7 @@ from nnx_core.launcher import Job, Launcher, Work
 from nnx_ray.cluster import Crew, Ended, Journal, Resources, connect, wait_for_nodes
 from nnx_ray.options import RayOptions
 
-__all__ = ["RankTracebackError", "RayLauncher"]
+__all__ = ["RayLauncher"]
 
 log = logging.getLogger("nnx.ray")
 _TIME_FOR_THE_CAUSE = 6.0

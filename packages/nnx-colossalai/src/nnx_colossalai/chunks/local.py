@@ -42,7 +42,7 @@ from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext
 from nnx_core.modules import materialize
 
-__all__ = ["Enter", "Leave", "LocalEngine", "Order", "Step"]
+__all__ = ["LocalEngine"]
 
 
 T = TypeVar("T")

@@ -46,7 +46,7 @@ from nnx_fsdp.backend import FSDPBackend
 from nnx_fsdp.options import FSDPOptions
 from nnx_fsdp.units import UnitChoice
 
-__all__ = ["CastParameters", "ShardedSegment", "ShardedChunk", "ShardedEngine", "sharded_segments"]
+__all__ = ["ShardedChunk", "ShardedEngine"]
 
 
 T = TypeVar("T")
