@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -31,7 +30,6 @@ __all__ = [
     "TorchDispatchMode",
     "WaitingDTensor",
     "accumulator_of",
-    "call_at_end",
     "collectives_issued",
     "current_backward",
     "flops_of",
@@ -44,7 +42,6 @@ __all__ = [
     "recover",
     "tree_leaves",
     "tree_map",
-    "when_backward_has_ended",
     "will_run",
     "without_guards",
 ]
@@ -220,7 +217,7 @@ class Gathered:
         """Call functions when a backward is done with the weights.
 
         Args:
-            ending: Within the backward, before its end; see `when_backward_has_ended`.
+            ending: Within the backward, before its end; see `nnx_core._torch_compat.when_backward_ends`.
             reduced: With the elements of this rank's part of the gradients, when they were reduced.
         """
         inner, post_backward = self._inner, self._inner.post_backward
@@ -238,11 +235,6 @@ class Gathered:
 def gathered_together(module: FSDPModule) -> list[Gathered]:
     """What FSDP2 gathers for one module; nothing where it has no parameters of its own."""
     return [Gathered(module, group) for group in param_groups(state_of(module))]
-
-
-def when_backward_has_ended(then: Callable[[], None]) -> None:
-    """Within a backward: call a function at its end."""
-    Variable._execution_engine.queue_callback(then)
 
 
 def is_under_way(root: nn.Module) -> bool:
@@ -299,11 +291,6 @@ NO_BACKWARD = -1
 def current_backward() -> int:
     """A number of the backward that this thread is in; one within another has its own."""
     return int(torch._C._current_graph_task_id())
-
-
-def call_at_end(callback: Callable[[], None]) -> None:
-    """Call something when the backward that this thread is in has ended well."""
-    Variable._execution_engine.queue_callback(callback)
 
 
 def accumulator_of(tensor: Tensor) -> Any:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import Variable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
@@ -50,6 +51,11 @@ def exchange_in_transforms(kind: type, exchange: Callable[[Any], Any]) -> None:
         return wrap(argument, level)
 
     eager_transforms._wrap_tensor_for_grad = wrap_exchanged  # type: ignore[assignment] # of any type
+
+
+def when_backward_ends(then: Callable[[], None]) -> None:
+    """Within a backward: call a function when it has ended well, after those that were given before."""
+    Variable._execution_engine.queue_callback(then)
 
 
 def run_step_hooks(

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from nnx_checkpoint.collective import is_distributed
+from nnx_core._torch_compat import when_backward_ends
 from nnx_core.used import used_anywhere
 
 
@@ -50,7 +50,7 @@ class GradientReducer:
         self._touched.add(parameter)
         if self._synchronize and not self._is_queued and is_distributed():
             self._is_queued = True
-            Variable._execution_engine.queue_callback(self._reduce)
+            when_backward_ends(self._reduce)
 
     @torch.no_grad()
     def _reduce(self) -> None:

@@ -11,14 +11,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import TransformType, get_interpreter_stack
-from torch.autograd import Variable
 from torch.distributed import _composable_state
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from nnx_core._torch_compat import param_groups, state_of
+from nnx_core._torch_compat import param_groups, state_of, when_backward_ends
 from nnx_core.errors import UnsupportedError
 from nnx_core.watch import refuse_unequal_gradient
 from nnx_core.whole import local_mode
@@ -448,11 +447,6 @@ def finish_after_backward(root: FSDPModule, output: Any) -> None:
     for value in tree_leaves(output):
         if isinstance(value, Tensor) and value.requires_grad:
             value.register_hook(state._pre_backward)  # type: ignore[no-untyped-call]
-
-
-def when_backward_ends(then: Callable[[], None]) -> None:
-    """Within a backward: call a function at its end, after those that were given before."""
-    Variable._execution_engine.queue_callback(then)
 
 
 def at_end_of_backward(

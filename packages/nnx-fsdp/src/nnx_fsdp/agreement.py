@@ -25,12 +25,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from nnx_checkpoint.collective import is_distributed
+from nnx_core._torch_compat import when_backward_ends
 from nnx_core.used import CollectiveOrder, asked_anywhere
 from nnx_fsdp._torch_compat import (
     HeldParameter,
     Unit,
     at_end_of_backward,
-    when_backward_ends,
 )
 
 # --- gradients of what FSDP2 cannot shard ---------------------------------------------------------

@@ -22,7 +22,6 @@ from nnx_colossalai._torch_compat import (
     NO_BACKWARD,
     Silenced,
     accumulator_of,
-    call_at_end,
     current_backward,
     will_run,
 )
@@ -39,6 +38,7 @@ from nnx_colossalai.chunks.local_chunk import LocalChunk, Slot, is_chunkable, se
 from nnx_colossalai.chunks.local_gradients import Gradients, Listener
 from nnx_colossalai.device import Device
 from nnx_colossalai.plan.spec import Tier
+from nnx_core._torch_compat import when_backward_ends
 from nnx_core.backend import ParallelContext
 from nnx_core.modules import materialize
 
@@ -605,7 +605,7 @@ class Step:
             else:
                 self._listener.begin_backward()
             self._backwards.add(number)
-            call_at_end(partial(self._backward_over, number))
+            when_backward_ends(partial(self._backward_over, number))
         if torch.is_grad_enabled():
             self._is_differentiated = True
         self.begin_again()

@@ -33,11 +33,11 @@ from nnx_colossalai._torch_compat import (
     gathered_together,
     is_under_way,
     recover,
-    when_backward_has_ended,
 )
 from nnx_colossalai.chunks.chunk import Chunk, ChunkEngine, Unit
 from nnx_colossalai.device import Device
 from nnx_colossalai.plan.spec import Tier
+from nnx_core._torch_compat import when_backward_ends
 from nnx_core.backend import ParallelContext
 from nnx_core.hidden_state import StateParts
 from nnx_core.whole import is_guarded, show_plain, show_whole
@@ -390,7 +390,7 @@ class CastParameters:
         """Within a backward: hide them at its end."""
         if self._are_shown and not self._is_queued:
             self._is_queued = True
-            when_backward_has_ended(self.hide)
+            when_backward_ends(self.hide)
 
 
 # --- sharded parts ---------------------------------------------------------------------------------------
