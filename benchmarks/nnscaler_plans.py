@@ -36,7 +36,7 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F  # noqa: N812 (the name everybody uses)
 
 if TYPE_CHECKING:
-    from nnx_nnscaler.plan.context import PolicyContext
+    from nnx_nnscaler.plan.planning import PolicyContext
 
 RANKS = 2
 SEED = 0
@@ -239,8 +239,7 @@ def predicted_alone(module: nn.Module, batch: Any, written: Written) -> Any:
 
 def measure_machine(*, fresh: bool) -> Any:
     """The figures that predictions rest on: those that the backend takes."""
-    from nnx_core.calibration import calibrated
-    from nnx_nnscaler.runtime.collectives import GroupCommunicator
+    from nnx_core.calibration import GroupCommunicator, calibrated
 
     unit, device = GroupCommunicator(dist.group.WORLD), torch.device("cpu")
     return calibrated(unit, device, group=dist.group.WORLD, fresh=fresh)

@@ -32,10 +32,9 @@ from nnx_nnscaler.axes import Axes, make_axes
 from nnx_nnscaler.optimizers import Masters
 from nnx_nnscaler.options import NnScalerOptions
 from nnx_nnscaler.plan.program_plan import Placement
-from nnx_nnscaler.runtime.arrival import Arrival
 from nnx_nnscaler.runtime.part import NOT_IN_BACKWARD, Part
 from nnx_nnscaler.runtime.reducer import BUCKET_BYTES
-from nnx_nnscaler.runtime.storage import Parameters
+from nnx_nnscaler.runtime.storage import Arrival, Parameters
 
 if TYPE_CHECKING:
     from nnx_nnscaler.pipeline.picture import Timeline

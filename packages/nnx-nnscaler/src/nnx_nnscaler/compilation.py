@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from nnx_checkpoint.collective import control_group, together
 from nnx_core.backend import ParallelContext, Sample, first_call
-from nnx_core.calibration import calibrated
+from nnx_core.calibration import GroupCommunicator, calibrated
 from nnx_core.errors import PlanError
 from nnx_nnscaler.axes import Axes, with_pipe
 from nnx_nnscaler.codegen.self_check import checked_if_small, checked_up_to
@@ -54,9 +54,8 @@ from nnx_nnscaler.pipeline.search import PipelineOptions, plan_pipeline, with_st
 from nnx_nnscaler.plan.document import Plan
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.programs import Programs
-from nnx_nnscaler.runtime.arrival import Arrival
-from nnx_nnscaler.runtime.collectives import GroupCommunicator
 from nnx_nnscaler.runtime.functions import Runtime
+from nnx_nnscaler.runtime.storage import Arrival
 from nnx_nnscaler.trace.forward import plain_parameters
 
 _MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}

@@ -10,7 +10,7 @@ from jobs.nnscaler_codegen_models import GPT, ConvNet, Mixture, images, tokens
 from nnx_nnscaler.codegen.self_check import check_parity, compare, replicated_plan
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.plan.program_plan import P, R, S, Strategy
-from nnx_nnscaler.runtime.collectives import Conversions
+from nnx_nnscaler.runtime.functions import Conversions
 from nnx_nnscaler.trace import trace_forward
 
 POLICIES = ("data", "zero", "tp", "autodist")

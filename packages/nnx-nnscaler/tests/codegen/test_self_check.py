@@ -11,7 +11,7 @@ from nnx_nnscaler.codegen import self_check as checks
 from nnx_nnscaler.codegen.self_check import checked_if_small, checked_up_to, replicated_plan, self_check
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.plan.program_plan import P, Strategy
-from nnx_nnscaler.runtime.collectives import Conversions
+from nnx_nnscaler.runtime.functions import Conversions
 from nnx_nnscaler.trace import trace_forward
 
 CALL = ((tokens(), tokens(seed=1)), {})

@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F  # the field writes it so
 from torch import Tensor
 
+from nnx_core.calibration import Communicator, GroupCommunicator
+from nnx_nnscaler.codegen.self_check import run_as_ranks
 from nnx_nnscaler.ir import Argument, Code, Dim, Graph, Op, Ref, Size, TensorMeta, hint_of
 from nnx_nnscaler.plan.program_plan import P, Placement, Strategy
 from nnx_nnscaler.rules.registry import rule_for
 from nnx_nnscaler.rules.rule import Rule
-from nnx_nnscaler.runtime.collectives import Communicator, GroupCommunicator, run_as_ranks
 from nnx_nnscaler.runtime.functions import Runtime
 
 DRAWS = ("normal", "unit")

@@ -9,8 +9,7 @@ import pytest
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, strategies_of
 from nnx_core.errors import OptionError, PlanError, UnsupportedError
 from nnx_nnscaler.ir import Graph, Size, TensorMeta
-from nnx_nnscaler.plan.context import PolicyContext
-from nnx_nnscaler.plan.planning import POLICIES, plan_program, register_policy
+from nnx_nnscaler.plan.planning import POLICIES, PolicyContext, plan_program, register_policy
 from nnx_nnscaler.plan.program_plan import P, ProgramPlan, R, S
 
 

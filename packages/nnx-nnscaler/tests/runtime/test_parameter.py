@@ -12,8 +12,8 @@ from torch import nn
 from nnx_core.errors import UnsupportedError
 from nnx_core.whole import can_be_guarded, guarded_mode, local_mode, part_of
 from nnx_nnscaler.axes import Axes
+from nnx_nnscaler.codegen.self_check import run_as_ranks
 from nnx_nnscaler.plan.program_plan import R, S
-from nnx_nnscaler.runtime.collectives import run_as_ranks
 from nnx_nnscaler.runtime.storage import Parameters
 
 

@@ -11,9 +11,10 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +23,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nnx_core.calibration import Communicator
 from nnx_core.errors import PlanError, UnsupportedError
 from nnx_nnscaler.codegen.emit import Program, emit, load_program
 from nnx_nnscaler.ir import Graph, Op, Ref, TensorMeta
 from nnx_nnscaler.pipeline.plan import AnyPlan, PipelinePlan
 from nnx_nnscaler.plan.program_plan import Placement, ProgramPlan, R
 from nnx_nnscaler.rules.rule import replicate
-from nnx_nnscaler.runtime.collectives import Communicator, Conversions, run_as_ranks
+from nnx_nnscaler.runtime.functions import Conversions, Runtime
 
 __all__ = [
     "Parity",
@@ -44,6 +46,7 @@ __all__ = [
     "self_check",
 ]
 
+T = TypeVar("T")
 
 log = logging.getLogger("nnx.nnscaler")
 
@@ -402,8 +405,6 @@ def _draw(draw: Callable[[], Tensor]) -> Tensor:
 
 
 def _runtime(unit: Communicator) -> Conversions:
-    from nnx_nnscaler.runtime.functions import Runtime
-
     return Runtime(unit)
 
 
@@ -566,3 +567,87 @@ def _relative(expected: Tensor, found: Tensor, *, floor: float = 0.0) -> float:
     difference = _largest(expected.double() - found.double())
     largest = max(_largest(expected.double()), floor)
     return difference / largest if largest else float("inf") if difference else 0.0
+
+
+# --- ranks as threads -------------------------------------------------------------------------------------
+# The collectives of a unit whose ranks are threads of one process, of which there may be any number.
+
+
+class _Meeting:
+    """Where the threads of one unit put down what the others read."""
+
+    def __init__(self, size: int) -> None:
+        self.slots: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size)
+
+    def exchange(self, rank: int, value: Tensor, read: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        """What a thread reads from every thread's value, before any of them may change again."""
+        self.barrier.wait()
+        self.slots[rank] = value
+        self.barrier.wait()
+        result = read(self.slots)
+        self.barrier.wait()
+        return result
+
+
+class ThreadCommunicator(Communicator):
+    """Collectives between threads of one process; made by `run_as_ranks`."""
+
+    threaded = True
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        self._meeting = meeting
+        self.rank = rank
+        self.size = len(meeting.slots)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return self._meeting.exchange(self.rank, tensor, _sum)
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        return self._meeting.exchange(self.rank, tensor, lambda tensors: torch.cat(tensors, dim=dim))
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        return self.all_reduce(tensor).chunk(self.size, dim)[self.rank].contiguous()
+
+    def all_to_all(self, tensor: Tensor, split_dim: int, cat_dim: int) -> Tensor:
+        def join(tensors: list[Tensor]) -> Tensor:
+            return torch.cat([other.chunk(self.size, split_dim)[self.rank] for other in tensors], dim=cat_dim)
+
+        return self._meeting.exchange(self.rank, tensor, join)
+
+    def drawn(self, draw: Callable[[], Tensor]) -> Tensor:
+        """The same random tensor on every rank: threads share one generator, so the first draws for all."""
+        drawn = draw() if self.rank == 0 else torch.empty(0)
+        return self._meeting.exchange(self.rank, drawn, lambda tensors: tensors[0].clone())
+
+
+def _sum(tensors: list[Tensor]) -> Tensor:
+    first, *others = tensors
+    total = first.clone(memory_format=torch.contiguous_format)
+    for other in others:
+        total += other
+    return total
+
+
+def run_as_ranks(size: int, job: Callable[[Communicator], T]) -> list[T]:
+    """Run a job once for each rank of a unit, in threads of this process, and return their results.
+
+    Raises:
+        Exception: Raised as on the first failing rank; the others are released.
+    """
+    meeting = _Meeting(size)
+
+    def run(rank: int) -> T:
+        try:
+            return job(ThreadCommunicator(meeting, rank))
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as threads:
+        futures = [threads.submit(run, rank) for rank in range(size)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        real = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+        for error in (*real, *errors):
+            raise error
+        return [future.result() for future in futures]

@@ -26,6 +26,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from nnx_core.calibration import Communicator, GroupCommunicator
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.codegen.emit import Program, emit, inputs_of, load_program
@@ -41,7 +42,6 @@ from nnx_nnscaler.pipeline.stages import make_stages, prepare
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.plan.program_plan import P, Placement, ProgramPlan, R
 from nnx_nnscaler.programs import Programs
-from nnx_nnscaler.runtime.collectives import Communicator, GroupCommunicator
 from nnx_nnscaler.runtime.functions import Runtime, sample_weights
 from nnx_nnscaler.trace.guard import refuse_effects, replaced
 from nnx_nnscaler.trace.structure import Refusal, is_constant

@@ -44,9 +44,15 @@ from nnx_nnscaler.pipeline.stages import (
     traced_sizes,
     without_calls,
 )
-from nnx_nnscaler.plan.context import Policy, PolicyContext
 from nnx_nnscaler.plan.evaluation import Flow, activations
-from nnx_nnscaler.plan.planning import assignment_of, bytes_text, plan_program, policy_of
+from nnx_nnscaler.plan.planning import (
+    Policy,
+    PolicyContext,
+    assignment_of,
+    bytes_text,
+    plan_program,
+    policy_of,
+)
 from nnx_nnscaler.plan.program_plan import P, ProgramPlan, R
 from nnx_nnscaler.rules.rule import replicate
 

@@ -10,7 +10,156 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from nnx_nnscaler.runtime.collectives import Communicator, Conversions
+from nnx_core.calibration import Communicator
+from nnx_core.errors import UnsupportedError
+
+# --- conversions of placements --------------------------------------------------------------------
+# Changing a tensor's placement inside an emitted program, with the matching collective for its gradient.
+#
+# Methods are named ``forward__backward``. ``dim`` and ``groups`` are those of the shard that is made or
+# taken apart, as in `nnx_nnscaler.plan.program_plan.S`.
+
+
+_Change = Callable[[Tensor], Tensor]
+
+
+class _Converted(torch.autograd.Function):
+    """Applies one change to the value and another to its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, forward: _Change, backward: _Change) -> Tensor:
+        ctx.change = backward
+        return forward(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if gradient.requires_grad:  # with `create_graph`
+            return _Once.apply(gradient, ctx.change), None, None  # type: ignore[no-untyped-call]
+        return ctx.change(gradient), None, None
+
+
+class _Once(torch.autograd.Function):
+    """A gradient whose own gradient would be wrong: what the ranks' summands of it are, nobody knows."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, change: _Change) -> Tensor:
+        return change(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        raise UnsupportedError(
+            "a second derivative is taken through a forward that several ranks compute in parts.",
+            remedy="Use strategy 'nnscaler_dp', under which every rank computes the whole forward.",
+        )
+
+
+class Conversions:
+    """The placement changes of one rank of a unit.
+
+    Args:
+        communicator: The unit's collectives.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.rank = communicator.rank
+        self.size = communicator.size
+
+    # --- without gradient ---------------------------------------------------------------------
+
+    def part(self, tensor: Tensor, dim: int, groups: int = 1) -> Tensor:
+        """This rank's part of a whole tensor."""
+        if groups == 1:
+            return tensor.chunk(self.size, dim)[self.rank].contiguous()
+        return _grouped(tensor, dim, groups).chunk(self.size, dim + 1)[self.rank].flatten(dim, dim + 1)
+
+    def whole(self, tensor: Tensor, dim: int, groups: int = 1) -> Tensor:
+        """The whole tensor, from every rank's part."""
+        if groups == 1:
+            return self.communicator.all_gather(tensor, dim)
+        grouped = _grouped(tensor, dim, groups)
+        return self.communicator.all_gather(grouped, dim + 1).flatten(dim, dim + 1)
+
+    def sum_part(self, tensor: Tensor, dim: int, groups: int = 1) -> Tensor:
+        """This rank's part of the sum over the ranks."""
+        if groups == 1:
+            return self.communicator.reduce_scatter(tensor, dim)
+        grouped = _grouped(tensor, dim, groups)
+        return self.communicator.reduce_scatter(grouped, dim + 1).flatten(dim, dim + 1)
+
+    # --- with gradient ------------------------------------------------------------------------
+
+    def keep__all_reduce(self, tensor: Tensor) -> Tensor:
+        """The same value; its gradient is summed over the ranks, which each used it for their part."""
+        return self._converted(tensor, _same, self.communicator.all_reduce)
+
+    def keep__divide(self, tensor: Tensor) -> Tensor:
+        """The same value; its gradient is divided by the ranks, because the reducer will sum it over them."""
+        return self._converted(tensor, _same, lambda gradient: gradient / self.size)
+
+    def split__all_gather(self, tensor: Tensor, dim: int, groups: int = 1) -> Tensor:
+        """R to S: this rank's part; its gradient is gathered."""
+        return self._converted(
+            tensor, lambda t: self.part(t, dim, groups), lambda g: self.whole(g, dim, groups)
+        )
+
+    def all_gather__split(self, tensor: Tensor, dim: int, groups: int = 1) -> Tensor:
+        """S to R: the whole; of its complete gradient this rank keeps its part."""
+        return self._converted(
+            tensor, lambda t: self.whole(t, dim, groups), lambda g: self.part(g, dim, groups)
+        )
+
+    def all_gather__reduce_scatter(self, tensor: Tensor, dim: int, groups: int = 1) -> Tensor:
+        """S to R: the whole; its partial gradients are summed, and this rank keeps its part."""
+        return self._converted(
+            tensor, lambda t: self.whole(t, dim, groups), lambda g: self.sum_part(g, dim, groups)
+        )
+
+    def all_reduce__keep(self, tensor: Tensor) -> Tensor:
+        """P to R: the sum; its gradient is complete."""
+        return self._converted(tensor, self.communicator.all_reduce, _same)
+
+    def all_reduce__all_reduce(self, tensor: Tensor) -> Tensor:
+        """P to R: the sum; its partial gradients are summed too."""
+        return self._converted(tensor, self.communicator.all_reduce, self.communicator.all_reduce)
+
+    def reduce_scatter__all_gather(self, tensor: Tensor, dim: int, groups: int = 1) -> Tensor:
+        """P to S: this rank's part of the sum; its gradient is gathered."""
+        return self._converted(
+            tensor, lambda t: self.sum_part(t, dim, groups), lambda g: self.whole(g, dim, groups)
+        )
+
+    def all_to_all__all_to_all(
+        self, tensor: Tensor, dim: int, to_dim: int, groups: int = 1, to_groups: int = 1
+    ) -> Tensor:
+        """S to S along another dim; its gradient goes the way back."""
+        return self._converted(
+            tensor,
+            lambda t: self._exchanged(t, dim, to_dim, groups, to_groups),
+            lambda g: self._exchanged(g, to_dim, dim, to_groups, groups),
+        )
+
+    def _exchanged(self, tensor: Tensor, dim: int, to_dim: int, groups: int, to_groups: int) -> Tensor:
+        if groups == to_groups == 1:
+            return self.communicator.all_to_all(tensor, to_dim, dim)
+        return self.part(self.whole(tensor, dim, groups), to_dim, to_groups)
+
+    def _converted(self, tensor: Tensor, forward: _Change, backward: _Change) -> Tensor:
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            result: Tensor = _Converted.apply(tensor, forward, backward)  # type: ignore[no-untyped-call]
+            return result
+        return forward(tensor)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _grouped(tensor: Tensor, dim: int, groups: int) -> Tensor:
+    """The same tensor with a dim cut in two: groups, and what is in each."""
+    shape = tensor.shape
+    return tensor.view(*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
+
 
 # --- operators on parts ---------------------------------------------------------------------------
 # Operators as emitted programs call them where the plain operator would be wrong on a rank's part.
@@ -392,7 +541,7 @@ class Runtime(Functions, Losses, Normalization):
         loss_scale: By what a loss is multiplied before its backward; None where nobody knows.
 
     Example:
-        >>> from nnx_nnscaler.runtime.collectives import GroupCommunicator
+        >>> from nnx_core.calibration import GroupCommunicator
         >>> Runtime(GroupCommunicator(None)).once(torch.ones(2))
         tensor([1., 1.])
     """
