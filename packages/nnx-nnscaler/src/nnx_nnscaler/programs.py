@@ -439,7 +439,7 @@ class Variant:
         ]
         conditions += [
             (f"({size}) % {number} == 0", f"{size} = {{{size}}} is not a multiple of {number}")
-            for size, number in self.compiled.plan.conditions
+            for size, number in self.compiled.plan.divisible
         ]
         reasons = "".join(f"f{text!r} if not ({condition}) else " for condition, text in conditions)
         self._hindrance = _function(graph, f"{reasons}''")

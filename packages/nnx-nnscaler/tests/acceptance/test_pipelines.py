@@ -175,20 +175,20 @@ def test_a_timeline_has_what_each_rank_did_in_three_steps(
     file = tmp_path / "runs" / "timeline.json"
     pool.run(measured, str(tmp_path), str(file), schedule, 8, world_size=2)
     spans = read_timeline(file)
-    stages = 1 + max(span.stage for span in spans)
+    stages = 1 + max(span.action.stage for span in spans)
     wanted = order(schedule, Arrangement(2, stages, schedule in V_SHAPED), 4)
     for step in (3, 4, 5):
         own = sorted((span for span in spans if span.step == step), key=lambda span: span.start)
         for rank in (0, 1):
             done = [span for span in own if span.rank == rank]
-            assert [Action(*span[2:5]) for span in done] == list(wanted[rank])
+            assert [span.action for span in done] == list(wanted[rank])
             assert all(one.stop <= other.start for one, other in pairwise(done))
-        times = {(span.kind, span.stage, span.microbatch): span for span in own}
+        times = {span.action: span for span in own}
         for (kind, stage, index), span in times.items():
             if kind == "F" and stage:
-                assert times["F", stage - 1, index].stop <= span.start
+                assert times[Action("F", stage - 1, index)].stop <= span.start
             if kind in ("B", "I") and stage < stages - 1:
-                before = times.get(("B", stage + 1, index)) or times["I", stage + 1, index]
+                before = times.get(Action("B", stage + 1, index)) or times[Action("I", stage + 1, index)]
                 assert before.stop <= span.start
     assert {span.step for span in spans} == {3, 4, 5}
 

@@ -16,8 +16,8 @@ from jobs.nnscaler_codegen_models import ConvNet, images
 from nnx_core.calibration import GroupCommunicator
 from nnx_core.errors import PlanError, UnsupportedError
 from nnx_nnscaler import programs as programs_module
-from nnx_nnscaler.codegen.self_check import replicated_plan
 from nnx_nnscaler.compiler import Compiler, ModelCall, ProgramForm, Store, code_digest
+from nnx_nnscaler.plan.planning import replicated_plan
 from nnx_nnscaler.plan.program_plan import R
 from nnx_nnscaler.programs import Programs
 from nnx_nnscaler.runtime.functions import Runtime

@@ -21,7 +21,7 @@ from nnx_nnscaler.pipeline.schedules import (
     WEIGHTS,
     Action,
     Arrangement,
-    Step,
+    Span,
     order,
     simulate,
     waiting_share,
@@ -32,7 +32,7 @@ from nnx_nnscaler.trace import trace_forward
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def steps_of(schedule: str, arrangement: Arrangement, microbatches: int) -> list[Step]:
+def steps_of(schedule: str, arrangement: Arrangement, microbatches: int) -> list[Span]:
     """One second forward and two backward, for every stage."""
     stages = arrangement.stages
     return simulate(order(schedule, arrangement, microbatches), [1.0] * stages, [2.0] * stages)

@@ -28,9 +28,9 @@ from nnx_core.errors import PlanError, UnsupportedError
 from nnx_nnscaler.codegen.emit import Program, emit, load_program
 from nnx_nnscaler.ir import Graph, Op, Ref, TensorMeta
 from nnx_nnscaler.pipeline.plan import AnyPlan, PipelinePlan
+from nnx_nnscaler.plan.planning import plan_program, replicated_plan
 from nnx_nnscaler.plan.program_plan import Placement, ProgramPlan, R
-from nnx_nnscaler.rules.rule import replicate
-from nnx_nnscaler.runtime.functions import Conversions, Runtime
+from nnx_nnscaler.runtime.functions import Conversions, Runtime, join_parts
 
 __all__ = [
     "Parity",
@@ -41,7 +41,6 @@ __all__ = [
     "checked_up_to",
     "compare",
     "precise",
-    "replicated_plan",
     "run_ranks",
     "self_check",
 ]
@@ -241,13 +240,6 @@ class Parity:
         return max(self.output, self.gradient, self.buffer)
 
 
-def replicated_plan(graph: Graph, size: int) -> ProgramPlan:
-    """The plan by which every rank does everything."""
-    choices = {op.name: replicate(op) for op in graph.ops}
-    stored = dict.fromkeys(graph.parameters.values(), R)
-    return ProgramPlan(size=size, policy="replicate", choices=choices, stored=stored)
-
-
 def check_parity(
     module: nn.Module,
     args: Sequence[Any] = (),
@@ -282,8 +274,6 @@ def check_parity(
     with precise(dtype):
         graph = trace_forward(module, *sample)
     if policy is not None:
-        from nnx_nnscaler.plan.planning import plan_program
-
         made = plan_program(graph, size=size, policy=policy)
     elif isinstance(plan, ProgramPlan):
         made = plan
@@ -541,18 +531,11 @@ def _gradient_of(name: str, runs: list[Run], rank: int, plan: AnyPlan) -> Tensor
     if gradient is not None and name in plan.synchronized:
         gradient = torch.stack([part for part in parts if part is not None]).sum(dim=0)
     elif gradient is not None and stored.is_shard:
-        gradient = _joined([part for part in parts if part is not None], stored)
+        gradient = join_parts([part for part in parts if part is not None], stored)
     elsewhere = runs[rank].gradients[name]  # by submodules that ran whole
     if gradient is None or elsewhere is None:
         return elsewhere if gradient is None else gradient
     return gradient + elsewhere
-
-
-def _joined(parts: list[Tensor], stored: Placement) -> Tensor:
-    if stored.groups == 1:
-        return torch.cat(parts, dim=stored.dim)
-    grouped = [part.unflatten(stored.dim, (stored.groups, -1)) for part in parts]  # type: ignore[no-untyped-call]
-    return torch.cat(grouped, dim=stored.dim + 1).flatten(stored.dim, stored.dim + 1)
 
 
 def _largest(tensor: Tensor) -> float:

@@ -8,7 +8,7 @@ them in memory. What a rank sends and receives follows from the stages, so that 
 from __future__ import annotations
 
 from collections import ChainMap, Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ class StageRuntime(Runtime):
 
     Attributes:
         microbatches: The number of microbatches of the batch.
-        counts: By the name of an operator that divides by it, the number of samples that count in the batch.
+        counts: The numbers of samples that count in the batch, by the names of operators that divide by them.
     """
 
     microbatches: int = 1
@@ -173,8 +173,8 @@ class Call:
         lineup: The pipeline.
         runtime: The runtime of the programs.
         root: The user's module.
-        weights: This rank's weights.
-        constants: The graph's.
+        weights: This rank's weights, and those that it got from other ranks.
+        constants: The graph's constants.
         symbols: Sizes of the whole batch.
         own: This rank's stages.
         flows: The names of the values that a gradient flows into.
@@ -214,7 +214,8 @@ class Call:
         is_measured = timeline is not None and timeline.measures and torch.is_grad_enabled()
         self.timeline = timeline if is_measured else None
         self._part = {name: size // runtime.microbatches for name, size in symbols.items()}
-        self.weights = _Borrowed(weights, self._borrow(weights))
+        borrowed: Any = self._borrow(weights)
+        self.weights: Mapping[str, Tensor] = ChainMap(borrowed, weights)  # type: ignore[arg-type] # only read
 
     def run(self, microbatches: list[dict[str, Tensor]]) -> None:
         """All stages of this rank on all microbatches, in GPipe's order; adds what they give."""
@@ -309,7 +310,8 @@ class Call:
         for number, (fqn, home, user) in enumerate(lineup.lent):
             if lineup.rank not in (home, user):
                 continue
-            description = _logical(named[fqn])
+            part = getattr(named[fqn], "_part", None)
+            description = named[fqn] if part is None else part.description  # as in one process
             placement = lineup.plan.stored.get(fqn, R)
             shape = placement.local_shape(description.shape, self.runtime.size)
             look = Look(tuple(shape), description.dtype, named[fqn].requires_grad, names[fqn])
@@ -325,30 +327,6 @@ def look_of(meta: TensorMeta, symbols: Mapping[str, int], *, flows: bool) -> Loo
     shape = tuple(dim if isinstance(dim, int) else eval(dim.expr, {}, dict(symbols)) for dim in meta.shape)
     dtype = getattr(torch, meta.dtype)
     return Look(shape, dtype, flows and (dtype.is_floating_point or dtype.is_complex))
-
-
-def _logical(parameter: nn.Parameter) -> Tensor:
-    """A tensor without storage that looks as a parameter does in one process."""
-    part = getattr(parameter, "_part", None)
-    return parameter if part is None else part.description
-
-
-class _Borrowed(Mapping[str, Tensor]):
-    """Weights of this rank, and those that it got from others."""
-
-    def __init__(self, weights: Mapping[str, Tensor], borrowed: Mapping[str, Tensor]) -> None:
-        self._weights = weights
-        self._borrowed = borrowed
-
-    def __getitem__(self, name: str) -> Tensor:
-        found = self._borrowed.get(name)
-        return self._weights[name] if found is None else found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
 
 
 # --- forward and backward in turns ----------------------------------------------------------------

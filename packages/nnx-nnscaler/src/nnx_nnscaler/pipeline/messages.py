@@ -45,7 +45,7 @@ class Line:
     """Messages between the ranks along a pipe.
 
     Args:
-        group: They; None if there is only one.
+        group: The ranks; None if there is only one.
         device: The device of what is received.
     """
 
@@ -58,7 +58,7 @@ class Line:
         """Begin to send tensors; who sends goes on at once.
 
         Args:
-            tensors: They, in the order in which they are received.
+            tensors: The tensors, in the order in which they are received.
             to: The place of the receiver along the pipe.
             tag: Tells what is sent from other messages, with as many numbers above it as there are tensors.
         """
@@ -72,9 +72,9 @@ class Line:
         """Wait for tensors.
 
         Args:
-            looks: Their looks.
+            looks: The looks of the tensors.
             source: The place of the sender along the pipe.
-            tag: The sender's.
+            tag: The tag that they were sent with.
         """
         tensors = [torch.empty(look.shape, dtype=look.dtype, device=self.device) for look in looks]
         works = [
@@ -112,7 +112,8 @@ class _Send(torch.autograd.Function):
         ctx: Any, passage: Passage, to: int, tag: int, looks: Sequence[Look], token: Tensor, *tensors: Tensor
     ) -> Tensor:
         ctx.passage, ctx.to, ctx.tag, ctx.looks = passage, to, tag, looks
-        passage.line.send([_as(tensor, look) for tensor, look in zip(tensors, looks, strict=True)], to, tag)
+        sent = [tensor.to(look.dtype) for tensor, look in zip(tensors, looks, strict=True)]
+        passage.line.send(sent, to, tag)
         return token.clone()
 
     @staticmethod
@@ -142,7 +143,7 @@ class _Receive(torch.autograd.Function):
         refuse_second_derivative()
         line: Line = ctx.passage.line
         returning = [
-            _as(gradient, look)
+            gradient.to(look.dtype)
             for gradient, look in zip(gradients, ctx.looks, strict=True)
             if ctx.passage.returns(look)
         ]
@@ -188,17 +189,12 @@ class _Share(torch.autograd.Function):
 
 def _shared(line: Line, home: int, look: Look, value: Tensor | None) -> Tensor:
     if value is not None:
-        tensor = _as(value.detach(), look).clone(memory_format=torch.contiguous_format)
+        tensor = value.detach().to(look.dtype).clone(memory_format=torch.contiguous_format)
     else:
         tensor = torch.empty(look.shape, dtype=look.dtype, device=line.device)
     if line.group is not None:
         dist.broadcast(tensor, group=line.group, group_src=home)
     return tensor
-
-
-def _as(tensor: Tensor, look: Look) -> Tensor:
-    """A tensor with the dtype that the receiver expects."""
-    return tensor.to(look.dtype)
 
 
 class Passage:
@@ -242,7 +238,7 @@ class Passage:
     def send(self, tensors: Sequence[Tensor], looks: Sequence[Look], to: int, tag: int) -> None:
         """Send values to another rank, so that their gradients come back."""
         if self._token is None:
-            sent = [_as(tensor, look) for tensor, look in zip(tensors, looks, strict=True)]
+            sent = [tensor.to(look.dtype) for tensor, look in zip(tensors, looks, strict=True)]
             self.line.send(sent, to, tag)
         else:
             self._token = _Send.apply(self, to, tag, looks, self._token, *tensors)  # type: ignore[no-untyped-call]

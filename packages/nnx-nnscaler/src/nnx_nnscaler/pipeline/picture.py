@@ -4,7 +4,7 @@ A `Timeline` measures, and writes a file in the trace event format of Chrome, wh
 ``chrome://tracing`` show. An action is measured from when its inputs have arrived until its results are
 there, on the device's own clock, so that what lies between is waiting. Nothing is measured before the first
 steps are over, in which programs are compiled and memory is allocated. `draw` shows the predicted schedule of
-a plan, and below it what a file has; `gantt` takes any steps.
+a plan, and below it what a file has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from nnx_nnscaler.pipeline.schedules import (
     NAMES,
     WEIGHTS,
     Action,
-    Step,
+    Span,
     waiting_share,
 )
 
@@ -58,28 +58,6 @@ MEASURED = 3
 _TRACE = "nnx pipeline"
 
 
-class Span(NamedTuple):
-    """An action that was measured.
-
-    Attributes:
-        rank: The rank, in the world.
-        step: The training step, from 0.
-        kind: As of `nnx_nnscaler.pipeline.schedules.Action`.
-        stage: The stage.
-        microbatch: The microbatch.
-        start: When it began, in seconds.
-        stop: When it was done.
-    """
-
-    rank: int
-    step: int
-    kind: str
-    stage: int
-    microbatch: int
-    start: float
-    stop: float
-
-
 class Timeline:
     """Measures this rank's actions in a few steps, and writes those of all ranks. Making it is collective.
 
@@ -97,8 +75,8 @@ class Timeline:
         self._clock = _Clock(device)
         self._group = control_group()
         self._step = -1
-        self._marks: list[tuple[int, str, int, int, Any, Any]] = []
-        self._open: tuple[str, int, int, Any] | None = None
+        self._marks: list[tuple[int, Action, Any, Any]] = []
+        self._open: tuple[Action, Any] | None = None
         self._is_written = False
         with together(self._group, doing="opening timeline_file"):
             if self._rank == 0:
@@ -131,8 +109,8 @@ class Timeline:
             return
         self._is_written, self.measures = True, False
         spans = [
-            Span(self._rank, step, kind, stage, index, self._clock.seconds(start), self._clock.seconds(stop))
-            for step, kind, stage, index, start, stop in self._marks
+            Span(self._rank, action, self._clock.seconds(start), self._clock.seconds(stop), step)
+            for step, action, start, stop in self._marks
         ]
         self._marks.clear()
         found = gather_object((socket.gethostname(), self._clock.zero, spans), self._group)
@@ -145,7 +123,7 @@ class Timeline:
     @contextmanager
     def during(self, kind: str, stage: int, microbatch: int) -> Iterator[None]:
         """Around an action."""
-        self._begin(kind, stage, microbatch)
+        self._begin(Action(kind, stage, microbatch))
         yield
         self._end()
 
@@ -154,7 +132,7 @@ class Timeline:
         recorded = [tensor for tensor in outputs if tensor.grad_fn is not None]
 
         def begin(gradient: Tensor) -> None:
-            self._begin(kind, stage, microbatch)
+            self._begin(Action(kind, stage, microbatch))
             Variable._execution_engine.queue_callback(self._end)
 
         if recorded:
@@ -165,14 +143,13 @@ class Timeline:
         for node in {tensor.grad_fn for tensor in messages if tensor.grad_fn is not None}:
             node.register_prehook(lambda *unused: self._end())
 
-    def _begin(self, kind: str, stage: int, microbatch: int) -> None:
+    def _begin(self, action: Action) -> None:
         self._end()
-        self._open = kind, stage, microbatch, self._clock.now()
+        self._open = action, self._clock.now()
 
     def _end(self) -> None:
         if self._open is not None:
-            *action, start = self._open
-            self._marks.append((self._step, *action, start, self._clock.now()))
+            self._marks.append((self._step, *self._open, self._clock.now()))
             self._open = None
 
 
@@ -229,17 +206,17 @@ def _write(path: Path, spans: Sequence[Span]) -> None:
         for rank in sorted({span.rank for span in spans})
     ]
     for span in spans:
-        action = {"kind": span.kind, "stage": span.stage, "microbatch": span.microbatch, "step": span.step}
+        kind, stage, microbatch = span.action
         events.append(
             {
                 "ph": "X",
-                "name": f"{span.kind}{span.microbatch}, stage {span.stage}",
-                "cat": span.kind,
+                "name": f"{kind}{microbatch}, stage {stage}",
+                "cat": kind,
                 "pid": span.rank,
                 "tid": 0,
                 "ts": (span.start - begin) * 1e6,
                 "dur": (span.stop - span.start) * 1e6,
-                "args": action,
+                "args": {**span.action._asdict(), "step": span.step},
             }
         )
     document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"made by": _TRACE}}
@@ -275,14 +252,14 @@ def read_timeline(path: str | Path) -> list[Span]:
 
 def _span(event: Mapping[str, Any]) -> Span:
     start, args = event["ts"] / 1e6, event["args"]
-    action = args["step"], args["kind"], args["stage"], args["microbatch"]
-    return Span(event["pid"], *action, start, start + event["dur"] / 1e6)
+    action = Action(args["kind"], args["stage"], args["microbatch"])
+    return Span(event["pid"], action, start, start + event["dur"] / 1e6, args["step"])
 
 
 # --- what is drawn --------------------------------------------------------------------------------
 
 
-def measured(timeline: str | Path) -> tuple[list[Step], str]:
+def measured(timeline: str | Path) -> tuple[list[Span], str]:
     """What ran in the last step of a timeline, from the time at which it began, and what to call it.
 
     Args:
@@ -295,11 +272,8 @@ def measured(timeline: str | Path) -> tuple[list[Step], str]:
     last = max(span.step for span in spans)
     spans = [span for span in spans if span.step == last]
     begin = min(span.start for span in spans)
-    steps = [
-        Step(span.rank, Action(span.kind, span.stage, span.microbatch), span.start - begin, span.stop - begin)
-        for span in spans
-    ]
-    return steps, f"measured: step {last + 1}"
+    spans = [span._replace(start=span.start - begin, stop=span.stop - begin) for span in spans]
+    return spans, f"measured: step {last + 1}"
 
 
 # --- the picture ----------------------------------------------------------------------------------
@@ -317,30 +291,20 @@ def draw(plan: PipelinePlan, schedule: str | None = None, *, timeline: str | Pat
         NnxError: The schedule or the file cannot be drawn; the message says why.
     """
     schedule = schedule or plan.schedule
-    steps = predicted(plan, schedule)
+    spans = predicted(plan, schedule)
     stages, ranks = plan.arrangement.stages, plan.arrangement.ranks
     title = f"{schedule}, predicted: {stages} stages on {ranks} ranks, {plan.microbatches} microbatches"
-    return _page([(steps, title)] if timeline is None else [(steps, title), measured(timeline)])
+    return _page([(spans, title)] if timeline is None else [(spans, title), measured(timeline)])
 
 
-def gantt(steps: Sequence[Step], title: str) -> str:
-    """Steps as SVG.
-
-    Args:
-        steps: The steps that ran, or are predicted; at least one.
-        title: The line above the picture.
-    """
-    return _page([(steps, title)])
-
-
-def _page(charts: Sequence[tuple[Sequence[Step], str]]) -> str:
+def _page(charts: Sequence[tuple[Sequence[Span], str]]) -> str:
     """Charts one below the other."""
     width, height = _LEFT + _WIDTH + 20, 0
     lines, heads = [], []
-    for steps, title in charts:
-        ranks, total = 1 + max(step.rank for step in steps), max(step.stop for step in steps)
-        heads.append(f"{title}; {total * 1e3:.3g} ms, of which a rank waits {waiting_share(steps):.0%}")
-        lines += [f'<g transform="translate(0 {height})">', *_chart(steps, heads[-1], ranks, total), "</g>"]
+    for spans, title in charts:
+        ranks, total = 1 + max(span.rank for span in spans), max(span.stop for span in spans)
+        heads.append(f"{title}; {total * 1e3:.3g} ms, of which a rank waits {waiting_share(spans):.0%}")
+        lines += [f'<g transform="translate(0 {height})">', *_chart(spans, heads[-1], ranks, total), "</g>"]
         height += _TOP + ranks * (_ROW + _GAP) + 36
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
@@ -351,27 +315,27 @@ def _page(charts: Sequence[tuple[Sequence[Step], str]]) -> str:
     return "\n".join([*head, *lines, "</svg>"]) + "\n"
 
 
-def _chart(steps: Sequence[Step], head: str, ranks: int, total: float) -> list[str]:
+def _chart(spans: Sequence[Span], head: str, ranks: int, total: float) -> list[str]:
     """A line of text, and a row for each rank."""
-    stages = [sorted({step.action.stage for step in steps if step.rank == rank}) for rank in range(ranks)]
+    stages = [sorted({span.action.stage for span in spans if span.rank == rank}) for rank in range(ranks)]
     lines = [f'<text x="{_LEFT}" y="28">{escape(head)}</text>']
     for rank in range(ranks):
         y = _TOP + rank * (_ROW + _GAP)
         lines.append(f'<text x="{_LEFT - 10}" y="{y + 22}" text-anchor="end">rank {rank}</text>')
         lines.append(f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH}" height="{_ROW}" fill="#f5f5f5"/>')
-    lines += [_box(step, stages[step.rank].index(step.action.stage), _WIDTH / total) for step in steps]
-    kinds = {step.action.kind for step in steps}
+    lines += [_box(span, stages[span.rank].index(span.action.stage), _WIDTH / total) for span in spans]
+    kinds = {span.action.kind for span in spans}
     y = _TOP + ranks * (_ROW + _GAP) + 10
     return lines + _legend(kinds, several=max(map(len, stages)) > 1, y=y)
 
 
-def _box(step: Step, loop: int, scale: float) -> str:
+def _box(span: Span, loop: int, scale: float) -> str:
     """A box, with the number of its microbatch if that fits; the pointer shows the rest."""
-    kind, stage, index = step.action
-    x, y = _LEFT + step.start * scale, _TOP + step.rank * (_ROW + _GAP)
-    width = (step.stop - step.start) * scale
+    kind, stage, index = span.action
+    x, y = _LEFT + span.start * scale, _TOP + span.rank * (_ROW + _GAP)
+    width = (span.stop - span.start) * scale
     told = f"stage {stage}, microbatch {index}, {NAMES[kind]}: "
-    told += f"{step.start * 1e3:.3g} to {step.stop * 1e3:.3g} ms"
+    told += f"{span.start * 1e3:.3g} to {span.stop * 1e3:.3g} ms"
     color = _COLORS[kind][min(loop, len(_COLORS[kind]) - 1)]
     box = f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" stroke="#ffffff" fill="{color}"/>'
     if width >= _DIGIT * (len(str(index)) + 0.5):

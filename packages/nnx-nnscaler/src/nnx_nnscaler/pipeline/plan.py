@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nnx_nnscaler.pipeline.schedules import FORWARD_SHARE, Arrangement, Step, order, simulate
+from nnx_nnscaler.pipeline.schedules import FORWARD_SHARE, Arrangement, Span, order, simulate
 from nnx_nnscaler.plan.program_plan import (
     Placement,
     Prediction,
@@ -45,7 +45,8 @@ class PipelinePlan:
         homes: The rank along the pipe that stores each parameter, by fully qualified name.
         stored: Says how the ranks of a stage store each parameter.
         synchronized: Parameters whose gradients the reducer sums over the ranks of a stage.
-        divisible: As in `ProgramPlan`; of a microbatch.
+        divisible: Sizes of a microbatch that must be multiples of a number, as ``(expression, number)``. A
+            batch is cut into fewer microbatches, down to one, until they are.
         schedule: The order in which ranks work, by a name of `nnx_nnscaler.options.SCHEDULES`.
         loss: The value that is the forward's loss, where the schedule needs it.
         microbatches: The number of microbatches that a batch is cut into, or fewer.
@@ -71,11 +72,6 @@ class PipelinePlan:
     notes: tuple[str, ...] = ()
 
     @property
-    def conditions(self) -> tuple[tuple[str, int], ...]:
-        """Sizes that must be multiples of a number: a batch is cut into fewer microbatches, down to one."""
-        return self.divisible
-
-    @property
     def choices(self) -> Mapping[str, Strategy]:
         """Strategy of every operator, by its name, in whatever stage."""
         return {name: one for stage in self.stages for name, one in stage.choices.items()}
@@ -94,7 +90,7 @@ class PipelinePlan:
         return waiting / (waiting + self.microbatches * self.arrangement.stages / self.arrangement.ranks)
 
 
-def predicted(plan: PipelinePlan, schedule: str) -> list[Step]:
+def predicted(plan: PipelinePlan, schedule: str) -> list[Span]:
     """When each action of a plan would run; a third of a stage's predicted time is for the forward pass.
 
     Raises:
@@ -111,16 +107,8 @@ AnyPlan = ProgramPlan | PipelinePlan
 
 def any_plan_to_text(plan: AnyPlan) -> str:
     """A plan of either kind as JSON."""
-    return pipeline_plan_to_text(plan) if isinstance(plan, PipelinePlan) else plan_to_text(plan)
-
-
-def any_plan_from_text(text: str) -> AnyPlan:
-    """The plan that `any_plan_to_text` wrote."""
-    return pipeline_plan_from_text(text) if "stages" in json.loads(text) else plan_from_text(text)
-
-
-def pipeline_plan_to_text(plan: PipelinePlan) -> str:
-    """The plan as JSON."""
+    if isinstance(plan, ProgramPlan):
+        return plan_to_text(plan)
     head = {
         "size": plan.size,
         "policy": plan.policy,
@@ -143,8 +131,13 @@ def pipeline_plan_to_text(plan: PipelinePlan) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
+def any_plan_from_text(text: str) -> AnyPlan:
+    """The plan that `any_plan_to_text` wrote."""
+    return pipeline_plan_from_text(text) if "stages" in json.loads(text) else plan_from_text(text)
+
+
 def pipeline_plan_from_text(text: str) -> PipelinePlan:
-    """The plan that `pipeline_plan_to_text` wrote."""
+    """The plan of a pipeline that `any_plan_to_text` wrote."""
     read = json.loads(text)
     return PipelinePlan(
         size=read["size"],

@@ -31,7 +31,6 @@ from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.codegen.emit import Program, emit, inputs_of, load_program
 from nnx_nnscaler.compiler import Entry, FixedLayout, ModelCall, ProgramForm
-from nnx_nnscaler.cost import CostModel
 from nnx_nnscaler.ir import Graph, Input, Ref
 from nnx_nnscaler.pipeline.call import Call, Lineup, StageRuntime, Turns, look_of
 from nnx_nnscaler.pipeline.microbatches import Microbatches, output_refs, possible_counts
@@ -39,10 +38,10 @@ from nnx_nnscaler.pipeline.picture import Timeline
 from nnx_nnscaler.pipeline.plan import PipelinePlan, any_plan_from_text
 from nnx_nnscaler.pipeline.schedules import Action, Arrangement, actions
 from nnx_nnscaler.pipeline.stages import make_stages, prepare
-from nnx_nnscaler.plan.planning import plan_program
-from nnx_nnscaler.plan.program_plan import P, Placement, ProgramPlan, R
+from nnx_nnscaler.plan.planning import replicated_plan
+from nnx_nnscaler.plan.program_plan import P, R
 from nnx_nnscaler.programs import Programs
-from nnx_nnscaler.runtime.functions import Runtime, sample_weights
+from nnx_nnscaler.runtime.functions import Runtime, join_parts, sample_weights
 from nnx_nnscaler.trace.guard import refuse_effects, replaced
 from nnx_nnscaler.trace.structure import Refusal, is_constant
 
@@ -129,7 +128,7 @@ class PipelineProgram:
         source: The sources of the stages.
         path: The file that has them; None if there is none.
         pipe: The ranks along the pipe; None if one rank has all stages.
-        stage: What the ranks of a stage communicate with; None for what the runtime does.
+        stage: The collectives of the ranks of a stage; None for those of the runtime.
         timeline: Measures what this rank does, where that is asked for.
     """
 
@@ -283,11 +282,8 @@ class PipelineProgram:
         call.passage.end_forward()
         values |= {name: call.constants[name] for name in self._returned if name in self.graph.constants}
         named = {**inputs, **values}
-        return self._output(call.runtime, call.root, {}, {}, *[named[name] for name in self._output_names])
-
-    @property
-    def _output_names(self) -> list[str]:
-        return [*self._inputs, *self._returned]
+        arguments = [named[name] for name in (*self._inputs, *self._returned)]
+        return self._output(call.runtime, call.root, {}, {}, *arguments)
 
     def _joined(self, name: str, parts: list[Tensor]) -> Tensor:
         """The whole of a value that the microbatches have parts or summands of."""
@@ -299,7 +295,7 @@ class PipelineProgram:
             return first
         if placement == P:
             return torch.stack(parts).sum(0)
-        return _put_together(parts, placement)
+        return join_parts(parts, placement)
 
     def _share_written(self, call: Call) -> None:
         """Give all ranks the buffers that stages have written."""
@@ -335,18 +331,7 @@ def _loss_scale(rt: Runtime) -> float | None:
     return rt.loss_scale() if in_float16 else 1.0
 
 
-def _put_together(parts: list[Tensor], placement: Placement) -> Tensor:
-    if placement.groups == 1:
-        return torch.cat(parts, placement.dim)
-    grouped = [torch.unflatten(part, placement.dim, (placement.groups, -1)) for part in parts]
-    return torch.cat(grouped, placement.dim + 1).flatten(placement.dim, placement.dim + 1)
-
-
 # --- programs beside the stages -------------------------------------------------------------------
-
-
-def _whole_plan(graph: Graph) -> ProgramPlan:
-    return plan_program(graph, size=1, policy="dp", costs=CostModel())
 
 
 def _program_ahead(
@@ -365,7 +350,7 @@ def _program_ahead(
     outputs = (targets, [Ref(name) for name in cut.ahead])
     own = [leaf for leaf in graph.inputs if leaf.name in inputs]
     made = replace(graph, inputs=own, ops=ops, outputs=outputs, parameters={}, guards=())
-    return load_program(emit(made, _whole_plan(made))), inputs_of(made)
+    return load_program(emit(made, replicated_plan(made, 1))), inputs_of(made)
 
 
 def _output_program(graph: Graph, inputs: Sequence[str], returned: Sequence[str]) -> Program:
@@ -383,7 +368,7 @@ def _output_program(graph: Graph, inputs: Sequence[str], returned: Sequence[str]
         constants={},
         guards=(),
     )
-    return load_program(emit(made, _whole_plan(made)))
+    return load_program(emit(made, replicated_plan(made, 1)))
 
 
 # --- training steps -------------------------------------------------------------------------------
@@ -500,7 +485,7 @@ class Steps:
     """The programs of a module's ``training_step``.
 
     Args:
-        programs: They, whose root is a `TrainingStep`.
+        programs: The programs, whose root is a `TrainingStep`.
     """
 
     def __init__(self, programs: Programs) -> None:

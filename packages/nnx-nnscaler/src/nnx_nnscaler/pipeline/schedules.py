@@ -177,25 +177,27 @@ def order(schedule: str, arrangement: Arrangement, microbatches: int) -> tuple[t
 # --- the time -------------------------------------------------------------------------------------
 
 
-class Step(NamedTuple):
+class Span(NamedTuple):
     """An action and its time.
 
     Attributes:
-        rank: The rank along the pipe.
+        rank: The rank: along the pipe where it is predicted, in the world where it was measured.
         action: The action.
         start: When it begins, in seconds.
         stop: When it is done.
+        step: The training step, from 0, in which it was measured.
     """
 
     rank: int
     action: Action
     start: float
     stop: float
+    step: int = 0
 
 
 def simulate(
     orders: Sequence[Sequence[Action]], forward: Sequence[float], backward: Sequence[float]
-) -> list[Step]:
+) -> list[Span]:
     """When each action runs, if it waits for nothing but the rank and the action that it follows from.
 
     Args:
@@ -212,24 +214,24 @@ def simulate(
     done: dict[tuple[str, int, int], float] = {}
     left = [list(actions) for actions in orders]
     free = [0.0] * len(left)
-    steps: list[Step] = []
+    spans: list[Span] = []
     while any(left):
-        before = len(steps)
+        before = len(spans)
         for rank, waiting in enumerate(left):
             while waiting and (start := _ready(waiting[0], done, len(forward))) is not None:
                 action = waiting.pop(0)
                 begun = max(free[rank], start)
                 free[rank] = begun + seconds[action.kind][action.stage]
                 done[_result(action)] = free[rank]
-                steps.append(Step(rank, action, begun, free[rank]))
-        if len(steps) == before:
+                spans.append(Span(rank, action, begun, free[rank]))
+        if len(spans) == before:
             first = next(actions[0] for actions in left if actions)
             raise PlanError(
                 f"the schedule comes to a standstill before {NAMES[first.kind]} of stage {first.stage}, "
                 f"microbatch {first.microbatch}.",
                 remedy="Let what it follows from come first.",
             )
-    return steps
+    return spans
 
 
 def _result(action: Action) -> tuple[str, int, int]:
@@ -255,12 +257,12 @@ def _ready(action: Action, done: Mapping[tuple[str, int, int], float], stages: i
     return max((done[other] for other in needed), default=0.0)
 
 
-def waiting_share(steps: Sequence[Step]) -> float:
+def waiting_share(spans: Sequence[Span]) -> float:
     """The share of the time in which the rank with the most work waits."""
     busy: dict[int, float] = {}
-    for step in steps:
-        busy[step.rank] = busy.get(step.rank, 0.0) + step.stop - step.start
-    return max(0.0, 1 - max(busy.values()) / max(step.stop for step in steps))
+    for span in spans:
+        busy[span.rank] = busy.get(span.rank, 0.0) + span.stop - span.start
+    return max(0.0, 1 - max(busy.values()) / max(span.stop for span in spans))
 
 
 # --- the memory -----------------------------------------------------------------------------------

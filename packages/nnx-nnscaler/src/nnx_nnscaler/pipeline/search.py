@@ -7,18 +7,18 @@ into the memory, or where they are predicted to be clearly faster.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from math import inf, prod
+from math import inf
 from typing import Any, NamedTuple
 
 from nnx_core.errors import OptionError, PlanError, UnsupportedError
 from nnx_nnscaler.compiler import FixedLayout
-from nnx_nnscaler.cost import CostModel, Prices, Stored, bytes_of
-from nnx_nnscaler.ir import Argument, Graph, Make, Ref
+from nnx_nnscaler.cost import CostModel, Prices, Stored
+from nnx_nnscaler.ir import Graph, Make, Ref
 from nnx_nnscaler.pipeline.microbatches import Microbatches, output_refs, possible_counts
 from nnx_nnscaler.pipeline.plan import PipelinePlan, Usage, predicted
 from nnx_nnscaler.pipeline.schedules import (
@@ -36,6 +36,7 @@ from nnx_nnscaler.pipeline.stages import (
     Room,
     Stage,
     StageCosts,
+    bytes_in,
     choose_cuts,
     foreign_bytes,
     homes_of,
@@ -102,7 +103,7 @@ def plan_pipeline(
         options: The arrangement, schedule, microbatches and cuts asked for.
         costs: The figures that time is predicted with.
         layout: The placement of parameters that an earlier program has decided.
-        constraints: By names of modules, how ranks split their operators within stages.
+        constraints: The strategies by which ranks split operators within stages, by names of modules.
         memory_limit: Bytes that each rank may use.
         units: The number of units that share the work.
         zero: True if units keep states in parts.
@@ -139,16 +140,7 @@ def plan_pipeline(
 
 
 class _Search:
-    """The search for the plan of one graph.
-
-    Args:
-        prepared: The graph.
-        options: The arrangement, schedule, microbatches and cuts asked for.
-        mesh: The rest that bytes depend on, but for the microbatches.
-        layout: The placement of parameters that an earlier program has decided.
-        constraints: By names of modules, how ranks split their operators within stages.
-        limit: Bytes that each rank may use; None for any number.
-    """
+    """The search for the plan of one graph; its arguments are those of `plan_pipeline`."""
 
     def __init__(
         self,
@@ -174,7 +166,7 @@ class _Search:
 
     def fits(self, plan: PipelinePlan) -> bool:
         """Whether each rank stays within its memory."""
-        return self._limit is None or max(plan.usage, key=peak_of).peak <= self._limit
+        return self._limit is None or max(used.peak for used in plan.usage) <= self._limit
 
     def best(self, wished: int) -> PipelinePlan:
         """The best plan for a number of microbatches; if none fits, the one that misses least.
@@ -201,7 +193,7 @@ class _Search:
             over = [max(0, used.peak - int(most[0])) if limits else 0 for used in found[-1].usage]
             limits = [mine - more for mine, more in zip(limits or most, over, strict=True)]
         found += self._tried(self._even_cuts(wished), wished)
-        return min(found, key=lambda plan: max(map(peak_of, plan.usage)))
+        return min(found, key=lambda plan: max(used.peak for used in plan.usage))
 
     def _tried(self, cuts: Sequence[int], wished: int) -> list[PipelinePlan]:
         """The plan of a cut, and where that takes too much and ranks can split operators, one that does."""
@@ -326,15 +318,10 @@ def loss_of(graph: Graph, cut: Microbatches) -> str | None:
         for name in output_refs(graph)
         if cut.placements.get(name) == P and not graph.meta(name).shape and graph.meta(name).differentiable
     ]
-    named = [name for name in _named_loss(graph.outputs) if name in numbers]
-    chosen = named or numbers
-    return chosen[0] if len(set(chosen)) == 1 else None
-
-
-def _named_loss(outputs: Argument) -> Iterator[str]:
-    fields = outputs.fields if isinstance(outputs, Make) else outputs
-    if isinstance(fields, dict) and isinstance(fields.get("loss"), Ref):
-        yield fields["loss"].name
+    fields = graph.outputs.fields if isinstance(graph.outputs, Make) else graph.outputs
+    named = fields.get("loss") if isinstance(fields, dict) else None
+    chosen = {named.name} if isinstance(named, Ref) and named.name in numbers else set(numbers)
+    return chosen.pop() if len(chosen) == 1 else None
 
 
 def _notes(prepared: Prepared, schedule: str, loss: str | None) -> tuple[str, ...]:
@@ -538,17 +525,6 @@ def _used(
     )
 
 
-def bytes_in(graph: Graph, name: str) -> int:
-    """Bytes of a value for the traced batch."""
-    meta = graph.meta(name)
-    return prod(meta.hints) * bytes_of(meta.dtype)
-
-
-def peak_of(usage: Usage) -> int:
-    """All that a rank takes."""
-    return usage.peak
-
-
 def too_large(plan: PipelinePlan, limit: int, knobs: Sequence[str]) -> PlanError:
     """That no cut fits, and what helps.
 
@@ -593,7 +569,7 @@ def with_stages(
         plan: Makes the plan of one program.
         size: Ranks of the unit.
         costs: The figures that time and memory are predicted with.
-        constraints: By names of modules, how ranks split their operators within stages.
+        constraints: The strategies by which ranks split operators within stages, by names of modules.
         memory_limit: Bytes that each rank may use.
         units: The number of units that share the work.
         zero: True if units keep states in parts.

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -38,17 +39,8 @@ from nnx_nnscaler.rules.rule import argument_of, replicate
 
 _HEAVY = frozenset(
     [
-        "linear",
-        "matmul",
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "einsum",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "convolution",
+        *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"),
+        *("conv1d", "conv2d", "conv3d", "convolution"),
     ]
 )
 _SLACK = 1.02
@@ -169,7 +161,7 @@ class Outline:
         for index, op in enumerate(self.ops):
             last = self._last_use.get(op.name, index)
             if isinstance(op.output, TensorMeta) and last > index:
-                nbytes = float(np.prod(op.output.hints)) * bytes_of(op.output.dtype)
+                nbytes = bytes_in(self.graph, op.name)
                 change[index + 1] += nbytes
                 change[min(last, len(self.ops)) + 1] -= nbytes
         return np.asarray(np.cumsum(change)[: len(self.ops) + 1])
@@ -228,7 +220,7 @@ class Prepared(NamedTuple):
 
     Attributes:
         graph: The graph of the whole batch, with inputs for masks.
-        draws: What is drawn for these.
+        draws: The masks that are drawn for these inputs.
         cut: The graph of a microbatch.
         outline: Its operators in order.
     """
@@ -433,6 +425,12 @@ def _search(
     return cuts[::-1]
 
 
+def bytes_in(graph: Graph, name: str) -> int:
+    """Bytes of a value for the traced batch."""
+    meta = graph.meta(name)
+    return prod(meta.hints) * bytes_of(meta.dtype)
+
+
 def foreign_bytes(
     outline: Outline, homes: Mapping[str, int], arrangement: Arrangement
 ) -> NDArray[np.float64]:
@@ -453,9 +451,8 @@ def foreign_bytes(
         for name in op.operands():
             if name in graph.parameters and name not in seen:
                 seen.add(name)
-                meta = graph.metas[name]
                 home = homes.get(graph.parameters[name], 0)
-                nbytes = float(np.prod(meta.hints)) * bytes_of(meta.dtype)
+                nbytes = bytes_in(graph, name)
                 for stage in range(arrangement.stages):
                     found[stage, index + 1] += nbytes * (arrangement.rank_of(stage) != home)
     return found

@@ -413,6 +413,13 @@ def plan_program(
     return _unless_data_does(found, same)
 
 
+def replicated_plan(graph: Graph, size: int) -> ProgramPlan:
+    """The plan by which every rank does everything."""
+    choices = {op.name: replicate(op) for op in graph.ops}
+    stored = dict.fromkeys(graph.parameters.values(), R)
+    return ProgramPlan(size=size, policy="replicate", choices=choices, stored=stored)
+
+
 def _unless_data_does(found: ProgramPlan, plan: Callable[..., ProgramPlan]) -> ProgramPlan:
     """The plan that was found, or one that splits only the batch if it is as fast for all that is known."""
     with suppress(PlanError):

@@ -193,11 +193,6 @@ class ProgramPlan:
         """What the user should hear once: nothing."""
         return ()
 
-    @property
-    def conditions(self) -> tuple[tuple[str, int], ...]:
-        """Sizes that must be multiples of a number for the program to run."""
-        return self.divisible
-
 
 # --- plan text -------------------------------------------------------------------------------------------
 #

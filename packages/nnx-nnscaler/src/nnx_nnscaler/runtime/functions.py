@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from nnx_core.calibration import Communicator
 from nnx_core.errors import UnsupportedError
+from nnx_nnscaler.plan.program_plan import Placement
 
 # --- conversions of placements --------------------------------------------------------------------
 # Changing a tensor's placement inside an emitted program, with the matching collective for its gradient.
@@ -153,6 +154,14 @@ class Conversions:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor)
+
+
+def join_parts(parts: Sequence[Tensor], placement: Placement) -> Tensor:
+    """The whole tensor, from its parts in the order of the ranks."""
+    if placement.groups == 1:
+        return torch.cat(list(parts), placement.dim)
+    grouped = [torch.unflatten(part, placement.dim, (placement.groups, -1)) for part in parts]
+    return torch.cat(grouped, placement.dim + 1).flatten(placement.dim, placement.dim + 1)
 
 
 def _grouped(tensor: Tensor, dim: int, groups: int) -> Tensor:
@@ -538,7 +547,7 @@ class Runtime(Functions, Losses, Normalization):
     Args:
         communicator: The unit's collectives.
         device: The device of the tensors that the program makes.
-        loss_scale: By what a loss is multiplied before its backward; None where nobody knows.
+        loss_scale: Returns the factor of a loss in its backward; None where nobody knows it.
 
     Example:
         >>> from nnx_core.calibration import GroupCommunicator

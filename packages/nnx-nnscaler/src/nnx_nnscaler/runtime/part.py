@@ -229,7 +229,7 @@ class StagePart:
 
     Args:
         tensor: The elements that this rank stores; empty if it stores none.
-        inside: Where the ranks that store it find it.
+        inside: The part as the ranks that store it see it.
         layout: Its layout.
         pipe: This rank's group along the pipe.
         home: The place in it of the rank that stores it.

@@ -210,7 +210,7 @@ class OfStage:
 
     Args:
         source: The source of the parameter.
-        inside: What its gradients are within the stage.
+        inside: The gradients as they are within the stage.
     """
 
     def __init__(self, source: StagePart, inside: GradientParts) -> None:
