@@ -5,18 +5,22 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, stack_plan_text, strategies_of
 from nnx_core.errors import PlanError
 from nnx_core.hardware import profile
+from nnx_nnscaler.codegen.self_check import check_parity
 from nnx_nnscaler.cost import CostModel
 from nnx_nnscaler.ir import Graph, Op, Ref, Size, TensorMeta
-from nnx_nnscaler.plan.planning import plan_program
+from nnx_nnscaler.plan.planning import plan_mesh, plan_program
 from nnx_nnscaler.plan.program_plan import ProgramPlan, R, S, Strategy, Use, conversion, uses_of
 from nnx_nnscaler.rules.rule import replicate
 
@@ -220,3 +224,92 @@ def test_plans_do_not_depend_on_hash_seeds() -> None:
     command = [sys.executable, "-c", script, tests]
     other = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
     assert other.stdout.strip() == stack_plan_text().strip()
+
+
+# --- two axes: how large units are, and whether they keep parameters in parts ---------------------
+
+
+H100 = CostModel(hardware=profile("h100-nvlink"))
+
+
+def test_a_mesh_of_a_thousand_devices_is_planned_without_them() -> None:
+    start = time.process_time()
+    search = plan_mesh(stack(8, batch=128), world_size=1024, costs=H100, strategies_of=strategies_of)
+    assert time.process_time() - start < 30
+    assert {plan.program.size for plan in search.tried} == {1, 2, 4, 8, 16, 32, 64, 128}
+    assert {plan.zero for plan in search.tried} == {True, False}
+    assert search.best.seconds_per_batch == min(plan.seconds_per_batch for plan in search.tried)
+    assert not search.refused
+
+
+def test_plenty_of_memory_and_a_large_batch_want_small_units() -> None:
+    search = plan_mesh(mlp(8192, 64, 256), world_size=16, costs=H100, strategies_of=strategies_of)
+    assert search.best.program.size == 1
+
+
+def test_little_memory_wants_zero_or_larger_units_and_says_what_was_refused() -> None:
+    graph = mlp(8, 512, 2048)
+    free = plan_mesh(graph, world_size=8, costs=H100, strategies_of=strategies_of)
+    alone = next(plan for plan in free.tried if plan.program.size == 1 and not plan.zero)
+    limit = alone.program.prediction.memory // 2
+    search = plan_mesh(graph, world_size=8, costs=H100, memory_limit=limit, strategies_of=strategies_of)
+    assert search.best.zero or search.best.program.size > 1
+    assert search.best.program.prediction.memory <= limit
+    assert "are missing" in search.refused[1, False]
+
+
+def test_dp_tries_units_of_one_rank_only() -> None:
+    search = plan_mesh(mlp(), world_size=4, policy="dp", costs=H100, strategies_of=strategies_of)
+    assert [(plan.program.size, plan.units, plan.zero) for plan in search.tried] == [
+        (1, 4, False),
+        (1, 4, True),
+    ]
+
+
+def test_no_shape_that_fits_is_an_error_with_the_least_that_is_missing() -> None:
+    with pytest.raises(
+        PlanError, match=r"no shape of a mesh of 4 ranks has a plan: no plan of policy 'autodist'"
+    ):
+        plan_mesh(mlp(), world_size=4, costs=H100, memory_limit=10, strategies_of=strategies_of)
+
+
+def test_units_that_do_not_divide_the_world_are_refused() -> None:
+    with pytest.raises(PlanError, match="units of 3 ranks do not divide a world of 8"):
+        plan_mesh(mlp(), world_size=8, sizes=[3], costs=H100, strategies_of=strategies_of)
+
+
+# --- gradients of what every rank repeats are summed with the parameters', not where they arise ---
+
+
+class Embedded(nn.Module):
+    """Adds positions, which every rank looks up, to a batch that is cut."""
+
+    def __init__(self, read_again=False):
+        super().__init__()
+        self.positions = nn.Embedding(8, 16)
+        self.scale = nn.Linear(16, 16)
+        self.read_again = read_again
+
+    def forward(self, x):
+        added = self.positions(torch.arange(8)) * 2.0
+        y = self.scale(x + added)
+        return (y, added.sum()) if self.read_again else y
+
+
+def test_a_position_embedding_takes_no_collective_of_its_own():
+    found = check_parity(Embedded(), (torch.randn(8, 8, 16),), size=2, policy="data")
+    assert found.error < 1e-12, found.worst
+    assert "positions.weight" in found.plan.synchronized
+    assert "keep__all_reduce" not in found.source
+
+
+def test_a_use_with_a_complete_gradient_counts_once():
+    found = check_parity(Embedded(read_again=True), (torch.randn(8, 8, 16),), size=2, policy="data")
+    assert found.error < 1e-12, found.worst
+    assert "keep__divide" in found.source
+
+
+def test_it_is_right_at_more_ranks_and_under_every_policy():
+    for policy in ("data", "zero", "tp", "autodist"):
+        found = check_parity(Embedded(read_again=True), (torch.randn(8, 8, 16),), size=4, policy=policy)
+        assert found.error < 1e-12, (policy, found.worst)
