@@ -97,7 +97,7 @@ def refuse_second_derivative() -> None:
     """Raise where gradients are recorded in a backward pass.
 
     Raises:
-        UnsupportedError: They are.
+        UnsupportedError: Gradients are recorded.
     """
     if torch.is_grad_enabled():
         raise UnsupportedError(

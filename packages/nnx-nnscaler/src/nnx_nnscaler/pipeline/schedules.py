@@ -156,7 +156,7 @@ def order(schedule: str, arrangement: Arrangement, microbatches: int) -> tuple[t
     Args:
         schedule: A name of `nnx_nnscaler.options.SCHEDULES`.
         arrangement: The stages of each rank along the pipe.
-        microbatches: Into how many a batch is cut.
+        microbatches: The number of microbatches of a batch.
 
     Raises:
         OptionError: There is no such schedule, or none for these stages and microbatches.

@@ -70,7 +70,7 @@ class PipelineOptions(NamedTuple):
 
     Attributes:
         arrangement: The stages of each rank along the pipe.
-        microbatches: Into how many a batch is cut; None to have it chosen.
+        microbatches: The number of microbatches of a batch; None to have it chosen.
         cuts: Names of the submodules that the second and later stages begin with; empty to have them chosen.
         policy: The policy by which the ranks of a stage share its operators.
         inner: Ranks of a stage.
@@ -479,7 +479,7 @@ def usage_of(
 
     Args:
         stages: The stages.
-        plans: Their plans.
+        plans: The plans of the stages.
         homes: The rank that stores each parameter.
         arrangement: The stages of each rank along the pipe.
         mesh: The rest that bytes depend on.

@@ -60,7 +60,7 @@ class Stage:
 
     Attributes:
         number: Its place in the pipeline.
-        graph: What it computes. Its outputs are a tuple of values.
+        graph: The graph that it computes, whose outputs are a tuple of values.
         arguments: Names of what it is called with: inputs of the model, and values that other stages give.
         gives: Names of the values that it returns.
         writes: Fully qualified names of the buffers that it writes.

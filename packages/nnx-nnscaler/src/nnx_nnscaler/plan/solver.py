@@ -45,7 +45,7 @@ class Node:
     """Operators, or parameters, that choose alike; the first stands for all.
 
     Attributes:
-        members: Their names.
+        members: The names of the operators or parameters.
         options: The options that they choose from: strategies or `Stored`.
     """
 
@@ -81,7 +81,7 @@ class Value:
     """Values of one kind that all flow along the same edges, and so are converted alike.
 
     Attributes:
-        members: Their names.
+        members: The names of the values.
         edges: The edges along which they flow.
     """
 

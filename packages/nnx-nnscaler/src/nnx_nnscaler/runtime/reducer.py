@@ -151,7 +151,7 @@ class GradientBucket(Bucket):
 
     Args:
         members: Numbers of the parameters.
-        parameters: They.
+        parameters: The parameters, in the order of their numbers.
         group: The ranks over which gradients are summed.
         scale: Factor of each rank's gradient; applied before the sum, as DDP does.
     """
@@ -306,7 +306,7 @@ class UseBucket(Bucket):
 
     Args:
         members: Numbers of the parameters.
-        parameters: They.
+        parameters: The parameters, in the order of their numbers.
         elsewhere: Numbers of those that another stage stores.
     """
 
