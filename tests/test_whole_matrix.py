@@ -107,6 +107,7 @@ def test_accumulation_clipping_and_half_precision_masters_go_with_owners(runs: R
 RING = ["auto", "fsdp_auto", "nnscaler_zero", "colossalai", "nnscaler_tp", "auto"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["soap", "lamb"])
 def test_state_of_owners_goes_round_from_engine_to_engine(runs: Runs, tmp_path: Path, kind: str) -> None:
     expected = runs.one_process()[kind]

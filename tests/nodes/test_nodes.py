@@ -203,6 +203,7 @@ def test_messages_and_the_progress_bar_are_shown_once(two: Laboratory) -> None:
         assert text not in second.output
 
 
+@pytest.mark.full
 def test_private_disks_are_refused_with_the_name_of_the_node(two: Laboratory) -> None:
     path = two.private / "private.ckpt"
     ended = [run.wait(120) for run in start(two, strategy="fsdp_auto", save=str(path))]

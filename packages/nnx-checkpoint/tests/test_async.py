@@ -409,6 +409,7 @@ def test_an_error_that_one_rank_alone_has_left_reaches_all_in_the_next_save(
     assert first[1] is None
 
 
+@pytest.mark.full
 def test_collectives_of_training_and_of_the_save_do_not_meet(pool: WorkerPool, tmp_path: Path) -> None:
     one = pool.run(async_jobs.train_meanwhile, str(tmp_path / "a"), 1, world_size=3, init="gloo")
     assert [wrong for _, wrong in one] == [[], [], []]

@@ -81,6 +81,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+@pytest.mark.full
 def test_random_flips_in_a_trained_checkpoint_are_found_and_none_is_loaded(
     pool: WorkerPool, tmp_path: Path
 ) -> None:

@@ -159,6 +159,7 @@ def test_a_strategy_that_cannot_be_built_has_exit_code_1(nnx_conformance: Comman
     assert "remedy: " in error
 
 
+@pytest.mark.full
 def test_the_command_starts_workers_of_its_own_and_leaves_none(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "nnx", "conformance", "ddp", "--only", "losses_float32", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)

@@ -135,6 +135,7 @@ def group_of_one():
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 def test_optimizers_of_single_elements_are_found_and_left_alone():
     random_state = torch.get_rng_state()
     for name, options in ELEMENTWISE.items():

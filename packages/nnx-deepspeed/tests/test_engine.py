@@ -91,6 +91,7 @@ def test_a_config_that_cannot_be_is_refused_on_every_rank(pool: WorkerPool, kind
         assert error.startswith("OptionError")
 
 
+@pytest.mark.full
 def test_an_operator_that_cannot_be_compiled_is_named_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
     for error in pool.run(refused_without_a_compiler, str(tmp_path), world_size=2):
         assert error.startswith("UnsupportedError: DeepSpeed's operator 'cpu_adam' has to be compiled")

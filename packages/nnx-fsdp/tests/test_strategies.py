@@ -145,6 +145,7 @@ def test_a_scalar_parameter_is_replicated_and_accumulates_like_the_others(pool: 
         torch.testing.assert_close(outcome.weights["temperature"], expected.weights["temperature"])
 
 
+@pytest.mark.full
 def test_a_parameter_without_elements_is_replicated(pool: WorkerPool) -> None:
     run = Run(options=BLOCKS, model="empty", clip=0.05)
     alone = replace(run, strategy="auto", options={}, devices=1)
@@ -204,6 +205,7 @@ def test_every_rank_starts_from_rank_0s_weights(pool: WorkerPool) -> None:
     assert set(same) == set(different) and len(set(same)) == 1
 
 
+@pytest.mark.full
 def test_evaluation_in_every_order_equals_one_process(pool: WorkerPool) -> None:
     run = Run(options=BLOCKS, steps=3, validate_every=2)
     expected = pool.run(

@@ -170,6 +170,7 @@ def test_damage_in_the_source_leaves_nothing_behind(tmp_path: Path, to: str) -> 
     assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.full
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     tensors = {"model.w": shard_of(torch.zeros(3 << 20))}
     nnx_checkpoint.save(tmp_path / "source", tensors=tensors, objects={"trainer": {}})

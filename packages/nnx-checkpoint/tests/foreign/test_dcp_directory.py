@@ -568,6 +568,7 @@ def test_tells_files_that_a_larger_world_left(tmp_path: Path) -> None:
     assert storage.open_checkpoint(path).provenance["files of another save"] == ["__7_0.distcp"]
 
 
+@pytest.mark.full
 def test_opens_thousands_of_items_quickly(tmp_path: Path) -> None:
     state = {f"layers.{i}.weight": torch.ones(2, 2) for i in range(3000)}
     optimizer = {f"param_groups.{name}.lr": 0.1 for name in state}
@@ -766,6 +767,7 @@ FULL = """
 """
 
 
+@pytest.mark.full
 def test_says_what_helps_when_the_system_refuses_to_write(
     tmp_path: Path, run_python: Callable[..., Any]
 ) -> None:

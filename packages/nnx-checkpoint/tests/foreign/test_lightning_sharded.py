@@ -44,6 +44,7 @@ def assert_goes_on(resumed: Any, saved: Any, setup: dict[str, Any]) -> None:
     assert resumed.losses == pytest.approx(saved.losses[STEP:], abs=2e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 def test_lightnings_directories_resume_under_other_strategies(
     pool: WorkerPool, tmp_path: Path, setup: dict[str, Any]
@@ -68,6 +69,7 @@ def test_lightning_resumes_from_directories_that_we_write(
         assert_goes_on(train(pool, devices, resume=str(path), **MODEL_PARALLEL, **setup), saved, setup)
 
 
+@pytest.mark.full
 def test_lightning_resumes_from_its_own_directory_after_two_conversions(
     pool: WorkerPool, tmp_path: Path
 ) -> None:

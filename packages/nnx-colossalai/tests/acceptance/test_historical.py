@@ -179,6 +179,7 @@ def test_the_model_is_built_wherever_one_likes(pool: WorkerPool, built: str, dev
 # --- test_multi_gpu_checkpointing -----------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", ["auto", "cpu"])
 def test_the_test_metrics_are_those_of_the_checkpoint_at_every_world_size(
     pool: WorkerPool, tmp_path: Path, policy: str

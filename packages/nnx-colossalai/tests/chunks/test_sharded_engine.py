@@ -75,6 +75,7 @@ def test_the_module_shows_its_masters_whenever_a_user_may_look(pool: WorkerPool)
             assert {when: all(same) for when, same in looks.items()} == dict.fromkeys(looks, True), mix
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_step_after_an_error_is_a_step_like_any_other(pool: WorkerPool, where: str) -> None:
     for mix, ranks in of_every_mix(pool, jobs.after_an_error, where):
@@ -105,6 +106,7 @@ def test_whoever_uses_a_chunk_first_waits_for_it_once(pool: WorkerPool, use: str
             assert sorted(seen["in all"]) == wanted, mix
 
 
+@pytest.mark.full
 def test_weights_that_another_thread_makes_late_are_waited_for(pool: WorkerPool) -> None:
     for mix, ranks in of_every_mix(pool, jobs.stepped_in_background, 5):
         for late, at_once in ranks:
@@ -120,6 +122,7 @@ MOVES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=str)
 def test_chunks_move_with_masters_and_gradients(pool: WorkerPool, dtype: torch.dtype | None) -> None:
     found = {

@@ -65,6 +65,7 @@ def test_a_budget_near_the_peak_is_a_line_and_one_far_above_does_not_flatten_the
     assert far["masters"] > 1.5 * near["masters"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [1, 300])
 def test_models_of_one_and_of_many_chunks_are_drawn(tmp_path: Path, count: int) -> None:
     groups = tuple(replace(LAYERS[0], name=f"layers.{at}") for at in range(count))

@@ -150,6 +150,7 @@ trainer:
     )
 
 
+@pytest.mark.full
 def test_the_hook_can_be_turned_off_and_import_nnx_does_the_same_later(probes, run_python):
     run_python(
         """
@@ -238,6 +239,7 @@ def test_names_are_known_under_torchrun(probes, tmp_path):
     assert "TrainerProbe TorchElasticEnvironment" in done.stdout
 
 
+@pytest.mark.full
 def test_a_script_that_uses_only_pytorch_lightning_gets_its_classes(site, run_python):
     run_python(
         """

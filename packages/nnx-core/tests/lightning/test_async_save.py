@@ -74,6 +74,7 @@ def test_lightnings_own_strategy_saves_from_rank_0_in_the_background(
 # --- ModelCheckpoint ----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("save_last", [True, "link"])
 def test_model_checkpoint_keeps_the_best_and_the_last_as_it_does_without_background(
     pool: WorkerPool, tmp_path: Path, save_last: Any

@@ -62,6 +62,7 @@ def test_the_average_over_steps_is_that_of_one_process_and_is_sharded(pool: Work
         assert report["same_kinds"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["epochs", "swa"])
 def test_the_average_over_epochs_is_that_of_one_process(pool: WorkerPool, kind: str) -> None:
     run = replace(RUN, steps=100, scheduler=True, groups=1)
@@ -81,6 +82,7 @@ def test_every_engine_averages_what_it_holds(pool: WorkerPool, strategy: str) ->
         assert report["same_kinds"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["ema", "lists", "swa"])
 def test_averaged_buffers_are_those_of_ddp_and_the_same_on_every_rank(pool: WorkerPool, kind: str) -> None:
     epochs = 3 if kind == "swa" else None
@@ -121,6 +123,7 @@ def test_every_stage_of_a_trainer_uses_the_weights_that_it_uses_in_one_process(p
     assert expected["val"] != pytest.approx(expected["test"], abs=1e-3)
 
 
+@pytest.mark.full
 def test_a_model_of_low_precision_has_the_average_that_it_has_under_ddp(pool: WorkerPool) -> None:
     run = replace(RUN, precision="bf16-true", validate_every=None)
     expected = pool.run(fit, under("ddp", run), "ema", world_size=2)[0]["average"]
@@ -133,6 +136,7 @@ def test_a_model_of_low_precision_has_the_average_that_it_has_under_ddp(pool: Wo
 # --- memory -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["ema", "swa"])
 def test_no_complete_copy_is_made_before_the_model_is_sharded(pool: WorkerPool, kind: str) -> None:
     total = sum(parameter.numel() for parameter in MODELS["net"](RUN).parameters())
@@ -203,6 +207,7 @@ def test_an_average_moves_from_two_ranks_to_one_and_back(
         assert_same(report, whole, since=HALF + 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", ["fsdp_auto", "ddp"])
 def test_swa_resumes_with_its_average_and_its_scheduler(
     pool: WorkerPool, tmp_path: Path, target: str
@@ -244,6 +249,7 @@ def test_what_is_loaded_elsewhere_is_the_average(
         assert len(report["losses"]) == LONG - HALF
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plugin", ["torch", "async nnx"])
 def test_other_ways_of_saving_hold_the_average_too(
     pool: WorkerPool, whole: dict[str, Any], tmp_path: Path, plugin: str
@@ -278,6 +284,7 @@ def test_a_checkpoint_without_an_average_starts_one(pool: WorkerPool, tmp_path: 
         assert_close(report["average"], reports[0]["average"])
 
 
+@pytest.mark.full
 def test_a_checkpoint_can_be_saved_when_training_is_over(
     pool: WorkerPool, whole: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -72,6 +72,7 @@ def test_an_engine_whose_optimizers_hold_parameters_of_its_own_saves_and_resumes
         assert seen.losses == pytest.approx(expected.losses, abs=1e-5)
 
 
+@pytest.mark.full
 def test_two_models_with_an_optimizer_each_are_sharded_trained_saved_and_resumed(
     pool: WorkerPool, tmp_path: Path
 ) -> None:

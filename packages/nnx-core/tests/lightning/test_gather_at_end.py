@@ -169,6 +169,7 @@ def peak_of_teardown(strategy: str, gather: str) -> tuple[float, int]:
     return living.peak / (512 * 512 * 4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["fsdp_auto", "nnx_deepspeed_3", "colossalai"])
 def test_a_rank_that_keeps_no_weights_holds_few_layers_at_once(pool: WorkerPool, strategy: str) -> None:
     first, second = pool.run(peak_of_teardown, strategy, "rank0", world_size=2)

@@ -100,6 +100,7 @@ def test_ranks_of_a_node_follow_one_another():
     assert {each["WORLD_SIZE"] for each in ranks} == {"6"}
 
 
+@pytest.mark.full
 def test_a_sharded_run_brings_back_all_but_the_weights_and_tells_who_looks_for_them(tmp_path):
     launcher = SpawningLauncher()
     saving = {"enable_checkpointing": True, "default_root_dir": tmp_path}

@@ -141,6 +141,7 @@ def check() -> Callable[..., None]:
     return check
 
 
+@pytest.mark.full
 def test_torchrun(launch: Launch, check: Callable[..., None]) -> None:
     check(launch(FIT, before=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")))
 

@@ -72,6 +72,7 @@ def test_samples_that_ranks_cannot_share_equally_are_seen_again_with_a_warning(
     )
 
 
+@pytest.mark.full
 def test_ranks_that_stay_keep_their_random_state_and_new_ones_are_seeded(
     pool: WorkerPool, tmp_path: Path
 ) -> None:

@@ -115,6 +115,7 @@ def test_without_a_hook_nothing_is_read_as_a_whole(pool: WorkerPool, saved: str)
         assert read.whole == []
 
 
+@pytest.mark.full
 def test_a_hook_may_leave_entries_out_and_put_them_back(
     pool: WorkerPool, tmp_path: Path, whole: list[float]
 ) -> None:
@@ -166,6 +167,7 @@ def test_a_callbacks_tensors_are_saved_and_restored(pool: WorkerPool, tmp_path: 
             torch.testing.assert_close(value, alone[name], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["plain_sgd", "net"])
 def test_an_optimizer_without_state_and_a_scheduler_resume(
     pool: WorkerPool, tmp_path: Path, model: str
@@ -180,6 +182,7 @@ def test_an_optimizer_without_state_and_a_scheduler_resume(
         assert seen.losses == pytest.approx(expected[HALF:], abs=1e-5)
 
 
+@pytest.mark.full
 def test_saving_before_the_first_step_changes_nothing_and_resumes(
     pool: WorkerPool, tmp_path: Path, whole: list[float]
 ) -> None:
@@ -193,6 +196,7 @@ def test_saving_before_the_first_step_changes_nothing_and_resumes(
 # --- other files and other plugins --------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("writer", ["auto", "ddp"])
 def test_a_plain_file_of_lightnings_resumes(
     pool: WorkerPool, tmp_path: Path, whole: list[float], writer: str
@@ -221,6 +225,7 @@ def test_lightnings_own_io_plugin_gets_complete_tensors_and_writes_a_plain_file(
         assert losses == pytest.approx(whole[HALF:], abs=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plugin", ["async", "async nnx"])
 def test_lightnings_async_plugin_wraps_ours(
     pool: WorkerPool, tmp_path: Path, whole: list[float], plugin: str

@@ -48,8 +48,8 @@ SHAPES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 LOSS_IN_FORWARD = ("gpt_with_loss", "gpt2", "t5", "unet")
 LOSS_IN_STEP = (
-    *("plain_gpt", "gpt2_loss_in_step", "llama_loss_in_step", "t5_loss_in_step", "unet_loss_in_step"),
     "gpt",  # with dropout, which replicas draw for themselves
+    *("plain_gpt", "gpt2_loss_in_step", "llama_loss_in_step", "t5_loss_in_step", "unet_loss_in_step"),
 )
 STEPS = 6
 

@@ -192,6 +192,7 @@ def text_elsewhere():
     return hash("text"), emit(graph, plan, title="GPT (models.py:1)") + plan_to_text(plan)
 
 
+@pytest.mark.full
 def test_programs_do_not_depend_on_the_process(pool, graph, source):
     expected = source + plan_to_text(plan_program(graph, size=2, policy="tp"))
     seeds, texts = zip(*pool.run(text_elsewhere, world_size=2), strict=True)

@@ -213,6 +213,7 @@ def check_divisible(meta: TensorMeta, use: Use, plan: ProgramPlan) -> None:
         assert (dim.expr, plan.size * use.placement.groups) in plan.divisible
 
 
+@pytest.mark.full
 def test_plans_do_not_depend_on_hash_seeds() -> None:
     """All that a plan says, in another process with another seed."""
     script = (
