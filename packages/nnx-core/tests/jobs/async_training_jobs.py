@@ -122,7 +122,7 @@ def keep_one(run: Run, folder: str) -> Left:
 
 
 def fail(run: Run, at: int, slow_rank: int) -> tuple[int, str, str, bool]:
-    """Save to a place where nothing can be saved, with one slow rank.
+    """Save to a place where nothing can be saved; one rank begins with it when two more steps are done.
 
     Returns:
         The step at which the run ended on this rank, the error's class and text, and whether anything
@@ -131,7 +131,14 @@ def fail(run: Run, at: int, slow_rank: int) -> tuple[int, str, str, bool]:
     save = At(at, lambda trainer: trainer.save_checkpoint(str(run.save)))
     trainer = trainer_of(run, save)
     name = text = ""
-    with delayed(lambda: time.sleep(0.2 if rank() == slow_rank else 0.0)):
+
+    def wait() -> None:
+        if rank() == slow_rank:
+            time.sleep(0.2)
+            while trainer.global_step < min(at + 2, run.steps):
+                time.sleep(0.01)
+
+    with delayed(wait):
         try:
             trainer.fit(SlowNet(run))
         except NnxError as error:
