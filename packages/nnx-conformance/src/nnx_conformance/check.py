@@ -21,7 +21,7 @@ from torch import Tensor
 from nnx_conformance.checks import MODULES
 from nnx_conformance.pool import JobError, WorkerPool
 from nnx_conformance.subject import REFERENCE, Identity, Kind, Subject
-from nnx_conformance.task import Outcome, Task
+from nnx_conformance.task import Outcome, Plain, Task
 from nnx_conformance.training import fit
 from nnx_core.errors import NnxError
 from nnx_core.spec import Capabilities
@@ -492,3 +492,15 @@ def _difference(seen: Tensor, expected: Tensor) -> float:
     exact = torch.complex128 if expected.is_complex() else torch.float64
     difference = (seen.to(exact) - expected.to(exact)).abs()
     return float(torch.nan_to_num(difference, nan=float("inf")).max())
+
+
+def trains(bench: Bench, model: type[Plain], *, like: type[Plain] | None = None, **changes: Any) -> None:
+    """Every rank trains the model as one process does, or as one process trains another model.
+
+    Args:
+        bench: The bench of the check.
+        model: The model to train.
+        like: The model that gives the same numbers in one process; by default it is the same one.
+        **changes: To the task.
+    """
+    expect_parity(bench, Task(model=model, **changes), like=Task(model=like or model, **changes))

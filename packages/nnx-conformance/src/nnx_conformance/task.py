@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.nn.functional import gelu, mse_loss
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from nnx_checkpoint.collective import is_distributed
@@ -19,6 +20,7 @@ __all__ = [
     "Block",
     "ConsecutiveSampler",
     "GLOBAL_BATCH",
+    "Grouped",
     "Outcome",
     "Plain",
     "Task",
@@ -239,3 +241,24 @@ class Plain(LightningModule):
         return loader(self.task, self.trainer)
 
     test_dataloader = predict_dataloader = val_dataloader
+
+
+class Grouped(Plain):
+    """Two groups that differ in everything."""
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The blocks, and what is around them."""
+        around = [*self.embed.parameters(), *self.head.parameters()]
+        return [
+            {"params": list(self.blocks.parameters())},
+            {"params": around, "lr": 0.02, "momentum": 0.9, "weight_decay": 0.2},
+        ]
+
+    def configure_optimizers(self) -> Any:
+        """Stochastic gradient descent."""
+        return optim.SGD(self.groups(), lr=0.1)
+
+    def trained_with(self) -> Optimizer:
+        """The optimizer while it trains."""
+        optimizer: Optimizer = self.trainer.optimizers[0]
+        return optimizer

@@ -23,12 +23,10 @@ from nnx_conformance.subject import Subject
 from nnx_conformance.task import BLOCKS, FEATURES, GLOBAL_BATCH, WIDTH, Block, Outcome, Plain, Task, dataset
 
 # --- Trainer --------------------------------------------------------------------------------------
-# What the ranks do: build a Trainer for the strategy under test and run a task with it.
-#
-# Runs in the workers. Checks compose their own jobs from `make_trainer` and `fit`.
 
 
-# --- training -------------------------------------------------------------------------------------
+OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
+"""Environment variables that tell a process its place among others."""
 
 
 def world_size() -> int:
@@ -281,3 +279,29 @@ def _batch(fabric: Any, index: int) -> tuple[Tensor, Tensor]:
 
 def _mean(fabric: Any, loss: Tensor) -> float:
     return float(fabric.all_reduce(loss.detach().double(), reduce_op="mean"))
+
+
+class Watched(Plain):
+    """Remembers what evaluation gives.
+
+    Attributes:
+        evaluated: The mean over all ranks of every batch's loss, by stage.
+    """
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.evaluated: dict[str, list[float]] = {"validate": [], "test": [], "predict": []}
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        """Note the loss."""
+        self.evaluated["validate"].append(mean_over_ranks(self.loss(batch).item()))
+
+    def test_step(self, batch: list[Tensor], index: int) -> None:
+        """Note the loss."""
+        self.evaluated["test"].append(mean_over_ranks(self.loss(batch).item()))
+
+    def predict_step(self, batch: list[Tensor], index: int) -> Tensor:
+        """Note the size of what comes out, and give it."""
+        outputs: Tensor = self(batch[0])
+        self.evaluated["predict"].append(mean_over_ranks(outputs.square().mean().item()))
+        return outputs

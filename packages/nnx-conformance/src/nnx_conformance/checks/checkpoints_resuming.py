@@ -22,11 +22,13 @@ from nnx_conformance.checks.checkpoints_runs import (
     SaveAt,
     Snapshot,
     expect_exactly,
+    expect_resumed,
     expect_same_groups,
     expect_same_optimizers,
     expect_same_weights,
     open_saved,
     path_in,
+    resume,
     run,
     save,
     saved_checkpoint,
@@ -278,44 +280,11 @@ def _require_shared_format(bench: Bench) -> None:
         saved_checkpoint(bench)
 
 
-def expect_resumed(bench: Bench, ranks: list[Record], saved: Record, what: str) -> None:
-    """State to the bit, and losses and final weights of one process that was never interrupted.
-
-    Args:
-        bench: The tools of the check.
-        ranks: The resumed runs, in rank order.
-        saved: The run that saved.
-        what: Says who saved and who resumed, for the message.
-    """
-    alone: Record = bench.alone(run, TASK)
-    for rank, resumed in enumerate(ranks):
-        where = f"{what}, rank {rank}"
-        expect_same_weights(resumed.started, saved.saved, where=where)
-        expect_same_optimizers(resumed.started, saved.saved, where=where)
-        expect_same_groups(resumed.started, saved.saved, where=where)
-        counters = resumed.started.counters
-        expect(counters == saved.saved.counters, f"{where}: {counters}, saved was {saved.saved.counters}.")
-        losses = alone.losses[SAVED_AFTER:]
-        expect_equal_losses(resumed.losses, losses, tolerance=TOLERANCE, where=where)
-        expect_equal_weights(resumed.weights, alone.weights, tolerance=TOLERANCE, where=where)
-
-
 def _path(bench: Bench, saved_by: int) -> str:
     return str(bench.directory / f"saved-by-{saved_by}.ckpt")
 
 
 # --- jobs -----------------------------------------------------------------------------------------
-
-
-def resume(subject: Subject, task: Task, path: str) -> Record:
-    """A job that resumes, from other initial weights.
-
-    Args:
-        subject: The strategy.
-        task: The training to run.
-        path: The checkpoint.
-    """
-    return run(subject, replace(task, seed=task.seed + 1), ckpt_path=path)
 
 
 # --- random numbers and data ----------------------------------------------------------------------

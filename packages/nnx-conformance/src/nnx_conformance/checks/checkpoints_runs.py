@@ -15,7 +15,7 @@ import nnx_checkpoint
 from nnx_checkpoint import NativeCheckpoint
 from nnx_checkpoint.collective import all_gather_object, control_group
 from nnx_checkpoint.shard import Shard, shard_of
-from nnx_conformance.check import Bench, CheckFailed, expect, expect_equal_weights
+from nnx_conformance.check import Bench, CheckFailed, expect, expect_equal_losses, expect_equal_weights
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import GLOBAL_BATCH, Plain, Task, dataset, share_of
 from nnx_conformance.training import make_trainer, outcome_of
@@ -373,3 +373,36 @@ def save(subject: Subject, task: Task, path: str, weights_only: bool = False) ->
     """
     paths = {SAVED_AFTER: path}
     return run(subject, replace(task, steps=SAVED_AFTER), paths=paths, weights_only=weights_only)
+
+
+def expect_resumed(bench: Bench, ranks: list[Record], saved: Record, what: str) -> None:
+    """State to the bit, and losses and final weights of one process that was never interrupted.
+
+    Args:
+        bench: The tools of the check.
+        ranks: The resumed runs, in rank order.
+        saved: The run that saved.
+        what: Says who saved and who resumed, for the message.
+    """
+    alone: Record = bench.alone(run, TASK)
+    for rank, resumed in enumerate(ranks):
+        where = f"{what}, rank {rank}"
+        expect_same_weights(resumed.started, saved.saved, where=where)
+        expect_same_optimizers(resumed.started, saved.saved, where=where)
+        expect_same_groups(resumed.started, saved.saved, where=where)
+        counters = resumed.started.counters
+        expect(counters == saved.saved.counters, f"{where}: {counters}, saved was {saved.saved.counters}.")
+        losses = alone.losses[SAVED_AFTER:]
+        expect_equal_losses(resumed.losses, losses, tolerance=TOLERANCE, where=where)
+        expect_equal_weights(resumed.weights, alone.weights, tolerance=TOLERANCE, where=where)
+
+
+def resume(subject: Subject, task: Task, path: str) -> Record:
+    """A job that resumes, from other initial weights.
+
+    Args:
+        subject: The strategy.
+        task: The training to run.
+        path: The checkpoint.
+    """
+    return run(subject, replace(task, seed=task.seed + 1), ckpt_path=path)

@@ -25,10 +25,9 @@ from torch import Tensor
 
 import nnx_core
 from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_equal_losses, expect_same_run
-from nnx_conformance.checks.manners_starting import OF_LAUNCHERS
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task
-from nnx_conformance.training import Loop, fit, make_trainer, train, trainer_settings
+from nnx_conformance.training import OF_LAUNCHERS, Loop, fit, make_trainer, train, trainer_settings
 
 # --- repetition -----------------------------------------------------------------------------------
 # Repetition: several runs in one process, by name and by object, and beside another strategy.

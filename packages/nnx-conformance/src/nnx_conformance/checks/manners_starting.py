@@ -35,7 +35,7 @@ from nnx_conformance.check import (
 )
 from nnx_conformance.subject import Kind, Subject
 from nnx_conformance.task import GLOBAL_BATCH, Plain, Task
-from nnx_conformance.training import Loop, Seen, fit, interrupted, train
+from nnx_conformance.training import OF_LAUNCHERS, Loop, Seen, fit, interrupted, train
 from nnx_core.registry import StrategyRegistry
 from nnx_core.spec import StrategySpec, import_reference
 
@@ -50,8 +50,6 @@ BY_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=
 
 _SCRIPTS = Path(__file__).parents[1] / "scripts"
 """Scripts as users write them, which are started by their paths and never imported."""
-OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
-"""Environment variables that tell a process its place among others."""
 _done: dict[Launch, Launched] = {}
 
 

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -18,10 +18,12 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MaxMetric, MeanMetric, Metric, SumMetric
 
 from nnx_conformance.check import Bench, check, expect
-from nnx_conformance.checks.names_module import in_training
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Plain, Task, dataset, share_of
 from nnx_conformance.training import fit, make_trainer, world_size
+
+T = TypeVar("T")
+
 
 # --- logged values --------------------------------------------------------------------------------
 # Logged values: reduced over the ranks where that is asked for, and only there.
@@ -450,3 +452,25 @@ def _wait(subject: Subject, folder: str) -> list[int]:
         return missing
 
     return in_training(subject, look)
+
+
+class _Probe(Callback):
+    def __init__(self, look: Callable[[Trainer, Plain], object]) -> None:
+        self.look = look
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, Plain)
+        self.seen = self.look(trainer, pl_module)
+
+
+def in_training(subject: Subject, look: Callable[[Trainer, Plain], T]) -> T:
+    """What a function sees when it is called as training starts, after everything was set up.
+
+    Args:
+        subject: The strategy.
+        look: Called with the Trainer and the module.
+    """
+    task = Task(steps=1)
+    probe = _Probe(look)
+    make_trainer(subject, task, callbacks=[probe]).fit(task.module())
+    return probe.seen  # type: ignore[return-value]

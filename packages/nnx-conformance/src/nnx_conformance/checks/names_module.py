@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FunctionType, MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_equal_weights
@@ -22,35 +21,6 @@ from nnx_conformance.training import fit, make_trainer
 
 # --- while it trains ------------------------------------------------------------------------------
 # The user's module while it trains: names, classes and objects stay what they were.
-
-
-# --- probing --------------------------------------------------------------------------------------
-# A look at Trainer in the middle of training.
-
-
-T = TypeVar("T")
-
-
-class _Probe(Callback):
-    def __init__(self, look: Callable[[Trainer, Plain], object]) -> None:
-        self.look = look
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, Plain)
-        self.seen = self.look(trainer, pl_module)
-
-
-def in_training(subject: Subject, look: Callable[[Trainer, Plain], T]) -> T:
-    """What a function sees when it is called as training starts, after everything was set up.
-
-    Args:
-        subject: The strategy.
-        look: Called with the Trainer and the module.
-    """
-    task = Task(steps=1)
-    probe = _Probe(look)
-    make_trainer(subject, task, callbacks=[probe]).fit(task.module())
-    return probe.seen  # type: ignore[return-value]
 
 
 # --- the module -----------------------------------------------------------------------------------

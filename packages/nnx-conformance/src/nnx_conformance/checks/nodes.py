@@ -11,8 +11,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_only
 
 from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_same_run
-from nnx_conformance.checks.checkpoints_resuming import expect_resumed, resume
-from nnx_conformance.checks.checkpoints_runs import TASK, path_in, save
+from nnx_conformance.checks.checkpoints_runs import TASK, expect_resumed, path_in, resume, save
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Plain, Task, share_of
 from nnx_conformance.training import fit, make_trainer

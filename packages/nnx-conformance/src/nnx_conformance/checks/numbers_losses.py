@@ -25,9 +25,8 @@ from nnx_conformance.check import (
     expect_parity,
     expect_same_run,
 )
-from nnx_conformance.checks.numbers_optimizers import Grouped
 from nnx_conformance.subject import Subject
-from nnx_conformance.task import Block, Outcome, Plain, Task, share_of
+from nnx_conformance.task import Block, Grouped, Outcome, Plain, Task, share_of
 from nnx_conformance.training import fit
 
 # --- losses ---------------------------------------------------------------------------------------

@@ -12,12 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
 from nnx_conformance.check import Bench, check, expect_parity
-from nnx_conformance.task import Plain, Task
-
-__all__ = [
-    "Grouped",
-]
-
+from nnx_conformance.task import Grouped, Plain, Task
 
 # --- optimizers -----------------------------------------------------------------------------------
 # Optimizers step as in one process: their kinds, their parameter groups, their closures.
@@ -120,27 +115,6 @@ class _RMSprop(_Stepped):
 
 
 _ELEMENTWISE = (_Adagrad, _Adadelta, _Adamax, _ASGD, _NAdam, _RAdam, _RMSprop)
-
-
-class Grouped(Plain):
-    """Two groups that differ in everything."""
-
-    def groups(self) -> list[dict[str, Any]]:
-        """The blocks, and what is around them."""
-        around = [*self.embed.parameters(), *self.head.parameters()]
-        return [
-            {"params": list(self.blocks.parameters())},
-            {"params": around, "lr": 0.02, "momentum": 0.9, "weight_decay": 0.2},
-        ]
-
-    def configure_optimizers(self) -> Any:
-        """Stochastic gradient descent."""
-        return optim.SGD(self.groups(), lr=0.1)
-
-    def trained_with(self) -> Optimizer:
-        """The optimizer while it trains."""
-        optimizer: Optimizer = self.trainer.optimizers[0]
-        return optimizer
 
 
 class _Edited(Grouped):

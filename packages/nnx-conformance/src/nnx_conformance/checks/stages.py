@@ -29,36 +29,10 @@ from nnx_conformance.check import (
 )
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import FEATURES, Outcome, Plain, Task, dataset, loader, share_of
-from nnx_conformance.training import make_trainer, mean_over_ranks, outcome_of
+from nnx_conformance.training import Watched, make_trainer, outcome_of
 
 # --- models ---------------------------------------------------------------------------------------
 # The modules of the group `stages`: they watch what evaluation gives, and cut their batches in odd sizes.
-
-
-class Watched(Plain):
-    """Remembers what evaluation gives.
-
-    Attributes:
-        evaluated: The mean over all ranks of every batch's loss, by stage.
-    """
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        self.evaluated: dict[str, list[float]] = {"validate": [], "test": [], "predict": []}
-
-    def validation_step(self, batch: list[Tensor], index: int) -> None:
-        """Note the loss."""
-        self.evaluated["validate"].append(mean_over_ranks(self.loss(batch).item()))
-
-    def test_step(self, batch: list[Tensor], index: int) -> None:
-        """Note the loss."""
-        self.evaluated["test"].append(mean_over_ranks(self.loss(batch).item()))
-
-    def predict_step(self, batch: list[Tensor], index: int) -> Tensor:
-        """Note the size of what comes out, and give it."""
-        outputs: Tensor = self(batch[0])
-        self.evaluated["predict"].append(mean_over_ranks(outputs.square().mean().item()))
-        return outputs
 
 
 class Branching(Watched):

@@ -14,12 +14,10 @@ from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import DTensor
 
 from nnx_checkpoint.collective import is_distributed
-from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_same_run
-from nnx_conformance.checks.stages import Watched
-from nnx_conformance.checks.structure_layers import trains
+from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_same_run, trains
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import BLOCKS, FEATURES, GLOBAL_BATCH, WIDTH, Block, Outcome, Plain, Task
-from nnx_conformance.training import fit, make_trainer, outcome_of
+from nnx_conformance.training import Watched, fit, make_trainer, outcome_of
 
 # --- buffers --------------------------------------------------------------------------------------
 # Buffers, and norms over the batch, which keep statistics in them.

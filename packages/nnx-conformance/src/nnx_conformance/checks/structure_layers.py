@@ -20,8 +20,8 @@ from nnx_conformance.check import (
     check,
     expect,
     expect_equal_losses,
-    expect_parity,
     expect_same_run,
+    trains,
 )
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import (
@@ -37,19 +37,6 @@ from nnx_conformance.task import (
     share_of,
 )
 from nnx_conformance.training import fit, make_trainer
-
-
-def trains(bench: Bench, model: type[Plain], *, like: type[Plain] | None = None, **changes: Any) -> None:
-    """Every rank trains the model as one process does, or as one process trains another model.
-
-    Args:
-        bench: The bench of the check.
-        model: The model to train.
-        like: The model that gives the same numbers in one process; by default it is the same one.
-        **changes: To the task.
-    """
-    expect_parity(bench, Task(model=model, **changes), like=Task(model=like or model, **changes))
-
 
 # --- parameters -----------------------------------------------------------------------------------
 # Parameters: their shapes, which of them are shared, and which are trained.
