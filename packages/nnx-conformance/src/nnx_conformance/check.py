@@ -68,7 +68,7 @@ class Check:
 
     Attributes:
         name: Unique, lower snake case; the name under which it is reported and chosen.
-        group: What its module's name begins with; one of `GROUPS`.
+        group: The first word of its module's name; one of `GROUPS`.
         promise: The promise of the strategy, in one sentence.
         run: Tries it; raises `CheckFailed` or `NotApplicable`.
         requires: Capabilities without which the promise is not made: ``"clip_by_norm"`` for a flag,
