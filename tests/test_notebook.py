@@ -11,6 +11,7 @@ from nbclient import NotebookClient
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "notebook.ipynb"
 
 
+@pytest.mark.full
 def test_the_notebook_trains_on_two_processes_and_has_their_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

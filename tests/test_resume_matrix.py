@@ -183,6 +183,7 @@ def test_all_engines_meet_both_ways_and_every_strategy_is_saved_and_resumed_at_e
     assert {target for _, target in meetings} == set(CELLS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("source", "target"), list(zip(WHOLE, (*WHOLE[1:], WHOLE[0]), strict=True)))
 def test_states_of_whole_matrices_rows_and_columns_resume_too(
     matrix: Matrix, source: str, target: str

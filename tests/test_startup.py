@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import gc, sys
 import lightning.pytorch, torchmetrics
@@ -23,6 +25,7 @@ assert RequirementCache("torch>=2") and not RequirementCache("scipy") and not Re
 """
 
 
+@pytest.mark.full
 def test_lightning_comes_without_what_torchmetrics_adds_and_the_rest_is_as_ever() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -92,6 +92,15 @@ CASES: dict[str, dict[str, int]] = {
     "tests/test_fuzz.py": {
         "test_a_changed_checkpoint_is_refused_or_read_as_its_files_say": 3,
     },
+    "tests/test_docs_code.py": {
+        "test_every_block_of_a_page_runs": 5,
+    },
+    "packages/nnx-checkpoint/tests/test_kills.py": {
+        "test_kills_at_random_moments_lose_nothing": 2,
+    },
+    "packages/nnx-core/tests/lightning/test_launching.py": {
+        "test_a_process_leaves_its_group_before_the_interpreter_goes": 3,
+    },
     "tests/test_resume_matrix.py": {
         "test_every_cell_resumes_exactly": 14,
         "test_states_of_whole_matrices_rows_and_columns_resume_too": 6,
@@ -115,7 +124,7 @@ CASES: dict[str, dict[str, int]] = {
         "test_masters_moments_steps_and_loss_scale_resume_to_the_bit": 13,
     },
     "packages/nnx-colossalai/tests/acceptance/test_tier_mixes.py": {
-        "test_masters_moments_and_losses_are_the_references_to_the_bit": 8,
+        "test_masters_moments_and_losses_are_the_references_to_the_bit": 12,
     },
     "packages/nnx-colossalai/tests/acceptance/test_tier_mixes_traffic.py": {
         "test_bytes_moved_in_a_step_are_those_of_the_formula": 7,
@@ -145,7 +154,7 @@ CASES: dict[str, dict[str, int]] = {
         "test_validate_and_predict_need_no_training_loader": 5,
     },
     "packages/nnx-nnscaler/tests/acceptance/test_losses_equal_one_process.py": {
-        "test_two_processes_have_the_losses_of_one": 17,
+        "test_two_processes_have_the_losses_of_one": 23,
         "test_four_processes_have_the_losses_of_one": 92,
         "test_units_of_two_are_replicated_over_four": 6,
         "test_dp_is_bit_equal_to_ddp": 4,
@@ -170,8 +179,8 @@ CASES: dict[str, dict[str, int]] = {
         "test_the_solver_finds_the_best_of_all_plans": 5,
         "test_least_memory_is_near_the_least_of_all_plans": 2,
     },
-    "packages/nnx-nnscaler/tests/probing/test_convolution_rules.py": {"*": 5},
-    "packages/nnx-nnscaler/tests/probing/test_convolutional_models.py": {"*": 5},
+    "packages/nnx-nnscaler/tests/probing/test_convolution_rules.py": {"*": 8},
+    "packages/nnx-nnscaler/tests/probing/test_convolutional_models.py": {"*": 8},
     "packages/nnx-nnscaler/tests/rules/test_random_plans.py": {"*": 3},
     "packages/nnx-nnscaler/tests/rules/test_rule_table.py": {
         "test_every_strategy_gives_the_results_and_gradients_of_the_whole_operator": 3,

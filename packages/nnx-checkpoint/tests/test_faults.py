@@ -44,6 +44,7 @@ def test_a_fault_of_any_operation_loses_nothing(memory: Path, in_background: boo
     assert tried >= 100 // every
 
 
+@pytest.mark.full
 def test_a_fault_on_one_rank_reaches_both(pool: WorkerPool, memory: Path) -> None:
     every = (1, 1) if FULL else (4, 2)
     for tried, failures in pool.run(

@@ -319,6 +319,7 @@ def test_a_rank_killed_while_saving_to_s3_leaves_the_old_checkpoint(
     assert nnx_checkpoint.open_checkpoint(url).objects["version"] == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "run", [Run(options={"min_num_params": 100}), Run(strategy="ddp")], ids=["fsdp_auto", "ddp"]
 )

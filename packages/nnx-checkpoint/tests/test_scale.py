@@ -230,6 +230,7 @@ def test_every_tensor_is_covered_and_deduped_stores_nothing_twice(world: World) 
 
 @settings(max_examples=100, deadline=None)
 @given(worlds(), st.data())
+@pytest.mark.full
 def test_looking_up_a_box_finds_what_searching_all_pieces_finds(world: World, data: st.DataObject) -> None:
     saved = save_in_messages(world, "sharded")
     tensors = saved.index.tensors

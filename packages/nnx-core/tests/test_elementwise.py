@@ -199,6 +199,7 @@ class Counting(OwnStep):
         return p.grad.sign()
 
 
+@pytest.mark.full
 def test_a_trial_of_many_groups_steps_on_few_elements():
     groups = [{"params": parameters((768, 768)), "lr": 1e-3 * index} for index in range(200)]
     assert dependence(Counting(groups)) == "element"

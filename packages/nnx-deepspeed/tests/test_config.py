@@ -162,6 +162,7 @@ def test_every_argument_of_lightnings_strategy_is_an_option_or_refused_by_the_pa
         assert (name in options) is ("elsewhere" not in row), row
 
 
+@pytest.mark.full
 def test_importing_lightning_and_listing_strategies_does_not_import_deepspeed() -> None:
     script = (
         "import sys, lightning.pytorch, nnx; names = nnx.StrategyRegistry.names();"

@@ -92,6 +92,7 @@ def test_hybrid_sharding_replicates_over_groups(pool: WorkerPool, expected: Outc
         assert outcome.losses == pytest.approx(alone.losses, abs=1e-5)
 
 
+@pytest.mark.full
 def test_hybrid_on_one_node_is_plain_sharding(pool: WorkerPool, expected: Outcome) -> None:
     assert _check(pool, expected, Run(strategy="fsdp_hybrid", options=BLOCKS))["mesh"] == {(1, 2)}
 
@@ -134,6 +135,7 @@ def test_a_class_that_cannot_be_extended_is_trained_with_replicated_leftovers(
     assert "" not in seen["units"]
 
 
+@pytest.mark.full
 def test_a_scalar_parameter_is_replicated_and_accumulates_like_the_others(pool: WorkerPool) -> None:
     run = Run(options=BLOCKS, model="scalar", accumulate=2, clip=0.05, steps=4)
     alone = replace(run, strategy="auto", options={}, devices=1)
@@ -156,6 +158,7 @@ def test_a_parameter_without_elements_is_replicated(pool: WorkerPool) -> None:
         assert outcome.weights["nothing"].shape == (0, 3)
 
 
+@pytest.mark.full
 def test_a_second_dtype_is_replicated_and_strides_come_back(pool: WorkerPool) -> None:
     run = Run(options=BLOCKS, model="mixed", accumulate=2, clip=0.05, steps=4)
     alone = replace(run, strategy="auto", options={}, devices=1)

@@ -154,6 +154,7 @@ def test_urls_are_listed_inspected_compared_and_verified() -> None:
         fsspec.filesystem("memory").rm("/listing", recursive=True)
 
 
+@pytest.mark.full
 def test_every_verb_works_on_an_object_store(tmp_path: Path) -> None:
     with s3_server():
         root = "s3://bucket/runs"

@@ -258,6 +258,7 @@ def run(script: str, *arguments: Any) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_converting_takes_at_most_64_megabytes(tmp_path: Path) -> None:
     """180 MB, of which one tensor is 150 MB, in a process that could not hold either."""
     sizes = {"big": (3000, 12500), **{f"part{i}": (500, 1000) for i in range(15)}}

@@ -741,6 +741,7 @@ BOUNDED = """
 """
 
 
+@pytest.mark.full
 def test_writes_in_bounded_memory(tmp_path: Path, run_python: Callable[..., Any]) -> None:
     """A tensor of 200 MB, with room for less than half of it."""
     run_python(BOUNDED, str(tmp_path / "source"), str(tmp_path / "out"), "lightning_sharded")

@@ -198,6 +198,7 @@ def test_large_records_and_many_of_them_use_the_wide_fields_of_zip() -> None:
     assert archive.testzip() is None
 
 
+@pytest.mark.full
 def test_a_record_of_more_than_4_gib_is_found_by_torch_and_by_zip_tools(tmp_path: Path) -> None:
     """The file is sparse: only its ends are written."""
     size = (4 << 30) + 8

@@ -57,6 +57,7 @@ def test_lightnings_directories_resume_under_other_strategies(
         assert_goes_on(train(pool, devices, resume=str(path), **target, **setup), saved, setup)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 def test_lightning_resumes_from_directories_that_we_write(
     pool: WorkerPool, tmp_path: Path, setup: dict[str, Any]

@@ -144,6 +144,7 @@ def test_gradients_are_clipped_by_value_and_by_norm(pool: WorkerPool, policy: st
 # --- test_colossalai_optimizer --------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("optimizer", "policy"), in_turns(OPTIMIZERS, POLICIES))
 def test_the_optimizers_of_torch_are_accepted(pool: WorkerPool, policy: str, optimizer: str) -> None:
     for seen in trained(pool, policy, optimizer=optimizer):
@@ -211,6 +212,7 @@ def test_a_model_that_never_trained_is_tested(pool: WorkerPool, policy: str, pre
 # --- test_multi_gpu_model_colossalai_fit_test -----------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", POLICIES)
 def test_fit_and_test_in_16_bits_learn_as_the_plain_loop_does(pool: WorkerPool, policy: str) -> None:
     settings = {"precision": "16-mixed", "epochs": 2, "initial_scale": 32.0}
@@ -231,6 +233,7 @@ def test_masters_in_mixed_precision_are_those_of_the_plain_loop_to_the_bit(
         expect_the_same(seen, by_hand(precision=precision))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_sanity_check_before_training_is_no_longer_refused(pool: WorkerPool, policy: str) -> None:
     for seen in trained(pool, policy):

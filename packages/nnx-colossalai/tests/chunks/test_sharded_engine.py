@@ -83,6 +83,7 @@ def test_a_step_after_an_error_is_a_step_like_any_other(pool: WorkerPool, where:
             assert_same(after, without, mix)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["in place", "state dict"])
 def test_masters_that_are_changed_from_outside_are_what_the_next_forward_uses(
     pool: WorkerPool, how: str
@@ -92,6 +93,7 @@ def test_masters_that_are_changed_from_outside_are_what_the_next_forward_uses(
             assert changed == wanted, mix
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("use", ["forward", "read", "finish", "forget"])
 def test_whoever_uses_a_chunk_first_waits_for_it_once(pool: WorkerPool, use: str) -> None:
     everyone = ["", "layers.0", "layers.1", "layers.2"]
@@ -162,6 +164,7 @@ def test_a_step_copies_weights_in_the_working_dtype_and_gradients_in_full(
             assert to_host == reductions * 4 * trained, tier
 
 
+@pytest.mark.full
 def test_chunks_are_numbered_in_the_order_of_the_last_forward(pool: WorkerPool) -> None:
     for mix, ranks in of_every_mix(pool, jobs.order_of_use):
         for laid_out, used, skipped in ranks:

@@ -136,6 +136,7 @@ def test_weights_that_are_used_while_their_module_does_not_run_are_named() -> No
     assert probe(left, model, [TOKENS]).used_outside == frozenset()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("module", "inputs"),
     [

@@ -175,6 +175,7 @@ def test_the_hook_can_be_turned_off_and_import_nnx_does_the_same_later(probes, r
     )
 
 
+@pytest.mark.full
 def test_a_broken_nnx_breaks_neither_torch_nor_lightning_and_is_reported(site, run_python, tmp_path):
     (site.path / "nnx_core.py").write_text("raise SystemExit('nnx is broken')")
     done = run_python(
@@ -209,6 +210,7 @@ def test_broken_plugins_break_neither_lightning_nor_the_other_plugins(probes, ru
     )
 
 
+@pytest.mark.full
 def test_strict_mode_reaches_whoever_imports_lightning(site, run_python):
     site.add("bb-broken", "import does_not_exist")
     done = run_python("import lightning.pytorch", check=False, NNX_STRICT_PLUGINS="1")

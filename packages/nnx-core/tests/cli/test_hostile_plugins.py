@@ -119,6 +119,7 @@ def test_what_a_plugin_writes_or_reads_does_not_disturb(command: Any, site: Any,
     assert [entry["name"] for entry in json.loads(output)["strategies"]] == ["after", "bad", "before"]
 
 
+@pytest.mark.full
 def test_answers_are_kept_until_the_plugin_changes(
     command: Any, site: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

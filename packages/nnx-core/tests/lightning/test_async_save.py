@@ -165,6 +165,7 @@ def test_an_error_of_the_users_is_not_hidden_by_one_of_the_save(
     assert f"The background save to '{tmp_path / 'file'}' failed as well: " in pool.output[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run", [RUN, DDP], ids=["fsdp_auto", "ddp"])
 def test_after_a_run_saving_waits_and_the_next_run_saves_in_the_background_again(
     pool: WorkerPool, tmp_path: Path, run: Run

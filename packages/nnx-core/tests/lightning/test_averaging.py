@@ -94,6 +94,7 @@ def test_averaged_buffers_are_those_of_ddp_and_the_same_on_every_rank(pool: Work
             torch.testing.assert_close(report["average"][name], expected["average"][name], msg=name)
 
 
+@pytest.mark.full
 def test_parameters_that_a_forward_has_left_gathered_are_sharded_before_they_are_averaged(
     pool: WorkerPool,
 ) -> None:
@@ -104,12 +105,14 @@ def test_parameters_that_a_forward_has_left_gathered_are_sharded_before_they_are
         assert_same(report, expected)
 
 
+@pytest.mark.full
 def test_an_average_that_has_begun_keeps_its_values(pool: WorkerPool) -> None:
     expected = pool.run(fit, ALONE, "pretrained", world_size=1)[0]
     for report in pool.run(fit, RUN, "pretrained", world_size=2):
         assert_same(report, expected)
 
 
+@pytest.mark.full
 def test_every_stage_of_a_trainer_uses_the_weights_that_it_uses_in_one_process(pool: WorkerPool) -> None:
     expected = pool.run(every_stage, ALONE, "ema", world_size=1)[0]
     reports = pool.run(every_stage, RUN, "ema", world_size=2)
@@ -273,6 +276,7 @@ def test_a_merged_file_resumes_under_lightnings_own_strategy(
         assert_same(report, whole, since=HALF)
 
 
+@pytest.mark.full
 def test_a_checkpoint_without_an_average_starts_one(pool: WorkerPool, tmp_path: Path) -> None:
     reports: list[dict[str, Any]] = []
     for strategy, devices in (("auto", 1), ("fsdp_auto", 2)):

@@ -32,6 +32,7 @@ from nnx_test_helpers.resume_jobs import run_cell
 from nnx_test_helpers.training import Run
 
 
+@pytest.mark.full
 def test_setup_with_an_optimizer_built_before_trains_like_one_process(pool: WorkerPool) -> None:
     expected = pool.run(setup_together, 1, world_size=1)[0]
     for devices in (2, 3):

@@ -89,6 +89,7 @@ def test_weights_are_where_they_were_asked_for_and_runs_follow(
         assert torch.equal(saved.read(name), expected.read(name)), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_weights_that_nobody_holds_come_from_a_checkpoint_only(
     pool: WorkerPool, tmp_path: Path, strategy: str

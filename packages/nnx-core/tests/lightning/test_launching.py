@@ -146,6 +146,7 @@ def test_torchrun(launch: Launch, check: Callable[..., None]) -> None:
     check(launch(FIT, before=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")))
 
 
+@pytest.mark.full
 def test_spawned_processes_bring_the_weights_back(launch: Launch, check: Callable[..., None]) -> None:
     check(launch(FIT, strategy='__import__("nnx").strategy("fsdp_auto", start_method="spawn")'), ranks=1)
 

@@ -93,6 +93,7 @@ def test_gradients_are_clipped_after_they_were_unscaled(pool: WorkerPool, start:
         assert report["losses"] == pytest.approx(expected["losses"], rel=5e-3)
 
 
+@pytest.mark.full
 def test_the_scalers_state_is_saved_and_restored(pool: WorkerPool, tmp_path: Path) -> None:
     path = str(tmp_path / "scaled.ckpt")
     clean: tuple[int, int] = (-1, -1)

@@ -50,6 +50,7 @@ def test_a_module_goes_through_fit_and_evaluation_in_any_order_as_in_one_process
     assert len({report["digest"] for report in reports}) == 1
 
 
+@pytest.mark.full
 def test_a_checkpoint_saved_after_fit_has_ended_resumes_like_any_other(
     pool: WorkerPool, tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def test_model_checkpoint_keeps_the_best_and_the_last_as_under_lightnings_own_st
         assert storage.verify(entry) == [], entry
 
 
+@pytest.mark.full
 def test_weights_only_checkpoints_have_no_optimizer_entries(pool: WorkerPool, tmp_path: Path) -> None:
     path = str(tmp_path / "weights.ckpt")
     for report in pool.run(save_weights_only, replace(RUN, steps=2), path, world_size=2):
@@ -146,6 +147,7 @@ def saved_file(pool: WorkerPool, saved: str) -> str:
     return path
 
 
+@pytest.mark.full
 def test_extra_state_and_hyperparameters_come_back(pool: WorkerPool, tmp_path: Path) -> None:
     path = str(tmp_path / "extra.ckpt")
     run = replace(RUN, model="extra", steps=2)
@@ -156,6 +158,7 @@ def test_extra_state_and_hyperparameters_come_back(pool: WorkerPool, tmp_path: P
         assert seen == [(2, [1.0, 1.0]), (3, [1.5, 1.5])]
 
 
+@pytest.mark.full
 def test_a_callbacks_tensors_are_saved_and_restored(pool: WorkerPool, tmp_path: Path) -> None:
     path = str(tmp_path / "ema.ckpt")
     halves = pool.run(average, replace(RUN, steps=HALF, save=path), world_size=2)

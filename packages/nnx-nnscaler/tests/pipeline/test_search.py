@@ -67,6 +67,7 @@ def test_stages_are_chosen_where_links_are_slow_and_nowhere_else() -> None:
     assert chosen(hooked, SLOW) == plan_program(hooked, size=4, costs=SLOW)
 
 
+@pytest.mark.full
 def test_stages_are_chosen_where_nothing_else_fits_into_the_memory() -> None:
     graph = trace_forward(Deep(), (rows(256),), {})
     options = PipelineOptions(Arrangement(4, 4), schedule="1f1b")
@@ -104,6 +105,7 @@ def test_autodist_trains_in_stages_and_a_saved_plan_does_the_same(pool: WorkerPo
         assert "was made for another graph" in error
 
 
+@pytest.mark.full
 def test_a_loaded_plan_says_the_schedule_of_steps_too(pool: WorkerPool, tmp_path: Path) -> None:
     path, folder = str(tmp_path / "plan.json"), str(tmp_path / "code")
     saving = {"pipeline_scheduler": "1f1b", "pipeline_nmicros": 4, "save_plan": path}

@@ -292,6 +292,7 @@ def test_tensors_that_are_no_buffers_are_constants_with_a_note():
     check_graph(graph, module, (x,))
 
 
+@pytest.mark.full
 def test_a_module_on_the_meta_device_is_traced():
     with torch.device("meta"):
         module = Gpt()

@@ -98,6 +98,7 @@ def test_a_graph_equals_its_model(name, mode):
         check_graph(graph, module, (), {**sample(size), **extra})
 
 
+@pytest.mark.full
 def test_a_cache_that_training_does_not_read_is_left_out_and_one_in_eval_is_made():
     module = gpt2()
     graph = trace_forward(module, (), words(4))
@@ -115,6 +116,7 @@ def test_a_cache_that_training_does_not_read_is_left_out_and_one_in_eval_is_made
         torch.testing.assert_close(mine.values, its.values)
 
 
+@pytest.mark.full
 def test_hidden_states_that_hooks_of_transformers_collect_are_traced():
     module = llama()
     sample = {**words(4), "use_cache": False, "output_hidden_states": True}

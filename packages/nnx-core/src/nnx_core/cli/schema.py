@@ -23,15 +23,15 @@ from nnx_core.errors import OptionError
 
 _CHECKPOINTS = "nnx_checkpoint.cli"
 _COMMANDS = {
-    "ckpt convert": ("SRC DST --json", f"{_CHECKPOINTS}.conversion:Written"),
+    "ckpt convert": ("SRC DST --json", f"{_CHECKPOINTS}.files:Written"),
     "ckpt diff": (
         "LEFT RIGHT --json; exit code 1 where same is false",
         f"{_CHECKPOINTS}.verification:Differences",
     ),
-    "ckpt gc": ("DIR --json", f"{_CHECKPOINTS}.directory:Collection"),
+    "ckpt gc": ("DIR --json", f"{_CHECKPOINTS}.files:Collection"),
     "ckpt inspect": ("PATH --json", f"{_CHECKPOINTS}.inspection:Inspection"),
-    "ckpt ls": ("PATH --json", f"{_CHECKPOINTS}.directory:Listing"),
-    "ckpt merge": ("SRC... DST --json", f"{_CHECKPOINTS}.conversion:Written"),
+    "ckpt ls": ("PATH --json", f"{_CHECKPOINTS}.files:Listing"),
+    "ckpt merge": ("SRC... DST --json", f"{_CHECKPOINTS}.files:Written"),
     "ckpt verify": (
         "PATH --json; exit code 1 where whole is false",
         f"{_CHECKPOINTS}.verification:Verification",
