@@ -267,6 +267,7 @@ nnx_checkpoint.save_async(sys.argv[1], tensors={"w": shard_of(torch.full((1000,)
 """
 
 
+@pytest.mark.full
 def test_python_waits_for_the_save_at_exit_and_says_if_it_failed(tmp_path: Path) -> None:
     runs = [
         subprocess.Popen(

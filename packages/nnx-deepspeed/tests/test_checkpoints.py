@@ -259,6 +259,7 @@ finally:
 """
 
 
+@pytest.mark.full
 def test_the_command_converts_without_deepspeed_and_without_lightning(
     tmp_path: Path,
 ) -> None:

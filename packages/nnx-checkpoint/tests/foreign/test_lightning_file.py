@@ -185,6 +185,7 @@ def test_unknown_options_are_refused(tmp_path: Path) -> None:
         nnx_checkpoint.convert(tmp_path / "a", tmp_path / "a.ckpt", speed=3)
 
 
+@pytest.mark.full
 def test_large_records_and_many_of_them_use_the_wide_fields_of_zip() -> None:
     big = ZipLayout([("x/data/0", 5 << 32), ("x/version", 2)])
     assert big.size > 5 << 32

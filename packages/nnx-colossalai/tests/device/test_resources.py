@@ -61,6 +61,7 @@ def test_the_limit_of_a_container_counts(tmp_path, monkeypatch) -> None:
     assert available_host_bytes() > 2**20
 
 
+@pytest.mark.full
 def test_ranks_use_the_first_ones_rates_and_the_least_budgets(pool, tmp_path) -> None:
     results = pool.run(resources_of_ranks, tmp_path, world_size=2, init="gloo")
     assert [result["budgets"] for result in results] == [(9_999_999, 4_999, 7_000)] * 2

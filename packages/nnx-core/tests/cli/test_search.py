@@ -117,6 +117,7 @@ PHRASES = {
 }
 
 
+@pytest.mark.full
 def test_phrases_of_users_lead_to_what_they_need(found: Callable[..., list[str]]) -> None:
     missed = [
         phrase

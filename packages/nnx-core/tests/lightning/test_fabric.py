@@ -131,6 +131,7 @@ def test_a_run_resumes_at_another_world_size_with_the_users_own_objects(
         assert (config["name"], config["sizes"], config["table"].tolist()) == ("x", (1, 2), [0, 1, 2])
 
 
+@pytest.mark.full
 def test_trainers_checkpoint_resumes_in_fabric_and_fabrics_in_trainer(
     pool: WorkerPool, tmp_path: Path
 ) -> None:

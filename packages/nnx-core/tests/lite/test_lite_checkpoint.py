@@ -159,6 +159,7 @@ def written(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return made
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", READERS)
 def test_every_form_of_content_resumes_exactly_under_every_strategy_and_world_size(
     pool: WorkerPool, written: dict[str, Any], tmp_path: Path, strategy: str
