@@ -7,7 +7,9 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Self, cast
+from typing import Any, cast
+
+from typing_extensions import Self
 
 from nnx_core.errors import OptionError
 from nnx_core.options import CommonOptions, split_options
