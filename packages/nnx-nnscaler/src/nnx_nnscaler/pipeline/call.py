@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from nnx_core.errors import UnsupportedError
+from nnx_nnscaler._torch_compat import stage_backward_input, stage_backward_weight
 from nnx_nnscaler.codegen.emit import Program
 from nnx_nnscaler.ir import Graph, TensorMeta
 from nnx_nnscaler.pipeline.messages import RETURNING, Line, Look, Passage, refuse_second_derivative

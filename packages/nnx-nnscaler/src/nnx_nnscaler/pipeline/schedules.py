@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nnx_core.errors import OptionError, PlanError
 from nnx_core.options import check_choice
+from nnx_nnscaler._torch_compat import schedule_actions
 from nnx_nnscaler.options import SCHEDULES
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
@@ -94,38 +94,10 @@ def actions(
             _SIMPLE[schedule](ranks - rank, range(rank, stages, ranks), microbatches) for rank in range(ranks)
         )
     try:
-        found = _actions_of_torch(SCHEDULES[schedule], ranks, microbatches, stages // ranks)
+        found = schedule_actions(SCHEDULES[schedule], ranks, microbatches, stages // ranks)
     except (ValueError, AssertionError):
         return None
     return tuple(tuple(Action(*action) for action in rank) for rank in found)
-
-
-def _actions_of_torch(
-    schedule: str, ranks: int, microbatches: int, stages_per_rank: int
-) -> list[list[tuple[str, int, int]]]:
-    """What each rank does in one of torch's pipeline schedules: ``("F", stage, microbatch)`` and so on.
-
-    Raises:
-        ValueError: The schedule does not take these numbers.
-        AssertionError: Likewise.
-    """
-    from torch.distributed.pipelining.schedules import get_schedule_class
-
-    def flat(action: Any) -> list[tuple[str, int, int]]:
-        if action is None or action.computation_type.value == "REDUCE_GRAD":
-            return []
-        if action.sub_actions is not None:
-            return [one for part in action.sub_actions for one in flat(part)]
-        return [(action.computation_type.value, action.stage_index, action.microbatch_index)]
-
-    # All that a schedule reads of a stage when it makes its order.
-    sizes = {"group_rank": 0, "group_size": ranks, "num_stages": ranks * stages_per_rank}
-    stages: Any = [
-        SimpleNamespace(**sizes, stage_index=number * ranks, submod=None, has_backward=True)
-        for number in range(stages_per_rank)
-    ]
-    order: Any = get_schedule_class(schedule)(stages, microbatches)
-    return [[one for action in order.pipeline_order[rank] for one in flat(action)] for rank in range(ranks)]
 
 
 def _gpipe(left: int, own: Sequence[int], microbatches: int) -> tuple[Action, ...]:

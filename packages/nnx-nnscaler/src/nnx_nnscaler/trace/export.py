@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 
 from nnx_core.random_state import forked
+from nnx_nnscaler._torch_compat import free_fake_inputs
 from nnx_nnscaler.trace.guard import (
     attributes_restored,
     collectives_refused,
@@ -142,23 +142,10 @@ def export_forward(
     with ExitStack() as stack:
         _enter_guards(stack, module)
         exported.program = torch.export.export(root, leaves, strict=False, dynamic_shapes=(dims,))
-    _free_fake_inputs(exported.program)
+    free_fake_inputs(exported.program)
     if changed:
         raise SideEffectError(changed)
     return exported
-
-
-def _free_fake_inputs(program: ExportedProgram) -> None:
-    """Let a program be freed with all that its trace made: torch (2.11 to 2.13) would keep that for ever.
-
-    Its symbolic sizes know the fake inputs, which know these sizes from C++, where no collector looks.
-    """
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        environment = value.fake_mode.shape_env if isinstance(value, FakeTensor) else None
-        if environment is not None:
-            environment.tracked_fakes = []
-            return
 
 
 def _enter_guards(stack: ExitStack, module: nn.Module) -> None:

@@ -1,0 +1,58 @@
+"""What torch has under other names in some of the versions that this package supports."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.export import ExportedProgram
+
+__all__ = [
+    "free_fake_inputs",
+    "schedule_actions",
+    "stage_backward_input",
+    "stage_backward_weight",
+]
+
+
+def schedule_actions(
+    schedule: str, ranks: int, microbatches: int, stages_per_rank: int
+) -> list[list[tuple[str, int, int]]]:
+    """What each rank does in one of torch's pipeline schedules: ``("F", stage, microbatch)`` and so on.
+
+    Raises:
+        ValueError: The schedule does not take these numbers.
+        AssertionError: Likewise.
+    """
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    def flat(action: Any) -> list[tuple[str, int, int]]:
+        if action is None or action.computation_type.value == "REDUCE_GRAD":
+            return []
+        if action.sub_actions is not None:
+            return [one for part in action.sub_actions for one in flat(part)]
+        return [(action.computation_type.value, action.stage_index, action.microbatch_index)]
+
+    # All that a schedule reads of a stage when it makes its order.
+    sizes = {"group_rank": 0, "group_size": ranks, "num_stages": ranks * stages_per_rank}
+    stages: Any = [
+        SimpleNamespace(**sizes, stage_index=number * ranks, submod=None, has_backward=True)
+        for number in range(stages_per_rank)
+    ]
+    order: Any = get_schedule_class(schedule)(stages, microbatches)
+    return [[one for action in order.pipeline_order[rank] for one in flat(action)] for rank in range(ranks)]
+
+
+def free_fake_inputs(program: ExportedProgram) -> None:
+    """Let a program be freed with all that its trace made: torch (2.11 to 2.13) would keep that for ever.
+
+    Its symbolic sizes know the fake inputs, which know these sizes from C++, where no collector looks.
+    """
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        environment = value.fake_mode.shape_env if isinstance(value, FakeTensor) else None
+        if environment is not None:
+            environment.tracked_fakes = []
+            return
