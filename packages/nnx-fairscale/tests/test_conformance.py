@@ -27,7 +27,7 @@ OF_UNITS = (
     *("recomputed_activations", "scalar_parameters", "empty_parameters", "uneven_dimensions"),
     *("frozen_parameters", "wrapped_layers", "wrapped_layers_are_sharded", "average_by_name"),
     *("built_on_meta_in_configure_model", "validation_while_gradients_accumulate", "weight_averaging"),
-    *("fit_again", "module_after_an_error", "fabric_accumulation"),
+    *("fit_again", "module_after_an_error", "fabric_accumulation", "model_summary"),
 )
 
 

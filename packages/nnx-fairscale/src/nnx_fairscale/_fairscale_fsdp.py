@@ -159,6 +159,8 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         **settings: Arguments of fairscale's FSDP.
     """
 
+    root: Unit | None
+
     def __init__(
         self, module: nn.Module, nested: Sequence[Unit], *, stream: NullStream | None, **settings: Any
     ) -> None:
@@ -176,7 +178,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         self._views_version = 0
         self.may_be_written = self.is_shown = self.in_backward = False
         self.order: CollectiveOrder | None = None
-        self.root: Unit | None = None
+        self.belong_to(None)
         self.label = type(module).__name__
         for flat in self.params:
             self._init_param_attributes(flat)  # pins the shard before anything views it
@@ -184,6 +186,14 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
             self._make_pieces(places, order)
         for parameter, requires_grad in trainable.items():
             parameter.requires_grad_(requires_grad)
+
+    def belong_to(self, root: Unit | None) -> None:
+        """Say which unit is that of the whole model.
+
+        It is no submodule of this one: the root would be its own child, and who walks down children, such as
+        `torch.utils.module_tracker` for a summary of the model, would find no end.
+        """
+        self.__dict__["root"] = root
 
     # --- layout -------------------------------------------------------------------------------
 

@@ -236,7 +236,8 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
             self._weights = Weights(self._order)
         names = {submodule: name for name, submodule in module.named_modules()}
         for owner, unit in layout.units.items():
-            unit.order, unit.root = self._order, layout.units[module]
+            unit.order = self._order
+            unit.belong_to(layout.units[module])
             unit.label = names.get(owner) or f"{type(module).__name__} (what is in no other unit)"
         self._weights.show(layout.units.values(), {p: name for name, p in module.named_parameters()})
 
