@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 
 from nnx_checkpoint.collective import wait_for_collective
+from nnx_core._torch_compat import when_backward_ends
 from nnx_core.errors import UnsupportedError
 
 RETURNING = 1 << 30
@@ -148,7 +148,7 @@ class _Receive(torch.autograd.Function):
             if ctx.passage.returns(look)
         ]
         line.send(returning, ctx.source, ctx.tag + RETURNING)
-        Variable._execution_engine.queue_callback(line.settle)
+        when_backward_ends(line.settle)
         return None, None, None, None, None
 
 

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
 from nnx_checkpoint.collective import control_group, gather_object, together
+from nnx_core._torch_compat import when_backward_ends
 from nnx_core.errors import NnxError
 from nnx_nnscaler.pipeline.plan import PipelinePlan, predicted
 from nnx_nnscaler.pipeline.schedules import (
@@ -133,7 +133,7 @@ class Timeline:
 
         def begin(gradient: Tensor) -> None:
             self._begin(Action(kind, stage, microbatch))
-            Variable._execution_engine.queue_callback(self._end)
+            when_backward_ends(self._end)
 
         if recorded:
             register_multi_grad_hook(recorded, begin, mode="any")

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from nnx_checkpoint.collective import wait_for_collective
+from nnx_core._torch_compat import when_backward_ends
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import asked_anywhere
 from nnx_core.whole import local_mode
@@ -531,7 +531,7 @@ class Reducer:
 
     def _call_at_end(self) -> None:
         if self._held == 0:
-            Variable._execution_engine.queue_callback(self._end)
+            when_backward_ends(self._end)
 
     def _end(self) -> None:
         if self._open is not None:
