@@ -18,7 +18,8 @@ sys.argv = ["nnx", *sys.argv[1:]]
 try:
     main()
 finally:
-    heavy = {"torch", "lightning", "pytorch_lightning", "numpy"} & set(sys.modules)
+    verbs = {"nnx_checkpoint.cli.files", "nnx_checkpoint.cli.inspection", "nnx_checkpoint.cli.verification"}
+    heavy = {"torch", "lightning", "pytorch_lightning", "numpy", *verbs} & set(sys.modules)
     assert not heavy, heavy
 """
 
