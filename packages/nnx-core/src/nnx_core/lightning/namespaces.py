@@ -1,4 +1,4 @@
-"""The module trees of Lightning's copies: what each calls its parts, and which one Lite is built on."""
+"""The module trees of Lightning's copies: names, strategy classes, and which one Lite is built on."""
 
 from __future__ import annotations
 
