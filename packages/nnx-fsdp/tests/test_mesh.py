@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import weakref
+from pathlib import Path
+
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from nnx_conformance.pool import WorkerPool
 from nnx_fsdp.backend import mesh_of
@@ -23,3 +30,22 @@ def test_a_mesh_is_made_once_and_anew_for_the_next_world(pool: WorkerPool) -> No
 
 def test_without_a_world_torch_makes_one(pool: WorkerPool) -> None:
     assert pool.run(make_meshes, world_size=2) == [[True, False, True]] * 2
+
+
+def leave_worlds(folder: str) -> list[bool]:
+    """Which of three worlds, one after the other, are still held when the last one has made its mesh."""
+    worlds = []
+    for number in range(3):
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{number}", rank=rank, world_size=size)
+        mesh = mesh_of("cpu", (size,), names=("shard",))
+        distribute_tensor(torch.ones(3 + number, 2), mesh, [Shard(0)]).full_tensor()
+        worlds.append(weakref.ref(dist.group.WORLD))
+        del mesh
+        dist.destroy_process_group()
+        gc.collect()
+    return [world() is not None for world in worlds]
+
+
+def test_nothing_of_a_world_that_is_gone_stays_with_the_next(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(leave_worlds, str(tmp_path), world_size=2) == [[False, False, True]] * 2

@@ -145,3 +145,15 @@ def begin_anew(states: Iterable[Any]) -> None:
             group._all_gather_result = None
             group._post_forward_indices.clear()
             group._to_sharded()
+
+
+def forget_dtensors() -> None:
+    """Empty what torch keeps of operations on DTensors, which holds meshes of worlds that were destroyed.
+
+    Their groups stay with them, with threads and sockets. What is asked for again is worked out anew.
+    """
+    from torch.distributed.tensor import _redistribute, debug
+
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    debug._clear_sharding_prop_cache()

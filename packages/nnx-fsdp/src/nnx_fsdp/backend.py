@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nnx_checkpoint.shard import shard_of
 from nnx_checkpoint.state import ModelState, OptimizerState
-from nnx_core._torch_compat import begin_anew, states_of
+from nnx_core._torch_compat import begin_anew, forget_dtensors, states_of
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.gradients import Gradient, refuse_sparse_layers
@@ -178,6 +178,7 @@ def mesh_of(device_type: str, shape: tuple[int, ...], *, names: tuple[str, ...])
         made = init_device_mesh(device_type, shape, mesh_dim_names=names)  # makes the world, if there is none
         if dist.group.WORLD not in _meshes:
             _meshes.clear()  # of a world that was destroyed since
+            forget_dtensors()
         _meshes.setdefault(dist.group.WORLD, {})[key] = made
     return _meshes[dist.group.WORLD][key]
 
