@@ -29,7 +29,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from nnx_checkpoint.collective import all_gather_object, control_group, gather_object, is_distributed
+from nnx_checkpoint.collective import (
+    all_gather_object,
+    control_group,
+    gather_object,
+    is_distributed,
+    rank_and_size,
+    share,
+)
 from nnx_checkpoint.shard import Box, Shard, shard_of
 from nnx_checkpoint.state import OptimizerState, ShardOf, describe_optimizer, fill_optimizer, parameter_names
 from nnx_core._torch_compat import run_step_hooks
@@ -80,8 +87,7 @@ class OwnerRanks:
                 _tell(optimizer, self._owned[optimizer])
 
     def _plan(self, optimizer: Optimizer) -> _Owned:
-        trial = try_optimizer(optimizer, shape_of=lambda parameter: self._shard(parameter).shape)
-        trial = all_gather_object(trial, control_group())[0]  # what rank 0 found counts
+        trial = self._try(optimizer)
         if trial.communicates:
             raise UnsupportedError(
                 f"{type(optimizer).__name__} calls collectives in its step, which expect whole parameters on "
@@ -119,6 +125,14 @@ class OwnerRanks:
         owned.has_state = any(has for of_rank in held for _, has in of_rank)
         self._take_over_state(optimizer, owned)
         return owned
+
+    def _try(self, optimizer: Optimizer) -> Trial:
+        """Try an optimizer on rank 0, for all ranks: they must not come to different answers. Collective."""
+        group = control_group()
+        trial = None
+        if rank_and_size(group)[0] == 0:
+            trial = try_optimizer(optimizer, shape_of=lambda parameter: self._shard(parameter).shape)
+        return share(group, trial, doing=f"finding out what {type(optimizer).__name__} depends on")
 
     def _take_over_state(self, optimizer: Optimizer, owned: _Owned) -> None:
         """State that the optimizer made before, in parts like its parameters, goes to owners. Collective.
