@@ -76,6 +76,7 @@ def asked_anywhere(flags: Sequence[bool]) -> Callable[[], list[bool]]:
 
 _PATIENCE, _GRACE, _ANSWER, _SILENT_AFTER = 600.0, 6.0, 5.0, 120.0
 _LOOK_EVERY, _STUCK_AFTER, _STUCK_AFTER_APART = 0.5, 2.0, 8.0
+_SHORT_PAUSES, _LONG_PAUSE = (0.0002, 0.0004, 0.0008, 0.0016, 0.0032, 0.0064, 0.0128), 0.02
 _PLACES = 50_000
 _running: weakref.ref[CollectiveOrder] | None = None
 """The order that began a step last. Those of earlier runs may still be alive, on some ranks only."""
@@ -320,7 +321,10 @@ class CollectiveOrder:
         begun = time.monotonic()
         deadline = begun + self._patience()
         silent_at = begun + _SILENT_AFTER
-        pause = 0.0002
+        for pause in _SHORT_PAUSES:  # nearly always the others are there by then
+            if store.check(list(keys)):
+                return [], ""
+            time.sleep(pause)
         while not store.check(list(keys)):
             if store.check([f"{self._key}/failed"]):
                 raise self._error(store.get(f"{self._key}/failed").decode())
@@ -335,8 +339,7 @@ class CollectiveOrder:
                 if where or time.monotonic() > deadline or self._silent(store, question, absent):
                     return absent, where
                 silent_at = deadline
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
+            time.sleep(_LONG_PAUSE)
         return [], ""
 
     def _patience(self) -> float:
