@@ -132,7 +132,8 @@ def test_the_weights_of_a_replicated_run_come_back_and_are_those_of_one_process(
 
 def test_scripts_are_started_by_torchrun(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text("import os, sys\nprint('RANK', os.environ['RANK'], sys.argv[1], flush=True)\n")
+    # In one piece: what Python prints without a buffer may be cut by what the other rank prints.
+    script.write_text("import os, sys\nsys.stdout.write(f\"RANK {os.environ['RANK']} {sys.argv[1]}\\n\")\n")
     words = [sys.executable, "-m", "nnx", "run", "--on", "torchrun", "--devices", "2", "--", str(script), "a"]
     finished = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert finished.returncode == 0, finished.stderr
