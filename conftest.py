@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import turns
 from longest_first import ordered
@@ -24,6 +25,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, given]))
     if _STARTUP not in sys.path:
         sys.path.append(_STARTUP)  # some tests make the variable of a script out of this
+    # Tests start a hundred Pythons: what the first of them compiles is for all, whatever the machine's habit.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    # Several workers share the cores, and start processes: each has one thread, as under torchrun.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     gc.set_threshold(20_000, 20, 20)
 
 

@@ -6,6 +6,9 @@ again, which is a quarter of the time that the import takes, and most of what a 
 A further two fifths go to what torchmetrics imports where it is installed: transformers for metrics of texts,
 scipy for those of sounds, matplotlib for pictures. No test uses these metrics, so torchmetrics is told that
 they are not there. Whoever imports one of them itself finds it as ever.
+
+And for every Trainer Lightning reads what each of the installed packages offers, some two hundred files. What
+was read once is kept, as long as the folder of a package's metadata is the same.
 """
 
 import gc
@@ -22,6 +25,7 @@ class _BeforeTorchmetrics:
         if name == "torchmetrics":
             sys.meta_path.remove(cls)
             _hide_the_unused()
+            _keep_entry_points()
 
 
 def _hide_the_unused():
@@ -39,6 +43,27 @@ def _hide_the_unused():
         return version(name)
 
     answers.package_available, answers._version = package_available, version_of_installed
+
+
+def _keep_entry_points():
+    """Let what is read of ``entry_points.txt`` files be kept, by folder and the time of its last change."""
+    from importlib import metadata
+
+    read, kept = metadata.PathDistribution.read_text, {}
+
+    def read_text(self, filename):
+        if filename != "entry_points.txt":
+            return read(self, filename)
+        try:
+            changed = self._path.stat().st_mtime_ns
+        except (OSError, AttributeError):  # in an archive
+            return read(self, filename)
+        key = (str(self._path), changed)
+        if key not in kept:
+            kept[key] = read(self, filename)
+        return kept[key]
+
+    metadata.PathDistribution.read_text = read_text
 
 
 gc.set_threshold(20_000, 20, 20)
