@@ -17,7 +17,7 @@ _STARTUP = str(Path(__file__).parent / "tests" / "startup")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let every Python that a test starts find `startup/sitecustomize.py`, which makes imports cheaper."""
+    """Make the Pythons that tests start cheap: they find `startup/sitecustomize.py`, and more."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # xdist would begin with the files of the most tests
     given = os.environ.get("PYTHONPATH", "")

@@ -32,10 +32,10 @@ from torch.optim import Optimizer
 from nnx_checkpoint.collective import (
     all_gather_object,
     control_group,
+    exchange,
     gather_object,
     is_distributed,
     rank_and_size,
-    share,
 )
 from nnx_checkpoint.shard import Box, Shard, shard_of
 from nnx_checkpoint.state import OptimizerState, ShardOf, describe_optimizer, fill_optimizer, parameter_names
@@ -129,10 +129,18 @@ class OwnerRanks:
     def _try(self, optimizer: Optimizer) -> Trial:
         """Try an optimizer on rank 0, for all ranks: they must not come to different answers. Collective."""
         group = control_group()
-        trial = None
-        if rank_and_size(group)[0] == 0:
-            trial = try_optimizer(optimizer, shape_of=lambda parameter: self._shard(parameter).shape)
-        return share(group, trial, doing=f"finding out what {type(optimizer).__name__} depends on")
+
+        def on_rank_0() -> list[Trial]:
+            if rank_and_size(group)[0]:
+                return []
+            return [try_optimizer(optimizer, shape_of=lambda parameter: self._shard(parameter).shape)]
+
+        def for_all(found: list[list[Trial]]) -> list[Trial]:
+            return found[0] * len(found)
+
+        return exchange(
+            group, on_rank_0, for_all, doing=f"finding out what {type(optimizer).__name__} depends on"
+        )
 
     def _take_over_state(self, optimizer: Optimizer, owned: _Owned) -> None:
         """State that the optimizer made before, in parts like its parameters, goes to owners. Collective.

@@ -22,6 +22,7 @@ from nnx_core.backend import Backend, Sample
 from nnx_core.errors import CheckpointError, UnsupportedError
 from nnx_core.gradients import clip_gradients_by_norm, gradients_of, unscale_gradients
 from nnx_core.modules import broadcast_module
+from nnx_core.whole_matrix import OwnerRanks
 from nnx_test_helpers.lightning_jobs import OPTIONS, full
 from nnx_test_helpers.resume_jobs import Seen, run_cell
 from nnx_test_helpers.training import MODELS, Net, Outcome, Run, train
@@ -270,3 +271,19 @@ def broadcast_view_buffers() -> tuple[list[float], bool]:
     module.register_buffer("wide", storage[1:2].expand(500))
     broadcast_module(module)
     return module.wide.tolist(), storage[0].item() == rank and storage[2].item() == rank
+
+
+def try_what_rank_0_cannot_describe() -> str:
+    """What a rank is told when the engine cannot say, on rank 0 alone, where a parameter lies."""
+
+    def shard(tensor: Tensor, **_: Any) -> Any:
+        if dist.get_rank() == 0:
+            raise UnsupportedError("it lies nowhere.", remedy="Put it somewhere.")
+        return shard_of(tensor)
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0)
+    try:
+        OwnerRanks(shard, CPU).setup([optimizer])
+    except UnsupportedError as error:
+        return str(error)
+    return ""

@@ -19,6 +19,7 @@ from jobs.unit_jobs import (
     save_and_resume,
     synchronize_views,
     train_buffers,
+    try_what_rank_0_cannot_describe,
     unscale,
 )
 from nnx_conformance.pool import WorkerPool
@@ -180,3 +181,8 @@ def test_the_state_of_every_optimizer_of_torch_resumes_exactly(pool: WorkerPool,
             saved, resumed = results[kind]
             assert (resumed.weights, resumed.optimizer) == (saved.weights, saved.optimizer), kind
             assert resumed.losses == saved.losses[2:], kind
+
+
+def test_an_optimizer_that_rank_0_cannot_try_is_refused_on_every_rank(pool: WorkerPool) -> None:
+    for message in pool.run(try_what_rank_0_cannot_describe, world_size=2, init="gloo"):
+        assert "what SGD depends on failed on rank 0: it lies nowhere. Put it somewhere." in message
