@@ -156,4 +156,5 @@ def forget_dtensors() -> None:
 
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()
-    debug._clear_sharding_prop_cache()
+    clear: Callable[[], None] = debug._clear_sharding_prop_cache
+    clear()
