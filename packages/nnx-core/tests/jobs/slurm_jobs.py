@@ -35,6 +35,7 @@ def train_under_slurm(run: Run, folder: str, signal_at: int | None) -> list[floa
     Returns:
         The losses of this job's steps.
     """
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)  # Lightning leaves one alone that is ignored, as under perf
     tools = Path(folder) / f"tools-{rank()}"
     tools.mkdir()
     (tools / "scontrol").write_text(_SCONTROL.format(folder=folder))
