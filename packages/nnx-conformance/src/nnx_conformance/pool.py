@@ -36,7 +36,6 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
-from weakref import WeakSet
 
 __all__ = [
     "PRELOAD",
@@ -177,10 +176,8 @@ def _clean_up(environment: dict[str, str], directory: Path) -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     gc.collect()
-    left = WeakSet(groups)
     groups.clear()
-    if not left:
-        _freeze_modules()
+    _freeze_modules()
 
 
 def _groups() -> list[Any]:
@@ -201,8 +198,8 @@ _modules_frozen = 0
 def _freeze_modules() -> None:
     """Spare the collector what new modules have brought, as to search it takes longer than most jobs.
 
-    Without new modules nothing is frozen, nor while something still holds the job's process groups. It would
-    never be freed again, nor would they, whose threads slow down everything that follows.
+    Without new modules nothing is frozen. What a thread or a traceback holds right now would never be freed
+    again, with the process groups that it leads to, whose threads slow down everything that follows.
     """
     global _modules_frozen  # noqa: PLW0603 - of this process
     if len(sys.modules) != _modules_frozen:
