@@ -69,7 +69,10 @@ def run(tree: Path, benchmark: str, arguments: list[str]) -> dict[str, float]:
     )
     if done.returncode not in (0, 1):  # 1 is a benchmark above its own bar
         raise SystemExit(f"{tree}: {benchmark} ended with {done.returncode}:\n{done.stdout}")
-    return ratios_in(done.stdout)
+    found = ratios_in(done.stdout)
+    if not found:
+        raise SystemExit(f"{tree}: {benchmark} printed no line such as 'clock ratio 1.02':\n{done.stdout}")
+    return found
 
 
 def ratios_in(printed: str) -> dict[str, float]:
