@@ -154,6 +154,12 @@ def version(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="venv")
+def contents(session: nox.Session) -> None:
+    """Build everything and look into it, without installing it; `wheels` does so first."""
+    build_and_check(session)
+
+
+@nox.session(venv_backend="venv")
 def wheels(session: nox.Session) -> None:
     """Build everything, look into it, install it all where nothing else is, and try every strategy there."""
     built = build_and_check(session)
@@ -225,16 +231,16 @@ def release(session: nox.Session) -> None:
     )
 
 
-@nox.session(venv_backend="venv")
+@nox.session  # in no environment of nox's: Ray's workers do not start where TMPDIR is inside of one
 def isolation(session: nox.Session) -> None:
     """Checkpoints alone, the core, and each plugin with what it declares: `nox -s isolation -- nnx-fsdp`.
 
-    All is built and looked into first. The tests of each, or of those named, are found in its folder without
-    the rest of the repository. One environment serves all of them, as torch is large: before the next plugin
-    comes, everything goes that came with the last.
+    The tests of each, or of those named, are found in its folder without the rest of the repository. One
+    environment serves all of them, as torch is large: before the next plugin comes, everything goes that
+    came with the last.
     """
     find_tests_alone(session, session.posargs or [*SHARED, *PLUGINS])
-    built = {wheel_of(path): path for path in build_and_check(session) if path.endswith(".whl")}
+    built = {wheel_of(path): path for path in build(session, "wheel")}
     python = new_environment(session, "isolation")
     save_without_lightning(session, python, built["nnx-checkpoint"])
     install(session, python, built["nnx-checkpoint"], built["nnx-core"])
