@@ -14,6 +14,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.distributed import _composable_state
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.utils import _apply_to_tensors
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -436,7 +437,14 @@ def prepare_root(root: FSDPModule) -> None:
 def before_part(root: FSDPModule, args: Any, kwargs: Any) -> Any:
     """What the root's forward would do first: gather its parameters, and cast inputs as its policy says."""
     root.unshard()
-    return state_of(root)._cast_forward_inputs(args, kwargs)
+    policy = state_of(root)._mp_policy
+    if not (policy.cast_forward_inputs and policy.param_dtype):
+        return args, kwargs
+
+    def cast_input(value: Tensor) -> Tensor:
+        return value.to(policy.param_dtype) if value.is_floating_point() else value
+
+    return _apply_to_tensors(cast_input, (args, kwargs))
 
 
 def finish_after_backward(root: FSDPModule, output: Any) -> None:

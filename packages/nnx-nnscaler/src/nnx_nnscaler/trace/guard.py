@@ -197,11 +197,12 @@ def noticing(root: nn.Module) -> Iterator[None]:
     def log(*_: Any, **__: Any) -> None:
         raise Refusal("it logs within the forward, which a program could not repeat")
 
-    real_apply = vars(torch.autograd.Function)["apply"].__func__
+    # A class method up to torch 2.13, and one of C from 2.14 on, where the class above defines it.
+    real_apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.startswith(("torch._", "torch.library")):
-            return real_apply(cls, *args, **kwargs)
+            return real_apply.__get__(None, cls)(*args, **kwargs)
         raise Refusal(f"it calls the autograd function {cls.__qualname__}, whose backward a trace would lose")
 
     with ExitStack() as stack:
