@@ -88,7 +88,7 @@ class Contest:
         self.savers: dict[str, Callable[[], None]] = {
             "nnx": lambda: nnx_checkpoint.save(self.path("nnx"), tensors=self.shards, objects={"step": 1}),
             "nnx storage under DCP": lambda: self.dcp_save(nnx_checkpoint.Writer(self.path("under"))),
-            "DCP": lambda: self.dcp_save(dcp.FileSystemWriter(self.path("dcp"))),
+            "DCP": lambda: self.dcp_save(dcp.FileSystemWriter(self.path("dcp"), overwrite=True)),
             "raw direct": lambda: self.raw_write("raw", os.O_DIRECT),
             "raw buffered": lambda: self.raw_write("rawb", 0),
         }

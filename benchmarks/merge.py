@@ -43,7 +43,7 @@ CHUNK = 8 << 20
 def save(directory: str, megabytes: int) -> None:
     """Save the same state in both formats, as training would. Collective."""
     state = make_state(megabytes)
-    dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(Path(directory) / "dcp"))
+    dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(Path(directory) / "dcp", overwrite=True))
     tensors, parameters = {}, []
     for key, tensor in state.items():
         kind, _, name = key.partition(".")

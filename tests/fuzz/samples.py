@@ -122,7 +122,7 @@ def _dcp(place: Path) -> list[Path]:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        writer = FileSystemWriter(place / "torch")
+        writer = FileSystemWriter(place / "torch", overwrite=False)
         dcp.save({"model": state, "steps": [1, {"n": 5}]}, storage_writer=writer, no_dist=True)
     return [_converted(place, "dcp", "own"), place / "torch"]
 

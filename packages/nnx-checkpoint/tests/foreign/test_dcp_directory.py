@@ -41,7 +41,7 @@ DTYPES += [torch.uint16, torch.complex64, torch.float8_e4m3fn]
 def save(path: Path, state: dict[str, Any], **options: Any) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state, storage_writer=FileSystemWriter(path, **options), no_dist=True)
+        dcp.save(state, storage_writer=FileSystemWriter(path, overwrite=True, **options), no_dist=True)
     return path
 
 

@@ -653,7 +653,7 @@ def write_dcp_files(
         CheckpointError: An object cannot be pickled, or reading or writing failed.
     """
     planner = _Planner(checkpoint, progress)
-    writer = FileSystemWriter(directory, per_thread_copy_ahead=0)
+    writer = FileSystemWriter(directory, per_thread_copy_ahead=0, overwrite=False)  # it is empty
     planner.set_up_planner(dict(state), is_coordinator=True)
     with explained("write", directory):
         writer.set_up_storage_writer(True)
