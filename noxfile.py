@@ -15,12 +15,9 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 import nox
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -46,6 +43,11 @@ NEEDED_WITH_GPUS = [
     name for name, folder in PROJECTS.items() if folder.parent.name == "packages" and name != "nnx-ray"
 ]
 """What benchmarks/gpu use."""
+WITH_GPUS = (
+    *("torch==2.11.0", "lightning==2.6.6", "numpy", "scipy", "matplotlib", "safetensors", "xxhash", "typer"),
+    *("rich", "einops", "msgpack", "ninja", "psutil", "py-cpuinfo", "setuptools", "pytest", "pytest-timeout"),
+)
+"""What the machine with a GPU and no network has, of what our packages, DeepSpeed and tests need."""
 
 QUICK_CHECKS = ("losses_float32", "losses_go_on", "light_plugin")
 """Trains, saves, resumes, and lists without importing an engine: what shows whether an installation works."""
@@ -172,35 +174,56 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session(name="gpu-wheels")
 def gpu_wheels(session: nox.Session) -> None:
-    """Gather in dist/gpu what benchmarks/gpu need on a machine with GPUs, this Python, torch and no network.
+    """Gather in dist/gpu what benchmarks/gpu need on a machine with a GPU, Python 3.12, torch and no network.
 
-    They are our packages and what they need, in the versions that are installed here. There:
-    ``pip install --no-index --no-deps dist/gpu/*.whl``.
+    They are our packages and what such a machine lacks, some MiB. There, in the root of this repository:
+    ``pip install --no-index --no-deps --target /tmp/site dist/gpu/*.whl``, and PYTHONPATH=/tmp/site.
     """
-    place = ROOT / "dist" / "gpu"
-    shutil.rmtree(place, ignore_errors=True)
-    wheel = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", os.fspath(place))
-    run(session, *wheel, *(os.fspath(PROJECTS[name]) for name in NEEDED_WITH_GPUS))
-    run(session, *wheel, "--no-build-isolation", *sorted(needed_beside_torch()))
+    place = gather_for_gpus(session)
     size = sum(path.stat().st_size for path in place.iterdir()) / 2**20
     session.log(f"{len(list(place.iterdir()))} wheels in {place}, {size:.0f} MiB")
 
 
-def needed_beside_torch() -> set[str]:
-    """What our packages, and the tests of devices, need of others: ``name==version``, as installed here."""
-    found: dict[str, str] = {}
-    left = [*NEEDED_WITH_GPUS, "pytest"]
-    left += ["pytest-timeout", "pytest-xdist", "hypothesis"]
-    while left:
-        name = canonicalize_name(left.pop())
-        if name in found or name in {"torch", "triton"} or name.startswith(("nvidia-", "cuda-")):
-            continue
-        found[name] = metadata.version(name)
-        for line in metadata.requires(name) or ():
-            requirement = Requirement(line)
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                left.append(requirement.name)
-    return {f"{name}=={version}" for name, version in found.items() if name not in PROJECTS}
+@nox.session(name="gpu-rehearsal")
+def gpu_rehearsal(session: nox.Session) -> None:
+    """Try benchmarks/gpu/one_gpu.py, small and on the CPU, as it will run: `nox -s gpu-rehearsal -- PYTHON`.
+
+    In an environment with Python 3.12, torch 2.11 with CUDA and Lightning, our wheels are in a folder on
+    PYTHONPATH and nowhere else. The environment is kept: some gigabytes in `.nox/gpu-rehearsal`.
+    """
+    base = session.posargs[0] if session.posargs else shutil.which("python3.12")
+    if base is None:
+        session.error(
+            "python3.12 is not on PATH; say where one is: nox -s gpu-rehearsal -- /path/to/python3.12"
+        )
+    folder = ROOT / ".nox" / "gpu-rehearsal"
+    python = os.fspath(folder / "bin" / "python")
+    if not Path(python).exists():
+        session.run(base, "-m", "venv", os.fspath(folder), external=True)
+    pip(session, python, "install", *WITH_GPUS)
+    if found := installed(session, python).intersection(PROJECTS):
+        session.error(f"{sorted(found)} are in {folder}, where nothing of ours may be; remove the folder")
+    wheels = sorted(map(os.fspath, gather_for_gpus(session).iterdir()))
+    site = Path(session.create_tmp()).resolve() / "site"
+    shutil.rmtree(site, ignore_errors=True)
+    pip(session, python, "install", "--no-index", "--no-deps", "--target", os.fspath(site), *wheels)
+    session.run(
+        python, "benchmarks/gpu/one_gpu.py", "--dry-run", external=True, env={"PYTHONPATH": os.fspath(site)}
+    )
+
+
+def gather_for_gpus(session: nox.Session) -> Path:
+    """Fill dist/gpu with wheels for Python 3.12: ours, and what a machine that has `WITH_GPUS` lacks."""
+    place = ROOT / "dist" / "gpu"
+    shutil.rmtree(place, ignore_errors=True)
+    limits = ("--constraint", os.fspath(ROOT / "constraints.txt"))
+    wheel = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", os.fspath(place))
+    run(session, *wheel, *(os.fspath(PROJECTS[name]) for name in NEEDED_WITH_GPUS))
+    run(session, *wheel, "--no-build-isolation", *limits, "deepspeed", "fairscale", "hjson")
+    platforms = (f"--platform=manylinux{version}_x86_64" for version in ("_2_28", "_2_17", "2014"))
+    python = ("--python-version", "3.12", "--implementation", "cp", *platforms, "--only-binary", ":all:")
+    run(session, "-m", "pip", "download", "--quiet", *python, *limits, "--dest", os.fspath(place), "pydantic")
+    return place
 
 
 @nox.session(venv_backend="venv")

@@ -20,12 +20,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from steps import ROOT, Figures, Machine, expect, furthest, main, run_limited, step, train
+from steps import NNX, ROOT, Figures, Machine, expect, furthest, main, run_limited, step, train
 from torch.utils.data import DataLoader, TensorDataset
 
 ALL = (
@@ -75,7 +74,7 @@ def conformance(machine: Machine) -> Figures:
     """Every strategy's promises, on up to three cards."""
     figures: Figures = {}
     for strategy in ALL if machine.is_card else ("nnscaler_dp",):
-        command = [str(Path(sys.executable).with_name("nnx")), "conformance", strategy]
+        command = [*NNX, "conformance", strategy]
         command += ["--accelerator", machine.accelerator]
         command += [] if machine.is_card else ["--ranks", "2", "--only", "losses_float32"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

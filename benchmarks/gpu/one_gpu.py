@@ -1,12 +1,15 @@
-"""Everything that one GPU can tell about nnx, in ten minutes; a line of JSON for each step, and a verdict.
+"""What one GPU can tell about nnx, within eight minutes; a line of JSON for each result, and a verdict.
 
-    python benchmarks/gpu/one_gpu.py                    on a machine with a card
-    python benchmarks/gpu/one_gpu.py --dry-run          the same code, small, on the CPU
-    python benchmarks/gpu/one_gpu.py --only strategies rates
+    python benchmarks/gpu/one_gpu.py --out results.jsonl   on a machine with a card
+    python benchmarks/gpu/one_gpu.py --dry-run             the same code, small, on the CPU
+    python benchmarks/gpu/one_gpu.py --only equal_losses beside_lightning
 
-Each step runs in a process of its own with a limit, so that one that crashes or hangs takes nothing else with
-it. What only a card has (pinned memory, the allocator's accounts, CUDA's own watch for synchronizations) is
-left out of a dry run, and said to be. Needs this repository, torch 2.11 or later, and our packages.
+The most telling steps come first: equal losses, then memory and speed beside Lightning's own strategies. Each
+step runs in a process of its own with a limit, so that one that crashes or hangs takes nothing else with it,
+and writes the result of each strategy when it has it. Where no time is left, steps are left out and named.
+What only a card has (pinned memory, the allocator's accounts, CUDA's own watch for synchronizations) is left
+out of a dry run. Needs this repository, torch 2.11 or later, and our packages; `nox -s gpu-wheels` makes
+what to take along, and `nox -s gpu-rehearsal` tries all of this as it will be there.
 
 Nothing here has run on a card yet: the machines that it was written on have none.
 """
@@ -14,6 +17,7 @@ Nothing here has run on a card yet: the machines that it was written on have non
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import subprocess
 import sys
@@ -26,91 +30,142 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from steps import ROOT, Figures, Machine, expect, furthest, main, step, train
+import torch.distributed as dist
+from steps import NNX, ROOT, Figures, Machine, each, expect, furthest, main, step, train
 
 STRATEGIES = (
     "fsdp_auto",
-    "fsdp_offload",
+    "nnx_deepspeed_2",
     "colossalai",
     "nnscaler_dp",
-    "nnx_deepspeed_1",
-    "nnx_deepspeed_2",
     "nnx_deepspeed_3",
+    "fsdp_offload",
+    "nnx_deepspeed_1",
     "fairscale_fsdp",
 )
+LIGHTNINGS = ("auto", "ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3")
+"""Lightning's own strategies; the last three need a card."""
+FLOAT32_ONLY = ("fairscale_fsdp",)
 TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 2e-2}
 CARD = Machine("cuda", layers=8, width=512, batch=16, context=512)
+LARGE = Machine("cuda", layers=12, width=1024, batch=8, context=1024)
+"""What speed and memory are measured with: 150 million weights."""
 SMALL = Machine("cpu", layers=2, width=64, batch=4, context=32)
 
 
-# --- steps ----------------------------------------------------------------------------------------
+# --- steps, the most telling first ----------------------------------------------------------------
 
 
-@step()
-def device_tests(machine: Machine) -> Figures:
-    """The contract of devices, with the card among them where there is one."""
-    folder = ROOT / "packages/nnx-colossalai/tests/device"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    expect(done.returncode == 0, done.stdout[-2000:])
-    return {"tests": done.stdout.strip().splitlines()[-1]}
-
-
-@step()
-def copies(machine: Machine) -> Figures:
-    """Bytes per second between host memory and the card, pinned on a card."""
-    figures: Figures = {}
-    device = torch.device(machine.accelerator)
-    for mebibytes in (16, 256, 1024) if machine.is_card else (1,):
-        host = torch.ones(mebibytes << 20, dtype=torch.uint8, pin_memory=machine.is_card)
-        there = torch.empty_like(host, device=device)
-        for name, target, source in (("to the card", there, host), ("to the host", host, there)):
-            target.copy_(source)
-            machine.synchronize()
-            begun = time.perf_counter()
-            for _ in range(5):
-                target.copy_(source, non_blocking=True)
-            machine.synchronize()
-            figures[f"{mebibytes} MiB {name}, B/s"] = 5 * host.nbytes / (time.perf_counter() - begun)
-        expect(bool((host == 1).all()), "bytes were lost on the way.")
-    return figures
-
-
-@step(limit=240)
-def strategies(machine: Machine) -> Figures:
-    """Each strategy trains as one plain process, and goes on from its checkpoint to the bit."""
+@step(limit=120)
+def equal_losses(machine: Machine) -> Figures:
+    """Each strategy trains as one plain process in float32."""
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    figures: Figures = {}
-    for precision, tolerance in TOLERANCE.items():
-        plain, _, _ = train(machine, "auto", steps=6, precision=precision)
-        for strategy in STRATEGIES:
-            if precision != "32-true" and strategy.startswith("fairscale"):
-                continue
-            with tempfile.TemporaryDirectory() as place:
-                found, _, trainer = train(machine, strategy, steps=4, precision=precision)
-                trainer.save_checkpoint(f"{place}/at4")
-                resumed, _, _ = train(machine, strategy, steps=6, resume=f"{place}/at4", precision=precision)
-            whole, _, _ = train(machine, strategy, steps=6, precision=precision)
-            apart = furthest(whole, plain)
-            expect(apart <= tolerance, f"{strategy} in {precision}: losses are {apart:.1e} off.")
-            expect(found + resumed == whole, f"{strategy} in {precision}: resuming is not exact.")
-            figures[f"{strategy} {precision}, losses off by"] = apart
-    return figures
+    plain, _, _ = train(machine, "auto", steps=6)
+
+    def compare(strategy: str) -> Figures:
+        return {"losses off by": _compared(train(machine, strategy, steps=6)[0], plain, "32-true")}
+
+    return each(STRATEGIES, compare)
 
 
-@step(limit=180)
+def _compared(found: list[float], plain: list[float], precision: str) -> float:
+    apart = furthest(found, plain)
+    expect(apart <= TOLERANCE[precision], f"losses are {apart:.1e} off in {precision}.")
+    return apart
+
+
+@step(limit=150)
+def beside_lightning(machine: Machine) -> Figures:
+    """Tokens per second and the peak of memory, beside Lightning's own strategies in the same process.
+
+    Plain training comes first and last: the difference is the run's own drift.
+    """
+    measured = LARGE if machine.is_card else machine
+    lightnings = LIGHTNINGS if machine.is_card else LIGHTNINGS[:2]
+
+    def measure(case: str) -> Figures:
+        strategy = case.partition(" ")[0]
+        precision = "32-true" if strategy in FLOAT32_ONLY or not machine.is_card else "bf16-mixed"
+        gc.collect()
+        if machine.is_card:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            _, seconds, _ = train(measured, strategy, steps=16, precision=precision)
+        finally:
+            if strategy in LIGHTNINGS and dist.is_initialized():
+                dist.destroy_process_group()  # Lightning keeps its own
+        median = sorted(seconds[5:])[len(seconds[5:]) // 2]
+        found = {"precision": precision, "tokens/s": round(measured.batch * measured.context / median)}
+        peak = torch.cuda.max_memory_allocated() if machine.is_card else "left out"
+        return {**found, "seconds a step": median, "peak bytes": peak}
+
+    return each((*lightnings, *STRATEGIES, "auto once more"), measure, may_fail=LIGHTNINGS[1:])
+
+
+@step(limit=120)
+def resuming(machine: Machine) -> Figures:
+    """Each strategy goes on from its checkpoint to the bit; and trains as a plain process in bfloat16."""
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    plain, _, _ = train(machine, "auto", steps=6, precision="bf16-mixed")
+
+    def resume(strategy: str) -> Figures:
+        precision = "32-true" if strategy in FLOAT32_ONLY else "bf16-mixed"
+        with tempfile.TemporaryDirectory() as place:
+            found, _, trainer = train(machine, strategy, steps=4, precision=precision)
+            trainer.save_checkpoint(f"{place}/at4")
+            resumed, _, _ = train(machine, strategy, steps=6, resume=f"{place}/at4", precision=precision)
+        whole, _, _ = train(machine, strategy, steps=6, precision=precision)
+        expect(found + resumed == whole, f"resuming is not exact in {precision}.")
+        apart = "left out" if strategy in FLOAT32_ONLY else _compared(whole, plain, precision)
+        return {"precision": precision, "losses off by": apart}
+
+    return each(STRATEGIES, resume)
+
+
+@step(limit=90)
+def memory_left(machine: Machine) -> Figures:
+    """What stays on the card when a run is over and forgotten."""
+
+    def measure(strategy: str) -> Figures:
+        gc.collect()
+        before = torch.cuda.memory_allocated() if machine.is_card else 0
+        train(machine, strategy, steps=2)
+        gc.collect()
+        left = (torch.cuda.memory_allocated() if machine.is_card else 0) - before
+        expect(left <= 1 << 20, f"{left} bytes are left on the card.")
+        return {"bytes left": left if machine.is_card else "left out"}
+
+    return each(STRATEGIES, measure)
+
+
+@step(limit=150)
+def conformance(machine: Machine) -> Figures:
+    """The group of numbers of the conformance suite, on one rank."""
+
+    def check(strategy: str) -> Figures:
+        command = [*NNX, "conformance", strategy, "--only", "numbers"]
+        command += ["--accelerator", machine.accelerator, "--ranks", "1"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        expect(done.returncode == 0, (done.stdout + done.stderr)[-900:])
+        return {"checks": next(line for line in done.stdout.splitlines()[::-1] if " passed" in line)}
+
+    return each(("fsdp_auto", "colossalai") if machine.is_card else ("fsdp_auto",), check)
+
+
+@step(limit=90)
 def tiers(machine: Machine) -> Figures:
     """Each of the colossalai strategies, with its weights in another place, trains as one plain process."""
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     plain, _, _ = train(machine, "auto", steps=5)
-    figures: Figures = {}
-    for name in ("colossalai_cuda", "colossalai_cpu", "colossalai_auto"):
-        found, _, _ = train(machine, name, steps=5)
-        figures[f"{name}, losses off by"] = apart = furthest(found, plain)
-        expect(apart <= TOLERANCE["32-true"], f"{name}: losses are {apart:.1e} off.")
-    return figures
+
+    def compare(strategy: str) -> Figures:
+        return {"losses off by": _compared(train(machine, strategy, steps=5)[0], plain, "32-true")}
+
+    return each(("colossalai_cuda", "colossalai_cpu", "colossalai_auto"), compare)
 
 
-@step()
+@step(limit=60)
 def found_inf(machine: Machine) -> Figures:
     """A step with infinite gradients changes no weight where a fused optimizer steps on the host."""
     if not machine.is_card:
@@ -139,15 +194,16 @@ def found_inf(machine: Machine) -> Figures:
     return {"steps": 16, "changed": overflow.changed}
 
 
-@step()
+@step(limit=90)
 def synchronizations(machine: Machine) -> Figures:
     """How often the host waits for the card in a step."""
-    figures: Figures = {}
-    for strategy in STRATEGIES:
+
+    def count(strategy: str) -> Figures:
         with _counted_synchronizations(machine) as found:
             train(machine, strategy, steps=6)
-        figures[f"{strategy}, waits in a step"] = len(found) / 6 if machine.is_card else "left out"
-    return figures
+        return {"waits in a step": len(found) / 6 if machine.is_card else "left out"}
+
+    return each(("auto", *STRATEGIES), count)
 
 
 @contextmanager
@@ -165,7 +221,7 @@ def _counted_synchronizations(machine: Machine) -> Iterator[list[Any]]:
             found += [one for one in caught if "synchroniz" in str(one.message)]
 
 
-@step()
+@step(limit=60)
 def background_save(machine: Machine) -> Figures:
     """How long training waits for a save in the background."""
     import nnx_checkpoint
@@ -184,37 +240,7 @@ def background_save(machine: Machine) -> Figures:
     return {"bytes": 16 * numel, "stalls, s": stalls}
 
 
-@step()
-def memory(machine: Machine) -> Figures:
-    """What stays on the card when a run is over and forgotten."""
-    figures: Figures = {}
-    for strategy in STRATEGIES:
-        gc.collect()
-        before = torch.cuda.memory_allocated() if machine.is_card else 0
-        train(machine, strategy, steps=2)
-        gc.collect()
-        left = (torch.cuda.memory_allocated() if machine.is_card else 0) - before
-        figures[f"{strategy}, bytes left"] = left if machine.is_card else "left out"
-        expect(left <= 1 << 20, f"{strategy} leaves {left} bytes on the card.")
-    return figures
-
-
-@step(limit=180)
-def step_times(machine: Machine) -> Figures:
-    """Tokens per second and the peak of memory, against Lightning's plain strategy in the same process."""
-    figures: Figures = {}
-    for strategy in ("auto", *STRATEGIES):
-        if machine.is_card:
-            torch.cuda.reset_peak_memory_stats()
-        _, seconds, _ = train(machine, strategy, steps=16)
-        median = sorted(seconds[5:])[len(seconds[5:]) // 2]
-        figures[f"{strategy}, tokens/s"] = machine.batch * machine.context / median
-        if machine.is_card:
-            figures[f"{strategy}, peak bytes"] = torch.cuda.max_memory_allocated()
-    return figures
-
-
-@step()
+@step(limit=120)
 def starts(machine: Machine) -> Figures:
     """The ways in which users start a script."""
     script = (
@@ -231,33 +257,66 @@ def starts(machine: Machine) -> Figures:
         "SLURM_NTASKS_PER_NODE": "1",
         "SLURM_NODELIST": "localhost",
     }
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    ways: dict[str, tuple[list[str], dict[str, str]]] = {
+        "python": ([], {}),
+        "torchrun": (torchrun, {}),
+        "SLURM": ([], slurm),
+    }
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "train.py"
         file.write_text(script)
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-        ways = {"python": ([], {}), "torchrun": (torchrun, {}), "SLURM": ([], slurm)}
-        for strategy in ("fsdp_auto", "nnx_deepspeed_2"):
-            for way, (before, variables) in ways.items():
-                command = [sys.executable, *before, str(file), machine.accelerator, strategy]
-                done = subprocess.run(
-                    command, env=clean | variables, cwd=place, capture_output=True, text=True, check=False
-                )
-                expect(done.returncode == 0, f"{strategy} by {way}: {done.stderr[-1500:]}")
-    return {"started": 2 * len(ways)}
+
+        def start(case: str) -> Figures:
+            strategy, _, way = case.partition(" by ")
+            before, variables = ways[way]
+            command = [sys.executable, *before, str(file), machine.accelerator, strategy]
+            done = subprocess.run(
+                command, env=clean | variables, cwd=place, capture_output=True, text=True, check=False
+            )
+            expect(done.returncode == 0, done.stderr[-900:])
+            return {}
+
+        return each([f"{one} by {way}" for way in ways for one in ("fsdp_auto", "nnx_deepspeed_2")], start)
 
 
-@step(limit=240)
-def conformance(machine: Machine) -> Figures:
-    """The group of numbers of the conformance suite, on one rank."""
+@step(limit=60)
+def copies(machine: Machine) -> Figures:
+    """Bytes per second between host memory and the card, pinned on a card."""
     figures: Figures = {}
-    for strategy in ("fsdp_auto", "colossalai") if machine.is_card else ("fsdp_auto",):
-        command = [str(Path(sys.executable).with_name("nnx")), "conformance", strategy, "--only", "numbers"]
-        command += ["--accelerator", machine.accelerator, "--ranks", "1"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        expect(done.returncode == 0, (done.stdout + done.stderr)[-2000:])
-        figures[strategy] = done.stdout.strip().splitlines()[-1]
+    device = torch.device(machine.accelerator)
+    for mebibytes in (16, 256, 1024) if machine.is_card else (1,):
+        host = torch.ones(mebibytes << 20, dtype=torch.uint8, pin_memory=machine.is_card)
+        there = torch.empty_like(host, device=device)
+        for name, target, source in (("to the card", there, host), ("to the host", host, there)):
+            target.copy_(source)
+            machine.synchronize()
+            begun = time.perf_counter()
+            for _ in range(5):
+                target.copy_(source, non_blocking=True)
+            machine.synchronize()
+            figures[f"{mebibytes} MiB {name}, B/s"] = 5 * host.nbytes / (time.perf_counter() - begun)
+        expect(bool((host == 1).all()), "bytes were lost on the way.")
     return figures
 
 
+@step(limit=90)
+def device_tests(machine: Machine) -> Figures:
+    """The contract of devices, with the card among them where there is one."""
+    if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("pytest_timeout") is None:
+        return {"left out": "pytest or pytest-timeout is not installed"}
+    folder = ROOT / "packages/nnx-colossalai/tests/device"
+    # The plugin lies in the repository; which others are installed there, nobody knows.
+    plugins = ("-p", "nnx_test_helpers.plugin", "-p", "pytest_timeout", "-p", "no:cacheprovider")
+    paths = [os.fspath(ROOT / "tests" / "helpers"), os.environ.get("PYTHONPATH", "")]
+    settings = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, os.fspath(folder)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, check=False
+    )
+    expect(done.returncode == 0, (done.stdout + done.stderr)[-2000:])
+    return {"tests": done.stdout.strip().splitlines()[-1]}
+
+
 if __name__ == "__main__":
-    raise SystemExit(main(CARD, SMALL, cards=1))
+    raise SystemExit(main(CARD, SMALL, cards=1, seconds=480))

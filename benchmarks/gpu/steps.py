@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from threading import Event, Timer
 from typing import Any
 
 import torch
@@ -25,6 +28,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 Figures = dict[str, Any]
+RESULT, FIGURES = "RESULT ", "FIGURES "
+"""What begins a line that a step's process writes for its parent: of a case, and of the step."""
+TO_START, TO_END = 15.0, 5.0
+"""Seconds below which no step is started, and those that are kept for the end of a run."""
+SLOWER = 4
+"""A dry run has so many times the limit of each step."""
+NNX = [sys.executable, "-m", "nnx"]
+"""The command ``nnx``, also where its script lies in no folder of this Python's."""
 
 
 @dataclass(frozen=True)
@@ -152,50 +163,137 @@ def furthest(found: list[float], wanted: list[float]) -> float:
 # --- the run --------------------------------------------------------------------------------------
 
 
-def main(card: Machine, small: Machine, *, cards: int) -> int:
+def each(cases: Iterable[str], run: Callable[[str], Figures], *, may_fail: Container[str] = ()) -> Figures:
+    """Run a function for each case and write its figures at once; failures are raised after the last.
+
+    Args:
+        cases: The names of the cases.
+        run: Returns the figures of one.
+        may_fail: Cases of others, whose failures are written and do not fail the step.
+
+    Raises:
+        FailedError: Cases have failed, when all have had their turn.
+    """
+    failed, done = [], 0
+    for case in cases:
+        begun = time.perf_counter()
+        try:
+            figures = run(case)
+            done += 1
+        except Exception as error:
+            traceback.print_exc()
+            figures = {"error": f"{type(error).__name__}: {error}"[:1000]}
+            if case not in may_fail:
+                failed.append(case)
+        figures["seconds"] = round(time.perf_counter() - begun, 1)
+        print(RESULT + json.dumps({"case": case, **figures}), flush=True)
+    expect(not failed, f"failed: {', '.join(failed)}")
+    return {"cases": done}
+
+
+def main(card: Machine, small: Machine, *, cards: int, seconds: float = math.inf) -> int:
     """Run the steps, each in processes of its own; or be one of them.
 
     Args:
         card: What they train on cards.
         small: What they train in a dry run.
         cards: The number of cards that are needed at least.
+        seconds: After so many seconds on cards a run ends; steps without time are left out.
 
     Returns:
         The exit code.
     """
-    arguments = parse_arguments()
+    arguments = parse_arguments(seconds)
     machine = small if arguments.dry_run else card
     if arguments.step:
         return be_step(arguments.step, machine)
     if machine.is_card and torch.cuda.device_count() < cards:
         print(f"This needs {cards} GPUs; --dry-run tries the same code on the CPU.", file=sys.stderr)
         return 2
-    wrong = []
-    print(json.dumps({"machine": machine.name, "torch": torch.__version__}), flush=True)
-    for name in arguments.only or STEPS:
-        found = run_step(name, machine)
-        print(json.dumps(found), flush=True)
+    write = Results(arguments.out)
+    write({"machine": machine.name, "torch": torch.__version__, "python": sys.version.split()[0]})
+    verdict = run_steps(arguments.only or list(STEPS), machine, arguments.seconds, write)
+    print(f"{machine.name}: {verdict}", flush=True)
+    return int(verdict.startswith("failed"))
+
+
+class Results:
+    """Writes each result as a line of JSON when it comes.
+
+    Args:
+        path: A file for the lines, beside standard output.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        if path is not None:
+            path.write_text("", encoding="utf-8")
+
+    def __call__(self, figures: Figures) -> None:
+        """Write one."""
+        line = json.dumps(figures)
+        print(line, flush=True)
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+
+def run_steps(names: list[str], machine: Machine, seconds: float, write: Results) -> str:
+    """Run steps one after the other, as long as there is time; say how that went."""
+    end = time.monotonic() + (seconds if machine.is_card else math.inf)
+    failed, left_out = [], []
+    for name in names:
+        limit = STEPS[name].limit if machine.is_card else STEPS[name].limit * SLOWER
+        limit = min(limit, end - time.monotonic() - TO_END)
+        if limit < TO_START:
+            left_out.append(name)
+            write({"step": name, "left out": "no time is left"})
+            continue
+        found = run_step(name, machine, limit, write)
+        write(found)
         if not found["ok"]:
-            wrong.append(name)
-    verdict = f"failed: {', '.join(wrong)}" if wrong else "all steps are as promised"
-    print(f"{machine.name}: {verdict}")
-    return int(bool(wrong))
+            failed.append(name)
+    verdict = f"failed: {', '.join(failed)}" if failed else "all that ran is as promised"
+    return verdict + (f"; no time for {', '.join(left_out)}" if left_out else "")
 
 
-def run_step(name: str, machine: Machine) -> Figures:
-    """Run one step in processes of its own; its figures, or why it failed."""
+def run_step(name: str, machine: Machine, limit: float, write: Results) -> Figures:
+    """Run one step in processes of its own; its figures, or why it failed.
+
+    Args:
+        name: The step's.
+        machine: What it runs on.
+        limit: Seconds after which its processes are killed.
+        write: Takes the results of its cases when they come.
+    """
     begun = time.perf_counter()
     command = [sys.executable]
     if ranks := STEPS[name].ranks:
         ranks = min(ranks, torch.cuda.device_count() if machine.is_card else 2)
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [sys.argv[0], "--step", name, *([] if machine.is_card else ["--dry-run"])]
-    code, out, errors = run_limited(command, limit=STEPS[name].limit)
-    lines = [line for line in out.splitlines() if line.startswith("FIGURES ")]
-    found = json.loads(lines[-1][len("FIGURES ") :]) if lines else {"error": errors[-2000:]}
-    ok = code == 0 and bool(lines)
-    if code is None:
-        found, ok = {"error": f"it was stopped after {STEPS[name].limit:.0f} s"}, False
+    if not machine.is_card:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # the model is too small for threads
+    found: Figures = {}
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        program = subprocess.Popen(
+            command, start_new_session=True, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        ended = Event()
+        timer = Timer(limit, lambda: (ended.set(), os.killpg(program.pid, signal.SIGKILL)))
+        timer.start()
+        for line in program.stdout or ():
+            if line.startswith(RESULT):
+                write({"step": name, **json.loads(line[len(RESULT) :])})
+            elif line.startswith(FIGURES):
+                found = json.loads(line[len(FIGURES) :])
+        ok = program.wait() == 0 and bool(found)
+        timer.cancel()
+        errors.seek(0)
+        if not ok and not found:
+            found = {"error": errors.read()[-2000:]}
+    if ended.is_set():
+        found, ok = {"error": f"it was stopped after {limit:.0f} s"}, False
     return {"step": name, "ok": ok, "seconds": round(time.perf_counter() - begun, 1), **found}
 
 
@@ -222,17 +320,19 @@ def be_step(name: str, machine: Machine) -> int:
         found = STEPS[name].run(machine)
     except Exception as error:
         traceback.print_exc()
-        print("FIGURES " + json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}), flush=True)
+        print(FIGURES + json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}), flush=True)
         return 1
     if os.environ.get("RANK", "0") == "0":
-        print("FIGURES " + json.dumps(found), flush=True)
+        print(FIGURES + json.dumps(found), flush=True)
     return 0
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(seconds: float) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--dry-run", action="store_true", help="the same code, small, on the CPU")
     parser.add_argument("--only", nargs="+", choices=list(STEPS), help="these steps alone")
+    parser.add_argument("--out", type=Path, help="a file for the lines of JSON, too")
+    parser.add_argument("--seconds", type=float, default=seconds, help="end a run on cards after so many")
     parser.add_argument("--step", choices=list(STEPS), help=argparse.SUPPRESS)
     return parser.parse_args()

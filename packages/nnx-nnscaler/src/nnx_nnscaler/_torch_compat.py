@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.export import ExportedProgram
 
 __all__ = [
+    "checkpoints_replaced",
     "free_fake_inputs",
     "schedule_actions",
     "stage_backward_input",
@@ -56,3 +60,17 @@ def free_fake_inputs(program: ExportedProgram) -> None:
         if environment is not None:
             environment.tracked_fakes = []
             return
+
+
+def checkpoints_replaced(by: Callable[..., Any]) -> dict[str, Any]:
+    """What to put in the place of names of `torch.utils.checkpoint`, so that each checkpoint calls `by`.
+
+    torch 2.14 calls ``_checkpoint_without_reentrant_generator_impl`` and keeps the name without ``_impl``,
+    which torch 2.11 to 2.13 call, for other libraries. Where torch has neither, this raises.
+    """
+    module: Any = torch.utils.checkpoint
+    name = "_checkpoint_without_reentrant_generator"
+    if hasattr(module, f"{name}_impl"):
+        name = f"{name}_impl"
+    getattr(module, name)
+    return {name: by, "CheckpointFunction": type("CheckpointFunction", (), {"apply": staticmethod(by)})}

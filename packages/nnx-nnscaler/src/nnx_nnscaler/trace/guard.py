@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nnx_core.python_state import PythonState, is_users_own, only_goes_on
 from nnx_core.random_state import forked
 from nnx_core.used import CollectiveOrder
+from nnx_nnscaler._torch_compat import checkpoints_replaced
 from nnx_nnscaler.trace.fingerprint import code_reached, read_by_forward
 from nnx_nnscaler.trace.structure import Refusal
 
@@ -207,9 +208,7 @@ def noticing(root: nn.Module) -> Iterator[None]:
 
     with ExitStack() as stack:
         if root.training:  # elsewhere there is no backward that it would save memory for
-            reentrant = type("CheckpointFunction", (), {"apply": staticmethod(checkpoint)})
-            names = {"_checkpoint_without_reentrant_generator": checkpoint, "CheckpointFunction": reentrant}
-            stack.enter_context(replaced(torch.utils.checkpoint, names))
+            stack.enter_context(replaced(torch.utils.checkpoint, checkpoints_replaced(checkpoint)))
         stack.enter_context(replaced(torch.autograd.Function, {"apply": classmethod(apply)}))
         loggers = {name: log for name in ("log", "log_dict") if hasattr(type(root), name)}
         stack.enter_context(replaced(root, loggers))
@@ -228,7 +227,10 @@ def replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
     missing = object()
     own = vars(owner)
     saved = {name: own.get(name, missing) for name in values}
-    place = type.__setattr__ if isinstance(owner, type) else object.__setattr__
+    # Classes by their own rules: those of pybind11, as ProcessGroup is in torch 2.11, take no others.
+    place, remove = (
+        (setattr, delattr) if isinstance(owner, type) else (object.__setattr__, object.__delattr__)
+    )
     try:
         for name, value in values.items():
             place(owner, name, value)
@@ -236,7 +238,7 @@ def replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
     finally:
         for name, value in saved.items():
             if value is missing:
-                (type.__delattr__ if isinstance(owner, type) else object.__delattr__)(owner, name)
+                remove(owner, name)
             else:
                 place(owner, name, value)
 
