@@ -1,6 +1,7 @@
-"""The private names of torch that checkpoints rely on, each with the versions it was checked with.
+"""The private names of torch that checkpoints rely on, and those that every package needs.
 
-Nothing else in `nnx_checkpoint` uses a private name; the tests of what uses each hold it to its use.
+Nothing else in `nnx_checkpoint` uses a private name. `PRIVATE_NAMES` lists them; tests/test_private_names.py
+looks each of them up, and finds the names that are used elsewhere or are in no list.
 """
 
 from __future__ import annotations
@@ -9,22 +10,90 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nnx_checkpoint.shard import Shard
+from nnx_checkpoint.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+    from nnx_checkpoint.shard import Shard
+
+
+class Private(NamedTuple):
+    """A private name of torch that nnx uses.
+
+    Attributes:
+        without: What happens where torch lacks it.
+        first: The first version of torch that it was seen in.
+        last: The last one.
+    """
+
+    without: str
+    first: str = "2.11"
+    last: str = "2.14"
+
+
+IMPORT = "importing the package raises ImportError or AttributeError with the name"
+PRIVATE_NAMES = {
+    "torch._C.DisableTorchFunctionSubclass": Private(IMPORT),
+    "torch._C.PyTorchFileReader": Private("reading a file of torch.save raises AttributeError"),
+    "torch._subclasses.fake_tensor.FakeTensorMode": Private(IMPORT),
+    "torch._utils._rebuild_tensor_v2": Private("writing a Lightning file raises AttributeError"),
+    "torch._utils._rebuild_tensor_v3": Private("writing a Lightning file raises AttributeError"),
+    "torch._weights_only_unpickler": Private("reading a file of torch.save raises AttributeError"),
+    "torch.Tensor._make_wrapper_subclass": Private("saving by DCP raises AttributeError"),
+    "torch.distributed.checkpoint.filesystem._StorageInfo": Private("converting to DCP raises ImportError"),
+    "torch.distributed.distributed_c10d._get_default_group": Private("any run on several ranks raises"),
+    "torch.distributed.distributed_c10d._get_default_store": Private("any run on several ranks raises"),
+    "torch.distributed.distributed_c10d._world": Private("nnx conformance raises AttributeError"),
+    "torch.serialization._load": Private("reading a file of torch.save raises AttributeError"),
+    "Module._load_from_state_dict": Private("loading weights raises AttributeError"),
+    "Module._load_state_dict_pre_hooks": Private("loading weights raises AttributeError"),
+    "ProcessGroup._device_types": Private("any run on several ranks raises AttributeError"),
+    "ProcessGroup._get_backend": Private("any run on several ranks raises AttributeError"),
+    "Backend.Options._timeout": Private("any run on several ranks raises AttributeError"),
+    "FakeStorage._checkpoint_offset": Private("reading a file of torch.save raises CheckpointError"),
+}
+"""The private names of torch that this module uses, and what happens where torch lacks one."""
+
+local_mode = torch._C.DisableTorchFunctionSubclass
+"""Context in which guarded tensors are what the engine made of them, on this thread."""
+
+
+def default_group() -> dist.ProcessGroup:
+    """The group of all ranks, which must have been made."""
+    return dist.distributed_c10d._get_default_group()
+
+
+def default_store() -> Store:
+    """The store that the ranks of the default group met at."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def process_groups() -> list[Any]:
+    """All process groups of this process; torch lists them nowhere else."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of a group waits for a rank."""
+    return group._get_backend(group._device_types[0]).options._timeout
 
 
 class Checkpointable(Tensor):
     """A tensor without data that stands for a shard of a larger one.
 
-    `torch.Tensor._make_wrapper_subclass` (torch 2.11 to 2.13) makes it; `torch.distributed.checkpoint` asks
+    `torch.Tensor._make_wrapper_subclass` makes it; `torch.distributed.checkpoint` asks
     tensors for the methods ``__create_write_items__``, ``__create_chunk_list__`` and
-    ``__get_tensor_shard__`` of its private protocol `_Checkpointable` (torch 2.11 to 2.13).
+    ``__get_tensor_shard__`` of its private protocol `_Checkpointable`.
     """
 
     shard: Shard
@@ -80,7 +149,7 @@ def load_structure(path: Path) -> tuple[Any, dict[str, int]]:
     """Unpickle a file of ``torch.save`` safely, without reading the data of its tensors.
 
     Under `torch._subclasses.fake_tensor.FakeTensorMode`, `torch.serialization._load` notes where each storage
-    is in the file instead of reading it (torch 2.11 to 2.13).
+    is in the file instead of reading it.
 
     Returns:
         What was saved, and where the data of each record begins that holds a storage.
@@ -93,7 +162,7 @@ def load_structure(path: Path) -> tuple[Any, dict[str, int]]:
 
 @contextmanager
 def _no_tracebacks() -> Iterator[None]:
-    """Keep torch from printing a traceback of what it raises next (`FakeTensorMode`, torch 2.11 to 2.13)."""
+    """Keep torch from printing a traceback of what it raises next (`FakeTensorMode`)."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -103,15 +172,26 @@ def _no_tracebacks() -> Iterator[None]:
 
 
 def position_in_file(tensor: Tensor) -> int:
-    """Where the storage of a tensor from `load_structure` is: ``_checkpoint_offset`` (torch 2.11 to 2.13)."""
-    return int(getattr(tensor.untyped_storage(), "_checkpoint_offset", None) or 0)
+    """Where the storage of a tensor from `load_structure` is: ``_checkpoint_offset``.
+
+    Raises:
+        CheckpointError: torch has not noted it.
+    """
+    storage = tensor.untyped_storage()
+    position = getattr(storage, "_checkpoint_offset", None)
+    if position is None and storage.nbytes():
+        raise CheckpointError(
+            f"torch {torch.__version__} does not say where a tensor of {storage.nbytes()} bytes is stored.",
+            remedy="Read the file with torch 2.11 to 2.14, or save it with a later torch.save.",
+        )
+    return int(position or 0)
 
 
 def loads_itself(module: nn.Module) -> bool:
     """Whether loading a module's own entries is more than copying them under their names.
 
     It is where the class overrides `load_state_dict` or `_load_from_state_dict`, or where a hook stands
-    before the latter in `_load_state_dict_pre_hooks` (torch 2.11 to 2.13). What torch's own classes override
+    before the latter in `_load_state_dict_pre_hooks`. What torch's own classes override
     only adds entries that old files lack.
     """
     kind = type(module)
@@ -134,7 +214,7 @@ STORAGE_DTYPES = {
     "LongStorage": "int64",
     "ShortStorage": "int16",
 }
-"""Which element type each class of storages stands for in pickles of ``torch.save`` (torch 2.11 to 2.13)."""
+"""Which element type each class of storages stands for in pickles of ``torch.save``."""
 
 
 def storage_kind(dtype: torch.dtype) -> Any:
@@ -151,7 +231,7 @@ def rebuilding(storage: Any, shape: tuple[int, ...], dtype: torch.dtype) -> tupl
     """How a file of ``torch.save`` describes a contiguous tensor: a function and its arguments.
 
     They are `torch._utils._rebuild_tensor_v2` and, for element types without a storage class,
-    `torch._utils._rebuild_tensor_v3` (torch 2.11 to 2.13; the names are part of the file format).
+    `torch._utils._rebuild_tensor_v3` (the names are part of the file format).
     """
     strides, step = [], 1
     for extent in reversed(shape):
@@ -170,7 +250,7 @@ _CLASSES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 def storage_info() -> Any:
     """The class that says where an item of a DCP directory lies: its file, first byte and length.
 
-    It is `torch.distributed.checkpoint.filesystem._StorageInfo` (torch 2.11 to 2.13).
+    It is `torch.distributed.checkpoint.filesystem._StorageInfo`.
     """
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nnx_checkpoint._torch_compat import default_group, default_store, timeout_of
 from nnx_checkpoint.errors import CheckpointError, NnxError, RankLostError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def control_group() -> dist.ProcessGroup | None:
     """
     if not is_distributed():
         return None
-    world = dist.distributed_c10d._get_default_group()
+    world = default_group()
     return world if dist.get_backend(world) == "gloo" else _gloo_group(world, _control_groups)
 
 
@@ -77,11 +78,7 @@ def background_group() -> dist.ProcessGroup | None:
 
     Two threads that used one group would mix up their collectives. The first call is collective.
     """
-    return (
-        _gloo_group(dist.distributed_c10d._get_default_group(), _background_groups)
-        if is_distributed()
-        else None
-    )
+    return _gloo_group(default_group(), _background_groups) if is_distributed() else None
 
 
 def engine_group() -> dist.ProcessGroup | None:
@@ -92,7 +89,7 @@ def engine_group() -> dist.ProcessGroup | None:
     """
     if not is_distributed():
         return None
-    return _gloo_group(dist.distributed_c10d._get_default_group(), _engine_groups)
+    return _gloo_group(default_group(), _engine_groups)
 
 
 def _gloo_group(
@@ -107,9 +104,7 @@ def _gloo_group(
 
 def group_timeout() -> float:
     """Seconds after which a collective of the world's group gives up waiting for a rank."""
-    world = dist.distributed_c10d._get_default_group()
-    timeout: timedelta = world._get_backend(world._device_types[0]).options._timeout
-    return timeout.total_seconds()
+    return timeout_of(default_group()).total_seconds()
 
 
 def all_gather_object(value: T, group: dist.ProcessGroup | None) -> list[T]:
@@ -195,7 +190,7 @@ def ask_store(operation: Callable[[Store], T], *, timeout: float) -> T:
     Raises:
         RankLostError: It did not end in time.
     """
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     ended: list[Callable[[], T]] = []
 
     def run() -> None:

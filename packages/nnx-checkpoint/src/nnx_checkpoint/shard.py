@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from nnx_checkpoint._torch_compat import local_mode
 from nnx_checkpoint.box import Box, boxes_of_range
 
 __all__ = ["Box", "Shard", "shard_of", "shard_of_range"]
@@ -76,7 +77,7 @@ def shard_of(tensor: Tensor) -> Shard:
         >>> shard_of(torch.zeros(2, 3)).is_whole
         True
     """
-    with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter is a shard here, not the whole
+    with local_mode():  # a guarded parameter is a shard here, not the whole
         return _shard_of(tensor)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from nnx_checkpoint._torch_compat import local_mode
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.naming import LazyStateDict, OptimizerState, StoredName
 from nnx_checkpoint.reader import Checkpoint
@@ -174,7 +175,7 @@ def new_state_tensor(
     if name == "step" and shape == () and not (group.get("fused") or group.get("capturable")):
         # Step counters stay on the host unless the kernels read them on the device.
         return torch.zeros((), dtype=dtype)
-    with torch._C.DisableTorchFunctionSubclass():  # like what this rank holds of the parameter, not the whole
+    with local_mode():  # like what this rank holds of the parameter, not the whole
         return _new_like(parameter, shape=shape, like_parameter=like_parameter, dtype=dtype)
 
 

@@ -1,4 +1,7 @@
-"""Every private name of torch that this package uses. Checked against torch 2.11 and 2.13."""
+"""Private names of torch that this package uses.
+
+`PRIVATE_NAMES` lists them, with the versions they were seen in; tests/test_private_names.py looks them up.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,28 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as base
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from nnx_core._torch_compat import begin_anew, param_groups, state_of, states_of
+from nnx_checkpoint._torch_compat import Private, local_mode
+from nnx_core._torch_compat import (
+    NO_BACKWARD,
+    FakeTensorMode,
+    TorchDispatchMode,
+    begin_anew,
+    current_backward,
+    param_groups,
+    state_of,
+    states_of,
+    tree_leaves,
+    tree_map,
+    users_of_storage,
+    will_execute,
+)
 
 __all__ = [
     "NO_BACKWARD",
@@ -47,6 +61,29 @@ __all__ = [
 ]
 
 
+_SETUP = "setting a model up raises AttributeError"
+_STEP = "the first step raises AttributeError"
+PRIVATE_NAMES = {
+    "torch.distributed.group.WORLD._get_sequence_number_for_group": Private("the first step on ranks raises"),
+    "torch.distributed.tensor.DTensor._local_tensor": Private("importing the engine raises AttributeError"),
+    "torch.optim.optimizer._global_optimizer_post_hooks": Private(_STEP),
+    "torch.optim.optimizer._global_optimizer_pre_hooks": Private(_STEP),
+    "FSDPParam._post_load_hook_handle": Private(_SETUP),
+    "FSDPParam._setattr_on_modules": Private(_SETUP),
+    "FSDPParam._sharded_param_data": Private(_SETUP),
+    "FSDPParam._unsharded_param": Private("gradients are not found: the tests of numbers fail"),
+    "FSDPParamGroup._all_gather_result": Private(_STEP),
+    "FSDPParamGroup._reset_sharded_params": Private("loading a state dict overwrites masters: a test fails"),
+    "FSDPParamGroup._to_sharded": Private(_STEP),
+    "FSDPParamGroup._training_state": Private(_STEP),
+    "FSDPState._state_ctx": Private(_STEP),
+    "Module._compiled_call_impl": Private(_SETUP),
+    "OpOverload._overloadpacket": Private("planning raises AttributeError"),
+    "Optimizer._optimizer_step_post_hooks": Private(_STEP),
+}
+"""The private names of torch that this module uses, and what happens where torch lacks one."""
+
+
 # --- models on tensors without memory -------------------------------------------------------------
 # Running a model on tensors without memory has no public entry point but ``torch.export``, which does not
 # say what a backward keeps.
@@ -71,7 +108,7 @@ def has_hooks_that_see_the_result(optimizer: Optimizer) -> bool:
 @contextmanager
 def without_guards() -> Iterator[None]:
     """Within it, parameters whose step is pending are taken as they are, without waiting."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with local_mode():
         yield
 
 
@@ -280,17 +317,6 @@ _SLOT = cast(Any, DTensor._local_tensor)
 
 
 # --- torch autograd --------------------------------------------------------------------------------------
-#
-# Private names of torch's autograd that this package uses. Checked against torch 2.11 to 2.13.
-
-
-NO_BACKWARD = -1
-"""What `current_backward` returns outside of any."""
-
-
-def current_backward() -> int:
-    """A number of the backward that this thread is in; one within another has its own."""
-    return int(torch._C._current_graph_task_id())
 
 
 def accumulator_of(tensor: Tensor) -> Any:
@@ -307,7 +333,7 @@ def will_run(node: Any) -> bool | None:
     It does not for the gradients that ``torch.autograd.grad`` was asked for.
     """
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return will_execute(node)
     except RuntimeError:
         return None
 
@@ -329,7 +355,7 @@ def makes_cuda_graphs(module: nn.Module) -> bool:
 def has_memory_alone(tensor: Tensor) -> bool:
     """Whether nothing refers to a tensor's memory but the tensor."""
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) <= 2  # the tensor, and what is called storage here
+    return users_of_storage(storage) <= 2  # the tensor, and what is called storage here
 
 
 class Silenced:

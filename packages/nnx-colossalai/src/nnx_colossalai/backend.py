@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nnx_checkpoint.collective import all_arrive
 from nnx_checkpoint.shard import Shard
@@ -28,6 +27,7 @@ from nnx_colossalai.loss_scale import DynamicLossScaler, LossScaleRule
 from nnx_colossalai.model import ChunkedModel
 from nnx_colossalai.options import ColossalAIOptions
 from nnx_core import random_state
+from nnx_core._torch_compat import tree_leaves, tree_map_only
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import PlanError, UnsupportedError
 from nnx_core.gradients import Gradient

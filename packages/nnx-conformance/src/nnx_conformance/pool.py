@@ -187,9 +187,9 @@ def _groups() -> list[Any]:
     gloo, and one of them may be about to free the tensor of the last collective, which takes the GIL. Where
     Python frees a group it gives up the GIL first.
     """
-    import torch.distributed as dist
+    from nnx_checkpoint._torch_compat import process_groups
 
-    return list(dist.distributed_c10d._world.pg_map)
+    return process_groups()
 
 
 _modules_frozen = 0

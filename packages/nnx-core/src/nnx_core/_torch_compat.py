@@ -1,4 +1,7 @@
-"""Private names of torch that the core and several engines use. Checked against torch 2.11 to 2.13."""
+"""Private names of torch that the core and several engines use.
+
+`PRIVATE_NAMES` lists them, with the versions they were seen in; tests/test_private_names.py looks them up.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,128 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+
+from nnx_checkpoint._torch_compat import IMPORT, Private
+
+__all__ = [
+    "NO_BACKWARD",
+    "FakeTensor",
+    "FakeTensorMode",
+    "IncompatibleKeys",
+    "TorchDispatchMode",
+    "all_gather_into",
+    "begin_anew",
+    "current_backward",
+    "end_of_backward",
+    "exchange_in_transforms",
+    "foreach_clamp_max_",
+    "foreach_clamp_min_",
+    "foreach_copy_",
+    "foreach_div",
+    "foreach_mul_",
+    "foreach_norm",
+    "foreach_pow",
+    "forget_dtensors",
+    "guarded_mode",
+    "in_guarded_mode",
+    "param_groups",
+    "pytree",
+    "reduce_scatter_into",
+    "run_step_hooks",
+    "shadow_of",
+    "state_of",
+    "states_of",
+    "storage_users",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "users_of_storage",
+    "versions_kept",
+    "when_backward_ends",
+    "will_execute",
+]
+
+_STEP = "the first step under an engine raises AttributeError"
+_ERROR = "after an error in a step of FSDP2 the next one raises AttributeError"
+PRIVATE_NAMES = {
+    "torch._C._EnableTorchFunction": Private(IMPORT),
+    "torch._C._current_graph_task_id": Private("the first step of an engine raises AttributeError"),
+    "torch._C._is_torch_function_enabled": Private(IMPORT),
+    "torch._C._storage_Use_Count": Private(_STEP),
+    "torch._C._will_engine_execute_node": Private("the first backward of DeepSpeed raises AttributeError"),
+    "torch._foreach_clamp_max_": Private(IMPORT),
+    "torch._foreach_clamp_min_": Private(IMPORT),
+    "torch._foreach_copy_": Private(IMPORT),
+    "torch._foreach_div": Private(IMPORT),
+    "torch._foreach_mul_": Private(IMPORT),
+    "torch._foreach_norm": Private(IMPORT),
+    "torch._foreach_pow": Private(IMPORT),
+    "torch._functorch.eager_transforms": Private(IMPORT),
+    "torch._functorch.eager_transforms._wrap_tensor_for_grad": Private(
+        "training with guards raises AttributeError"
+    ),
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack": Private(IMPORT),
+    "torch._subclasses.fake_tensor.FakeTensor": Private(IMPORT),
+    "torch._subclasses.fake_tensor.FakeTensorMode": Private(IMPORT),
+    "torch.autograd.Variable._execution_engine": Private("the first backward raises AttributeError"),
+    "torch.autograd.grad_mode._unsafe_preserve_version_counter": Private(IMPORT),
+    "torch.autograd.graph._get_grad_fn_or_grad_acc": Private(IMPORT),
+    "torch.distributed.tensor._redistribute": Private("the end of an FSDP2 run raises ImportError"),
+    "torch.distributed.tensor._redistribute._gen_transform_infos": Private("the end of an FSDP2 run raises"),
+    "torch.distributed.tensor.debug._clear_sharding_prop_cache": Private("the end of an FSDP2 run raises"),
+    "torch.nn.modules.module._IncompatibleKeys": Private(IMPORT),
+    "torch.utils._python_dispatch.TorchDispatchMode": Private(IMPORT),
+    "torch.utils._pytree": Private(IMPORT),
+    "torch.utils._pytree.tree_flatten": Private(IMPORT),
+    "torch.utils._pytree.tree_leaves": Private(IMPORT),
+    "torch.utils._pytree.tree_map": Private(IMPORT),
+    "torch.utils._pytree.tree_map_only": Private(IMPORT),
+    "FSDPParamGroup._all_gather_result": Private(_ERROR),
+    "FSDPParamGroup._post_forward_indices": Private(_ERROR),
+    "FSDPParamGroup._to_sharded": Private(_ERROR),
+    "FSDPParamGroup._training_state": Private(_ERROR),
+    "FSDPState._comm_ctx": Private(_ERROR),
+    "FSDPState._fsdp_param_group": Private("the name for several is taken", last="2.11"),
+    "FSDPState._fsdp_param_groups": Private("the name for a single one is taken", first="2.12"),
+    "FSDPState._is_root": Private(_ERROR),
+    "FSDPState._reset_iter_state": Private("nnx resets the same by itself", first="2.13"),
+    "FSDPState._state_ctx": Private(_ERROR),
+    "FSDPState._training_state": Private(_ERROR),
+    "Optimizer._opt_called": Private("nothing: nnx sets it for schedulers, which would not ask for it"),
+    "Optimizer._optimizer_load_state_dict_post_hooks": Private("nothing: nnx sets it on a copy"),
+    "Optimizer._optimizer_load_state_dict_pre_hooks": Private("nothing: nnx sets it on a copy"),
+    "Optimizer._optimizer_state_dict_post_hooks": Private("nothing: nnx sets it on a copy"),
+    "Optimizer._optimizer_state_dict_pre_hooks": Private("nothing: nnx sets it on a copy"),
+    "Optimizer._optimizer_step_post_hooks": Private("the first step on a rank that owns no part raises"),
+    "Optimizer._optimizer_step_pre_hooks": Private("the first step on a rank that owns no part raises"),
+    "UntypedStorage._cdata": Private(_STEP),
+}
+"""The private names of torch that this module uses, and what happens where torch lacks one."""
+
+guarded_mode = torch._C._EnableTorchFunction
+"""Context, within local mode, in which the user's code sees whole tensors again."""
+in_guarded_mode = torch._C._is_torch_function_enabled
+"""Whether guarded tensors are whole here."""
+IncompatibleKeys = _IncompatibleKeys
+"""What `load_state_dict` returns."""
+
+foreach_clamp_max_, foreach_clamp_min_ = torch._foreach_clamp_max_, torch._foreach_clamp_min_
+foreach_copy_, foreach_mul_ = torch._foreach_copy_, torch._foreach_mul_
+foreach_div, foreach_norm, foreach_pow = torch._foreach_div, torch._foreach_norm, torch._foreach_pow
+
+NO_BACKWARD = -1
+"""What `current_backward` returns outside of any."""
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -100,7 +221,31 @@ def shadow_of(
 
 def storage_users(tensor: Tensor) -> int:
     """How many tensors and others hold the storage of a tensor."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return users_of_storage(tensor.untyped_storage())
+
+
+def users_of_storage(storage: torch.UntypedStorage) -> int:
+    """How many tensors and others hold a storage."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def current_backward() -> int:
+    """A number of the backward that this thread is in; one within another has its own."""
+    return int(torch._C._current_graph_task_id())
+
+
+def end_of_backward(tensor: Tensor) -> Any:
+    """The node of the graph that a backward reaches last for a tensor; with gradients enabled."""
+    return _get_grad_fn_or_grad_acc(tensor)
+
+
+def will_execute(node: Any) -> bool:
+    """Whether the backward that this thread is in comes by a node.
+
+    Raises:
+        RuntimeError: The backward does not tell: it is one of ``torch.autograd.grad``.
+    """
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 # --- FSDP2 ----------------------------------------------------------------------------------------

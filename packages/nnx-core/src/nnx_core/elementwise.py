@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from nnx_core._torch_compat import TorchDispatchMode
 
 __all__ = ["Dependence", "Trial", "dependence", "try_optimizer"]
 

@@ -18,6 +18,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from nnx_checkpoint.collective import is_distributed
+from nnx_core._torch_compat import (
+    foreach_clamp_max_,
+    foreach_clamp_min_,
+    foreach_div,
+    foreach_mul_,
+    foreach_norm,
+    foreach_pow,
+)
 from nnx_core.errors import UnsupportedError
 
 _WIDE = (torch.float64, torch.complex128)
@@ -109,8 +117,8 @@ def clip_gradients_by_value(gradients: Sequence[Gradient], clip_value: float) ->
     """
     _refuse_sparse(gradients)
     for group in _alike(gradient.local for gradient in gradients):
-        torch._foreach_clamp_min_(group, -clip_value)
-        torch._foreach_clamp_max_(group, clip_value)
+        foreach_clamp_min_(group, -clip_value)
+        foreach_clamp_max_(group, clip_value)
 
 
 def refuse_complex_clamp(optimizer: Optimizer) -> None:
@@ -171,7 +179,7 @@ def _scale(gradients: Sequence[Gradient], factor: Tensor) -> None:
     """Multiply in place; the factor travels once to each device, not once for each gradient."""
     factors = {device: factor.to(device) for device in {gradient.local.device for gradient in gradients}}
     for group in _alike(gradient.local for gradient in gradients if gradient.local.layout is torch.strided):
-        torch._foreach_mul_(group, factors[group[0].device].to(group[0].dtype))
+        foreach_mul_(group, factors[group[0].device].to(group[0].dtype))
     for gradient in gradients:
         if gradient.local.layout is not torch.strided:
             gradient.local.mul_(factors[gradient.local.device].to(gradient.local.dtype))
@@ -186,7 +194,7 @@ def _global_norm(gradients: Sequence[Gradient], norm_type: float, device: torch.
     if math.isinf(norm_type):
         return _all_reduce(torch.stack(norms).max(), dist.ReduceOp.MAX)
     replicas = [part.replicas for part in parts] or [1]
-    powers = torch._foreach_div(torch._foreach_pow(norms, norm_type), replicas)
+    powers = foreach_div(foreach_pow(norms, norm_type), replicas)
     return _all_reduce(torch.stack(powers).sum(), dist.ReduceOp.SUM).pow(1.0 / norm_type)
 
 
@@ -197,7 +205,7 @@ def _norms(
     real = [tensor.abs() if tensor.is_complex() else tensor for tensor in tensors]
     norms: dict[int, Tensor] = {}
     for group in _alike(real):
-        found = torch.stack(torch._foreach_norm(group, order, dtype)).to(device)
+        found = torch.stack(foreach_norm(group, order, dtype)).to(device)
         norms.update(zip(map(id, group), found.unbind(), strict=True))
     return tuple(norms[id(tensor)] for tensor in real)
 
@@ -223,7 +231,7 @@ def unscale_gradients(gradients: Sequence[Gradient], inverse_scale: Tensor, devi
     values = (_values(gradient.local) for gradient in gradients)
     for group in _alike(tensor for tensor in values if tensor.numel()):
         # The largest absolute value is infinite or NaN exactly if one of the values is.
-        largest = torch.stack(torch._foreach_norm(group, math.inf)).max()
+        largest = torch.stack(foreach_norm(group, math.inf)).max()
         found = torch.maximum(found, (~torch.isfinite(largest)).to(device, torch.float32))
     if is_distributed():
         dist.all_reduce(found, op=dist.ReduceOp.MAX)

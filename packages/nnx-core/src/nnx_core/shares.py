@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from nnx_checkpoint._torch_compat import default_group
 from nnx_checkpoint.collective import all_gather_object, control_group, is_distributed
 from nnx_core.errors import DisagreementError, UnsupportedError
 from nnx_core.watch import checksum
@@ -75,7 +76,7 @@ def make_shares(rank: int, size: int) -> Shares | None:
 
 def _group_among(lists: list[list[int]], *, backend: str | None) -> dist.ProcessGroup:
     """The group of this rank among groups that have every rank once; made once for a world. Collective."""
-    world = dist.distributed_c10d._get_default_group()
+    world = default_group()
     if world not in _groups:
         _groups.clear()  # of a world that was destroyed since
     made = _groups.setdefault(world, {})

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from nnx_checkpoint._torch_compat import default_store
 from nnx_checkpoint.collective import (
     all_gather_object,
     ask_store,
@@ -429,7 +430,7 @@ class _Witness(threading.Thread):
     def __init__(self, order: CollectiveOrder) -> None:
         super().__init__(name="nnx-order", daemon=True)
         self._order = weakref.ref(order)
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store = default_store()
         self._watched = threading.get_ident()
         self._seen: tuple[object, ...] = ()
         self._since = 0.0
@@ -458,7 +459,7 @@ class _Witness(threading.Thread):
             order.post_witness(self._store, state)
 
     def _is_current(self) -> bool:
-        return dist.is_initialized() and dist.distributed_c10d._get_default_store() is self._store
+        return dist.is_initialized() and default_store() is self._store
 
     def _look(self, order: CollectiveOrder) -> None:
         key = order.unanswered(self._store)

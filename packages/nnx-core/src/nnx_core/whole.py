@@ -26,7 +26,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
-from nnx_core._torch_compat import exchange_in_transforms
+from nnx_checkpoint._torch_compat import local_mode
+from nnx_core._torch_compat import (
+    exchange_in_transforms,
+    guarded_mode,
+    in_guarded_mode,
+    users_of_storage,
+)
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import used_anywhere
 
@@ -52,12 +58,6 @@ __all__ = [
     "unguard",
     "what_it_sees",
 ]
-
-local_mode = torch._C.DisableTorchFunctionSubclass
-"""Context in which guarded tensors are what the engine made of them, on this thread."""
-guarded_mode = torch._C._EnableTorchFunction
-"""Context, within local mode, in which the user's code sees whole tensors again."""
-_in_guarded_mode = torch._C._is_torch_function_enabled
 
 
 def as_stored(*tensors: Tensor) -> AbstractContextManager[Any]:
@@ -310,7 +310,7 @@ class Source:
     @property
     def is_shared(self) -> bool:
         """Whether anybody else holds the memory."""
-        return int(torch._C._storage_Use_Count(self._storage._cdata)) > 1
+        return users_of_storage(self._storage) > 1
 
 
 class Guard:
@@ -323,13 +323,13 @@ class Guard:
     @property
     def grad(self) -> Tensor | None:
         """As `__torch_function__` would, and faster: optimizers ask each parameter in each step."""
-        if _in_guarded_mode():
+        if in_guarded_mode():
             return self._part.gradient_shown()
         return cast("Tensor | None", _GRAD.__get__(self))
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        if _in_guarded_mode():
+        if in_guarded_mode():
             self._part.gradient_given(gradient)
         else:
             _GRAD.__set__(self, gradient)

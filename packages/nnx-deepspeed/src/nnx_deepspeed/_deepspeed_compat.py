@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nnx_checkpoint._torch_compat import default_group
 from nnx_checkpoint.collective import control_group, is_distributed
+from nnx_core._torch_compat import end_of_backward, foreach_copy_, will_execute
 from nnx_core.errors import UnsupportedError
 
 _LEFT_ON_MODULES = (
@@ -41,7 +43,7 @@ def join_world() -> None:
     from deepspeed.utils import groups
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    world = dist.distributed_c10d._get_default_group()
+    world = default_group()
     if _worlds and _worlds[-1] is not world:
         groups._release_process_group_references(group=None)
         comm.cdb = None
@@ -105,7 +107,7 @@ def take_persistent(zero: Any) -> None:
         parts.append(part)
         slices.append(parameter.detach().flatten()[start : start + part.numel()])
     if parts:
-        torch._foreach_copy_(parts, slices)
+        foreach_copy_(parts, slices)
 
 
 _PERSISTENT = -1
@@ -436,15 +438,13 @@ def reduces_whole_gradients(zero: Any) -> bool:
 
 def ends_of_backward(parameters: Sequence[nn.Parameter]) -> list[Any]:
     """Where a backward comes to each parameter. As long as these are held, they stay the same."""
-    from torch.autograd.graph import _get_grad_fn_or_grad_acc
-
     with torch.enable_grad():
-        return [_get_grad_fn_or_grad_acc(parameter) for parameter in parameters]
+        return [end_of_backward(parameter) for parameter in parameters]
 
 
 def will_be_used(nodes: Sequence[Any]) -> list[bool]:
     """Which parameters the backward that runs now comes to; called by one of its hooks."""
-    return [bool(torch._C._will_engine_execute_node(node)) for node in nodes]
+    return [will_execute(node) for node in nodes]
 
 
 def has_gradient(parameter: nn.Parameter) -> bool:

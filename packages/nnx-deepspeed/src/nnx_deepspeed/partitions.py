@@ -28,7 +28,7 @@ from nnx_checkpoint.box import cut_range
 from nnx_checkpoint.shard import Box, Shard, shard_of, shard_of_range
 from nnx_core.errors import CheckpointError
 from nnx_core.gradients import Gradient
-from nnx_core.whole import Sees, what_it_sees
+from nnx_core.whole import Sees, local_mode, what_it_sees
 from nnx_deepspeed._deepspeed_compat import (
     counts_by_number,
     fragment,
@@ -417,7 +417,6 @@ def _read(value: Any) -> Any:
 
 
 _OF_A_PART = frozenset({Sees.LOCAL, Sees.MEMORY, Sees.GRADIENT, Sees.HOOK})
-_local = torch._C.DisableTorchFunctionSubclass
 _INNER = (
     *("deepspeed", "nnx_checkpoint", "nnx_core", "nnx_deepspeed"),
     *("torch.autograd", "torch.distributed", "torch.optim", "torch.utils"),
@@ -443,11 +442,11 @@ class PartitionedParameter(nn.Parameter):
         if sees is Sees.ASSIGNS_GRADIENT:
             return assign_gradient(args[0], *args[1:] or (None,))
         if sees in _OF_A_PART or _is_inner(sys._getframe(1).f_globals.get("__name__", "")):
-            with _local():
+            with local_mode():
                 return func(*args, **kwargs)
         cut = list(dict.fromkeys(_cut_in((args, kwargs))))
         if not cut:  # a copy that was never laid out
-            with _local():
+            with local_mode():
                 return func(*args, **kwargs)
         if sees is Sees.SHAPE:
             like = torch.empty(cut[0].ds_shape, dtype=cut[0].dtype, device="meta")  # type: ignore[attr-defined]
@@ -466,7 +465,7 @@ class PartitionedParameter(nn.Parameter):
 
 def assign_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     """Set ``p.grad``, also where the parameter is a part or has another dtype than the gradient."""
-    with _local():
+    with local_mode():
         parameter.grad = None  # before it may be of another dtype
         if gradient is None:
             return

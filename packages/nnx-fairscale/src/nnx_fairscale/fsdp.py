@@ -17,12 +17,12 @@ from fairscale.nn.wrap.auto_wrap import ConfigAutoWrap
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import enable_wrap
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from nnx_checkpoint.collective import engine_group
 from nnx_checkpoint.shard import Shard, shard_of
 from nnx_checkpoint.state import ModelState, OptimizerState
+from nnx_core._torch_compat import tree_map
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.elementwise import try_optimizer
 from nnx_core.errors import OptionError, UnsupportedError

@@ -1,4 +1,7 @@
-"""Every private name of torch's FSDP2 that this package uses. Checked against torch 2.11 and 2.13."""
+"""Private names of torch's FSDP2 that this package uses.
+
+`PRIVATE_NAMES` lists them, with the versions they were seen in; tests/test_private_names.py looks them up.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,46 @@ from torch.distributed import _composable_state
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.utils import _apply_to_tensors
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from nnx_core._torch_compat import param_groups, state_of, when_backward_ends
+from nnx_checkpoint._torch_compat import IMPORT, Private
+from nnx_core._torch_compat import param_groups, state_of, tree_leaves, when_backward_ends
 from nnx_core.errors import UnsupportedError
 from nnx_core.watch import refuse_unequal_gradient
 from nnx_core.whole import local_mode
+
+_SETUP = "setting a model up raises AttributeError"
+_STEP = "the first step raises AttributeError"
+PRIVATE_NAMES = {
+    "torch._C._functorch.TransformType": Private(IMPORT),
+    "torch._C._functorch.get_interpreter_stack": Private(IMPORT),
+    "torch.distributed._composable.contract.REGISTRY_KEY": Private(IMPORT),
+    "torch.distributed._composable.contract.STATE_KEY": Private(IMPORT),
+    "torch.distributed._composable_state": Private(IMPORT),
+    "torch.distributed._composable_state._module_state_mapping": Private("taking FSDP2 off a module raises"),
+    "torch.distributed.utils._apply_to_tensors": Private(IMPORT),
+    "FSDPModule._is_fsdp_managed_module": Private("nothing: nnx takes the mark off where there is one"),
+    "FSDPModule._fsdp_use_orig_params": Private("nothing: nnx takes the mark off where there is one"),
+    "FSDPParam._module_info": Private(_SETUP),
+    "FSDPParam._post_load_hook_handle": Private("taking FSDP2 off a module raises AttributeError"),
+    "FSDPParam._setattr_on_modules": Private("nnx's own is not called: the test of weights fails"),
+    "FSDPParam._unsharded_param": Private("gradients are not found: the tests of numbers fail"),
+    "FSDPParamGroup._all_gather_process_group": Private(_STEP),
+    "FSDPParamGroup._all_gather_result": Private(_STEP),
+    "FSDPParamGroup._module_to_pre_load_state_dict_hook_handle": Private("taking FSDP2 off a module raises"),
+    "FSDPParamGroup._module_to_pre_save_state_dict_hook_handle": Private("taking FSDP2 off a module raises"),
+    "FSDPParamGroup._training_state": Private(_STEP),
+    "FSDPState._lazy_init": Private(_SETUP),
+    "FSDPState._mp_policy": Private("calling a part of a module raises AttributeError"),
+    "FSDPState._post_forward_hook_handle": Private("taking FSDP2 off a module raises AttributeError"),
+    "FSDPState._pre_backward": Private("calling a part of a module raises AttributeError"),
+    "FSDPState._pre_forward_hook_handle": Private("taking FSDP2 off a module raises AttributeError"),
+    "FSDPState._register_root_post_backward_final_callback": Private(_SETUP),
+    "FSDPState._state_ctx": Private(_STEP),
+    "Module._parameters": Private(_SETUP),
+    "CompiledFunction._torchdynamo_orig_callable": Private("copying a compiled model is not refused"),
+}
+"""The private names of torch that this module uses, and what happens where torch lacks one."""
 
 # --- gathered units -------------------------------------------------------------------------------
 # FSDP2 puts its own parameter objects under fixed names, writes nothing back from what it has gathered, and

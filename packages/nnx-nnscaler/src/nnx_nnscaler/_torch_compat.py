@@ -1,4 +1,7 @@
-"""What torch has under other names in some of the versions that this package supports."""
+"""Private names of torch that this package uses, and what has other names in some versions.
+
+`PRIVATE_NAMES` lists them, with the versions they were seen in; tests/test_private_names.py looks them up.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,56 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.export import ExportedProgram
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._sympy.printers import PythonPrinter
+
+from nnx_checkpoint._torch_compat import IMPORT, Private
 
 __all__ = [
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "PythonPrinter",
     "checkpoints_replaced",
     "free_fake_inputs",
+    "has_any_global_hook",
+    "safe_softmax",
     "schedule_actions",
     "stage_backward_input",
     "stage_backward_weight",
+    "unflatten_dense_tensors",
 ]
+
+PRIVATE_NAMES = {
+    "torch._C._nn.unflatten_dense_tensors": Private(IMPORT),
+    "torch._ops.HigherOrderOperator": Private(IMPORT),
+    "torch._ops.OpOverload": Private(IMPORT),
+    "torch._ops.OpOverloadPacket": Private(IMPORT),
+    "torch._subclasses.fake_tensor.FakeTensor": Private(IMPORT),
+    "torch.distributed.pipelining._backward.stage_backward_input": Private(IMPORT),
+    "torch.distributed.pipelining._backward.stage_backward_weight": Private(IMPORT),
+    "torch.nn.modules.module._has_any_global_hook": Private(IMPORT),
+    "torch.ops.aten._safe_softmax": Private(IMPORT),
+    "torch.utils._sympy.printers.PythonPrinter": Private(IMPORT),
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator": Private(
+        "tracing raises AttributeError"
+    ),
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl": Private(
+        "the name without _impl is taken", first="2.14"
+    ),
+}
+"""The private names of torch that this module uses, and what happens where torch lacks one."""
+
+has_any_global_hook: Callable[[], bool] = _has_any_global_hook
+"""Whether a hook is registered for all modules."""
+safe_softmax: Any = torch.ops.aten._safe_softmax
+"""A softmax that is 0 where all scores of a row are masked."""
+unflatten_dense_tensors: Any = torch._C._nn.unflatten_dense_tensors
+"""Views of a flat tensor, one for each of some tensors."""
 
 
 def schedule_actions(
@@ -50,7 +92,7 @@ def schedule_actions(
 
 
 def free_fake_inputs(program: ExportedProgram) -> None:
-    """Let a program be freed with all that its trace made: torch (2.11 to 2.13) would keep that for ever.
+    """Let a program be freed with all that its trace made: torch would keep that for ever.
 
     Its symbolic sizes know the fake inputs, which know these sizes from C++, where no collector looks.
     """
@@ -70,7 +112,7 @@ def checkpoints_replaced(by: Callable[..., Any]) -> dict[str, Any]:
     """
     module: Any = torch.utils.checkpoint
     name = "_checkpoint_without_reentrant_generator"
-    if hasattr(module, f"{name}_impl"):
-        name = f"{name}_impl"
+    if hasattr(module, "_checkpoint_without_reentrant_generator_impl"):
+        name = "_checkpoint_without_reentrant_generator_impl"
     getattr(module, name)
     return {name: by, "CheckpointFunction": type("CheckpointFunction", (), {"apply": staticmethod(by)})}

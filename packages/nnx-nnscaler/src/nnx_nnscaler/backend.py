@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from nnx_checkpoint.shard import Shard, shard_of
 from nnx_checkpoint.state import ModelState, OptimizerState
 from nnx_core import random_state
+from nnx_core._torch_compat import NO_BACKWARD, current_backward, foreach_copy_
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.gradients import Gradient
@@ -31,7 +32,7 @@ from nnx_core.whole_matrix import OwnerRanks
 from nnx_nnscaler.axes import Axes, make_axes
 from nnx_nnscaler.options import NnScalerOptions
 from nnx_nnscaler.plan.program_plan import Placement
-from nnx_nnscaler.runtime.part import NOT_IN_BACKWARD, Part
+from nnx_nnscaler.runtime.part import Part
 from nnx_nnscaler.runtime.reducer import BUCKET_BYTES, assign_buckets, views_like
 from nnx_nnscaler.runtime.storage import Arrival, Parameters
 
@@ -223,7 +224,7 @@ class LaidOut:
 
         A backward that failed before, and whose error somebody caught, is ended first.
         """
-        if torch._C._current_graph_task_id() == NOT_IN_BACKWARD:
+        if current_backward() == NO_BACKWARD:
             self.parameters.reducer.recover()
         if self.timeline is not None and torch.is_grad_enabled():
             self.timeline.begin_step()
@@ -376,7 +377,7 @@ class _Group:
         """Give some of the parameters the values of their copies."""
         halves = [parameter.data for parameter in parameters]
         if halves:
-            torch._foreach_copy_(halves, [self.copies[parameter] for parameter in parameters])
+            foreach_copy_(halves, [self.copies[parameter] for parameter in parameters])
 
 
 def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
@@ -385,7 +386,7 @@ def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
     if len(data) == 1 and data[0].is_contiguous():
         return data[0].view(-1)
     buffer = data[0].new_empty(sum(tensor.numel() for tensor in data))
-    torch._foreach_copy_(list(views_like(buffer, dict(enumerate(data))).values()), data)
+    foreach_copy_(list(views_like(buffer, dict(enumerate(data))).values()), data)
     return buffer
 
 
@@ -394,7 +395,7 @@ def _in_float32(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     dense = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
     made = [torch.empty_like(gradient, dtype=torch.float32) for gradient in dense]
     if dense:
-        torch._foreach_copy_(made, dense)
+        foreach_copy_(made, dense)
     rest = iter(made)
     return [
         gradient if gradient is None else gradient.float() if gradient.is_sparse else next(rest)

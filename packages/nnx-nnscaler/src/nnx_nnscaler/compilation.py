@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
 
 from nnx_checkpoint.collective import control_group, together
+from nnx_core._torch_compat import FakeTensor, tree_map
 from nnx_core.backend import ParallelContext, Sample, first_call
 from nnx_core.calibration import GroupCommunicator, calibrated
 from nnx_core.errors import PlanError

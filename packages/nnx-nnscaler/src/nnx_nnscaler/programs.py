@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
-from torch.utils._pytree import tree_flatten
 
+from nnx_core._torch_compat import tree_flatten
 from nnx_core.errors import UnsupportedError
+from nnx_nnscaler._torch_compat import has_any_global_hook
 from nnx_nnscaler.codegen.emit import inputs_of
 from nnx_nnscaler.compiler import Compiled, Compiler, FixedLayout, ModelCall, compile_together
 from nnx_nnscaler.ir import Graph, text_of
@@ -182,7 +182,7 @@ class Programs:
 
     def _find(self, call: ModelCall) -> tuple[Variant | None, list[Tensor]]:
         """The program that fits a call and the tensors to call it with; none where it has to run whole."""
-        if torch.compiler.is_compiling() or torch_module._has_any_global_hook():  # type: ignore[no-untyped-call]
+        if torch.compiler.is_compiling() or has_any_global_hook():
             self._warn("a trace of the model, or a hook on all modules, has to see every submodule's call")
             return None, []
         if self._tree.changed():

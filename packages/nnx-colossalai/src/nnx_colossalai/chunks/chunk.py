@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from nnx_checkpoint.shard import Shard
+from nnx_colossalai._torch_compat import without_guards
 from nnx_colossalai.device import Device
 from nnx_colossalai.plan.spec import Tier
+from nnx_core._torch_compat import tree_map_only
 from nnx_core.backend import ParallelContext
 from nnx_core.hidden_state import StateParts
 from nnx_core.options import GatherAtEnd
@@ -294,7 +295,7 @@ class _Guard:
     ) -> Any:
         kwargs = kwargs or {}
         if what_it_sees(func) in _SEEN_AT_ONCE:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_guards():
                 return func(*args, **kwargs)
         _wait_for(args)
         _wait_for(kwargs.values())

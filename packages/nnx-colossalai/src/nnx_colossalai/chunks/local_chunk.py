@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from nnx_colossalai._torch_compat import without_guards
 from nnx_colossalai.chunks.chunk import Chunk, guard_pending, unguard_pending
 from nnx_colossalai.device import Device, DeviceMemoryError
 from nnx_colossalai.plan.spec import Tier
@@ -500,7 +501,7 @@ class LocalChunk(Chunk):
     def _make_new(self) -> None:
         """Let working weights, or what they are fetched from, have the masters' values."""
         # Guarded parameters tell their version, but each takes a call of Python for it.
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.no_grad(), without_guards():
             for buffers in self._buffers:
                 self._make_new_buffers(buffers)
             for slot in self.slots:

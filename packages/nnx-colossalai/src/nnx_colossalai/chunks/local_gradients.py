@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nnx_colossalai._torch_compat import Silenced, has_memory_alone, make_last
+from nnx_colossalai._torch_compat import Silenced, has_memory_alone, make_last, without_guards
 from nnx_colossalai.chunks.local_chunk import LocalChunk, Slot, view_like
 from nnx_colossalai.device import Device
+from nnx_core._torch_compat import foreach_copy_
 
 _BATCH = 1 << 20
 """Elements that wait to be converted together: Python between two kernels costs more than its own time."""
@@ -109,7 +110,7 @@ class Gradients:
         self._unconverted, self._elements_unconverted = {}, 0
         with torch.no_grad():
             totals = self._new_together(list(waiting))
-            torch._foreach_copy_(totals, list(waiting.values()))
+            foreach_copy_(totals, list(waiting.values()))
         for slot, total in zip(waiting, totals, strict=True):
             slot.total = total
 
@@ -222,7 +223,7 @@ class Gradients:
     def put_back(self, slot: Slot) -> None:
         """Let the parameter have its total beside its working weights, where it may be set to None."""
         if slot.total is not None:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_guards():
                 slot.parameter.data = slot.master
                 self.give(slot)
                 slot.parameter.data = slot.working  # type: ignore[assignment] # it has taken gradients of them

@@ -17,6 +17,7 @@ from torch.nn.utils import parameters_to_vector, parametrize, prune, vector_to_p
 
 from nnx_conformance.habits import Habitual, Manual, chapter
 from nnx_conformance.task import FEATURES, WIDTH, Task
+from nnx_core._torch_compat import foreach_mul_
 
 # --- attached -------------------------------------------------------------------------------------
 # What is attached or assigned to parameters stays: hooks, attributes, data, masks, other weights.
@@ -168,7 +169,7 @@ class WrittenWeights(Habitual):
             for parameter in self.blocks.parameters():
                 parameter.clamp_(-0.3, 0.3).mul_(0.99)
             self.head.weight[0] = 0
-            torch._foreach_mul_([self.embed.weight, self.head.weight], 0.95)
+            foreach_mul_([self.embed.weight, self.head.weight], 0.95)
 
 
 @habit()

@@ -24,6 +24,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 import nnx_core
+from nnx_checkpoint._torch_compat import process_groups
 from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_equal_losses, expect_same_run
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task
@@ -291,8 +292,8 @@ def left_by_steps(subject: Subject) -> dict[str, int]:
 
 
 def _process_groups() -> Counter[str]:
-    """By size and backend. torch (2.11 to 2.13) lists its groups nowhere but in this private map."""
-    groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+    """By size and backend."""
+    groups = process_groups() if dist.is_initialized() else []
     return Counter(f"{dist.get_backend(group)} group of {group.size()}" for group in groups)
 
 

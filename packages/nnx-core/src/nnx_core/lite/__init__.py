@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from nnx_checkpoint.collective import control_group, together
 from nnx_checkpoint.naming import LazyStateDict, numbered_optimizer_state, numbers_parameters
 from nnx_checkpoint.state import as_state_dict
+from nnx_core._torch_compat import IncompatibleKeys
 from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.checkpoint import read_optimizer_state, restore_model, restore_optimizers
 from nnx_core.lightning.fabric import FabricAdapter, load_fabric_checkpoint
@@ -87,7 +87,7 @@ class LiteModule(_FabricModule):
                 fill_module(own, source, strict=strict)
             backend.finish_load(module, [])
         missing = [name for name in own if name not in state_dict]
-        return _IncompatibleKeys(missing, [name for name in state_dict if name not in own])
+        return IncompatibleKeys(missing, [name for name in state_dict if name not in own])
 
 
 class LiteOptimizer(_FabricOptimizer):

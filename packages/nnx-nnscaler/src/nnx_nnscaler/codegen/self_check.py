@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from nnx_core._torch_compat import TorchDispatchMode, tree_leaves, tree_map
 from nnx_core.calibration import Communicator
 from nnx_core.errors import PlanError, UnsupportedError
 from nnx_nnscaler.codegen.emit import Program, emit, load_program
@@ -460,8 +459,6 @@ class _RankRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _converted(call: Arguments, dtype: torch.dtype) -> Arguments:
-    from torch.utils._pytree import tree_map
-
     def converted(leaf: Any) -> Any:
         return leaf.detach().to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from nnx_core._torch_compat import tree_leaves, tree_map
 from nnx_core.calibration import Communicator, GroupCommunicator
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.axes import Axes

@@ -17,10 +17,10 @@ from typing import Any, Optional, TypeVar, cast, get_type_hints
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
+from nnx_core._torch_compat import FakeTensor, pytree
 from nnx_core.errors import NnxError
+from nnx_nnscaler._torch_compat import OpOverload, OpOverloadPacket
 from nnx_nnscaler.ir import Graph, Op, TensorMeta, hint_of, refs_in
 from nnx_nnscaler.plan.program_plan import P, Placement, R, S, Strategy
 from nnx_nnscaler.rules.probe import DRAWS, Trial, draw, runner
@@ -623,9 +623,9 @@ def _targets(given: Any) -> list[str]:
         for part in given.replace("::", ".").split("."):
             operator = getattr(operator, part, None)
     operator = getattr(operator, "_opoverload", operator)  # of what torch.library.custom_op returns
-    if isinstance(operator, torch._ops.OpOverload):
+    if isinstance(operator, OpOverload):
         operators = [operator]
-    elif isinstance(operator, torch._ops.OpOverloadPacket):
+    elif isinstance(operator, OpOverloadPacket):
         operators = [getattr(operator, overload) for overload in _overloads(operator)]
     else:
         raise AnnotationError(

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from nnx_nnscaler._torch_compat import OpOverload
 from nnx_nnscaler.ir import Argument, Code, Dim, Graph, Op, Ref, Size, TensorMeta, refs_in
 from nnx_nnscaler.plan.program_plan import P, Placement, R, S, Strategy
 
@@ -99,7 +100,7 @@ def operator_of(target: str) -> Any:
         found = getattr(found, part, None)
         if found is None:
             return None
-    return found if isinstance(found, torch._ops.OpOverload) else None
+    return found if isinstance(found, OpOverload) else None
 
 
 @cache

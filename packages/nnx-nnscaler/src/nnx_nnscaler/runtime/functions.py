@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from nnx_core.calibration import Communicator
 from nnx_core.errors import UnsupportedError
+from nnx_nnscaler._torch_compat import safe_softmax
 from nnx_nnscaler.plan.program_plan import Placement
 
 # --- conversions of placements --------------------------------------------------------------------
@@ -507,7 +508,7 @@ class Functions(Conversions):
             scores = scores.masked_fill(~attn_mask, float("-inf"))
         elif attn_mask is not None:
             scores = scores + attn_mask
-        weights: Tensor = torch.ops.aten._safe_softmax(scores, -1)
+        weights: Tensor = safe_softmax(scores, -1)
         return (weights * self._mask(weights, p, dim)) @ value
 
     def _mask(self, like: Tensor, p: float, dim: int | None = None, groups: int = 1) -> Tensor:

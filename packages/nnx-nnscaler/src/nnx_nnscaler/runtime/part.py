@@ -22,6 +22,7 @@ from typing_extensions import override
 from nnx_checkpoint.box import Box
 from nnx_checkpoint.shard import Shard
 from nnx_core import whole as guards
+from nnx_core._torch_compat import NO_BACKWARD, current_backward
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import CollectiveOrder
 from nnx_core.watch import refuse_unequal_gradient
@@ -151,8 +152,6 @@ class ParameterLayout:
             yield Box(offset, kept.size), Box((kept.offset[0] - self.rows[0], *kept.offset[1:]), kept.size)
 
 
-NOT_IN_BACKWARD = -1
-
 # --- parts ----------------------------------------------------------------------------------------
 
 
@@ -255,7 +254,7 @@ class StagePart:
     @property
     def _is_read_alone(self) -> bool:
         """Whether a hook reads it, which runs in the backward pass of the stage that has it."""
-        return self._layout.is_here and torch._C._current_graph_task_id() != NOT_IN_BACKWARD
+        return self._layout.is_here and current_backward() != NO_BACKWARD
 
     def value(self) -> Tensor:  # noqa: D102
         if self._is_read_alone:

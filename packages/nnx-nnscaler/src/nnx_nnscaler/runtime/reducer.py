@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nnx_checkpoint.collective import wait_for_collective
-from nnx_core._torch_compat import when_backward_ends
+from nnx_core._torch_compat import foreach_copy_, foreach_mul_, users_of_storage, when_backward_ends
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import asked_anywhere
 from nnx_core.whole import local_mode
+from nnx_nnscaler._torch_compat import unflatten_dense_tensors
 from nnx_nnscaler.axes import Axes
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ class GradientBucket(Bucket):
     def _is_own(self, buffer: Tensor) -> bool:
         """Whether nothing but the parameters' own gradients looks at the buffer."""
         storage = buffer.untyped_storage()
-        lookers = int(torch._C._storage_Use_Count(storage._cdata)) - 2  # the buffer, and `storage`
+        lookers = users_of_storage(storage) - 2  # the buffer, and `storage`
         if lookers > 0:
             start, stop = buffer.data_ptr(), buffer.data_ptr() + storage.nbytes()
             gradients = [parameter.grad for parameter in self._parameters.values()]
@@ -231,9 +232,9 @@ class GradientBucket(Bucket):
                 gradients.append(gradient.to_dense() if gradient.is_sparse else gradient.detach())
         assert self._buffer is not None, "`start` comes first"
         if slots:
-            torch._foreach_copy_(slots, gradients)
+            foreach_copy_(slots, gradients)
             if self._filled:
-                torch._foreach_mul_(slots, self._scale)
+                foreach_mul_(slots, self._scale)
             else:
                 self._buffer.mul_(self._scale)
         self._buffer.index_add_(0, self._firsts, self._zeros)  # makes +0.0 of -0.0
@@ -273,7 +274,7 @@ class GradientBucket(Bucket):
 def views_like(buffer: Tensor, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """A view of the buffer for every tensor, with its strides where they leave no gaps."""
     if all(tensor.is_contiguous() for tensor in tensors.values()):
-        views = torch._C._nn.unflatten_dense_tensors(buffer, list(tensors.values()))
+        views = unflatten_dense_tensors(buffer, list(tensors.values()))
         return dict(zip(tensors, views, strict=True))
     slots, offset = {}, 0
     pieces = torch.split(buffer, [tensor.numel() for tensor in tensors.values()])

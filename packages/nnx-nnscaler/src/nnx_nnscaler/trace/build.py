@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
-from torch.utils._sympy.printers import PythonPrinter
 
+from nnx_core._torch_compat import pytree
+from nnx_nnscaler._torch_compat import OpOverload, PythonPrinter
 from nnx_nnscaler.ir import Argument, Code, Dim, Graph, Input, Make, Op, Ref, Size, TensorMeta, refs_in
 from nnx_nnscaler.trace.export import PREFIX, Exported
 from nnx_nnscaler.trace.guard import is_collective
@@ -217,7 +217,7 @@ class Builder:
             raise UntraceableError([_blame(step, "it communicates with other ranks")])
         if step.target is operator.getitem:
             self._getitem(step)
-        elif not isinstance(step.target, torch._ops.OpOverload) or not _has_tensor(step.value):
+        elif not isinstance(step.target, OpOverload) or not _has_tensor(step.value):
             if not isinstance(step.value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)):
                 raise UntraceableError([_blame(step, str(UnknownCallError(step.node)))])
             self.views.values[step.node] = self.sizes.value(step.value)

@@ -17,8 +17,8 @@ import numpy
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from nnx_core._torch_compat import pytree
 from nnx_core.python_state import is_users_own, names_in, origin_of
 from nnx_nnscaler.trace.structure import is_constant
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
 
+from nnx_core._torch_compat import FakeTensor, FakeTensorMode, pytree
 from nnx_nnscaler.ir import Graph
 from nnx_nnscaler.trace.build import UntraceableError, build_graph
 from nnx_nnscaler.trace.export import (

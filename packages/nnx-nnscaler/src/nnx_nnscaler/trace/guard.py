@@ -27,8 +27,8 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from nnx_core._torch_compat import TorchDispatchMode
 from nnx_core.python_state import PythonState, is_users_own, only_goes_on
 from nnx_core.random_state import forked
 from nnx_core.used import CollectiveOrder

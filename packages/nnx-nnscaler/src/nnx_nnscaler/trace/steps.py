@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
+from nnx_core._torch_compat import pytree
+from nnx_nnscaler._torch_compat import HigherOrderOperator
 from nnx_nnscaler.ir import Argument, Graph, Op, refs_in
 from nnx_nnscaler.trace.export import PREFIX
 
@@ -138,7 +139,7 @@ def _region_of(
         wanted = f", dtype={dtype}" if enabled and dtype is not None else ""
         context = f'torch.autocast("{kind}"{wanted}, enabled={bool(enabled)})'
         return submodule, tuple(given), _Region(frozen=region.frozen, context=context)
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator):
         raise UnknownCallError(node)
     return None
 

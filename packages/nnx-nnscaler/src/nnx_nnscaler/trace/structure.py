@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from nnx_core._torch_compat import pytree
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.ir import Make
 
