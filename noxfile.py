@@ -291,19 +291,24 @@ def isolation(session: nox.Session) -> None:
 @nox.session(venv_backend="venv")
 @nox.parametrize("edge", ["oldest", "newest"])
 def compat(session: nox.Session, edge: str) -> None:
-    """Every strategy with the oldest, or the newest, torch and Lightning that the packages accept.
+    """A strategy of each package with the oldest, or the newest, torch and Lightning that they accept.
 
     `oldest` takes everything that they name at the lowest version they name; then, beside the same torch,
-    each end of what is accepted of Lightning. Fetches a torch with CUDA, some gigabytes, where the package
-    index has no other; remove `.nox/compat-*` afterwards.
+    each end of what is accepted of Lightning. Looks up torch's private names, and runs the fast profile of
+    conformance. Fetches a torch with CUDA, some gigabytes, where the package index has no other; remove
+    `.nox/compat-*` afterwards.
     """
     python = os.fspath(Path(session.bin) / "python")
     lightning = next(pin for pin in floors() if pin.startswith("lightning=="))
     limits = Path(session.create_tmp()) / "limits.txt"
     limits.write_text("\n".join([*floors(), f"pytorch-{lightning}"] if edge == "oldest" else []))
     built = build(session, "wheel")
-    pip(session, python, "install", "--constraint", os.fspath(limits), *built)
-    try_one_of_each(session, python)
+    pip(session, python, "install", "--constraint", os.fspath(limits), *built, "pytest")
+    alone = ("--noconftest", "-c", os.devnull, "--rootdir", os.fspath(ROOT), "-p", "no:cacheprovider")
+    session.run(python, "-m", "pytest", "-q", *alone, "tests/test_private_names.py")
+    for names in ask(session, python).values():
+        nnx = os.fspath(Path(python).with_name("nnx"))
+        session.run(nnx, "conformance", names[0], "--verbose", env={"OMP_NUM_THREADS": "1"})
     other = "lightning" if edge == "oldest" else lightning
     pip(session, python, "install", "--upgrade", other, f"pytorch-{other}", *built)
     try_one_of_each(session, python)

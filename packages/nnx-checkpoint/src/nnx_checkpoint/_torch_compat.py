@@ -24,8 +24,6 @@ from nnx_checkpoint.errors import CheckpointError
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from nnx_checkpoint.shard import Shard
-
 
 class Private(NamedTuple):
     """A private name of torch that nnx uses.
@@ -88,27 +86,17 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return group._get_backend(group._device_types[0]).options._timeout
 
 
-class Checkpointable(Tensor):
-    """A tensor without data that stands for a shard of a larger one.
+class WithoutData(Tensor):
+    """A tensor without data, for state dicts of `torch.distributed.checkpoint`.
 
-    `torch.Tensor._make_wrapper_subclass` makes it; `torch.distributed.checkpoint` asks
-    tensors for the methods ``__create_write_items__``, ``__create_chunk_list__`` and
+    DCP asks such tensors for the methods ``__create_write_items__``, ``__create_chunk_list__`` and
     ``__get_tensor_shard__`` of its private protocol `_Checkpointable`.
     """
 
-    shard: Shard
-
-    @staticmethod
-    def __new__(cls: type[Checkpointable], shard: Shard) -> Checkpointable:
-        device = shard.data[0].device if shard.data else torch.device("cpu")
-        made: Checkpointable = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shard.shape), dtype=shard.dtype, device=device
-        )
-        made.shard = shard
-        return made
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}(shape={self.shard.shape}, boxes={list(self.shard.boxes)})"
+    @classmethod
+    def shaped(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+        """Make one of a shape, element type and device."""
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

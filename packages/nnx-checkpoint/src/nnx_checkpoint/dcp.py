@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 from typing_extensions import override
 
-from nnx_checkpoint._torch_compat import Checkpointable
+from nnx_checkpoint._torch_compat import WithoutData
 from nnx_checkpoint.codec import Encoder
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.formats import open_checkpoint
@@ -55,12 +55,24 @@ from nnx_checkpoint.writer import write_objects, writer_info
 _OBJECTS, _PATHS = "dcp.objects", "dcp.paths"
 
 
-class Handle(Checkpointable):
+class Handle(WithoutData):
     """A tensor that lets a `Shard` stand in a state dict for `torch.distributed.checkpoint`.
 
     ``Handle(shard)`` has the global shape and dtype but no data of its own; DCP reads and fills the views of
     the shard, which is what this rank holds of the tensor.
     """
+
+    shard: Shard
+
+    @staticmethod
+    def __new__(cls: type[Handle], shard: Shard) -> Handle:  # noqa: D102
+        device = shard.data[0].device if shard.data else torch.device("cpu")
+        made: Handle = cls.shaped(torch.Size(shard.shape), shard.dtype, device)
+        made.shard = shard
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={self.shard.shape}, boxes={list(self.shard.boxes)})"
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.shard.dtype)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import nnx_checkpoint
+from nnx_checkpoint._torch_compat import position_in_file
 from nnx_checkpoint.foreign.torch_file import Inert, load_torch_file
 from nnx_checkpoint.naming import stored_optimizer_states
 from nnx_core.errors import CheckpointError
@@ -249,3 +250,9 @@ def test_names_replace_numbers_only_where_they_are_names_of_the_model(tmp_path: 
         assert states is not None
         assert states[0]["param_groups"][0]["params"] == expected
         assert list(states[0]["state"]) == expected
+
+
+def test_a_tensor_whose_place_torch_does_not_say_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"does not say where a tensor of 12 bytes .* torch 2\.11 to"):
+        position_in_file(torch.ones(3))
+    assert position_in_file(torch.ones(0)) == 0
