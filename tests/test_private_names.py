@@ -68,7 +68,7 @@ def attributes_of_objects(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.Attribute):
             is_of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "sys")
             (own if is_of_self else used).add(node.attr)
-        elif isinstance(node, ast.Constant) and re.fullmatch(r"_[a-z]\w*", str(node.value)):
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"_[A-Za-z]\w*", str(node.value)):
             used.add(node.value)
     return {name for name in used - own - OURS if is_private(name)}
 

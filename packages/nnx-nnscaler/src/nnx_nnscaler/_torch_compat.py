@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
@@ -28,6 +29,8 @@ __all__ = [
     "checkpoints_replaced",
     "free_fake_inputs",
     "has_any_global_hook",
+    "lstm_replaced",
+    "saves_inputs_only",
     "safe_softmax",
     "schedule_actions",
     "stage_backward_input",
@@ -37,6 +40,8 @@ __all__ = [
 
 PRIVATE_NAMES = {
     "torch._C._nn.unflatten_dense_tensors": Private(IMPORT),
+    "torch._decomp.decompositions": Private("a trace raises ImportError", last="2.12"),
+    "torch._decomp.decompositions.one_layer_lstm": Private("a trace raises AttributeError", last="2.12"),
     "torch._ops.HigherOrderOperator": Private(IMPORT),
     "torch._ops.OpOverload": Private(IMPORT),
     "torch._ops.OpOverloadPacket": Private(IMPORT),
@@ -46,6 +51,7 @@ PRIVATE_NAMES = {
     "torch.nn.modules.module._has_any_global_hook": Private(IMPORT),
     "torch.ops.aten._safe_softmax": Private(IMPORT),
     "torch.utils._sympy.printers.PythonPrinter": Private(IMPORT),
+    "torch.utils.checkpoint._NoopSaveInputs": Private("nothing: no checkpoint calls it", last="2.11"),
     "torch.utils.checkpoint._checkpoint_without_reentrant_generator": Private(
         "tracing raises AttributeError"
     ),
@@ -116,3 +122,26 @@ def checkpoints_replaced(by: Callable[..., Any]) -> dict[str, Any]:
         name = "_checkpoint_without_reentrant_generator_impl"
     getattr(module, name)
     return {name: by, "CheckpointFunction": type("CheckpointFunction", (), {"apply": staticmethod(by)})}
+
+
+def saves_inputs_only(cls: type) -> bool:
+    """Whether an autograd function is `_NoopSaveInputs`, by which a checkpoint of torch 2.11 keeps inputs."""
+    return cls.__module__ == "torch.utils.checkpoint" and cls.__qualname__ == "_NoopSaveInputs"
+
+
+def lstm_replaced() -> tuple[Any, dict[str, Any]]:
+    """A module of torch, and what to put in the place of its names, so that a trace knows an LSTM's shapes.
+
+    Where torch 2.11 and 2.12 know shapes only, they give the hidden states of an LSTM one dim too many.
+    """
+    from torch._decomp import decompositions
+
+    if torch.__version__ >= "2.13":  # it compares as a version
+        return decompositions, {}
+    one_layer: Any = decompositions.one_layer_lstm
+
+    def with_shapes(inp: Tensor, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        output, states = one_layer(inp, hidden, *args, **kwargs)
+        return output, tuple(new.reshape(old.shape) for new, old in zip(states, hidden, strict=True))
+
+    return decompositions, {"one_layer_lstm": with_shapes}

@@ -32,7 +32,7 @@ from nnx_core._torch_compat import TorchDispatchMode
 from nnx_core.python_state import PythonState, is_users_own, only_goes_on
 from nnx_core.random_state import forked
 from nnx_core.used import CollectiveOrder
-from nnx_nnscaler._torch_compat import checkpoints_replaced
+from nnx_nnscaler._torch_compat import checkpoints_replaced, lstm_replaced, saves_inputs_only
 from nnx_nnscaler.trace.fingerprint import code_reached, read_by_forward
 from nnx_nnscaler.trace.structure import Refusal
 
@@ -100,7 +100,8 @@ def running(root: nn.Module) -> Iterator[None]:
     """
     with ExitStack() as stack:
         restored = state_restored(root, *root.buffers())
-        for context in (forked(), restored, hooks_removed(root), collectives_refused()):
+        shapes_known = replaced(*lstm_replaced())
+        for context in (forked(), restored, hooks_removed(root), collectives_refused(), shapes_known):
             stack.enter_context(context)
         if dist.is_available() and dist.is_initialized():
             stack.enter_context(_Watch())  # type: ignore[no-untyped-call]
@@ -202,13 +203,14 @@ def noticing(root: nn.Module) -> Iterator[None]:
     real_apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.startswith(("torch._", "torch.library")):
+        if cls.__module__.startswith(("torch._", "torch.library")) or saves_inputs_only(cls):
             return real_apply.__get__(None, cls)(*args, **kwargs)
         raise Refusal(f"it calls the autograd function {cls.__qualname__}, whose backward a trace would lose")
 
     with ExitStack() as stack:
         if root.training:  # elsewhere there is no backward that it would save memory for
             stack.enter_context(replaced(torch.utils.checkpoint, checkpoints_replaced(checkpoint)))
+        stack.enter_context(replaced(*lstm_replaced()))
         stack.enter_context(replaced(torch.autograd.Function, {"apply": classmethod(apply)}))
         loggers = {name: log for name in ("log", "log_dict") if hasattr(type(root), name)}
         stack.enter_context(replaced(root, loggers))
