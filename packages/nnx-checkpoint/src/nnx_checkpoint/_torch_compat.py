@@ -107,17 +107,53 @@ def position_in_file(tensor: Tensor) -> int:
     return int(getattr(tensor.untyped_storage(), "_checkpoint_offset", None) or 0)
 
 
+_ENGINES = ("torch.distributed.", "nnx_")
+
+
 def loads_itself(module: nn.Module) -> bool:
     """Whether loading a module's own entries is more than copying them under their names.
 
-    It is where the class overrides `load_state_dict` or `_load_from_state_dict`, or where a hook stands
-    before the latter in `_load_state_dict_pre_hooks` (torch 2.11 to 2.13). What torch's own classes override
-    only adds entries that old files lack.
+    It is where the user overrides `_load_from_state_dict`, or where a hook stands before it in
+    `_load_state_dict_pre_hooks` (torch 2.11 to 2.13) that no engine has put there. What torch's own classes
+    override only adds entries that old files lack.
     """
-    kind = type(module)
-    overrides = kind.load_state_dict is not nn.Module.load_state_dict
-    loader = getattr(kind._load_from_state_dict, "__module__", "")
-    return overrides or not loader.startswith("torch.") or bool(module._load_state_dict_pre_hooks)
+    hooks = module._load_state_dict_pre_hooks.values()
+    return any(map(_is_of_user, hooks)) or not _is_of_torch(module, "_load_from_state_dict")
+
+
+def _is_of_user(hook: Any) -> bool:
+    """Whether no engine has registered a hook; torch wraps some, with the user's function in ``hook``."""
+    return not str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith(_ENGINES)
+
+
+def overrides_loading(module: nn.Module) -> bool:
+    """Whether a class, be it torch's, has a `_load_from_state_dict` of its own (torch 2.11 to 2.13)."""
+    return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+
+
+def overrides_load_state_dict(module: nn.Module) -> bool:
+    """Whether the user overrides `load_state_dict`, which torch calls on the outermost module only."""
+    return not _is_of_torch(module, "load_state_dict")
+
+
+def _is_of_torch(module: nn.Module, method: str) -> bool:
+    if method in vars(module):
+        return False
+    return str(getattr(getattr(type(module), method), "__module__", "")).startswith("torch.")
+
+
+def has_load_hooks(module: nn.Module) -> bool:
+    """Whether the user's hooks follow the loading: ``_load_state_dict_post_hooks`` (torch 2.11 to 2.13)."""
+    return any(map(_is_of_user, module._load_state_dict_post_hooks.values()))
+
+
+def call_load_hooks(module: nn.Module, missing: list[str], unexpected: list[str]) -> None:
+    """Call the hooks that follow a module's loading, which may change both lists.
+
+    They get `torch.nn.modules.module._IncompatibleKeys` (torch 2.11 to 2.13).
+    """
+    for hook in list(module._load_state_dict_post_hooks.values()):
+        hook(module, nn.modules.module._IncompatibleKeys(missing, unexpected))
 
 
 STORAGE_DTYPES = {

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 import nnx_checkpoint as storage
 from nnx_checkpoint.collective import all_gather_object, control_group, gather_object, together
 from nnx_checkpoint.inflight import after_save, settle
+from nnx_checkpoint.loading import load_model
 from nnx_checkpoint.naming import (
     FABRIC_KEYS,
     RANKS,
@@ -37,7 +38,7 @@ from nnx_checkpoint.naming import (
     stored_optimizer_states,
 )
 from nnx_checkpoint.shard import Shard
-from nnx_checkpoint.state import OptimizerState, as_state_dict, fill_model
+from nnx_checkpoint.state import OptimizerState, as_state_dict
 from nnx_checkpoint.storage.locations import place_of
 from nnx_checkpoint.writer import release
 from nnx_core.backend import Backend
@@ -441,11 +442,16 @@ def load_lightning_checkpoint(strategy: Any, path: Any, weights_only: bool | Non
 def restore_model(
     backend: Backend[Any], module: nn.Module, source: Mapping[str, Any], *, strict: bool
 ) -> None:
-    """Fill the module's parameters and buffers in place. Collective."""
-    state = backend.model_state(module)
-    with together(control_group(), doing="restoring the model"):
-        fill_model(module, state, source, strict=strict)
-    backend.finish_load(module, [])
+    """Load a state dict: parameters and buffers in place, the rest by the module's own code. Collective."""
+    load_model(
+        module,
+        backend.model_state(module),
+        source,
+        strict=strict,
+        group=control_group(),
+        device=backend.context.device,
+        filled=lambda: backend.finish_load(module, []),
+    )
 
 
 def restore_optimizers(
