@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -103,7 +103,7 @@ def describe_model(
                 stored[id(value)] = name
             elif is_extra_state(name) or not _shares_memory(value, owned.values()):
                 state.copies.add(name)
-            state.tensors[name] = shard_of(value)
+            state.tensors[name] = replace(shard_of(value), is_copy=name in state.copies)
     return state
 
 
