@@ -107,7 +107,7 @@ def position_in_file(tensor: Tensor) -> int:
     return int(getattr(tensor.untyped_storage(), "_checkpoint_offset", None) or 0)
 
 
-_ENGINES = ("torch.distributed.", "nnx_")
+_ENGINES = ("torch.distributed.", "nnx_colossalai.", "fairscale.", "deepspeed.")
 
 
 def loads_itself(module: nn.Module) -> bool:
