@@ -413,6 +413,8 @@ def _load_model(
 
 
 def _shard_of(tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
+    if nn.parameter.is_lazy(tensor):  # a lazy layer allocates it in a hook of its own
+        return Shard((), tensor.dtype, (), ())
     return shard_of(tensor)
 
 
