@@ -379,9 +379,10 @@ class Guard:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as a plain tensor, whole; refused among several ranks, of which one alone may pickle."""
         if is_distributed():
+            shape = tuple(self._part.description.shape)
             raise UnsupportedError(
-                f"a sharded tensor of shape {tuple(self.shape)} is pickled, as `torch.save` does. To gather "
-                "it takes all ranks, and rank zero often saves alone. The file that was begun is incomplete.",
+                f"a sharded tensor of shape {shape} is pickled, as `torch.save` does. To gather it takes all "
+                "ranks, and rank zero often saves alone. The file that was begun is incomplete.",
                 remedy="Gather on all ranks, `weights = {name: value.detach().cpu().clone() for name, value "
                 "in model.state_dict().items()}`, and save `weights` on rank zero.",
             )
