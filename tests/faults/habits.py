@@ -448,6 +448,46 @@ class BeginsTheStep(TinyBackend):
         return super().parallelize(module, sample)
 
 
+# --- state dicts --------------------------------------------------------------------------------
+
+
+class Forgetful(TinyBackend):
+    """Loads without one step of the loading, for as long as a module is laid out."""
+
+    forgotten = ""
+    instead: Any = None
+
+    def parallelize(self, module: nn.Module, sample: object) -> Mapping[nn.Parameter, nn.Parameter]:
+        self._patch = patch(self.forgotten, type(self).instead)
+        self._patch.start()
+        return super().parallelize(module, sample)
+
+    def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
+        self._patch.stop()
+        return super().unparallelize(module)
+
+
+class FillsCopies(Forgetful):
+    """Reads everything straight into what `state_dict()` returned, be it a copy."""
+
+    forgotten = "nnx_checkpoint.loading._self_loading"
+    instead = staticmethod(lambda module, state: state.copies.clear() or ())
+
+
+class LoadsWithoutHooks(Forgetful):
+    """Calls no hook after loading."""
+
+    forgotten = "nnx_checkpoint.loading.has_load_hooks"
+    instead = staticmethod(lambda module: False)
+
+
+class MixesRanks(Forgetful):
+    """Stores of each entry what some rank has."""
+
+    forgotten = "nnx_core.lightning.checkpoint.split_rank_entries"
+    instead = staticmethod(lambda checkpoint: (checkpoint, {}))
+
+
 _CAUGHT = {
     PairsWhatItHas: (
         *("swapped_experts", "swapped_by_turns", "swapped_while_accumulating", "layer_of_one_rank"),
@@ -487,7 +527,7 @@ _CAUGHT = {
         *("weight_penalty", "orthogonality_penalty", "weight_as_a_number", "weights_read_between_steps"),
         *("logged_weights", "copied_layers", "gradient_of_a_weight", "gradient_penalty"),
         *("weights_read_on_rank_zero", "functional_gradients"),
-        "weight_used_elsewhere",
+        *("weight_used_elsewhere", "state_dict_saved_by_rank_zero", "copies_saved_by_rank_zero"),
     ),
     FirstCallOnly: ("layers_called_often",),
     NeedsItsOwnBackward: ("backward_on_the_loss",),
@@ -498,6 +538,9 @@ _CAUGHT = {
     CannotSaveNothing: ("parameter_without_elements",),
     NeverFreezes: ("frozen_in_mid_run",),
     BeginsTheStep: ("counted_steps",),
+    FillsCopies: (*("state_loaded_by_its_module", "overridden_load_state_dict", "hooks_before_loading"),),
+    LoadsWithoutHooks: ("hooks_after_loading",),
+    MixesRanks: ("state_of_each_rank",),
     OwnBackwardOnly: ("own_backward", "own_backward_while_accumulating"),
 }
 """The broken strategies, and the checks that each fails; what else it fails is not looked at."""

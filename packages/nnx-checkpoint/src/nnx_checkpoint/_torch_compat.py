@@ -55,6 +55,8 @@ PRIVATE_NAMES = {
     "torch.serialization._load": Private("reading a file of torch.save raises AttributeError"),
     "Module._load_from_state_dict": Private("loading weights raises AttributeError"),
     "Module._load_state_dict_pre_hooks": Private("loading weights raises AttributeError"),
+    "Module._load_state_dict_post_hooks": Private("loading weights raises AttributeError"),
+    "torch.nn.modules.module._IncompatibleKeys": Private("loading weights raises AttributeError"),
     "ProcessGroup._device_types": Private("any run on several ranks raises AttributeError"),
     "ProcessGroup._get_backend": Private("any run on several ranks raises AttributeError"),
     "Backend.Options._timeout": Private("any run on several ranks raises AttributeError"),
@@ -175,17 +177,53 @@ def position_in_file(tensor: Tensor) -> int:
     return int(position or 0)
 
 
+_ENGINES = ("torch.distributed.", "nnx_colossalai.", "fairscale.", "deepspeed.")
+
+
 def loads_itself(module: nn.Module) -> bool:
     """Whether loading a module's own entries is more than copying them under their names.
 
-    It is where the class overrides `load_state_dict` or `_load_from_state_dict`, or where a hook stands
-    before the latter in `_load_state_dict_pre_hooks`. What torch's own classes override
-    only adds entries that old files lack.
+    It is where the user overrides `_load_from_state_dict`, or where a hook stands before it in
+    `_load_state_dict_pre_hooks` that no engine has put there. What torch's own classes
+    override only adds entries that old files lack.
     """
-    kind = type(module)
-    overrides = kind.load_state_dict is not nn.Module.load_state_dict
-    loader = getattr(kind._load_from_state_dict, "__module__", "")
-    return overrides or not loader.startswith("torch.") or bool(module._load_state_dict_pre_hooks)
+    hooks = module._load_state_dict_pre_hooks.values()
+    return any(map(_is_of_user, hooks)) or not _is_of_torch(module, "_load_from_state_dict")
+
+
+def _is_of_user(hook: Any) -> bool:
+    """Whether no engine has registered a hook; torch wraps some, with the user's function in ``hook``."""
+    return not str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith(_ENGINES)
+
+
+def overrides_loading(module: nn.Module) -> bool:
+    """Whether a class, be it torch's, has a `_load_from_state_dict` of its own."""
+    return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+
+
+def overrides_load_state_dict(module: nn.Module) -> bool:
+    """Whether the user overrides `load_state_dict`, which torch calls on the outermost module only."""
+    return not _is_of_torch(module, "load_state_dict")
+
+
+def _is_of_torch(module: nn.Module, method: str) -> bool:
+    if method in vars(module):
+        return False
+    return str(getattr(getattr(type(module), method), "__module__", "")).startswith("torch.")
+
+
+def has_load_hooks(module: nn.Module) -> bool:
+    """Whether the user's hooks follow the loading: ``_load_state_dict_post_hooks``."""
+    return any(map(_is_of_user, module._load_state_dict_post_hooks.values()))
+
+
+def call_load_hooks(module: nn.Module, missing: list[str], unexpected: list[str]) -> None:
+    """Call the hooks that follow a module's loading, which may change both lists.
+
+    They get `torch.nn.modules.module._IncompatibleKeys`.
+    """
+    for hook in list(module._load_state_dict_post_hooks.values()):
+        hook(module, nn.modules.module._IncompatibleKeys(missing, unexpected))
 
 
 STORAGE_DTYPES = {

@@ -21,13 +21,13 @@ from nnx_checkpoint import writer
 from nnx_checkpoint.collective import control_group, together
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.formats import open_checkpoint
+from nnx_checkpoint.loading import load_model
 from nnx_checkpoint.naming import LazyStateDict, OptimizerState, Saved, collect, stored_optimizer_states
 from nnx_checkpoint.shard import Shard, shard_of
 from nnx_checkpoint.state import (
     as_state_dict,
     describe_model,
     describe_optimizer,
-    fill_model,
     fill_optimizer,
     new_state_tensor,
 )
@@ -128,10 +128,13 @@ def load(
         ``step = nnx_checkpoint.load("last.ckpt", model=model, optimizer=optimizer)["step"]``
     """
     optimizers = _listed(optimizer)
-    with together(control_group(), doing=f"loading '{path}'"):
+    group = control_group()
+    with together(group, doing=f"opening '{path}'"):
         stored = open_checkpoint(path, weights_only=weights_only)
-        if model is not None:
-            fill_model(model, describe_model(model, _shard_of), LazyStateDict(stored), strict=strict)
+    if model is not None:
+        mine = describe_model(model, _shard_of)
+        load_model(model, mine, LazyStateDict(stored), strict=strict, group=group)
+    with together(group, doing=f"loading '{path}'"):
         for each, state in zip(optimizers, _states(stored, optimizers), strict=True):
             fill_optimizer(_InPlace(), _owner(model), each, state)
         if tensors:

@@ -33,12 +33,14 @@ class Shard:
         boxes: The box of each view in the logical tensor; empty if this rank holds nothing.
         data: One view for each box, of exactly the box's size. Writing into it fills the engine's
             own storage in place.
+        is_copy: True if the module's ``state_dict`` made it, which other ranks may have made otherwise.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     boxes: tuple[Box, ...]
     data: tuple[Tensor, ...]
+    is_copy: bool = False
 
     def __post_init__(self) -> None:
         if len(self.boxes) != len(self.data):

@@ -7,8 +7,8 @@ saves and fills it is `nnx_core.lightning.checkpoint`; `nnx_core.backend.Backend
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -29,9 +29,12 @@ __all__ = [
     "State",
     "describe_model",
     "describe_optimizer",
+    "differences",
+    "entries_of",
     "fill_model",
     "fill_optimizer",
     "fill_optimizer_tensors",
+    "is_extra_state",
     "new_state_tensor",
     "parameter_names",
     "repoint_optimizer",
@@ -56,12 +59,15 @@ class ModelState:
     Attributes:
         tensors: This rank's shard of every logical tensor, by fully qualified name.
         aliases: Maps every further name of tied tensors to the name that it is stored under.
-        extra: Values of ``get_extra_state`` hooks, by name.
+        extra: Values of ``get_extra_state`` hooks, by name, and other values that are no tensors.
+        copies: Names of those entries that are neither a parameter nor a buffer, nor share memory with one.
+            Writing into them changes nothing: the module has to load them.
     """
 
     tensors: dict[str, Shard] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    copies: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -72,26 +78,52 @@ class State:
     optimizers: list[OptimizerState] = field(default_factory=list)
 
 
-def describe_model(module: nn.Module, shard_of: ShardOf) -> ModelState:
+def describe_model(
+    module: nn.Module, shard_of: ShardOf, entries: Mapping[str, Any] | None = None
+) -> ModelState:
     """Describe a module's parameters and persistent buffers as its ``state_dict`` names them.
 
     Args:
         module: The module, laid out or not.
         shard_of: Maps a tensor as the engine holds it to its shard.
+        entries: The result of `entries_of`, where the module's own code must run elsewhere than `shard_of`.
     """
+    entries = entries_of(module) if entries is None else entries
     state = ModelState()
     stored: dict[int, str] = {}
-    owned = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    for name, value in _state_dict(module).items():
+    owned = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    for name, value in entries.items():
         if not isinstance(value, Tensor):
             state.extra[name] = value
+            if not is_extra_state(name):
+                state.copies.add(name)
         elif id(value) in stored:
             state.aliases[name] = stored[id(value)]
         else:
             if id(value) in owned:
                 stored[id(value)] = name
-            state.tensors[name] = shard_of(value)
+            elif is_extra_state(name) or not _shares_memory(value, owned.values()):
+                state.copies.add(name)
+            state.tensors[name] = replace(shard_of(value), is_copy=name in state.copies)
     return state
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether an entry of a state dict is what `get_extra_state` of a module gave."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def _shares_memory(tensor: Tensor, others: Iterable[Tensor]) -> bool:
+    """Whether writing into a tensor writes into one of the others."""
+    address = _address(tensor)
+    return address != 0 and any(_address(other) == address for other in others)
+
+
+def _address(tensor: Tensor) -> int:
+    """Where the storage begins of what this rank has of a tensor; 0 for none."""
+    with torch._C.DisableTorchFunctionSubclass():
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        return 0 if local.is_meta else local.untyped_storage().data_ptr()
 
 
 def as_state_dict(state: ModelState) -> dict[str, Any]:
@@ -100,18 +132,24 @@ def as_state_dict(state: ModelState) -> dict[str, Any]:
     return {**state.tensors, **tied, **state.extra}
 
 
-def _state_dict(module: nn.Module) -> dict[str, Any]:
-    """The module's own parameters and buffers; a `state_dict` that copies them finds no gradients to copy."""
+def entries_of(module: nn.Module) -> dict[str, Any]:
+    """The module's ``state_dict``: its own parameters and buffers, and what its own code adds.
+
+    A `state_dict` that copies parameters finds no gradients to copy. Collective where the module's code looks
+    at sharded weights, which it sees unsharded.
+    """
     if type(module).state_dict is nn.Module.state_dict:
         return module.state_dict(keep_vars=True)
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    try:
+    with torch._C.DisableTorchFunctionSubclass():
+        gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
         for parameter, _ in gradients:
             parameter.grad = None
+    try:
         return module.state_dict(keep_vars=True)
     finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
 
 def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
@@ -220,12 +258,14 @@ def fill_model(module: nn.Module, state: ModelState, source: Mapping[str, Any], 
     Raises:
         CheckpointError: With every missing and unexpected name and every shape that differs.
     """
-    _check_names(state, source, strict=strict)
+    missing, unexpected, shapes = differences(state, source)
+    if shapes or (strict and (missing or unexpected)):
+        raise _another_model(missing, unexpected, shapes)
     lazy: dict[str, Shard] = {}
-    for name, shard in state.tensors.items():
-        found = _first_present(name, state, source)
+    for name, found in _found_names(state, source):
         if found is None:
             continue
+        shard = state.tensors[name]
         key = source.untouched(found) if isinstance(source, LazyStateDict) else None
         if key is None:
             shard.fill_from(source[found])
@@ -239,27 +279,30 @@ def fill_model(module: nn.Module, state: ModelState, source: Mapping[str, Any], 
             module.get_submodule(prefix).set_extra_state(source[name])
 
 
-def _first_present(name: str, state: ModelState, source: Mapping[str, Any]) -> str | None:
-    """Under which of its names a (possibly tied) tensor is found."""
-    names = (name, *(alias for alias, stored in state.aliases.items() if stored == name))
-    return next((candidate for candidate in names if candidate in source), None)
+def _found_names(state: ModelState, source: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+    """Every tensor's name, and under which of its names (of tied tensors) the source has it."""
+    names = {name: [name] for name in state.tensors}
+    for alias, stored in state.aliases.items():
+        names.setdefault(stored, []).append(alias)
+    return [(name, next((each for each in names[name] if each in source), None)) for name in state.tensors]
 
 
-def _check_names(state: ModelState, source: Mapping[str, Any], *, strict: bool) -> None:
-    missing = [name for name in state.tensors if _first_present(name, state, source) is None]
+def differences(state: ModelState, source: Mapping[str, Any]) -> tuple[list[str], list[str], list[str]]:
+    """Names that are missing in the source, names that it alone has, and shapes that differ."""
+    found_names = _found_names(state, source)
+    missing = [name for name, found in found_names if found is None]
     missing += [name for name in state.extra if name not in source]
     known = {*state.tensors, *state.aliases, *state.extra}
     unexpected = [name for name in source if name not in known]
     shapes = []
-    for name, shard in state.tensors.items():
-        found = _first_present(name, state, source)
+    for name, found in found_names:
         if found is None:
             continue
+        shape = state.tensors[name].shape
         stored = source.shape(found) if isinstance(source, LazyStateDict) else tuple(source[found].shape)
-        if stored != shard.shape:
-            shapes.append(f"{name} is {stored} in the checkpoint and {shard.shape} in the model")
-    if shapes or (strict and (missing or unexpected)):
-        raise _another_model(missing, unexpected, shapes)
+        if stored != shape:
+            shapes.append(f"{name} is {stored} in the checkpoint and {shape} in the model")
+    return missing, unexpected, shapes
 
 
 def _another_model(missing: list[str], unexpected: list[str], shapes: list[str]) -> CheckpointError:

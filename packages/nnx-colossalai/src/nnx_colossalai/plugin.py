@@ -15,6 +15,7 @@ _CAPABILITIES = Capabilities(
     meta_initialization=True,
     refuses=(
         *("gradients_read_on_rank_zero", "weights_read_on_rank_zero"),  # all ranks gather
+        "state_dict_saved_by_rank_zero",
         *("functional_gradients", "combined_gradients", "split_backward", "sparse_gradients"),
     ),
 )

@@ -230,7 +230,7 @@ class PythonState:
 
     def _of_class(self, cls: type, where: _Where) -> Iterator[tuple[Any, _Where]]:
         for base in cls.__mro__:
-            if is_users_own(base.__module__):
+            if is_users_own(str(base.__module__)):  # classes made in C may have a descriptor there
                 self._notes.append(_ClassAttributes(base))
                 yield from ((held, (None, name)) for name, held in vars(base).items() if name[:2] != "__")
                 yield vars(base).get("__init__"), where

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
 from nnx_checkpoint._torch_compat import local_mode
+from nnx_checkpoint.collective import is_distributed
 from nnx_core._torch_compat import (
     exchange_in_transforms,
     guarded_mode,
@@ -376,7 +377,15 @@ class Guard:
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a plain tensor, whole."""
+        """Pickled as a plain tensor, whole; refused among several ranks, of which one alone may pickle."""
+        if is_distributed():
+            shape = tuple(self._part.description.shape)
+            raise UnsupportedError(
+                f"a sharded tensor of shape {shape} is pickled, as `torch.save` does. To gather it takes all "
+                "ranks, and rank zero often saves alone. The file that was begun is incomplete.",
+                remedy="Gather on all ranks, `weights = {name: value.detach().cpu().clone() for name, value "
+                "in model.state_dict().items()}`, and save `weights` on rank zero.",
+            )
         made = plain_copy(self)
         vars(made).update(attributes_of(self))
         return made.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nnx_checkpoint.collective import engine_group
 from nnx_checkpoint.shard import Shard, shard_of
-from nnx_checkpoint.state import ModelState, OptimizerState
+from nnx_checkpoint.state import ModelState, OptimizerState, describe_model, entries_of
 from nnx_core._torch_compat import tree_map
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.elementwise import try_optimizer
@@ -516,8 +516,9 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
 
     def model_state(self, module: nn.Module) -> ModelState:
         """Handles on the shards."""
+        entries = entries_of(module)  # by the module's own code, which sees weights unsharded
         with self._as_pieces():
-            return super().model_state(module)
+            return describe_model(module, self.shard, entries)
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
         """Handles on the optimizer's state."""

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from nnx_checkpoint.shard import shard_of
-from nnx_checkpoint.state import ModelState, OptimizerState
+from nnx_checkpoint.state import ModelState, OptimizerState, describe_model, entries_of
 from nnx_core._torch_compat import begin_anew, forget_dtensors, states_of
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import OptionError, UnsupportedError
@@ -657,8 +657,9 @@ class FSDPBackend(Backend[FSDPOptions]):
     def model_state(self, module: nn.Module) -> ModelState:
         """Handles on the shards; whatever is gathered at the moment is freed first."""
         self._reshard(module)
+        entries = entries_of(module)  # by the module's own code, which sees weights unsharded
         with self.stepping():
-            return super().model_state(module)
+            return describe_model(module, self.shard, entries)
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
         """Handles on the shards, and on what owner ranks hold whole."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx_checkpoint.shard import Shard, shard_of
-from nnx_checkpoint.state import ModelState, OptimizerState
+from nnx_checkpoint.state import ModelState, OptimizerState, describe_model, entries_of
 from nnx_core import random_state
 from nnx_core._torch_compat import NO_BACKWARD, current_backward, foreach_copy_
 from nnx_core.backend import Backend, ParallelContext, Sample
@@ -666,8 +666,9 @@ class NnScalerBackend(Backend[NnScalerOptions]):
 
     def model_state(self, module: nn.Module) -> ModelState:
         """Handles on the parts; with float32 masters, on these."""
+        entries = entries_of(module)  # by the module's own code, which sees weights unsharded
         with local_mode():
-            return super().model_state(module)
+            return describe_model(module, self.shard, entries)
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
         """Handles on the parts of the optimizer's state, and on what owner ranks hold whole."""

@@ -28,10 +28,10 @@ from nnx_checkpoint.collective import (
     broadcast_tensor,
     control_group,
     is_distributed,
-    together,
 )
+from nnx_checkpoint.loading import load_model
 from nnx_checkpoint.shard import Shard
-from nnx_checkpoint.state import ModelState, as_state_dict, describe_model, fill_model
+from nnx_checkpoint.state import ModelState, as_state_dict, describe_model
 from nnx_core.backend import Backend
 from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.checkpoint import gather_full, restore_model
@@ -344,8 +344,7 @@ class _Average:
 
     def _restore(self, source: Mapping[str, Any]) -> None:
         state = self._state()
-        with together(control_group(), doing="restoring the averaged weights"):
-            fill_model(self._copy, state, source, strict=True)
+        load_model(self._copy, state, source, strict=True, group=control_group())
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:

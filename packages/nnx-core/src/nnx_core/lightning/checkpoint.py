@@ -7,10 +7,12 @@ format, and each resumes under the other. Both save in the background on request
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -20,8 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import nnx_checkpoint as storage
-from nnx_checkpoint.collective import all_gather_object, control_group, gather_object, together
+from nnx_checkpoint.collective import all_gather_object, control_group, gather_object, rank_and_size, together
 from nnx_checkpoint.inflight import after_save, settle
+from nnx_checkpoint.loading import load_model
 from nnx_checkpoint.naming import (
     FABRIC_KEYS,
     RANKS,
@@ -37,7 +40,7 @@ from nnx_checkpoint.naming import (
     stored_optimizer_states,
 )
 from nnx_checkpoint.shard import Shard
-from nnx_checkpoint.state import OptimizerState, as_state_dict, fill_model
+from nnx_checkpoint.state import OptimizerState, as_state_dict, is_extra_state
 from nnx_checkpoint.storage.locations import place_of
 from nnx_checkpoint.writer import release
 from nnx_core.backend import Backend
@@ -325,6 +328,9 @@ def save_lightning_checkpoint(
         own: The state that this rank alone has to save, such as its random state; all ranks have it or none.
     """
     io = strategy.checkpoint_io
+    checkpoint, entries = split_rank_entries(checkpoint)
+    if own is not None and entries:
+        own = {**own, _ENTRIES: entries}
     if isinstance(io, CheckpointIO):
         refuse_storage_options(storage_options)
         rest = dict(checkpoint)
@@ -342,6 +348,64 @@ def save_lightning_checkpoint(
                 named = innermost_checkpoint_io(io) is not None
                 full["optimizer_states"] = [numbered_optimizer_state(s, keep_names=named) for s in states]
             io.save_checkpoint(full, path, storage_options=storage_options)
+
+
+_ENTRIES = "entries"
+"""Among what each rank saves for itself: entries of the state dict that every rank has of its own."""
+
+
+def split_rank_entries(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Find what differs between ranks, as the states of metrics do. Collective.
+
+    Args:
+        checkpoint: Lightning's dict.
+
+    Returns:
+        The same, with the values of rank 0 only, as ``ddp`` saves it; and this rank's values.
+    """
+    kept = dict(checkpoint)
+    model = kept.get("state_dict")
+    found = {
+        name: value.data[0] if isinstance(value, Shard) else value
+        for name, value in (model.items() if isinstance(model, Mapping) else ())
+        if (value.is_copy and value.is_whole if isinstance(value, Shard) else not is_extra_state(name))
+    }
+    ranks = all_gather_object({name: _digest(value) for name, value in found.items()}, control_group())
+    own = {name: value for name, value in found.items() if len({r.get(name) for r in ranks}) > 1}
+    if own and rank_and_size(control_group())[0] != 0:
+        empty = {name: replace(v, boxes=(), data=()) for name, v in model.items() if isinstance(v, Shard)}
+        kept["state_dict"] = {name: empty.get(name, v) if name in own else v for name, v in model.items()}
+    return kept, own
+
+
+def _digest(value: Any) -> str:
+    """Equal for equal values."""
+    if isinstance(value, Tensor):
+        data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
+    if isinstance(value, (list, tuple)):
+        return f"[{' '.join(_digest(item) for item in value)}]"
+    return repr(value)
+
+
+def take_rank_entries(checkpoint: Mapping[str, Any], rank: int, size: int) -> None:
+    """Put what this rank had of its own into the state dict, if as many ranks saved. Collective.
+
+    Args:
+        checkpoint: Lightning's dict.
+        rank: The rank of this process.
+        size: The number of processes.
+    """
+    ranks = checkpoint.get(RANKS, ())
+    with together(control_group(), doing="reading what each rank had of the model"):
+        entries = ranks[0].get(_ENTRIES, {}) if len(ranks) > 0 else {}
+        if entries and len(ranks) == size:
+            checkpoint["state_dict"].update(ranks[rank][_ENTRIES])
+        elif entries:
+            rank_zero_warn(
+                f"Each of the {len(ranks)} ranks that saved had its own {', '.join(entries)[:200]}: "
+                f"all {size} ranks of this run get what rank 0 had."
+            )
 
 
 def _provenance(strategy: Any) -> dict[str, Any]:
@@ -441,11 +505,16 @@ def load_lightning_checkpoint(strategy: Any, path: Any, weights_only: bool | Non
 def restore_model(
     backend: Backend[Any], module: nn.Module, source: Mapping[str, Any], *, strict: bool
 ) -> None:
-    """Fill the module's parameters and buffers in place. Collective."""
-    state = backend.model_state(module)
-    with together(control_group(), doing="restoring the model"):
-        fill_model(module, state, source, strict=strict)
-    backend.finish_load(module, [])
+    """Load a state dict: parameters and buffers in place, the rest by the module's own code. Collective."""
+    load_model(
+        module,
+        backend.model_state(module),
+        source,
+        strict=strict,
+        group=control_group(),
+        device=backend.context.device,
+        filled=lambda: backend.finish_load(module, []),
+    )
 
 
 def restore_optimizers(

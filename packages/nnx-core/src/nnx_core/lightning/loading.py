@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 import types
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 import nnx_checkpoint as storage
-from nnx_checkpoint._torch_compat import loads_itself
+from nnx_checkpoint._torch_compat import overrides_load_state_dict
+from nnx_checkpoint.loading import load_model
 from nnx_checkpoint.naming import LazyStateDict, stored_objects
 from nnx_checkpoint.reader import Checkpoint
 from nnx_checkpoint.shard import Shard, shard_of
-from nnx_checkpoint.state import ModelState, describe_model, fill_model
+from nnx_checkpoint.state import ModelState, describe_model
 from nnx_core.errors import CheckpointError, OptionError
 from nnx_core.lightning.compat import WeightsOnDisk, instantiate_from_config, migrate_checkpoint
 
@@ -405,51 +406,16 @@ def _load_model(
         made.on_load_checkpoint(content)
     if device is not None:
         module.to(device)
-    state_dict = content["state_dict"]
-    if loads_itself(module):
-        _load_by_itself(module, dict(state_dict), strict=strict)
-        return
-    prefixes = _load_parts(module, state_dict, strict=strict)
     state = describe_model(module, _shard_of)
-    for names in (state.tensors, state.aliases, state.extra):
-        for name in [name for name in names if name.startswith(prefixes)]:
-            del names[name]
-    if not strict:
-        _warn_of_names(state, state_dict)
-    fill_model(module, state, state_dict, strict=strict)
+    if not strict and not overrides_load_state_dict(module):
+        _warn_of_names(state, content["state_dict"])
+    load_model(module, state, content["state_dict"], strict=strict, device=device)
 
 
 def _shard_of(tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
+    if nn.parameter.is_lazy(tensor):  # a lazy layer allocates it in a hook of its own
+        return Shard((), tensor.dtype, (), ())
     return shard_of(tensor)
-
-
-def _load_parts(module: nn.Module, state_dict: MutableMapping[str, Any], *, strict: bool) -> tuple[str, ...]:
-    """Hand submodules that rename, convert or allocate while they load their entries.
-
-    Returns:
-        What the names of those entries begin with; they are no longer in `state_dict`.
-    """
-    found: list[str] = []
-    for name, part in module.named_modules():
-        prefix = f"{name}."
-        if name and loads_itself(part) and not prefix.startswith(tuple(found)):
-            found.append(prefix)
-            names = [key for key in state_dict if key.startswith(prefix)]
-            own = {key.removeprefix(prefix): state_dict.pop(key) for key in names}
-            _load_by_itself(part, own, strict=strict)
-    return tuple(found)
-
-
-def _load_by_itself(module: nn.Module, own: dict[str, Any], *, strict: bool) -> None:
-    try:
-        module.load_state_dict(own, strict=strict)
-    except Exception as error:  # whatever its own code raises
-        reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{type(module).__name__} refused its entries of the checkpoint: "
-            f"{type(error).__name__}: {reason}",
-            remedy="Build the model as it was when it was saved, or rename keys in `on_load_checkpoint`.",
-        ) from error
 
 
 def _warn_of_names(state: ModelState, state_dict: Mapping[str, Any]) -> None:

@@ -32,6 +32,7 @@ from nnx_core.lightning.checkpoint import (
     restore_model,
     restore_optimizers,
     save_lightning_checkpoint,
+    take_rank_entries,
 )
 from nnx_core.lightning.compat import attached_trainer, is_wrapping_checkpoint_io, make_optimizers
 from nnx_core.lightning.exact_resume import ExactResume
@@ -543,6 +544,7 @@ class TrainerAdapter(ParallelProcesses):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a checkpoint; its tensors are read when the module is laid out."""
         checkpoint = load_lightning_checkpoint(self, self.broadcast(checkpoint_path), weights_only)
+        take_rank_entries(checkpoint, of_process(self.global_rank), of_process(self.world_size))
         trainer = attached_trainer(self.lightning_module)
         if trainer is not None:
             self._exact_resume.load(trainer, checkpoint)
