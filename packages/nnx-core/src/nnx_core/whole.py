@@ -43,6 +43,7 @@ __all__ = [
     "guard",
     "guarded_class",
     "guarded_mode",
+    "in_guarded_mode",
     "is_elementwise_in_place",
     "is_guarded",
     "local_mode",
@@ -57,7 +58,8 @@ local_mode = torch._C.DisableTorchFunctionSubclass
 """Context in which guarded tensors are what the engine made of them, on this thread."""
 guarded_mode = torch._C._EnableTorchFunction
 """Context, within local mode, in which the user's code sees whole tensors again."""
-_in_guarded_mode = torch._C._is_torch_function_enabled
+in_guarded_mode = torch._C._is_torch_function_enabled
+"""Whether guarded tensors are whole on this thread, as for the user's code."""
 
 
 def as_stored(*tensors: Tensor) -> AbstractContextManager[Any]:
@@ -323,13 +325,13 @@ class Guard:
     @property
     def grad(self) -> Tensor | None:
         """As `__torch_function__` would, and faster: optimizers ask each parameter in each step."""
-        if _in_guarded_mode():
+        if in_guarded_mode():
             return self._part.gradient_shown()
         return cast("Tensor | None", _GRAD.__get__(self))
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        if _in_guarded_mode():
+        if in_guarded_mode():
             self._part.gradient_given(gradient)
         else:
             _GRAD.__set__(self, gradient)

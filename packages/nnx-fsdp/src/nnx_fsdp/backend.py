@@ -50,6 +50,7 @@ from nnx_fsdp._torch_compat import (
     before_part,
     can_be_sharded,
     finish_after_backward,
+    has_failed_backward,
     name_as_before,
     prepare_root,
     remove_fully_shard,
@@ -518,6 +519,8 @@ class FSDPBackend(Backend[FSDPOptions]):
         if layout is None or layout.agreement is None or layout.weights is None:
             return self._run(module, step, *args, **kwargs)
         is_manual = torch.is_grad_enabled() and not getattr(module, "automatic_optimization", True)
+        if is_manual and any(map(has_failed_backward, layout.weights.modules)):
+            self._drop_failed_backward(module)  # of a `loss.backward()`, which does not come by here
         with (
             _recovering(module),
             layout.agreement.step(getattr(step, "__name__", "a forward")),
@@ -553,13 +556,32 @@ class FSDPBackend(Backend[FSDPOptions]):
         return result
 
     def backward(self, module: nn.Module, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients, and reduce them together with those that only other ranks have."""
+        """Compute gradients, and reduce them together with those that only other ranks have.
+
+        After an error none is left of those that were not reduced, accumulated ones included.
+        """
         with (
-            _recovering(module),
+            self._dropping_failed_backward(module),
             self._order.reporting() if self._order is not None else nullcontext(),
             self.backward_pass(),
         ):
             super().backward(module, loss, *args, **kwargs)
+
+    @contextmanager
+    def _dropping_failed_backward(self, module: nn.Module) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._drop_failed_backward(module)
+            raise
+
+    def _drop_failed_backward(self, module: nn.Module) -> None:
+        """Let every unit be what it is between steps, without a gradient that was not reduced."""
+        begin_anew(states_of(module))
+        for layout in self._layouts.values():
+            if layout.agreement is not None and layout.weights is not None:
+                layout.agreement.forget()
+                layout.weights.drop_unreduced_gradients()
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:

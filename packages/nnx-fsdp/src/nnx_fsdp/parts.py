@@ -364,6 +364,8 @@ class ParameterPart(ShardedPart):
                     refuse_unequal_gradient(gradient, self.name)
                 if not isinstance(gradient, DTensor) or _is_elsewhere(gradient, self):
                     gradient = self.like(_own_values(gradient.to(self.tensor.dtype), self).detach().clone())
+            elif gradient is None:
+                self.held.drop_unreduced_gradient()
             self.tensor.grad = gradient
 
     def like(self, local: Tensor) -> DTensor:

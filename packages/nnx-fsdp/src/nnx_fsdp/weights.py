@@ -30,7 +30,7 @@ from nnx_core.whole import (
     local_mode,
     unguard,
 )
-from nnx_fsdp._torch_compat import Unit, is_in_transform
+from nnx_fsdp._torch_compat import Unit, has_failed_backward, is_in_transform
 from nnx_fsdp.parts import ParameterPart, ShardedPart, gather
 
 
@@ -43,6 +43,9 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
         plain: Maps each sharded parameter to the user's own object.
         order: The order that the ranks agree on; a read on some ranks only is an error.
         watch_data: True if writes through ``data`` of gathered weights are noticed; not if they are compiled.
+
+    Attributes:
+        modules: Those that FSDP2 has the weights of.
     """
 
     def __init__(
@@ -61,10 +64,11 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
         self._in_step = self._in_backward = False
         self._assigned: list[ShardedPart] = []
         self._units = list(units)
+        self.modules = list(dict.fromkeys(unit.module for unit in self._units))
         names = {parameter: name for name, parameter in module.named_parameters()}
         for unit in self._units:
             unit.watch_weights(
-                gathering=self._refuse_transforms, gathered=self._begin_using, freeing=self._take_written
+                gathering=self._refuse_gathering, gathered=self._begin_using, freeing=self._take_written
             )
             unit.keep_when(lambda: self._in_step or torch.is_grad_enabled())
             for held in unit.parameters:
@@ -113,6 +117,7 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
         self._leaves.clear()
         self._assigned.clear()
         self._units.clear()
+        self.modules.clear()
 
     # --- wholes -------------------------------------------------------------------------------
 
@@ -171,15 +176,24 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
                     "in `configure_model`.",
                 )
 
-    def _refuse_transforms(self, unit: Unit) -> None:
+    def _refuse_gathering(self, unit: Unit) -> None:
         if is_in_transform():
-            names = [part.name for held in unit.parameters if (part := self._parts.get(held.sharded))]
             raise UnsupportedError(
-                f"the layer of {' and '.join(names[:2])} is called within a transform of torch.func that "
+                f"the layer of {self._named(unit)} is called within a transform of torch.func that "
                 "differentiates, such as grad or vjp, where it cannot be gathered.",
                 remedy="Use `torch.autograd.grad`, or give the weights to functions of "
                 "`torch.nn.functional`, or train under 'ddp'.",
             )
+        if has_failed_backward(unit.module):
+            raise UnsupportedError(
+                f"the layer of {self._named(unit)} is called after a backward that failed in the same step and "
+                "did not go through the strategy.",
+                remedy="Call `self.manual_backward(loss)` instead of `loss.backward()`, or end the step.",
+            )
+
+    def _named(self, unit: Unit) -> str:
+        names = [part.name for held in unit.parameters if (part := self._parts.get(held.sharded))]
+        return " and ".join(names[:2])
 
     def _begin_using(self, unit: Unit) -> None:
         for held in unit.parameters:
@@ -239,6 +253,14 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
         for unit in self._units:
             if unit.is_gathered:
                 unit.free()
+
+    def drop_unreduced_gradients(self) -> None:
+        """After a backward that failed: what it has left on this rank cannot be told from other gradients."""
+        for unit in self._units:
+            for held in unit.parameters:
+                held.drop_unreduced_gradient()
+        for _, leaf in self._leaves:
+            leaf.grad = None
 
     def _reduce_rest(self) -> None:
         """Reduce what has come after its unit was done, as of a weight that others use before it."""
