@@ -79,6 +79,10 @@ class Part(ABC):
     tensor: Tensor
     """What this rank stores of it."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+        """Itself: a tensor that is copied in local mode has it among its attributes."""
+        return self
+
     @property
     def is_gone(self) -> bool:
         """Whether nobody has the tensor any more, so that there is nothing to write to."""

@@ -55,7 +55,9 @@ class GatheredWeight(nn.Parameter):
         """That of the sharded parameter, unless a backward has just left one here; FSDP2 sees only the latter."""
         own = _GRAD.__get__(self)
         part = vars(self).get("_part")
-        return cast("Tensor | None", own if own is not None or not _is_for_user(part) else part.gradient_shown())
+        return cast(
+            "Tensor | None", own if own is not None or not _is_for_user(part) else part.gradient_shown()
+        )
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
@@ -140,6 +142,7 @@ class HeldParameter:
         names = zip(info.shared_modules, info.shared_param_names, strict=True)
         self.places: list[tuple[nn.Module, str]] = [(info.module, info.param_name), *names]
         self.gathered_version = 0
+        self.gathered_sum: Tensor | None = None
         self._put_last: Any = inner.sharded_param
         inner._setattr_on_modules = self._put
 

@@ -350,7 +350,12 @@ class FSDPBackend(Backend[FSDPOptions]):
         units = units_of(module)
         self._watch(module, units, layout)
         layout.weights = Weights(
-            module, units, layout.plain, order=self._order, watch_data=self.options.compile is False
+            module,
+            units,
+            layout.plain,
+            order=self._order,
+            watch_data=self.options.compile is False,
+            is_watched=lambda: self.is_watched and self.context.world_size > 1,
         )
         return {plain: sharded for sharded, plain in layout.plain.items()}
 
@@ -670,6 +675,12 @@ class FSDPBackend(Backend[FSDPOptions]):
     def decisions(self, module: nn.Module) -> str:
         """The units."""
         return " ".join(name or "." for name, part in module.named_modules() if isinstance(part, FSDPModule))
+
+    def written(self, module: nn.Module) -> Mapping[str, int]:
+        """What was written into sharded parameters, gathered or not."""
+        self.flush()
+        layout = self._layouts.get(module)
+        return {} if layout is None or layout.weights is None else layout.weights.take_notes()
 
     def summary(self, module: nn.Module) -> str:
         """The units, and why they were chosen."""

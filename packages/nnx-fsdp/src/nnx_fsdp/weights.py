@@ -12,7 +12,7 @@ parameter is `parts`' business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import CollectiveOrder
+from nnx_core.watch import checksum
 from nnx_core.whole import (
     Wholes,
     attributes_of,
@@ -43,6 +44,7 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
         plain: Maps each sharded parameter to the user's own object.
         order: The order that the ranks agree on; a read on some ranks only is an error.
         watch_data: True if writes through ``data`` of gathered weights are noticed; not if they are compiled.
+        is_watched: Whether what is written is about to be compared over the ranks.
 
     Attributes:
         modules: Those that FSDP2 has the weights of.
@@ -56,8 +58,11 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
         *,
         order: CollectiveOrder | None = None,
         watch_data: bool = True,
+        is_watched: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
+        self._is_watched = is_watched
+        self._written: dict[str, int] = {}
         self._order = order
         self._module = module
         self._watch_data = watch_data
@@ -118,6 +123,22 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
         self._assigned.clear()
         self._units.clear()
         self.modules.clear()
+
+    # --- what is written ----------------------------------------------------------------------
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether what is written into parameters is to be compared over the ranks."""
+        return self._is_watched()
+
+    def note_written(self, part: ShardedPart, written: Tensor | int) -> None:
+        """A parameter was written to; the checksum must be that of every rank."""
+        self._written[part.name] = self._written.get(part.name, 0) + int(written)
+
+    def take_notes(self) -> dict[str, int]:
+        """By name of each parameter, the sum of what was noted since the last call."""
+        notes, self._written = self._written, {}
+        return {part.name: notes.get(part.name, 0) for part in self._parts.values()}
 
     # --- wholes -------------------------------------------------------------------------------
 
@@ -201,6 +222,8 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
             if gathered is not None and "_part" not in vars(gathered):
                 held.share_attributes(watch_data=self._watch_data)
                 held.gathered_version = gathered._version
+            if gathered is not None and held.gathered_sum is None and self._is_watched():
+                held.gathered_sum = checksum(gathered)
 
     def _take_written(self, unit: Unit) -> None:
         for held in unit.parameters:

@@ -153,6 +153,7 @@ class ShardedEngine(ChunkEngine):
         if self._root is None:
             return step(*args, **kwargs)
         self._recover()
+        self._units.is_watched = self.is_watched
         if self._is_new:
             self._try_memory()
         self._order.clear()
@@ -207,6 +208,10 @@ class ShardedEngine(ChunkEngine):
     @override
     def stepping(self) -> AbstractContextManager[Any]:
         return self._units.stepping()
+
+    @override
+    def written(self, root: nn.Module) -> Mapping[str, int]:
+        return self._units.written(root)
 
     @override
     def state_parts(self, refusal: Callable[[Optimizer], str | None]) -> StateParts:
