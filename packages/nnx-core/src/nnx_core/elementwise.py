@@ -164,7 +164,8 @@ def refuse_hidden_shards(optimizer: Optimizer, error: str) -> None:
         if any(id(tensor) not in known for tensor in _sharded_in(value)):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} holds sharded tensors in its attribute {name!r}, outside of its "
-                f"`state`, where they cannot be made whole for its step; it could not be tried either ({error.splitlines()[0][:80]}).",
+                f"`state`, where they cannot be made whole for its step; it could not be tried either "
+                f"({error.splitlines()[0][:80]}).",
                 remedy="Keep them in `self.state[p]`, and make them in the first step, "
                 "as the optimizers of torch do.",
             )

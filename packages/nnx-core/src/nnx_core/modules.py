@@ -58,8 +58,8 @@ def refuse_layers(module: nn.Module, *, shares: int) -> None:
     for name, layer in module.named_modules():
         if isinstance(layer, torch.jit.ScriptModule) and next(layer.parameters(), None) is not None:
             raise UnsupportedError(
-                f"{name or 'the model'} was compiled by torch.jit, and has parameters, which cannot be exchanged "
-                "or hooked.",
+                f"{name or 'the model'} was compiled by torch.jit, and has parameters, which cannot be "
+                "exchanged or hooked.",
                 remedy="Train the module that was given to `torch.jit.script`, and script it after training.",
             )
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None and shares > 1:

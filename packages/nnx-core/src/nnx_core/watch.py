@@ -37,8 +37,8 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _REMEDIES = {
     "parameter": "Something writes into it on some ranks only, such as a random number or a branch on the "
     "rank: do it alike on all of them.",
-    "written": "Write into it what all ranks have, such as what `self.all_gather` returns; what each rank has "
-    "of its own belongs into `register_buffer(..., persistent=False)`.",
+    "written": "Write into it what all ranks have, such as what `self.all_gather` returns; what each rank "
+    "has of its own belongs into `register_buffer(..., persistent=False)`.",
     "buffer": "Write into it what does not depend on the rank's own data, or reduce that over the ranks "
     "first; what each rank may have of its own belongs into `register_buffer(..., persistent=False)`.",
     "option": "Set it from what all ranks have, such as a metric that is logged with `sync_dist=True`.",

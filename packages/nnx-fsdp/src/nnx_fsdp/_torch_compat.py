@@ -52,12 +52,12 @@ class GatheredWeight(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """That of the sharded parameter, unless a backward has just left one here; FSDP2 sees only the latter."""
+        """What a backward has just left here, which is all that FSDP2 sees; else that of the shard, whole."""
         own = _GRAD.__get__(self)
         part = vars(self).get("_part")
-        return cast(
-            "Tensor | None", own if own is not None or not _is_for_user(part) else part.gradient_shown()
-        )
+        if own is None and _is_for_user(part):
+            own = part.gradient_shown()
+        return cast("Tensor | None", own)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:

@@ -65,6 +65,7 @@ from nnx_fsdp.weights import Weights
 __all__ = [
     "FSDPBackend",
     "mesh_of",
+    "roots_of",
 ]
 
 
@@ -348,6 +349,8 @@ class FSDPBackend(Backend[FSDPOptions]):
         layout = self._layouts[module] = self._unfinished
         self._unfinished = _Layout()
         units = units_of(module)
+        for root in roots_of(module):
+            prepare_root(root)  # before user code gives a parameter another place, as parametrizations do
         self._watch(module, units, layout)
         layout.weights = Weights(
             module,
@@ -712,6 +715,13 @@ def _recovering(module: nn.Module) -> Iterator[None]:
     except BaseException:
         begin_anew(states_of(module))
         raise
+
+
+def roots_of(module: nn.Module) -> list[FSDPModule]:
+    """The outermost modules that FSDP2 has: the module, or its children where it cannot be sharded."""
+    if isinstance(module, FSDPModule):
+        return [module]
+    return [inner for child in module.children() for inner in roots_of(child)]
 
 
 def _parts_with_forward(module: nn.Module) -> Iterator[nn.Module]:

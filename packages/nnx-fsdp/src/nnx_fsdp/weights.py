@@ -207,8 +207,8 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
             )
         if has_failed_backward(unit.module):
             raise UnsupportedError(
-                f"the layer of {self._named(unit)} is called after a backward that failed in the same step and "
-                "did not go through the strategy.",
+                f"the layer of {self._named(unit)} is called after a backward that failed in the same step "
+                "and did not go through the strategy.",
                 remedy="Call `self.manual_backward(loss)` instead of `loss.backward()`, or end the step.",
             )
 

@@ -385,12 +385,22 @@ class TrainerAdapter(ParallelProcesses):
     def on_exception(self, exception: BaseException) -> None:
         """Remember for `teardown` that this rank may be alone, and say so where gloo's error does not."""
         self._has_failed = True
+        if hasattr(exception, "add_note") and self._is_between_setup_and_first_step():  # Python 3.11
+            exception.add_note(
+                "It came after the engine had laid the model out, and before the first step. Replace, tie or "
+                "parametrize layers in `__init__` or `configure_model`, not in `on_fit_start`."
+            )
         if is_lost_connection(exception):
             log.error(
                 "Rank %d lost another rank in a collective: that rank's process has ended or hangs, or its "
                 "machine cannot be reached. Its own output has the cause. Start from the last checkpoint.",
                 of_process(self.global_rank),
             )
+
+    def _is_between_setup_and_first_step(self) -> bool:
+        trainer = attached_trainer(self.lightning_module)
+        is_fitting = trainer is not None and trainer.state.fn == "fit" and not trainer.sanity_checking
+        return is_fitting and self._phase is _Phase.LAID_OUT and not self._has_told
 
     def _can_gather(self) -> bool:
         """After an error, whether the other ranks have come to `teardown` too: gathering needs them."""
