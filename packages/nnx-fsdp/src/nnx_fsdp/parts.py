@@ -358,6 +358,10 @@ class ParameterPart(ShardedPart):
 
     def release(self) -> None:
         """When FSDP2 is off the module: hold no memory, whoever refers to this."""
+        for ref in self._aliases:
+            alias = ref()
+            if alias is not None:
+                alias.part_from()
         self._value = self._leaf = self._source = None
         self._aliases = []
         with local_mode():
