@@ -508,12 +508,12 @@ class StepsWhatIsWrapped(TinyBackend):
 
 
 class HoldsLocks(TinyBackend):
-    """Shows, while it saves, a state of the module that cannot be copied."""
+    """Keeps on parameters what cannot be copied, and copies it where the module is saved."""
 
     def model_state(self, module: nn.Module) -> Any:
         for parameter in module.parameters():
             parameter.lock = Lock()  # type: ignore[attr-defined]
-        copy.deepcopy(list(module.parameters()))
+        copy.deepcopy([vars(parameter) for parameter in module.parameters()])
         return super().model_state(module)
 
 
