@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from threading import Lock
 from typing import Any
 from unittest.mock import patch
 
@@ -488,6 +491,81 @@ class MixesRanks(Forgetful):
     instead = staticmethod(lambda checkpoint: (checkpoint, {}))
 
 
+# --- gradients and steps by hand ------------------------------------------------------------------
+
+
+class OwnBackwardsOnly(TinyBackend):
+    """Steps with gradients only where a backward has come before."""
+
+    has_gradients = False
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(module, loss, *args, **kwargs)
+        self.has_gradients = True
+
+    def optimizer_step(
+        self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if not self.has_gradients:
+            optimizer.zero_grad()
+        self.has_gradients = False
+        return step(*args, **kwargs)
+
+
+class KeepsFailedGradients(TinyBackend):
+    """Adds what a backward that failed has left to the gradients of the next one."""
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        kept, self.kept = getattr(self, "kept", {}), {}
+        try:
+            super().backward(module, loss, *args, **kwargs)
+        except ArithmeticError:
+            self.kept = {p: p.grad.clone() for p in module.parameters() if p.grad is not None}
+            raise
+        for parameter, gradient in kept.items():
+            assert parameter.grad is not None
+            parameter.grad += gradient
+
+
+class ClosuresByPosition(TinyBackend):
+    """Gives every optimizer its closure as the first argument."""
+
+    def optimizer_step(
+        self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        closure = kwargs.pop("closure", None)
+        return step(*args, **kwargs) if closure is None else step(closure, *args, **kwargs)
+
+
+class StepsWhatIsWrapped(TinyBackend):
+    """Steps the optimizer inside of one that wraps it."""
+
+    def optimizer_step(
+        self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        inner = getattr(optimizer, "base", None)
+        return (step if inner is None else inner.step)(*args, **kwargs)
+
+
+class HoldsLocks(TinyBackend):
+    """Keeps on parameters what cannot be copied, and copies it where the module is saved."""
+
+    def model_state(self, module: nn.Module) -> Any:
+        for parameter in module.parameters():
+            parameter.lock = Lock()  # type: ignore[attr-defined]
+        copy.deepcopy([vars(parameter) for parameter in module.parameters()])
+        return super().model_state(module)
+
+
+class AsksForFiles(TinyBackend):
+    """Asks each forward for the file that it is in."""
+
+    def parallelize(self, module: nn.Module, sample: object) -> Mapping[nn.Parameter, nn.Parameter]:
+        for part in module.modules():
+            inspect.getmodule(part.forward).__name__  # type: ignore[union-attr] # noqa: B018
+        return super().parallelize(module, sample)
+
+
 _CAUGHT = {
     PairsWhatItHas: (
         *("swapped_experts", "swapped_by_turns", "swapped_while_accumulating", "layer_of_one_rank"),
@@ -541,6 +619,12 @@ _CAUGHT = {
     FillsCopies: (*("state_loaded_by_its_module", "overridden_load_state_dict", "hooks_before_loading"),),
     LoadsWithoutHooks: ("hooks_after_loading",),
     MixesRanks: ("state_of_each_rank",),
+    OwnBackwardsOnly: ("gradients_by_hand",),
+    KeepsFailedGradients: ("failed_backward",),
+    ClosuresByPosition: ("closure_by_keyword",),
+    StepsWhatIsWrapped: ("optimizer_that_wraps",),
+    HoldsLocks: ("copied_state_dict",),
+    AsksForFiles: ("traced_layers",),
     OwnBackwardOnly: ("own_backward", "own_backward_while_accumulating"),
 }
 """The broken strategies, and the checks that each fails; what else it fails is not looked at."""

@@ -34,6 +34,7 @@ from nnx_core._torch_compat import (
     users_of_storage,
     will_execute,
 )
+from nnx_fsdp._torch_compat import drop_unreduced_gradient, has_unreduced_gradient
 
 __all__ = [
     "NO_BACKWARD",
@@ -147,9 +148,7 @@ class ShardedParameter:
     @property
     def has_gradient(self) -> bool:
         """Whether a backward has left a gradient of the complete parameter."""
-        whole = getattr(self._inner, "_unsharded_param", None)
-        accumulated = self._inner.unsharded_accumulated_grad is not None
-        return accumulated or (whole is not None and whole.grad is not None)
+        return has_unreduced_gradient(self._inner)
 
     def hold(self, master: Tensor, *, on_host: bool, pinned: bool) -> tuple[nn.Parameter, nn.Parameter]:
         """Let the parameter's elements be those of `master`, and gradients go where it lies.
@@ -288,9 +287,7 @@ def recover(root: nn.Module) -> None:
     for state in states_of(root):
         for group in param_groups(state):
             for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+                drop_unreduced_gradient(parameter)
 
 
 def collectives_issued() -> int:

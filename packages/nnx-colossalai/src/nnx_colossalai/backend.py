@@ -361,6 +361,7 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
         if model is None:
             return step(*args, **kwargs)
         model.begin_step()
+        model.engine.is_watched = self.is_watched
         run: Callable[[], T] = lambda: model.engine.run_step(module, step, *args, **kwargs)  # noqa: E731
         result = run() if self._retrying is None else self._retrying.forward(model, run)
         return tree_map_only(Tensor, _as_float32, result) if self.options.force_outputs_fp32 else result
@@ -436,6 +437,11 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
         for model in self._models.values():
             return model.engine.shard(tensor, parameter=parameter)
         return super().shard(tensor, parameter=parameter)
+
+    def written(self, module: nn.Module) -> Mapping[str, int]:
+        """What was written into weights that the ranks hold in shards."""
+        model = self._models.get(module)
+        return {} if model is None else model.engine.written(module)
 
     def model_state(self, module: nn.Module) -> ModelState:
         """Handles on the masters, once all that is pending is over."""

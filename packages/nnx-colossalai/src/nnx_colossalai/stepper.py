@@ -36,7 +36,7 @@ from nnx_core._torch_compat import shadow_of
 from nnx_core.errors import NnxError
 from nnx_core.hidden_state import held_state
 from nnx_core.options import check_choice
-from nnx_core.whole_matrix import take_closure
+from nnx_core.step_arguments import take_closure
 
 T = TypeVar("T")
 Overlap = Literal["none", "exact"]
@@ -108,18 +108,18 @@ class Stepper:
         """
         if not steps_each_parameter(step):
             return self._step_unknown(optimizer, step, *args, **kwargs)
-        closure, args, kwargs = take_closure(args, kwargs)
+        given = take_closure(args, kwargs)
         touched: list[Chunk] = []
 
         def closure_then_take_over() -> Any:
-            loss = None if closure is None else closure()
+            loss = None if given.closure is None else given.closure()
             self._show_masters()
             with torch.no_grad(), without_guards():
                 self._take_over(optimizer, touched)
             return loss
 
         with _groups_kept(optimizer):
-            result = step(closure_then_take_over, *args, **kwargs)
+            result = step(closure_then_take_over, *given.args, **given.kwargs)
         for chunk in touched:
             chunk.refresh()
         return result
@@ -130,9 +130,9 @@ class Stepper:
         self.finish()
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         chunks = [chunk for chunk in self.chunks if not own.isdisjoint(chunk.masters.values())]
-        closure, args, kwargs = take_closure(args, kwargs)
-        if closure is not None:
-            args = (self._at_new_weights(closure, chunks), *args)
+        given = take_closure(args, kwargs)
+        if given.closure is not None:
+            args, kwargs = given.calling(self._at_new_weights(given.closure, chunks))
         self._show_masters()
         result = step(*args, **kwargs)
         self.finish()

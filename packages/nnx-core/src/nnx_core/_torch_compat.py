@@ -206,6 +206,19 @@ _HOOKS_OF_OPTIMIZERS = (
 )
 
 
+def complete_optimizer(optimizer: Optimizer) -> None:
+    """Give an optimizer whose class does not call `Optimizer.__init__` the hooks that this would have made.
+
+    Those that wrap another optimizer, such as Lookahead as it is often copied, do not.
+    """
+    own = {name: vars(optimizer).get(name) for name in _HOOKS_OF_OPTIMIZERS}
+    if all(isinstance(hooks, OrderedDict) for hooks in own.values()):
+        return
+    optimizer.defaults = getattr(optimizer, "defaults", {})
+    # What a pickled optimizer of an older torch goes through.
+    Optimizer.__setstate__(optimizer, {name: OrderedDict(hooks or {}) for name, hooks in own.items()})
+
+
 def shadow_of(
     optimizer: OptimizerT, groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]] | None = None
 ) -> OptimizerT:

@@ -130,6 +130,7 @@ class Backend(ABC, Generic[OptionsT]):
             refuses ``loss.backward()`` in manual optimization, where nothing would reduce them.
         own_batch: The option that lets each rank read batches of its own, where ranks may share one.
         gather_at_end: The ranks that hold whole weights after the run; set by the adapter.
+        is_watched: Whether the ranks are compared after this step; set by `nnx_core.watch`.
     """
 
     Options: ClassVar[type[Any]] = NoOptions
@@ -138,6 +139,7 @@ class Backend(ABC, Generic[OptionsT]):
     own_batch: ClassVar[str] = ""
     context: ParallelContext
     gather_at_end: GatherAtEnd = "all"
+    is_watched: bool = False
 
     def __init__(self, options: OptionsT) -> None:
         self.options = options
@@ -330,6 +332,14 @@ class Backend(ABC, Generic[OptionsT]):
         `nnx_core.watch` compares it over the ranks: a plan, or the names of the units.
         """
         return ""
+
+    def written(self, module: nn.Module) -> Mapping[str, int]:
+        """A checksum of what user code wrote into each sharded parameter since the last call, by name.
+
+        `nnx_core.watch` compares it over the ranks, each of which keeps its own shard of what it wrote. Zero
+        where nothing was written; an engine needs to count only while it `is_watched`.
+        """
+        return {}
 
     def summary(self, module: nn.Module) -> str:
         """What the engine made of a laid-out module, in a clause such as ``4 units and the root``.

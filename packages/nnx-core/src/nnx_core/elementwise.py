@@ -9,7 +9,6 @@ parts, together and apart. The optimizer itself and the random state of the prog
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import types
 import warnings
@@ -25,8 +24,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nnx_core._torch_compat import TorchDispatchMode
+from nnx_core.errors import UnsupportedError
+from nnx_core.step_arguments import with_closure
 
-__all__ = ["Dependence", "Trial", "dependence", "try_optimizer"]
+__all__ = ["Dependence", "Trial", "dependence", "refuse_hidden_shards", "try_optimizer"]
 
 Dependence = Literal["element", "parameter", "model"]
 Shape = tuple[int, ...]
@@ -145,6 +146,39 @@ def _tried(optimizer: Optimizer, shape_of: Callable[[nn.Parameter], Sequence[int
 def _unknown(optimizer: Optimizer, error: str, *, communicates: bool = False) -> Trial:
     model: Dependence = "model"
     return Trial(model, (model,) * len(optimizer.param_groups), communicates=communicates, error=error)
+
+
+def refuse_hidden_shards(optimizer: Optimizer, error: str) -> None:
+    """Refuse an optimizer that could not be tried and holds shards where nobody makes them whole for it.
+
+    Args:
+        optimizer: The user's.
+        error: The error of its trial.
+
+    Raises:
+        UnsupportedError: It has a sharded tensor that is neither a parameter nor in its state.
+    """
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    attributes = {name: value for name, value in vars(optimizer).items() if name != "state"}
+    for name, value in attributes.items():
+        if any(id(tensor) not in known for tensor in _sharded_in(value)):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} holds sharded tensors in its attribute {name!r}, outside of its "
+                f"`state`, where they cannot be made whole for its step; it could not be tried either "
+                f"({error.splitlines()[0][:80]}).",
+                remedy="Keep them in `self.state[p]`, and make them in the first step, "
+                "as the optimizers of torch do.",
+            )
+
+
+def _sharded_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    if isinstance(value, DTensor):
+        yield value
+    elif isinstance(value, Optimizer):  # one that is wrapped: its state is as good as this one's
+        yield from _sharded_in([v for k, v in vars(value).items() if k != "state"], depth - 1)
+    elif isinstance(value, (list, tuple, dict)) and depth:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _sharded_in(item, depth - 1)
 
 
 def _own_shape(parameter: nn.Parameter) -> Shape:
@@ -326,7 +360,8 @@ class _Subject:
             for number in range(self._steps):
                 closure = _Closure(tried, parameters, number, sparse=self._sparse)
                 closure()
-                step(trial, closure) if _takes_closure(step) else step(trial)
+                args, kwargs = with_closure(step, closure)
+                step(trial, *args, **kwargs)
                 self._evaluations = max(self._evaluations, closure.calls - 1)
                 self._moves_first |= closure.moved_first
         return [parameter.detach() for parameter in parameters]
@@ -413,18 +448,6 @@ def _plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
     """The class's step without the hooks that torch puts around it: these are not for a copy."""
     step: Any = kind.step
     return cast("Callable[..., Any]", step.__wrapped__ if getattr(step, "hooked", False) else step)
-
-
-def _takes_closure(step: Callable[..., Any]) -> bool:
-    try:
-        positional = [
-            parameter
-            for parameter in inspect.signature(step).parameters.values()
-            if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
-        ]
-    except (TypeError, ValueError):
-        return True
-    return len(positional) > 1
 
 
 def _like_place(value: Any, parameter: Tensor, place: nn.Parameter) -> Any:

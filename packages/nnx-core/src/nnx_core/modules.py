@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -39,6 +39,61 @@ def as_classes(
                 remedy="Pass a subclass of torch.nn.Module, such as TransformerBlock, or a list of them.",
             )
     return classes
+
+
+# --- layers that no engine trains -----------------------------------------------------------------
+
+
+def refuse_layers(module: nn.Module, *, shares: int) -> None:
+    """Refuse layers that would train other numbers, or fail in the middle of a run. The same on every rank.
+
+    Args:
+        module: The module to train, as the user built it.
+        shares: Into how many shares the ranks divide the data.
+
+    Raises:
+        UnsupportedError: A layer is scripted and has parameters, or renormalizes the rows that it reads while
+            ranks read different ones.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule) and next(layer.parameters(), None) is not None:
+            raise UnsupportedError(
+                f"{name or 'the model'} was compiled by torch.jit, and has parameters, which cannot be "
+                "exchanged or hooked.",
+                remedy="Train the module that was given to `torch.jit.script`, and script it after training.",
+            )
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None and shares > 1:
+            order = layer.norm_type
+            raise UnsupportedError(
+                f"{name or 'the model'} is an {type(layer).__name__} with max_norm={layer.max_norm}, which "
+                "renormalizes the rows that a rank reads, in that rank's copy only.",
+                remedy="Leave max_norm out, and renormalize all rows on all ranks in `on_train_batch_start`: "
+                f"`with torch.no_grad(): self.{name}.weight.renorm_({order}, 0, {layer.max_norm})`.",
+            )
+
+
+def refuse_exchanged(
+    module: nn.Module, names: Mapping[nn.Parameter, str], optimizers: Iterable[Optimizer]
+) -> None:
+    """Refuse a module of which parameters that are to be trained were exchanged since it was laid out.
+
+    Args:
+        module: The laid-out module.
+        names: The names of its parameters when it was.
+        optimizers: Its optimizers.
+
+    Raises:
+        UnsupportedError: An optimizer holds a parameter that the module had then and has no more.
+    """
+    present = set(module.parameters())
+    held = {parameter for one in optimizers for group in one.param_groups for parameter in group["params"]}
+    lost = [name for parameter, name in names.items() if parameter in held and parameter not in present]
+    if lost:
+        raise UnsupportedError(
+            f"the parameters of {lost[0].rpartition('.')[0] or 'the model'} were exchanged since training "
+            f"began: {lost[0]!r} is not the one that the optimizer has.",
+            remedy="Replace, tie or parametrize layers in `__init__` or `configure_model`.",
+        )
 
 
 # --- steps inside a forward -----------------------------------------------------------------------

@@ -91,12 +91,14 @@ def origin_of(module: str) -> Literal["python", "installed", "elsewhere"]:
     return "python" if Path(file).is_relative_to(sysconfig.get_paths()["stdlib"]) else "elsewhere"
 
 
-def is_users_own(module: str) -> bool:
+def is_users_own(module: str | None) -> bool:
     """Whether code is the user's own: neither Python's, nor installed, nor of this project.
 
     Args:
-        module: The name of the module that it is in.
+        module: The name of the module that it is in; None where it has none.
     """
+    if not module:  # of code that was generated, as by torch.fx
+        return False
     top = module.partition(".")[0]
     return top not in _NEVER_USERS and origin_of(module) == "elsewhere"
 

@@ -37,6 +37,8 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _REMEDIES = {
     "parameter": "Something writes into it on some ranks only, such as a random number or a branch on the "
     "rank: do it alike on all of them.",
+    "written": "Write into it what all ranks have, such as what `self.all_gather` returns; what each rank "
+    "has of its own belongs into `register_buffer(..., persistent=False)`.",
     "buffer": "Write into it what does not depend on the rank's own data, or reduce that over the ranks "
     "first; what each rank may have of its own belongs into `register_buffer(..., persistent=False)`.",
     "option": "Set it from what all ranks have, such as a metric that is logged with `sync_dist=True`.",
@@ -138,6 +140,8 @@ def _items(
     for index, optimizer in enumerate(optimizers):
         yield from _of_optimizer(backend, module, optimizer, f" of optimizer {index}")
     yield from _gradients(backend, module, optimizers)
+    for name, written in backend.written(module).items():
+        yield _Item("written", f"what was written into the parameter '{name}'"), written
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     skipped = _statistics(module)
     for name, shard in backend.model_state(module).tensors.items():
@@ -202,6 +206,7 @@ class Watch:
     def __init__(self, backend: Backend[Any], *, every: int | None) -> None:
         self._backend = backend
         self._every = every
+        backend.is_watched = every != 0
         self._steps = 0
         self._own: list[_Item] | None = None
         self._shared: list[_Item] = []
@@ -220,8 +225,13 @@ class Watch:
         self._steps += 1
         if self._every == 0 or not is_distributed():
             return
-        if self._steps <= _FIRST_STEPS or (self._every and self._steps % self._every == 0):
+        if self._is_due(self._steps):
             self.compare(module, optimizers())
+        self._backend.is_watched = self._is_due(self._steps + 1)
+
+    def _is_due(self, step: int) -> bool:
+        """Whether the ranks are compared after this step."""
+        return step <= _FIRST_STEPS or bool(self._every and step % self._every == 0)
 
     @torch.no_grad()
     def compare(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -272,11 +282,12 @@ class Watch:
         model = next(rank for rank in ranks if table[rank][column] == usual)
         odd = [rank for rank in ranks if table[rank][column] != usual]
         values = all_gather_object(_portable(mine.get(first)), control_group())
+        difference = "" if first.kind == "written" else _difference(values[model], values[odd[0]])
         more = f" Next of {len(differing)} that differ is {differing[1].name}." if len(differing) > 1 else ""
         raise DisagreementError(
             f"after step {self._steps} of this run the ranks differ in {first.name}: rank "
             f"{', '.join(map(str, odd[:8]))} does not have what rank {model} has"
-            f"{_difference(values[model], values[odd[0]])}.{more}",
+            f"{difference}.{more}",
             remedy=f"{_REMEDIES[first.kind]} check_every=0 goes on without looking.",
         )
 

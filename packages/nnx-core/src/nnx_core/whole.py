@@ -50,6 +50,7 @@ __all__ = [
     "guard",
     "guarded_class",
     "guarded_mode",
+    "in_guarded_mode",
     "is_elementwise_in_place",
     "is_guarded",
     "local_mode",
@@ -77,6 +78,10 @@ class Part(ABC):
 
     tensor: Tensor
     """What this rank stores of it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+        """Itself: a tensor that is copied in local mode has it among its attributes."""
+        return self
 
     @property
     def is_gone(self) -> bool:

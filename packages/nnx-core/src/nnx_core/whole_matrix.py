@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -40,10 +41,11 @@ from nnx_checkpoint.collective import (
 from nnx_checkpoint.shard import Box, Shard, shard_of
 from nnx_checkpoint.state import OptimizerState, ShardOf, describe_optimizer, fill_optimizer, parameter_names
 from nnx_core._torch_compat import run_step_hooks
-from nnx_core.elementwise import Trial, try_optimizer
+from nnx_core.elementwise import Trial, refuse_hidden_shards, try_optimizer
 from nnx_core.errors import NnxError, UnsupportedError
+from nnx_core.step_arguments import StepArguments, take_closure
 
-__all__ = ["OwnerRanks", "take_closure"]
+__all__ = ["OwnerRanks"]
 
 T = TypeVar("T")
 log = logging.getLogger("nnx.whole_matrix")
@@ -96,6 +98,8 @@ class OwnerRanks:
             )
         if trial.dependence == "element":
             return _Owned(trial, _membership(optimizer))
+        if trial.error is not None:
+            refuse_hidden_shards(optimizer, trial.error)
         candidates = [
             parameter
             for group, verdict in zip(optimizer.param_groups, trial.groups, strict=True)
@@ -196,15 +200,15 @@ class OwnerRanks:
         if owned is None:
             return step(*args, **kwargs)
         owned.has_state = True
-        closure, args, kwargs = take_closure(args, kwargs)
+        given = take_closure(args, kwargs)
         if owned.trial.dependence == "model":
-            return _Led(self, optimizer, owned, closure).step(step, args, kwargs)
-        if closure is not None and owned.trial.evaluations:
+            return _Led(self, optimizer, owned, given).step(step)
+        if given.closure is not None and owned.trial.evaluations:
             with torch.enable_grad():
-                loss = closure()
-            args = (lambda: loss, *args)
-        elif closure is not None:
-            args = (closure, *args)
+                loss = given.closure()
+            args, kwargs = given.calling(lambda: loss)
+        elif given.closure is not None:
+            args, kwargs = given.calling(partial(_refuse_closure, optimizer))
         places = self._gather(owned)
         doing = f"the step of {type(optimizer).__name__}"
         with _on_every_rank(doing, self._device), _in_places(optimizer, places):
@@ -581,13 +585,13 @@ class _Replaced:
                 entries[parameters[key]] = entries.pop(key)
 
 
-def take_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[[], Any] | None, tuple[Any, ...], dict[str, Any]]:
-    """Split the closure, the first argument of every step, from the rest."""
-    if args:
-        return args[0], args[1:], kwargs
-    return kwargs.get("closure"), (), {key: value for key, value in kwargs.items() if key != "closure"}
+def _refuse_closure(optimizer: Optimizer) -> Any:
+    """What an optimizer is given as its closure that called none when it was tried."""
+    raise UnsupportedError(
+        f"the step of {type(optimizer).__name__} calls its closure, and did not when it was tried, so that "
+        "its parameters were gathered before the backward.",
+        remedy="Let its step call the closure first, whatever its options and state are.",
+    )
 
 
 @contextmanager
@@ -613,23 +617,21 @@ class _Led:
         owners: The owner ranks, which move tensors.
         optimizer: The user's.
         owned: Describes the owned parameter.
-        closure: The user's, which every rank has to evaluate together.
+        given: The arguments of the step, whose closure every rank has to evaluate together.
     """
 
-    def __init__(
-        self, owners: OwnerRanks, optimizer: Optimizer, owned: _Owned, closure: Callable[[], Any] | None
-    ) -> None:
-        self._owners, self._optimizer, self._owned, self._closure = owners, optimizer, owned, closure
+    def __init__(self, owners: OwnerRanks, optimizer: Optimizer, owned: _Owned, given: StepArguments) -> None:
+        self._owners, self._optimizer, self._owned, self._given = owners, optimizer, owned, given
         self._result: Any = None
         self._replaced: _Replaced | None = None
 
-    def step(self, step: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    def step(self, step: Callable[..., T]) -> T:
         """Run the step on rank 0; elsewhere evaluate the closure whenever it does."""
         places = self._owners._gather(self._owned)
         if dist.get_rank() == 0:
-            return self._lead(step, places, args, kwargs)
-        given = args if self._closure is None else (self._closure, *args)
-        run_step_hooks(self._optimizer, given, kwargs, before=True)
+            return self._lead(step, places)
+        args, kwargs = self._given.calling(self._given.closure)
+        run_step_hooks(self._optimizer, args, kwargs, before=True)
         command = self._hear()
         while command == _EVALUATE:
             self._evaluate()
@@ -640,18 +642,12 @@ class _Led:
                 remedy="Look at the error of rank 0.",
             )
         self._owners._scatter(self._owned)
-        run_step_hooks(self._optimizer, given, kwargs, before=False)
+        run_step_hooks(self._optimizer, args, kwargs, before=False)
         return cast(T, self._result)
 
-    def _lead(
-        self,
-        step: Callable[..., T],
-        places: Mapping[nn.Parameter, nn.Parameter | None],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> T:
-        if self._closure is not None:
-            args = (self._evaluate_everywhere, *args)
+    def _lead(self, step: Callable[..., T], places: Mapping[nn.Parameter, nn.Parameter | None]) -> T:
+        closure = None if self._given.closure is None else self._evaluate_everywhere
+        args, kwargs = self._given.calling(closure)
         self._put(places)
         try:
             result = step(*args, **kwargs)
@@ -672,10 +668,10 @@ class _Led:
         return self._result
 
     def _evaluate(self) -> Mapping[nn.Parameter, nn.Parameter | None]:
-        assert self._closure is not None
+        assert self._given.closure is not None
         self._owners._scatter(self._owned)
         with torch.enable_grad():
-            self._result = self._mean(self._closure())
+            self._result = self._mean(self._given.closure())
         return self._owners._gather(self._owned)
 
     def _mean(self, loss: Any) -> Any:

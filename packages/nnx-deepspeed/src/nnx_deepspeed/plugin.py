@@ -19,7 +19,7 @@ _STAGE_1 = Capabilities(
         *("lamb", "muon", "muon_for_large_matrices", "muon_with_auxiliary_group", "shampoo", "adafactor"),
         *("gradient_norm_optimizer", "sam_by_closure", "lbfgs", "complex_parameters", "sparse_gradients"),
         *("frozen_in_mid_run", "pruned_while_training", "pruned_by_lightning", "zeroed_gradients"),
-        *("backward_on_the_loss", "split_backward", "combined_gradients"),
+        *("backward_on_the_loss", "split_backward", "combined_gradients", "gradients_by_hand"),
         *("optimizer_state_read", "optimizer_state_changed"),
     ),
 )

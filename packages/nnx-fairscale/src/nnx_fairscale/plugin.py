@@ -19,7 +19,9 @@ _OSS = Capabilities(
     repeated_closures=False,
     refuses=(*_OF_THE_MODEL, *_OF_STATE),
 )
-_SHARDED = replace(_OSS, shards_gradients=True, refuses=(*_OSS.refuses, "backward_on_the_loss"))
+_SHARDED = replace(
+    _OSS, shards_gradients=True, refuses=(*_OSS.refuses, "backward_on_the_loss", "gradients_by_hand")
+)
 _FSDP = Capabilities(
     accelerators=("cpu", "cuda"),
     precisions=("32-true", "16-mixed", "bf16-mixed"),

@@ -23,8 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from nnx_checkpoint._torch_compat import IMPORT, Private
 from nnx_core._torch_compat import param_groups, state_of, tree_leaves, when_backward_ends
 from nnx_core.errors import UnsupportedError
-from nnx_core.watch import refuse_unequal_gradient
-from nnx_core.whole import local_mode
+from nnx_core.whole import in_guarded_mode, local_mode
 
 _SETUP = "setting a model up raises AttributeError"
 _STEP = "the first step raises AttributeError"
@@ -90,16 +89,27 @@ class GatheredWeight(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """As of any tensor; one that user code gives it must be the same on all ranks."""
-        return cast("Tensor | None", _GRAD.__get__(self))
+        """What a backward has just left here, which is all that FSDP2 sees; else that of the shard, whole."""
+        own = _GRAD.__get__(self)
+        part = vars(self).get("_part")
+        if own is None and _is_for_user(part):
+            own = part.gradient_shown()
+        return cast("Tensor | None", own)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         part = vars(self).get("_part")
-        if part is not None and gradient is not None and _GRAD.__get__(self) is None:
+        if not _is_for_user(part):
+            _GRAD.__set__(self, gradient)
+            return
+        if gradient is not None and _GRAD.__get__(self) is None:
             refuse_split_backward(part.name)
-            refuse_unequal_gradient(gradient, part.name)
-        _GRAD.__set__(self, gradient)
+        part.gradient_given(gradient)
+
+
+def _is_for_user(part: Any) -> bool:
+    """Whether user code, as against FSDP2, asks a gathered parameter."""
+    return part is not None and in_guarded_mode()
 
 
 def refuse_split_backward(name: str) -> None:
@@ -134,6 +144,28 @@ _FRAMES = 8
 _DATA, _GRAD = cast(Any, Tensor.data), cast(Any, Tensor.grad)
 
 
+def has_unreduced_gradient(inner: Any) -> bool:
+    """Whether a backward has left a gradient of the complete parameter on this rank.
+
+    Args:
+        inner: FSDP2's own description of the parameter.
+    """
+    gathered = getattr(inner, "_unsharded_param", None)
+    left = gathered is not None and _GRAD.__get__(gathered) is not None
+    return left or inner.unsharded_accumulated_grad is not None
+
+
+def drop_unreduced_gradient(inner: Any) -> None:
+    """Leave this rank without one; the reduced gradient stays.
+
+    Args:
+        inner: FSDP2's own description of the parameter.
+    """
+    inner.unsharded_accumulated_grad = None
+    if hasattr(inner, "_unsharded_param"):
+        _GRAD.__set__(inner._unsharded_param, None)
+
+
 class HeldParameter:
     """One parameter as FSDP2 holds it.
 
@@ -147,6 +179,7 @@ class HeldParameter:
         names = zip(info.shared_modules, info.shared_param_names, strict=True)
         self.places: list[tuple[nn.Module, str]] = [(info.module, info.param_name), *names]
         self.gathered_version = 0
+        self.gathered_sum: Tensor | None = None
         self._put_last: Any = inner.sharded_param
         inner._setattr_on_modules = self._put
 
@@ -163,13 +196,13 @@ class HeldParameter:
     @property
     def has_gradient(self) -> bool:
         """Whether this rank has a gradient of the complete parameter that is not reduced yet."""
-        return self._inner.unsharded_accumulated_grad is not None or self.has_gradient_left
+        return has_unreduced_gradient(self._inner)
 
     @property
     def has_gradient_left(self) -> bool:
         """Whether a gradient reached the gathered parameter after its unit had reduced the others."""
         gathered = self.gathered
-        return gathered is not None and gathered.grad is not None
+        return gathered is not None and _GRAD.__get__(gathered) is not None
 
     @property
     def has_reduced_gradient(self) -> bool:
@@ -185,6 +218,10 @@ class HeldParameter:
         """Give the complete parameter a gradient of zeros."""
         gathered = self._inner._unsharded_param
         _GRAD.__set__(gathered, torch.zeros_like(gathered, requires_grad=False))  # user code's are compared
+
+    def drop_unreduced_gradient(self) -> None:
+        """Leave this rank without a gradient of the complete parameter."""
+        drop_unreduced_gradient(self._inner)
 
     def drop_reduced_gradient(self) -> None:
         """Leave this rank's part without a gradient."""
@@ -359,6 +396,16 @@ def units_of(root: nn.Module) -> list[Unit]:
     """Everything that FSDP2 gathers of a module. Only one list can be in use: it takes the groups over."""
     modules = [module for module in root.modules() if issubclass(type(module), FSDPModule)]
     return [Unit(group, module) for module in modules for group in param_groups(state_of(module))]
+
+
+def has_failed_backward(module: Any) -> bool:
+    """Whether an error kept the last backward of a unit from its end, so that FSDP2 waits for that.
+
+    Args:
+        module: One that ``fully_shard`` was called on.
+    """
+    queued = state_of(module)._state_ctx.post_backward_final_callback_queued
+    return bool(queued) and torch._C._current_graph_task_id() == -1  # else it is still running
 
 
 def is_in_transform() -> bool:

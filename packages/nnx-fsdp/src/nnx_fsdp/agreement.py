@@ -166,7 +166,7 @@ class StepAgreement:
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """Around a step, or a forward, which a backward may follow."""
-        self._forget()  # an error may have kept the last backward from its end
+        self.forget()  # an error may have kept the last backward from its end
         with self._order.reporting():
             with_gradients = torch.is_grad_enabled()
             self._order.begin(name if with_gradients and self.synchronize else f"{name}, without reductions")
@@ -174,7 +174,8 @@ class StepAgreement:
             if not with_gradients:
                 self._order.end()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Begin with no backward, after one that has ended, well or not."""
         self._used.clear()
         self._filled.clear()
         self._answer = None
@@ -240,5 +241,5 @@ class StepAgreement:
                     parameter.drop_reduced_gradient()
             self._replicated.used = used[len(self._parameters) :]
             self._replicated.average()
-        self._forget()
+        self.forget()
         self._order.end()

@@ -50,6 +50,7 @@ from nnx_fsdp._torch_compat import (
     before_part,
     can_be_sharded,
     finish_after_backward,
+    has_failed_backward,
     name_as_before,
     prepare_root,
     remove_fully_shard,
@@ -64,6 +65,7 @@ from nnx_fsdp.weights import Weights
 __all__ = [
     "FSDPBackend",
     "mesh_of",
+    "roots_of",
 ]
 
 
@@ -347,9 +349,16 @@ class FSDPBackend(Backend[FSDPOptions]):
         layout = self._layouts[module] = self._unfinished
         self._unfinished = _Layout()
         units = units_of(module)
+        for root in roots_of(module):
+            prepare_root(root)  # before user code gives a parameter another place, as parametrizations do
         self._watch(module, units, layout)
         layout.weights = Weights(
-            module, units, layout.plain, order=self._order, watch_data=self.options.compile is False
+            module,
+            units,
+            layout.plain,
+            order=self._order,
+            watch_data=self.options.compile is False,
+            is_watched=lambda: self.is_watched and self.context.world_size > 1,
         )
         return {plain: sharded for sharded, plain in layout.plain.items()}
 
@@ -518,6 +527,8 @@ class FSDPBackend(Backend[FSDPOptions]):
         if layout is None or layout.agreement is None or layout.weights is None:
             return self._run(module, step, *args, **kwargs)
         is_manual = torch.is_grad_enabled() and not getattr(module, "automatic_optimization", True)
+        if is_manual and any(map(has_failed_backward, layout.weights.modules)):
+            self._drop_failed_backward(module)  # of a `loss.backward()`, which does not come by here
         with (
             _recovering(module),
             layout.agreement.step(getattr(step, "__name__", "a forward")),
@@ -553,13 +564,32 @@ class FSDPBackend(Backend[FSDPOptions]):
         return result
 
     def backward(self, module: nn.Module, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients, and reduce them together with those that only other ranks have."""
+        """Compute gradients, and reduce them together with those that only other ranks have.
+
+        After an error none is left of those that were not reduced, accumulated ones included.
+        """
         with (
-            _recovering(module),
+            self._dropping_failed_backward(module),
             self._order.reporting() if self._order is not None else nullcontext(),
             self.backward_pass(),
         ):
             super().backward(module, loss, *args, **kwargs)
+
+    @contextmanager
+    def _dropping_failed_backward(self, module: nn.Module) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._drop_failed_backward(module)
+            raise
+
+    def _drop_failed_backward(self, module: nn.Module) -> None:
+        """Let every unit be what it is between steps, without a gradient that was not reduced."""
+        begin_anew(states_of(module))
+        for layout in self._layouts.values():
+            if layout.agreement is not None and layout.weights is not None:
+                layout.agreement.forget()
+                layout.weights.drop_unreduced_gradients()
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
@@ -649,6 +679,12 @@ class FSDPBackend(Backend[FSDPOptions]):
         """The units."""
         return " ".join(name or "." for name, part in module.named_modules() if isinstance(part, FSDPModule))
 
+    def written(self, module: nn.Module) -> Mapping[str, int]:
+        """What was written into sharded parameters, gathered or not."""
+        self.flush()
+        layout = self._layouts.get(module)
+        return {} if layout is None or layout.weights is None else layout.weights.take_notes()
+
     def summary(self, module: nn.Module) -> str:
         """The units, and why they were chosen."""
         layout = self._layouts.get(module)
@@ -680,6 +716,13 @@ def _recovering(module: nn.Module) -> Iterator[None]:
     except BaseException:
         begin_anew(states_of(module))
         raise
+
+
+def roots_of(module: nn.Module) -> list[FSDPModule]:
+    """The outermost modules that FSDP2 has: the module, or its children where it cannot be sharded."""
+    if isinstance(module, FSDPModule):
+        return [module]
+    return [inner for child in module.children() for inner in roots_of(child)]
 
 
 def _parts_with_forward(module: nn.Module) -> Iterator[nn.Module]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from nnx_checkpoint.shard import shard_of
 from nnx_core._torch_compat import storage_users
 from nnx_core.errors import UnsupportedError
-from nnx_core.watch import refuse_unequal_gradient
+from nnx_core.watch import checksum, refuse_unequal_gradient
 from nnx_core.whole import (
     Guard,
     HeldByTensor,
@@ -51,6 +51,13 @@ class Keeper(Protocol):
     def add_assigned(self, part: ShardedPart) -> None:
         """Somebody has set a tensor's ``data``."""
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether what is written into parameters is to be compared over the ranks."""
+
+    def note_written(self, part: ShardedPart, written: Tensor | int) -> None:
+        """A parameter was written to; the checksum must be that of every rank."""
+
     def add_leaf(self, part: ParameterPart, leaf: Tensor) -> None:
         """A loss may come to depend on a gathered parameter."""
 
@@ -74,6 +81,7 @@ class ShardedPart(Part):
         self._value: Tensor | None = None
         self._made_of: tuple[int, int] = (0, 0)
         self._seen: Seen | None = None
+        self._sum: Tensor | None = None
         self._users = 0
         self._slices: tuple[slice, ...] | None = None
         self._aliases: list[weakref.ref[AliasPart]] = []
@@ -117,6 +125,7 @@ class ShardedPart(Part):
             elif self._made_of != self._local_state():
                 cast(Tensor, self._value).copy_(value)
         self._made_of, self._seen = self._local_state(), Seen(cast(Tensor, self._value))
+        self._sum = checksum(cast(Tensor, self._value)) if self._is_compared else None
         self._keeper.keep(self)
 
     def detached(self) -> Tensor:
@@ -145,6 +154,9 @@ class ShardedPart(Part):
             return
         with local_mode(), torch.no_grad():
             if self._seen.is_changed(value):
+                if self._sum is not None:
+                    before, self._sum = self._sum, checksum(value)
+                    self._keeper.note_written(self, self._sum - before)
                 self.local.copy_(self.own(value))
                 self._made_of, self._seen = self._local_state(), Seen(value)
 
@@ -175,6 +187,8 @@ class ShardedPart(Part):
         for part in parts:
             part.flush()
         with local_mode(), torch.no_grad():
+            if self._is_compared:
+                self._keeper.note_written(self, _sum_of([*args[1:], *kwargs.values()]))
             func(*own_args, **own_kwargs)
         return True
 
@@ -198,6 +212,8 @@ class ShardedPart(Part):
                     alias.part_from()
             self._aliases = []
             self._forget()
+            if is_plain and self._is_compared:
+                self._keeper.note_written(self, checksum(whole))
             self.local.copy_(own)
             self._source = Source(whole, own) if is_plain else None
         self._keeper.add_assigned(self)
@@ -211,6 +227,11 @@ class ShardedPart(Part):
     @property
     def _is_differentiated(self) -> bool:
         """Whether a loss may depend on the whole, whose memory must not change then."""
+        return False
+
+    @property
+    def _is_compared(self) -> bool:
+        """Whether the ranks must write the same into it, and are about to be compared."""
         return False
 
     def forget(self) -> None:
@@ -327,12 +348,20 @@ class ParameterPart(ShardedPart):
     def _is_differentiated(self) -> bool:
         return self._leaf is not None
 
+    @property
+    def _is_compared(self) -> bool:
+        return self._keeper.is_watched
+
     def drop_leaf(self) -> None:
         """No loss will come that depends on what was gathered."""
         self._leaf = None
 
     def release(self) -> None:
         """When FSDP2 is off the module: hold no memory, whoever refers to this."""
+        for ref in self._aliases:
+            alias = ref()
+            if alias is not None:
+                alias.part_from()
         self._value = self._leaf = self._source = None
         self._aliases = []
         with local_mode():
@@ -364,6 +393,8 @@ class ParameterPart(ShardedPart):
                     refuse_unequal_gradient(gradient, self.name)
                 if not isinstance(gradient, DTensor) or _is_elsewhere(gradient, self):
                     gradient = self.like(_own_values(gradient.to(self.tensor.dtype), self).detach().clone())
+            elif gradient is None:
+                self.held.drop_unreduced_gradient()
             self.tensor.grad = gradient
 
     def like(self, local: Tensor) -> DTensor:
@@ -391,17 +422,22 @@ class ParameterPart(ShardedPart):
         gathered = self.held.gathered
         if gathered is None:
             return
-        if gathered._version != self.held.gathered_version or self.may_be_written:
-            self._write_changes(gathered)
+        before, self.held.gathered_sum = self.held.gathered_sum, None
+        is_written = gathered._version != self.held.gathered_version
+        if is_written or self.may_be_written:
+            if before is not None:
+                self._keeper.note_written(self, checksum(gathered) - before)
+            self._write_changes(gathered, surely=is_written)
             self.held.gathered_version, self.may_be_written = gathered._version, False
 
     @torch.no_grad()
-    def _write_changes(self, gathered: Tensor) -> None:
+    def _write_changes(self, gathered: Tensor, *, surely: bool) -> None:
+        """Take over the elements that differ; on all ranks or none, where all know that they wrote."""
         with local_mode():
             own, local = self.own(gathered.detach()), self.local
             before = local.to(own.device, own.dtype)
             changed = (own != before) & ~(own.isnan() & before.isnan())
-            if bool(changed.any()):
+            if surely or bool(changed.any()):
                 local.copy_(torch.where(changed.to(local.device), own.to(local.device, local.dtype), local))
 
 
@@ -429,6 +465,19 @@ def _own(argument: Any, part: ShardedPart) -> Any:
     if isinstance(argument, (list, tuple)):
         raise _NotHereError
     return argument
+
+
+def _sum_of(arguments: Sequence[Any]) -> Tensor | int:
+    """A checksum of the arguments of a change in place, as far as this rank alone has them."""
+    total: Tensor | int = 0
+    for argument in arguments:
+        if isinstance(argument, (list, tuple)):
+            total = total + _sum_of(argument)
+        elif isinstance(argument, Tensor) and not isinstance(argument, DTensor):
+            total = total + checksum(argument)
+        elif isinstance(argument, (int, float)):
+            total = total + hash(argument) % 2**31
+    return total
 
 
 def _own_lists(argument: Any, parts: Sequence[ShardedPart]) -> Any:

@@ -12,7 +12,7 @@ parameter is `parts`' business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import CollectiveOrder
+from nnx_core.watch import checksum
 from nnx_core.whole import (
     Wholes,
     attributes_of,
@@ -30,7 +31,7 @@ from nnx_core.whole import (
     local_mode,
     unguard,
 )
-from nnx_fsdp._torch_compat import Unit, is_in_transform
+from nnx_fsdp._torch_compat import Unit, has_failed_backward, is_in_transform
 from nnx_fsdp.parts import ParameterPart, ShardedPart, gather
 
 
@@ -43,6 +44,10 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
         plain: Maps each sharded parameter to the user's own object.
         order: The order that the ranks agree on; a read on some ranks only is an error.
         watch_data: True if writes through ``data`` of gathered weights are noticed; not if they are compiled.
+        is_watched: Whether what is written is about to be compared over the ranks.
+
+    Attributes:
+        modules: Those that FSDP2 has the weights of.
     """
 
     def __init__(
@@ -53,18 +58,22 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
         *,
         order: CollectiveOrder | None = None,
         watch_data: bool = True,
+        is_watched: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
+        self._is_watched = is_watched
+        self._written: dict[str, int] = {}
         self._order = order
         self._module = module
         self._watch_data = watch_data
         self._in_step = self._in_backward = False
         self._assigned: list[ShardedPart] = []
         self._units = list(units)
+        self.modules = list(dict.fromkeys(unit.module for unit in self._units))
         names = {parameter: name for name, parameter in module.named_parameters()}
         for unit in self._units:
             unit.watch_weights(
-                gathering=self._refuse_transforms, gathered=self._begin_using, freeing=self._take_written
+                gathering=self._refuse_gathering, gathered=self._begin_using, freeing=self._take_written
             )
             unit.keep_when(lambda: self._in_step or torch.is_grad_enabled())
             for held in unit.parameters:
@@ -113,6 +122,23 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
         self._leaves.clear()
         self._assigned.clear()
         self._units.clear()
+        self.modules.clear()
+
+    # --- what is written ----------------------------------------------------------------------
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether what is written into parameters is to be compared over the ranks."""
+        return self._is_watched()
+
+    def note_written(self, part: ShardedPart, written: Tensor | int) -> None:
+        """A parameter was written to; the checksum must be that of every rank."""
+        self._written[part.name] = self._written.get(part.name, 0) + int(written)
+
+    def take_notes(self) -> dict[str, int]:
+        """By name of each parameter, the sum of what was noted since the last call."""
+        notes, self._written = self._written, {}
+        return {part.name: notes.get(part.name, 0) for part in self._parts.values()}
 
     # --- wholes -------------------------------------------------------------------------------
 
@@ -171,15 +197,24 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
                     "in `configure_model`.",
                 )
 
-    def _refuse_transforms(self, unit: Unit) -> None:
+    def _refuse_gathering(self, unit: Unit) -> None:
         if is_in_transform():
-            names = [part.name for held in unit.parameters if (part := self._parts.get(held.sharded))]
             raise UnsupportedError(
-                f"the layer of {' and '.join(names[:2])} is called within a transform of torch.func that "
+                f"the layer of {self._named(unit)} is called within a transform of torch.func that "
                 "differentiates, such as grad or vjp, where it cannot be gathered.",
                 remedy="Use `torch.autograd.grad`, or give the weights to functions of "
                 "`torch.nn.functional`, or train under 'ddp'.",
             )
+        if has_failed_backward(unit.module):
+            raise UnsupportedError(
+                f"the layer of {self._named(unit)} is called after a backward that failed in the same step "
+                "and did not go through the strategy.",
+                remedy="Call `self.manual_backward(loss)` instead of `loss.backward()`, or end the step.",
+            )
+
+    def _named(self, unit: Unit) -> str:
+        names = [part.name for held in unit.parameters if (part := self._parts.get(held.sharded))]
+        return " and ".join(names[:2])
 
     def _begin_using(self, unit: Unit) -> None:
         for held in unit.parameters:
@@ -187,6 +222,8 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
             if gathered is not None and "_part" not in vars(gathered):
                 held.share_attributes(watch_data=self._watch_data)
                 held.gathered_version = gathered._version
+            if gathered is not None and held.gathered_sum is None and self._is_watched():
+                held.gathered_sum = checksum(gathered)
 
     def _take_written(self, unit: Unit) -> None:
         for held in unit.parameters:
@@ -239,6 +276,14 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
         for unit in self._units:
             if unit.is_gathered:
                 unit.free()
+
+    def drop_unreduced_gradients(self) -> None:
+        """After a backward that failed: what it has left on this rank cannot be told from other gradients."""
+        for unit in self._units:
+            for held in unit.parameters:
+                held.drop_unreduced_gradient()
+        for _, leaf in self._leaves:
+            leaf.grad = None
 
     def _reduce_rest(self) -> None:
         """Reduce what has come after its unit was done, as of a weight that others use before it."""

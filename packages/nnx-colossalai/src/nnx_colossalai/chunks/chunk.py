@@ -119,10 +119,12 @@ class ChunkEngine(ABC):
     Attributes:
         chunks: The chunks of the module that is laid out.
         gather_at_end: The ranks on which the module gets its masters back.
+        is_watched: Whether the ranks are compared after this step.
     """
 
     chunks: Sequence[Chunk]
     gather_at_end: GatherAtEnd = "all"
+    is_watched: bool = False
 
     def __init__(
         self, context: ParallelContext, device: Device[Any], working_dtype: torch.dtype | None
@@ -153,6 +155,10 @@ class ChunkEngine(ABC):
     def stepping(self) -> AbstractContextManager[Any]:
         """Around what works on this rank's part of masters, such as an optimizer's step."""
         return nullcontext()
+
+    def written(self, root: nn.Module) -> Mapping[str, int]:
+        """See `nnx.Backend.written`."""
+        return {}
 
     def state_parts(self, refusal: Callable[[Optimizer], str | None]) -> StateParts | None:
         """How optimizers' state is shown whole to user code; None if this rank has all of it.

@@ -41,7 +41,7 @@ from nnx_core._torch_compat import when_backward_ends
 from nnx_core.backend import ParallelContext
 from nnx_core.hidden_state import StateParts
 from nnx_core.whole import is_guarded, show_plain, show_whole
-from nnx_fsdp._torch_compat import can_be_sharded, prepare_root
+from nnx_fsdp._torch_compat import can_be_sharded
 from nnx_fsdp.backend import FSDPBackend
 from nnx_fsdp.options import FSDPOptions
 from nnx_fsdp.units import UnitChoice
@@ -84,8 +84,6 @@ class ShardedEngine(ChunkEngine):
         self._root = root
         self._casts = CastParameters(root.modules(), self.working_dtype)
         self._accumulates_complete = self._has_room_for_complete_gradients(root)
-        for module in _roots(root):
-            prepare_root(module)
         self.chunks = self._make_chunks(root, units)
         moved: dict[nn.Parameter, nn.Parameter] = {}
         with together(control_group(), doing="laying chunks out"):
@@ -153,6 +151,7 @@ class ShardedEngine(ChunkEngine):
         if self._root is None:
             return step(*args, **kwargs)
         self._recover()
+        self._units.is_watched = self.is_watched
         if self._is_new:
             self._try_memory()
         self._order.clear()
@@ -207,6 +206,10 @@ class ShardedEngine(ChunkEngine):
     @override
     def stepping(self) -> AbstractContextManager[Any]:
         return self._units.stepping()
+
+    @override
+    def written(self, root: nn.Module) -> Mapping[str, int]:
+        return self._units.written(root)
 
     @override
     def state_parts(self, refusal: Callable[[Optimizer], str | None]) -> StateParts:
@@ -306,13 +309,6 @@ class _Units(FSDPBackend):
     def free_gathered(self, root: nn.Module) -> None:
         """Keep only this rank's part of the weights, in every unit."""
         self._reshard(root)
-
-
-def _roots(root: nn.Module) -> list[FSDPModule]:
-    """The outermost modules that FSDP2 has: the root, or its children where it cannot be sharded."""
-    if isinstance(root, FSDPModule):
-        return [root]
-    return [inner for child in root.children() for inner in _roots(child)]
 
 
 # --- sharded casts ---------------------------------------------------------------------------------------

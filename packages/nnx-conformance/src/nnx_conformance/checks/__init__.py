@@ -17,6 +17,7 @@ MODULES = (
     "habits_gradients",
     "habits_parameters",
     "habits_state_dict",
+    "habits_weights_by_hand",
     "checkpoints_resuming",
     "checkpoints_contents",
     "checkpoints_accidents",

@@ -22,6 +22,7 @@ from nnx_checkpoint.naming import (
 )
 from nnx_checkpoint.state import parameter_names, repoint_optimizer
 from nnx_checkpoint.writer import poll
+from nnx_core._torch_compat import complete_optimizer
 from nnx_core.backend import Backend
 from nnx_core.errors import CheckpointError, UnsupportedError
 from nnx_core.lightning.checkpoint import (
@@ -42,6 +43,7 @@ from nnx_core.lightning.routing import (
     unwrap_optimizer,
 )
 from nnx_core.lightning.sample import example_inputs
+from nnx_core.modules import refuse_layers
 from nnx_core.random_state import RandomState
 from nnx_core.shares import of_process
 
@@ -135,8 +137,10 @@ class FabricAdapter(ParallelProcesses):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         """Lay the module out and make optimizers that were built before hold its new parameters."""
+        self._refuse_layers(module)
         replaced = self._parallelize(module)
         for optimizer in optimizers:
+            complete_optimizer(optimizer)
             repoint_optimizer(optimizer, replaced)
             self._owners[optimizer] = module
         self.backend.setup_optimizers(module, optimizers)
@@ -151,9 +155,14 @@ class FabricAdapter(ParallelProcesses):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Take over an optimizer over the parameters of a module that was set up before."""
         module = self._owners[optimizer] = self._owner(optimizer)
+        self._refuse_layers(module)
+        complete_optimizer(optimizer)
         self.backend.setup_optimizers(module, [optimizer])
         route_optimizer_steps([optimizer], self.backend, module)
         return optimizer
+
+    def _refuse_layers(self, module: nn.Module) -> None:
+        refuse_layers(module, shares=self.backend.data_parallel_rank_and_size[1])
 
     def _parallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         replaced = self.backend.parallelize(module, lambda: example_inputs(module))

@@ -6,7 +6,7 @@ ones. The plugin object stays the user's; single methods of it are replaced on t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
@@ -38,18 +38,25 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def route_precision(plugin: Any, backend: Backend[Any]) -> None:
-    """Make loss scaling agree over the ranks and, where the engine has its own, replace backward."""
+def route_precision(plugin: Any, backend: Backend[Any], *, then: Callable[[], None] = lambda: None) -> None:
+    """Make loss scaling agree over the ranks and, where the engine has its own, replace backward.
+
+    Args:
+        plugin: The precision plugin.
+        backend: The engine.
+        then: Called after a backward of the engine's own, before hooks that look at gradients.
+    """
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None:
         plugin.scaler = backend.grad_scaler(scaler)
-    if has_own_backward(backend):
+    if has_own_backward(backend) or publishes_gradients(backend):
 
         def backward(
             loss: Tensor, model: nn.Module, optimizer: Any = None, *args: Any, **kwargs: Any
         ) -> None:
             with _going_backward(backend):
                 backend.backward(model, loss, *args, **kwargs)
+            then()
 
         plugin.backward = backward
 

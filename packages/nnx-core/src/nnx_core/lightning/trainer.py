@@ -20,8 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from nnx_checkpoint.collective import all_arrive, control_group, together
 from nnx_checkpoint.inflight import settle_quietly, take_error
-from nnx_checkpoint.state import OptimizerState, repoint_optimizer
+from nnx_checkpoint.state import OptimizerState, parameter_names, repoint_optimizer
 from nnx_checkpoint.writer import poll
+from nnx_core._torch_compat import complete_optimizer
 from nnx_core.backend import Backend
 from nnx_core.errors import CheckpointError, UnsupportedError, is_lost_connection
 from nnx_core.lightning.averaging import Averages
@@ -47,7 +48,15 @@ from nnx_core.lightning.routing import (
     unwrap_optimizer,
 )
 from nnx_core.lightning.sample import TrainerSample
-from nnx_core.modules import allocate_again, is_left, leave_on_meta, move_states, move_to_host
+from nnx_core.modules import (
+    allocate_again,
+    is_left,
+    leave_on_meta,
+    move_states,
+    move_to_host,
+    refuse_exchanged,
+    refuse_layers,
+)
 from nnx_core.shares import of_process
 from nnx_core.used import before_reduction, end_run
 from nnx_core.whole import as_stored
@@ -210,8 +219,6 @@ class TrainerAdapter(ParallelProcesses):
     optimizers: list[Optimizer]
     lr_scheduler_configs: list[Any]
     precision_plugin: Any
-    pre_backward: Any
-    post_backward: Any
     _precision_plugin: Any
     _checkpoint_io: Any
     _layer_sync: Any
@@ -225,6 +232,7 @@ class TrainerAdapter(ParallelProcesses):
         self._even_prediction = EvenPrediction()
         self._optimizers_of_backend: list[Optimizer] = []
         self._final_states: dict[Optimizer, OptimizerState] = {}
+        self._names: dict[nn.Parameter, str] = {}
         self._averages = Averages(backend)
         super().__init__(backend, **kwargs)
         self._exact_resume = ExactResume(
@@ -243,7 +251,7 @@ class TrainerAdapter(ParallelProcesses):
             self.model, self.optimizers, self.lr_scheduler_configs
         )
         route_clipping(plugin, self.backend)
-        route_precision(plugin, self.backend)
+        route_precision(plugin, self.backend, then=self._publish_gradients)
         self._precision_plugin = plugin
 
     # --- set up -------------------------------------------------------------------------------
@@ -279,12 +287,16 @@ class TrainerAdapter(ParallelProcesses):
         if self._weights_to_load is None:
             self._refuse_lost_weights("a run begins with the weights that the module has")
         self._repoint(allocate_again(module))
+        if fitting:
+            refuse_layers(module, shares=self.backend.data_parallel_rank_and_size[1])
         replaced = self.backend.parallelize(module, TrainerSample(trainer, module))
         if fitting:
             self._final_states.clear()
             self.setup_optimizers(trainer)
         self._repoint(replaced)  # they may have been built before, in the module's `__init__`
         optimizers = [unwrap_optimizer(optimizer) for optimizer in self.optimizers] if fitting else []
+        for optimizer in optimizers:
+            complete_optimizer(optimizer)
         self.backend.setup_optimizers(module, optimizers)
         self._phase = _Phase.LAID_OUT
         weights, self._weights_to_load = self._weights_to_load, None
@@ -294,6 +306,7 @@ class TrainerAdapter(ParallelProcesses):
         route_optimizer_steps(optimizers, self.backend, module)
         self._hooks = refuse_plain_backward(self.backend, module) if fitting else []
         self._optimizers_of_backend = optimizers
+        self._names = parameter_names(module)
         self.setup_precision_plugin()
 
     def _refuse_lost_weights(self, what: str) -> None:
@@ -358,7 +371,7 @@ class TrainerAdapter(ParallelProcesses):
 
     def _keep_final_states(self, module: nn.Module) -> None:
         """Describe optimizer state while the engine knows where it lies: it may be saved after the run."""
-        optimizers, self._optimizers_of_backend = self._optimizers_of_backend, []
+        optimizers, self._optimizers_of_backend, self._names = self._optimizers_of_backend, [], {}
         for optimizer in optimizers:
             with suppress(CheckpointError):  # whoever saves it will be told
                 self._final_states[optimizer] = self.backend.optimizer_state(module, optimizer)
@@ -373,12 +386,22 @@ class TrainerAdapter(ParallelProcesses):
     def on_exception(self, exception: BaseException) -> None:
         """Remember for `teardown` that this rank may be alone, and say so where gloo's error does not."""
         self._has_failed = True
+        if hasattr(exception, "add_note") and self._is_between_setup_and_first_step():  # Python 3.11
+            exception.add_note(
+                "It came after the engine had laid the model out, and before the first step. Replace, tie or "
+                "parametrize layers in `__init__` or `configure_model`, not in `on_fit_start`."
+            )
         if is_lost_connection(exception):
             log.error(
                 "Rank %d lost another rank in a collective: that rank's process has ended or hangs, or its "
                 "machine cannot be reached. Its own output has the cause. Start from the last checkpoint.",
                 of_process(self.global_rank),
             )
+
+    def _is_between_setup_and_first_step(self) -> bool:
+        trainer = attached_trainer(self.lightning_module)
+        is_fitting = trainer is not None and trainer.state.fn == "fit" and not trainer.sanity_checking
+        return is_fitting and self._phase is _Phase.LAID_OUT and not self._has_told
 
     def _can_gather(self) -> bool:
         """After an error, whether the other ranks have come to `teardown` too: gathering needs them."""
@@ -411,6 +434,7 @@ class TrainerAdapter(ParallelProcesses):
         """Run ``training_step`` through the engine."""
         if not self._has_told:
             self._has_told, trainer = True, self.lightning_module.trainer
+            refuse_exchanged(self.lightning_module, self._names, self._optimizers_of_backend)
             batch = size_of_batch(next(iter([*args, *kwargs.values()]), None))
             self._tell(self.lightning_module, batch, accumulate=trainer.accumulate_grad_batches)
         with self.precision_plugin.train_step_context():
@@ -448,18 +472,10 @@ class TrainerAdapter(ParallelProcesses):
         self._batches.compare(first, where=where, begins=index == 0, in_step=training)
         return self.backend.run_step(self.lightning_module, step, *args, **kwargs)
 
-    def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute gradients, and show them to user code where it may look at them."""
-        if self._accumulates or not self._shows_gradients():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[misc] # of the tree's
-        module, plugin = self.lightning_module, self.precision_plugin
-        self.pre_backward(closure_loss)
-        loss = plugin.pre_backward(closure_loss, module)
-        plugin.backward(loss, module, optimizer, *args, **kwargs)
-        self.backend.publish_gradients(module)
-        loss = plugin.post_backward(loss, module)
-        self.post_backward(loss)
-        return loss
+    def _publish_gradients(self) -> None:
+        """After a backward: show its gradients to user code where it may look at them."""
+        if not self._accumulates and self._shows_gradients():
+            self.backend.publish_gradients(self.lightning_module)
 
     def _shows_gradients(self) -> bool:
         if not publishes_gradients(self.backend):
