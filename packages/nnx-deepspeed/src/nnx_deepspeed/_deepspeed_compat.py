@@ -499,14 +499,17 @@ def reduce_at_once(engine: Any) -> None:
 
 
 def watch_gradients(
-    zero: Any, parameters: Sequence[nn.Parameter], came: list[int], check: Callable[[], None]
+    zero: Any,
+    parameters: Sequence[nn.Parameter],
+    take: Callable[[int], None],
+    check: Callable[[], None],
 ) -> None:
-    """Note the number of each parameter whose gradient DeepSpeed puts into a bucket.
+    """Watch the gradients that DeepSpeed puts into a bucket.
 
     Args:
         zero: DeepSpeed's optimizer.
         parameters: The trained ones.
-        came: The numbers, which this appends to.
+        take: Called with the number of the parameter before; -1 is one without elements.
         check: Called for each gradient before DeepSpeed looks whether it is held back.
     """
     name = "reduce_ready_partitions_and_remove_grads"
@@ -517,7 +520,7 @@ def watch_gradients(
     def note(parameter: nn.Parameter, *args: Any) -> Any:
         check()
         if (always or zero.is_gradient_accumulation_boundary()) and not zero._coalesce_grad_reduction:
-            came.append(numbers.get(id(parameter), -1))
+            take(numbers.get(id(parameter), -1))
         return own(parameter, *args)
 
     setattr(zero, name, note)

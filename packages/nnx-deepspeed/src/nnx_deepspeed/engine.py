@@ -224,7 +224,12 @@ class ZeroEngine:
         def run_through_engine() -> None:
             with torch.enable_grad():
                 begin = loss.view_as(loss)
-            loss.backward = partial(run, begin)  # type: ignore[method-assign] # DeepSpeed calls it
+
+            def run_and_settle(**kwargs: Any) -> None:
+                run(begin, **kwargs)
+                self.agreement.settle()  # DeepSpeed reduces next
+
+            loss.backward = run_and_settle  # type: ignore[method-assign] # DeepSpeed calls it
             try:
                 self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
             finally:
