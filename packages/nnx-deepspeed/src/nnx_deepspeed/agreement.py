@@ -175,17 +175,23 @@ class Agreement:
                 "beside one.",
                 remedy=_INSIDE,
             )
-        order = self._order or self._order_inside
-        if number in self._unannounced and order is not None:
-            order.arrive(f"the gradient of {self._name(number)}, from a backward inside the backward")
+        if number in self._unannounced:
+            self._arrive(f"the gradient of {self._name(number)}, from a backward inside the backward")
         self._came[number] = None
+
+    def _arrive(self, where: str) -> None:
+        order = self._order or self._order_inside
+        if order is not None:
+            order.arrive(where)
 
     def _name(self, number: int) -> str:
         return self._names[self._parameters[number]]
 
     def settle(self) -> None:
-        """Take the other ranks' answer, if no gradient has come that waited for it."""
+        """The graph is done: take the other ranks' answer, if no gradient has come that waited for it."""
         self._settle()
+        if self._unannounced:
+            self._arrive("the end of the gradients")
 
     def backward(
         self, loss: Tensor, run: Callable[[], None], *, is_boundary: bool, in_one_go: bool = True

@@ -110,7 +110,7 @@ class ZeroEngine:
         fitting = with_fitting_buckets(config, module)
         self._engine = _initialize(module, self.shadow, fitting, device=device, local_rank=local_rank)
         self._left = {p: set(vars(p)) - self._attributes[p] for p in module.parameters()}
-        self._is_boundary = self._has_reduced = False
+        self._is_boundary = self._has_reduced = self._has_failed = False
         self.set_boundary(True)
         self.zero: Any = self._engine.optimizer
         share_masters(self.zero)
@@ -157,6 +157,8 @@ class ZeroEngine:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module through DeepSpeed's hooks."""
+        if torch.is_grad_enabled():
+            self._refuse_after_failure()
         with local_mode():
             self._refuse_changes()
             self._release_touched()
@@ -173,6 +175,15 @@ class ZeroEngine:
                 "DeepSpeed's stage 3 goes back through its layers once; this step takes gradients inside, "
                 "as `torch.autograd.grad` does, or differentiates twice.",
                 remedy="Raise persistence_threshold, which keeps layers whole, or use 'nnx_deepspeed_2'.",
+            )
+
+    def _refuse_after_failure(self) -> None:
+        if self._has_failed:
+            raise UnsupportedError(
+                "a backward ended with an error that was caught, and DeepSpeed's buckets hold some of its "
+                "gradients.",
+                remedy="Let the error end the run and resume from the last checkpoint, skip the batch before "
+                "its backward, or use strategy 'nnscaler_zero'.",
             )
 
     def _refuse_changes(self) -> None:
@@ -212,6 +223,7 @@ class ZeroEngine:
                 "DeepSpeed's stage 3 goes through a graph once; this backward is to keep it for another.",
                 remedy="Add the losses and call backward once, or use 'nnx_deepspeed_2' or 'fsdp_auto'.",
             )
+        self._refuse_after_failure()
         see_empty_parameters(self._empty)
         if self.whole_gradients.are_shown:
             present = self.whole_gradients.put_aside()
@@ -235,7 +247,9 @@ class ZeroEngine:
             finally:
                 del loss.backward
 
+        self._has_failed = True
         self.agreement.backward(loss, run_through_engine, is_boundary=self._is_boundary, in_one_go=in_one_go)
+        self._has_failed = False
         if earlier:
             for tensor, before in zip(overwritten_gradients(self.zero), earlier, strict=True):
                 tensor.add_(before)
@@ -262,6 +276,7 @@ class ZeroEngine:
 
     def _step(self) -> dict[nn.Parameter, Tensor]:
         """Let DeepSpeed step; returns the gradients that user code sees."""
+        self._refuse_after_failure()
         if not self._has_reduced:  # every gradient is None, with which no step changes anything
             if self.whole_gradients.are_shown:
                 raise UnsupportedError(
