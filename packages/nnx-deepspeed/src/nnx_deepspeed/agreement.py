@@ -170,8 +170,8 @@ class Agreement:
         """
         if number in self._came and number >= 0:
             raise UnsupportedError(
-                f"{self._name(number)} got a second gradient in one backward, and DeepSpeed reduces the first "
-                "as it comes: the layer is recomputed by reentrant checkpoints more than once, or called "
+                f"{self._name(number)} got a second gradient in one backward, and DeepSpeed reduces the "
+                "first as it comes: its layer is recomputed by several reentrant checkpoints, or called "
                 "beside one.",
                 remedy=_INSIDE,
             )
@@ -299,7 +299,7 @@ class Agreement:
             order.end()
 
     def _take_unannounced(self, backward: _Backward) -> None:
-        """Count gradients as used that came although nothing announced them. Collective if there may be any."""
+        """Count parameters as used whose gradients came unannounced. Collective, if there may be any."""
         if all(backward.anywhere):
             return
         came = [

@@ -21,6 +21,7 @@ from nnx_core._torch_compat import shadow_of
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.hidden_state import HiddenState
 from nnx_core.modules import lay_in_order, move_buffers_to, with_strides
+from nnx_core.own_optimizers import OwnOptimizers
 from nnx_core.whole import local_mode
 from nnx_deepspeed._deepspeed_compat import (
     count_backwards_anew,
@@ -96,8 +97,7 @@ class ZeroEngine:
         refuse_unfit(optimizer, config=config, device=device)
         refuse_other_dtypes(module)
         refuse_sparse(module)
-        self.module = module
-        self.optimizer = optimizer
+        self.module, self.optimizer = module, optimizer
         self._groups = [g for g in optimizer.param_groups if any(p.requires_grad for p in g["params"])]
         self._number_of_groups = len(optimizer.param_groups)
         self._attributes = {parameter: set(vars(parameter)) for parameter in module.parameters()}
@@ -137,6 +137,7 @@ class ZeroEngine:
         self._unused = UnusedParameters(self.partitions, self.shadow, names=names)
         self._versions = self._see_versions()
         self.state = HiddenState(optimizer, "it lies in DeepSpeed's flat partitions")
+        self._own_optimizers = OwnOptimizers(module, lambda: [optimizer], engine="DeepSpeed")
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = MethodType(self._routed_zero_grad, optimizer)  # type: ignore[method-assign]
 
@@ -248,7 +249,10 @@ class ZeroEngine:
                 del loss.backward
 
         self._has_failed = True
-        self.agreement.backward(loss, run_through_engine, is_boundary=self._is_boundary, in_one_go=in_one_go)
+        with self._own_optimizers.in_backward():
+            self.agreement.backward(
+                loss, run_through_engine, is_boundary=self._is_boundary, in_one_go=in_one_go
+            )
         self._has_failed = False
         if earlier:
             for tensor, before in zip(overwritten_gradients(self.zero), earlier, strict=True):
@@ -355,6 +359,11 @@ class ZeroEngine:
         reload_weights(self.zero)
         self._versions = self._see_versions()
 
+    def forget(self) -> None:
+        """Take hooks off that outlive the engine, also after an error. Not collective."""
+        self.state.remove()
+        self._own_optimizers.remove()
+
     def remove(self, at_end: Callable[..., Tensor], *, with_state: bool) -> None:
         """Give the module plain parameters back, complete and as exact as the masters. Collective.
 
@@ -371,7 +380,7 @@ class ZeroEngine:
             )
             for parameter in self._attributes
         }
-        self.state.remove()
+        self.forget()
         if with_state:
             self.partitions.leave_state(self.optimizer, self.shadow)
         self.agreement.remove()
