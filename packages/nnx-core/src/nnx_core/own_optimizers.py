@@ -45,7 +45,7 @@ def no_optimizer(engine: str) -> UnsupportedError:
     """The error for a training without an optimizer."""
     return UnsupportedError(
         f"`configure_optimizers` returns no optimizer over parameters that train, and {engine} shards "
-        "gradients for the optimizers that it gets; those of a hook would step with each rank's own gradients.",
+        "gradients for those that it gets; one of a hook would step with each rank's own gradients.",
         remedy=_REMEDY,
     )
 

@@ -325,11 +325,23 @@ _FOR_USER = -2
 
 
 def _free_and_show(parameter: nn.Parameter) -> None:
-    if vars(parameter).pop("_nnx_touched", False):
+    touched, seen = vars(parameter).pop("_nnx_touched", False), vars(parameter).pop("_nnx_gathered", None)
+    if touched or (seen is not None and _may_be_written(parameter, seen)):
         _take_whole(parameter)
     _frees[0](parameter)
     if hasattr(parameter, "_nnx_classes"):
         _show(parameter)
+
+
+def _may_be_written(parameter: nn.Parameter, version: int) -> bool:
+    """Whether user code may have written into a gathered parameter, as in a layer's forward.
+
+    Writes through ``.data`` leave no trace. Where this rank's part is on the same device it is taken from what
+    was gathered: that costs less than to look.
+    """
+    if parameter.shape != parameter.ds_shape:  # type: ignore[attr-defined]
+        return False
+    return parameter.device == local_partition(parameter).device or parameter._version != version
 
 
 def _show(parameter: nn.Parameter) -> None:
@@ -560,9 +572,16 @@ def before_each_gather(names: Mapping[nn.Parameter, str], announce: Callable[[st
             name = name_of(listed)
             if name:
                 announce(name, any("_nnx_touched" in vars(parameter) for parameter in listed))
+            missing = [parameter for parameter in listed if is_cut(parameter)]
             for parameter in listed:
                 show_class(parameter)
-            return gather(*args, **kwargs)
+            result = gather(*args, **kwargs)
+            for parameter in missing:
+                if not getattr(
+                    parameter, "ds_persist", False
+                ):  # of those `take_persistent` takes what is written
+                    parameter._nnx_gathered = parameter._version  # type: ignore[attr-defined]
+            return result
 
         return announce_and_gather
 

@@ -242,7 +242,7 @@ class ZeroEngine:
                 run(begin, **kwargs)
                 self.agreement.settle()  # DeepSpeed reduces next
 
-            loss.backward = run_and_settle  # type: ignore[method-assign] # DeepSpeed calls it
+            loss.backward = run_and_settle  # type: ignore[method-assign, assignment] # DeepSpeed calls it
             try:
                 self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
             finally:
