@@ -336,8 +336,8 @@ def _free_and_show(parameter: nn.Parameter) -> None:
 def _may_be_written(parameter: nn.Parameter, version: int) -> bool:
     """Whether user code may have written into a gathered parameter, as in a layer's forward.
 
-    Writes through ``.data`` leave no trace. Where this rank's part is on the same device it is taken from what
-    was gathered: that costs less than to look.
+    Writes through ``.data`` leave no trace. Where this rank's part is on the same device, it is taken from
+    what was gathered without looking, which costs less.
     """
     if parameter.shape != parameter.ds_shape:  # type: ignore[attr-defined]
         return False
@@ -577,10 +577,8 @@ def before_each_gather(names: Mapping[nn.Parameter, str], announce: Callable[[st
                 show_class(parameter)
             result = gather(*args, **kwargs)
             for parameter in missing:
-                if not getattr(
-                    parameter, "ds_persist", False
-                ):  # of those `take_persistent` takes what is written
-                    parameter._nnx_gathered = parameter._version  # type: ignore[attr-defined]
+                if not getattr(parameter, "ds_persist", False):  # those are for `take_persistent`
+                    vars(parameter)["_nnx_gathered"] = parameter._version
             return result
 
         return announce_and_gather

@@ -110,9 +110,10 @@ class Agreement:
                 order.begin("the set-up")  # it knows of no collective before its first step
                 order.end()
                 self._order = order
-                before_each_gather(names, self._before_gather)
             else:
                 self._order_inside = order
+        if self._cuts_each_parameter:
+            before_each_gather(names, self._before_gather)
 
     def remove(self) -> None:
         """Take the hooks off the layers, and hold nothing of a graph."""

@@ -449,8 +449,8 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
     def _refuse_after_failure(self) -> None:
         if self._has_failed:
             raise UnsupportedError(
-                "a backward ended with an error that was caught, and fairscale's flat parameters hold some of its "
-                "gradients.",
+                "a backward ended with an error that was caught, and fairscale's flat parameters hold some "
+                "of its gradients.",
                 remedy="Let the error end the run and resume from the last checkpoint, skip the batch before "
                 "its backward, or use strategy 'fairscale_sharded'.",
             )

@@ -16,6 +16,8 @@ MODULES = (
     "habits_ranks",
     "habits_gradients",
     "habits_parameters",
+    "habits_backward",
+    "habits_optimizers",
     "checkpoints_resuming",
     "checkpoints_contents",
     "checkpoints_accidents",
