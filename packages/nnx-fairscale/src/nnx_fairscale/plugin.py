@@ -17,9 +17,16 @@ _OSS = Capabilities(
     shards_optimizer=True,
     meta_initialization=True,
     repeated_closures=False,
-    refuses=(*_OF_THE_MODEL, *_OF_STATE),
+    refuses=(*_OF_THE_MODEL, *_OF_STATE, "steps_inside_backward"),
 )
-_SHARDED = replace(_OSS, shards_gradients=True, refuses=(*_OSS.refuses, "backward_on_the_loss"))
+_SHARDED = replace(
+    _OSS,
+    shards_gradients=True,
+    refuses=(
+        *(*_OSS.refuses, "backward_on_the_loss"),
+        *("optimizer_made_in_a_hook", "optimizer_per_layer", "no_optimizer"),
+    ),
+)
 _FSDP = Capabilities(
     accelerators=("cpu", "cuda"),
     precisions=("32-true", "16-mixed", "bf16-mixed"),
@@ -34,7 +41,7 @@ _FSDP = Capabilities(
         *_OF_PARAMETERS,
         *_OF_THE_MODEL,
         *_OF_STATE,
-        *("backward_on_the_loss", "pruned_by_lightning", "sparse_gradients"),
+        *("backward_on_the_loss", "pruned_by_lightning", "sparse_gradients", "error_in_backward"),
         *("gradients_read_on_rank_zero", "weights_read_on_rank_zero"),  # all ranks gather
     ),
 )

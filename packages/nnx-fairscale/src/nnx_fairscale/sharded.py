@@ -399,6 +399,16 @@ class _ShardedModule:
             for parameter, part in zip(parameters, parts, strict=True):
                 parameter.grad = part.view_as(parameter)
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether this rank has any gradient."""
+        return any(parameter.grad is not None for parameter in self._parameters)
+
+    def forget_earlier(self) -> None:
+        """Add nothing of what was reduced before a backward that failed."""
+        self._earlier.clear()
+        self._has_reduced = self.is_published = False
+
     def remove(self) -> None:
         """Take the hooks off."""
         for buffers in self._buffers:
@@ -417,7 +427,7 @@ class ShardedBackend(OwnedParameters):
         self._sharded: dict[nn.Module, _ShardedModule] = {}
         self._parts: dict[nn.Module, list[Any]] = {}
         self._queue, self._is_stale = Queue(()), True
-        self._synchronize = True
+        self._synchronize, self._has_failed = True, False
         self._reductions = 0
 
     @property
@@ -496,6 +506,7 @@ class ShardedBackend(OwnedParameters):
         """Compute gradients, each reduced to its owner; they add up until they are dropped."""
         if not any(self._optimizers.values()):
             raise no_optimizer("fairscale_sharded")
+        self._refuse_after_failure()
         self._follow_optimizers()
         every = list(self._sharded.values())
         has_changed = [sharded.refresh() for sharded in every]
@@ -506,14 +517,34 @@ class ShardedBackend(OwnedParameters):
             sharded.prepare(synchronize=self._synchronize)
         if self._synchronize:
             self._queue.begin()
+        self._has_failed = True
         with self._optimizers_wait():
             super().backward(module, loss, *args, **kwargs)
+        self._has_failed = False
         if not self._synchronize:
             return
         self._queue.finish()
         self._reductions += 1
         for sharded in every:
             sharded.finish()
+
+    def _refuse_unreduced(self, optimizer: Optimizer) -> None:
+        self._refuse_after_failure()
+        super()._refuse_unreduced(optimizer)
+
+    def _refuse_after_failure(self) -> None:
+        """After a backward that failed, gradients have to be dropped; some were reduced and others not."""
+        if not self._has_failed:
+            return
+        if any(sharded.has_gradients for sharded in self._sharded.values()):
+            raise UnsupportedError(
+                "a backward ended with an error that was caught, and its gradients were not dropped: some of "
+                "them are reduced and others are not.",
+                remedy="Call `optimizer.zero_grad()` where you catch the error.",
+            )
+        self._has_failed = False
+        for sharded in self._sharded.values():
+            sharded.forget_earlier()
 
     def publish_gradients(self, module: nn.Module) -> None:
         """Broadcast each gradient from its owner."""
