@@ -21,7 +21,7 @@ _STAGE_1 = Capabilities(
         *("frozen_in_mid_run", "pruned_while_training", "pruned_by_lightning", "zeroed_gradients"),
         *("backward_on_the_loss", "split_backward", "combined_gradients"),
         *("optimizer_state_read", "optimizer_state_changed", "error_in_backward"),
-        *("optimizer_made_in_a_hook", "optimizer_per_layer", "steps_inside_backward", "no_optimizer"),
+        *("optimizer_made_in_a_hook", "optimizer_per_layer", "no_optimizer"),
         *("optimizer_exchanged", "optimizers_assigned"),
     ),
 )

@@ -17,7 +17,7 @@ _OSS = Capabilities(
     shards_optimizer=True,
     meta_initialization=True,
     repeated_closures=False,
-    refuses=(*_OF_THE_MODEL, *_OF_STATE, "steps_inside_backward"),
+    refuses=(*_OF_THE_MODEL, *_OF_STATE),
 )
 _SHARDED = replace(
     _OSS,

@@ -1,4 +1,4 @@
-"""Optimizers that hooks make, put in the place of others, or step inside backward."""
+"""Optimizers that hooks make or put in the place of others, and training without one."""
 
 from __future__ import annotations
 
@@ -56,30 +56,6 @@ class OptimizerPerLayer(Manual):
         self.manual_backward(self.recorded_loss(batch))
         optimizer.step()
         self.own.step()
-
-
-@habit()
-class StepsInsideBackward(Manual):
-    """An optimizer per parameter, stepped by `register_post_accumulate_grad_hook`, trains."""
-
-    def configure_optimizers(self) -> Any:
-        """Nothing."""
-        return None
-
-    def on_train_start(self) -> None:
-        """Steps and drops each gradient."""
-        for parameter in self.parameters():
-            own = SGD([parameter], lr=0.1)
-
-            def step(_: Tensor, own: Optimizer = own) -> None:
-                own.step()
-                own.zero_grad()
-
-            parameter.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
-
-    def training_step(self, batch: list[Tensor], index: int) -> Any:
-        """Backward is all."""
-        self.manual_backward(self.recorded_loss(batch))
 
 
 @habit(steps=5)
