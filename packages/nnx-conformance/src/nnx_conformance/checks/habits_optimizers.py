@@ -13,8 +13,16 @@ from nnx_conformance.habits import Habitual, Manual, chapter
 habit = chapter()
 
 
+class _Uncounted(Manual):
+    """Trainer counts steps of the optimizers that it knows, of which there is none."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """End after the task's steps."""
+        self.trainer.should_stop = len(self.losses) >= self.task.steps
+
+
 @habit()
-class OptimizerMadeInAHook(Manual):
+class OptimizerMadeInAHook(_Uncounted):
     """An optimizer that `on_train_start` makes, where `configure_optimizers` returns None, trains."""
 
     own: Optimizer
@@ -86,7 +94,7 @@ class OptimizersAssigned(Habitual):
 
 
 @habit()
-class NoOptimizer(Manual):
+class NoOptimizer(_Uncounted):
     """Weights that manual optimization moves without gradients or optimizer, as MeZO does, are right."""
 
     def configure_optimizers(self) -> Any:
