@@ -162,6 +162,80 @@ class TrainsTheOriginal(TinyBackend):
                 parameter.grad = None
 
 
+class DropsUnannounced(TinyBackend):
+    """Drops the gradients of parameters that are not in the graph that the loss begins."""
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        trained = list(module.parameters())
+        nodes = [parameter.view_as(parameter).grad_fn.next_functions[0][0] for parameter in trained]
+        used: list[bool] = []
+        hook = loss.register_hook(lambda _: used.extend(map(torch._C._will_engine_execute_node, nodes)))
+        super().backward(module, loss, *args, **kwargs)
+        hook.remove()
+        for parameter, is_used in zip(trained, used, strict=True):
+            parameter.grad = parameter.grad if is_used else None
+
+
+class KeepsFailedGradients(TinyBackend):
+    """Adds what a failed backward has left to the gradients of the next."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.left: dict[nn.Parameter, Tensor] = {}
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        left, self.left = self.left, {}
+        try:
+            super().backward(module, loss, *args, **kwargs)
+        except RuntimeError:
+            self.left = {p: p.grad for p in module.parameters() if p.grad is not None}
+            raise
+        for parameter, gradient in left.items():
+            if parameter.grad is not None:
+                parameter.grad += gradient
+
+
+class ForgetsWhatAStepWrites(TinyBackend):
+    """Puts weights back that user code has written in a step without an optimizer's step."""
+
+    def run_step(self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = {parameter: parameter.detach().clone() for parameter in module.parameters()}
+        result = super().run_step(module, step, *args, **kwargs)
+        for parameter, value in before.items():
+            parameter.data = value
+        return result
+
+
+class FirstOptimizersOnly(TinyBackend):
+    """Steps only the optimizers that it was given when training began."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.first = list(optimizers)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, step: Callable[..., Any], closure: Any = None, **kwargs: Any
+    ) -> Any:
+        if optimizer not in self.first:
+            return None if closure is None else closure()
+        return step(closure, **kwargs)
+
+
+class AveragesForItsOptimizers(TinyBackend):
+    """Averages only the gradients of parameters in the optimizers that it was given."""
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.held = {p for one in optimizers for group in one.param_groups for p in group["params"]}
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        others = [parameter for parameter in module.parameters() if parameter not in self.held]
+        mine: dict[nn.Parameter, Tensor] = {}
+        hooks = [p.register_hook(lambda gradient, p=p: mine.update({p: gradient.clone()})) for p in others]
+        super().backward(module, loss, *args, **kwargs)
+        for hook in hooks:
+            hook.remove()
+        for parameter, gradient in mine.items():
+            parameter.grad = gradient
+
+
 # --- optimizers ---------------------------------------------------------------------------------
 
 
@@ -512,21 +586,6 @@ class OwnBackwardsOnly(TinyBackend):
         return step(*args, **kwargs)
 
 
-class KeepsFailedGradients(TinyBackend):
-    """Adds what a backward that failed has left to the gradients of the next one."""
-
-    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        kept, self.kept = getattr(self, "kept", {}), {}
-        try:
-            super().backward(module, loss, *args, **kwargs)
-        except ArithmeticError:
-            self.kept = {p: p.grad.clone() for p in module.parameters() if p.grad is not None}
-            raise
-        for parameter, gradient in kept.items():
-            assert parameter.grad is not None
-            parameter.grad += gradient
-
-
 class ClosuresByPosition(TinyBackend):
     """Gives every optimizer its closure as the first argument."""
 
@@ -620,11 +679,21 @@ _CAUGHT = {
     LoadsWithoutHooks: ("hooks_after_loading",),
     MixesRanks: ("state_of_each_rank",),
     OwnBackwardsOnly: ("gradients_by_hand",),
-    KeepsFailedGradients: ("failed_backward",),
     ClosuresByPosition: ("closure_by_keyword",),
     StepsWhatIsWrapped: ("optimizer_that_wraps",),
     HoldsLocks: ("copied_state_dict",),
     AsksForFiles: ("traced_layers",),
+    DropsUnannounced: (
+        *("inner_backward", "reentrant_checkpoints", "reentrant_checkpoints_while_accumulating"),
+        "reentrant_checkpoints_on_rank_zero",
+    ),
+    KeepsFailedGradients: ("error_in_backward",),
+    ForgetsWhatAStepWrites: (
+        *("weight_written_in_forward", "data_written_in_forward", "data_assigned_in_forward"),
+        "no_optimizer",
+    ),
+    FirstOptimizersOnly: ("optimizer_exchanged", "optimizers_assigned"),
+    AveragesForItsOptimizers: ("optimizer_made_in_a_hook", "optimizer_per_layer"),
     OwnBackwardOnly: ("own_backward", "own_backward_while_accumulating"),
 }
 """The broken strategies, and the checks that each fails; what else it fails is not looked at."""

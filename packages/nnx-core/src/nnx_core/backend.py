@@ -201,6 +201,17 @@ class Backend(ABC, Generic[OptionsT]):
         needs module and optimizers together (DeepSpeed) does its work here.
         """
 
+    def exchange_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Take over the optimizers that user code has put in the place of others while training.
+
+        Called before the next step of any rank. The default does nothing, which is right where any optimizer
+        may step the module's parameters.
+
+        Args:
+            module: The module that was laid out.
+            optimizers: All that there are now; some may be of those before.
+        """
+
     @abstractmethod
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """Give the module its plain parameters, class and methods back, complete on every rank.

@@ -327,11 +327,23 @@ _FOR_USER = -2
 
 
 def _free_and_show(parameter: nn.Parameter) -> None:
-    if vars(parameter).pop("_nnx_touched", False):
+    touched, seen = vars(parameter).pop("_nnx_touched", False), vars(parameter).pop("_nnx_gathered", None)
+    if touched or (seen is not None and _may_be_written(parameter, seen)):
         _take_whole(parameter)
     _frees[0](parameter)
     if hasattr(parameter, "_nnx_classes"):
         _show(parameter)
+
+
+def _may_be_written(parameter: nn.Parameter, version: int) -> bool:
+    """Whether user code may have written into a gathered parameter, as in a layer's forward.
+
+    Writes through ``.data`` leave no trace. Where this rank's part is on the same device, it is taken from
+    what was gathered without looking, which costs less.
+    """
+    if parameter.shape != parameter.ds_shape:  # type: ignore[attr-defined]
+        return False
+    return parameter.device == local_partition(parameter).device or parameter._version != version
 
 
 def _show(parameter: nn.Parameter) -> None:
@@ -499,14 +511,17 @@ def reduce_at_once(engine: Any) -> None:
 
 
 def watch_gradients(
-    zero: Any, parameters: Sequence[nn.Parameter], came: list[int], check: Callable[[], None]
+    zero: Any,
+    parameters: Sequence[nn.Parameter],
+    take: Callable[[int], None],
+    check: Callable[[], None],
 ) -> None:
-    """Note the number of each parameter whose gradient DeepSpeed puts into a bucket.
+    """Watch the gradients that DeepSpeed puts into a bucket.
 
     Args:
         zero: DeepSpeed's optimizer.
         parameters: The trained ones.
-        came: The numbers, which this appends to.
+        take: Called with the number of the parameter before; -1 is one without elements.
         check: Called for each gradient before DeepSpeed looks whether it is held back.
     """
     name = "reduce_ready_partitions_and_remove_grads"
@@ -517,7 +532,7 @@ def watch_gradients(
     def note(parameter: nn.Parameter, *args: Any) -> Any:
         check()
         if (always or zero.is_gradient_accumulation_boundary()) and not zero._coalesce_grad_reduction:
-            came.append(numbers.get(id(parameter), -1))
+            take(numbers.get(id(parameter), -1))
         return own(parameter, *args)
 
     setattr(zero, name, note)
@@ -557,9 +572,14 @@ def before_each_gather(names: Mapping[nn.Parameter, str], announce: Callable[[st
             name = name_of(listed)
             if name:
                 announce(name, any("_nnx_touched" in vars(parameter) for parameter in listed))
+            missing = [parameter for parameter in listed if is_cut(parameter)]
             for parameter in listed:
                 show_class(parameter)
-            return gather(*args, **kwargs)
+            result = gather(*args, **kwargs)
+            for parameter in missing:
+                if not getattr(parameter, "ds_persist", False):  # those are for `take_persistent`
+                    vars(parameter)["_nnx_gathered"] = parameter._version
+            return result
 
         return announce_and_gather
 

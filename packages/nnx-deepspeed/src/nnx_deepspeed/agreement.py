@@ -8,6 +8,8 @@ where a rank comes to it. Ranks that go different ways through the model would m
   goes on as it likes. Where they differ,
   gradients stay where they are until backward is over, missing ones become zeros, and all are reduced in one
   order.
+- A backward inside the backward, as of a reentrant checkpoint, brings gradients of parameters that this
+  announcement leaves out. So where it leaves some out, the ranks exchange again which gradients came.
 - When backward is over, the ranks compare the order in which gradients came: weights that are used outside of
   their layers may have come in different ones all the same. This is refused: before the step in the first
   backwards, and from then on as the next backward begins, or a save, so that no step waits for it.
@@ -23,6 +25,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -49,6 +52,7 @@ _REMEDY = (
     "every rank, or use a strategy that gathers no layers, such as 'nnx_deepspeed_2' or 'nnscaler_zero'; "
     "persistence_threshold keeps small layers whole."
 )
+_INSIDE = "Recompute activations with `use_reentrant=False`, or use strategy 'fsdp_auto'."
 _BITS = 32
 _CHECKED_AT_ONCE = 16
 """Backwards whose order of gradients is compared before the step, by an exchange of its own."""
@@ -82,25 +86,33 @@ class Agreement:
         self._names = names
         self._waits_to_reduce = waits_to_reduce
         self._is_needed = not reduces_whole_gradients(self._zero)
-        self._came: list[int] = []
+        self._came: dict[int, None] = {}
+        self._unannounced: frozenset[int] = frozenset()
         self._calls = self._last_order = self._ends = 0
         self._handles: list[RemovableHandle] = []
         self.used: set[nn.Parameter] = set()
         self.runs_backward = False
         self._order: CollectiveOrder | None = None
+        self._order_inside: CollectiveOrder | None = None
+        self._in_training = False
         self._cuts_each_parameter = hasattr(self._zero, "fp16_groups")  # stage 3
         self._nodes: list[Any] | None = None
         self._settle: Callable[[], None] = _nothing
         if not self._is_needed:
             return
-        watch_gradients(self._zero, parameters, self._came, self._before_gradient)
+        watch_gradients(self._zero, parameters, self._take_gradient, self._before_gradient)
         for number, layer in enumerate(module.modules()):
             if next(layer.parameters(recurse=False), None) is not None:
                 self._handles.append(layer.register_forward_pre_hook(self._noting(number)))
-        if self._cuts_each_parameter and is_distributed():
-            self._order = CollectiveOrder(remedy=_REMEDY)
-            self._order.begin("the set-up")  # it knows of no collective before its first step
-            self._order.end()
+        if is_distributed():
+            order = CollectiveOrder(remedy=_REMEDY if self._cuts_each_parameter else _INSIDE)
+            if self._cuts_each_parameter:
+                order.begin("the set-up")  # it knows of no collective before its first step
+                order.end()
+                self._order = order
+            else:
+                self._order_inside = order
+        if self._cuts_each_parameter:
             before_each_gather(names, self._before_gather)
 
     def remove(self) -> None:
@@ -114,14 +126,18 @@ class Agreement:
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """Around what gathers layers: the user's step, and a backward that is not in the middle of one."""
+        was_training, self._in_training = self._in_training, name == "training"
         order = self._order
-        if order is None or order.in_step:
-            yield
-            return
-        with order.reporting():
-            order.begin(name)
-            yield
-            order.end()
+        try:
+            if order is None or order.in_step:
+                yield
+                return
+            with order.reporting():
+                order.begin(name)
+                yield
+                order.end()
+        finally:
+            self._in_training = was_training
 
     def _before_gather(self, name: str, is_for_user: bool) -> None:
         order = self._order
@@ -146,6 +162,38 @@ class Agreement:
                 remedy="Call `self.manual_backward(loss)`, or `fabric.backward(loss)`.",
             )
 
+    def _take_gradient(self, number: int) -> None:
+        """A gradient is put into a bucket now, which may be reduced before backward is over.
+
+        Raises:
+            UnsupportedError: The parameter has a gradient in a bucket already, or ranks differ in which
+                gradients come from a backward inside this one.
+        """
+        if number in self._came and number >= 0:
+            raise UnsupportedError(
+                f"{self._name(number)} got a second gradient in one backward, and DeepSpeed reduces the "
+                "first as it comes: its layer is recomputed by several reentrant checkpoints, or called "
+                "beside one.",
+                remedy=_INSIDE,
+            )
+        if number in self._unannounced:
+            self._arrive(f"the gradient of {self._name(number)}, from a backward inside the backward")
+        self._came[number] = None
+
+    def _arrive(self, where: str) -> None:
+        order = self._order or self._order_inside
+        if order is not None:
+            order.arrive(where)
+
+    def _name(self, number: int) -> str:
+        return self._names[self._parameters[number]]
+
+    def settle(self) -> None:
+        """The graph is done: take the other ranks' answer, if no gradient has come that waited for it."""
+        self._settle()
+        if self._unannounced:
+            self._arrive("the end of the gradients")
+
     def backward(
         self, loss: Tensor, run: Callable[[], None], *, is_boundary: bool, in_one_go: bool = True
     ) -> None:
@@ -167,27 +215,33 @@ class Agreement:
             is_boundary: True if a step follows.
             in_one_go: True if it goes through the model at most once.
         """
-        if not self._is_needed or not loss.requires_grad or (self._waits_to_reduce and not is_boundary):
+        without_ranks = not loss.requires_grad and not is_distributed()  # torch's own error will come
+        if not self._is_needed or without_ranks or (self._waits_to_reduce and not is_boundary):
             run()
             if is_boundary and not self._is_needed:
                 self._add_used(used_anywhere(have_sums(self._zero, self._parameters)))
             return
         backward = _Backward(self._engine, self._parameters)
-        hook = loss.register_hook(lambda _: self._begin(backward)) if in_one_go else None  # type: ignore[no-untyped-call]
+        announces = in_one_go and loss.requires_grad
+        hook = loss.register_hook(lambda _: self._begin(backward)) if announces else None  # type: ignore[no-untyped-call]
         if not in_one_go:
             backward.hold_back()
         try:
-            with self.step("backward"):
+            with self.step("backward"), self._inside():
+                if not loss.requires_grad:
+                    self._exchange(backward, [False] * len(self._parameters), has_graph=False)
+                    self._settle()  # which raises, here and on the other ranks
                 run()
                 if hook is None:
                     self._exchange(backward, [False] * len(self._parameters))
                 self._settle()
+                self._take_unannounced(backward)
                 backward.finish()
                 self._refuse_other_order()
                 if self._cuts_each_parameter:
                     release_touched(self._names)
         finally:
-            self._settle = _nothing
+            self._settle, self._unannounced = _nothing, frozenset()
             backward.release()
             if hook is not None:
                 hook.remove()
@@ -198,17 +252,20 @@ class Agreement:
             self._nodes = nodes  # stage 3 changes shapes, and a node keeps the one that it was made for
         self._exchange(backward, will_be_used(nodes))
 
-    def _exchange(self, backward: _Backward, used: Sequence[bool]) -> None:
+    def _exchange(self, backward: _Backward, used: Sequence[bool], *, has_graph: bool = True) -> None:
         """Let the ranks exchange what each uses, and what has a gradient already."""
         has = [u or has_gradient(p) for u, p in zip(used, self._parameters, strict=True)]
         calls, self._calls = self._calls, 0
         order, self._last_order = self._last_order, 0
-        ours = [*has, *(not one for one in used), *_flags_of(calls), *_flags_of(order)]
-        answer = asked_anywhere(ours)
+        missing = [not one for one in used]
+        answer = asked_anywhere([*has, *missing, *_flags_of(calls), *_flags_of(order), not has_graph])
 
         def settle() -> None:
             self._settle = _nothing
-            self._take_answer(backward, answer())
+            *flags, lacks_graph = answer()
+            if lacks_graph:
+                raise _no_graph(here=not has_graph)
+            self._take_answer(backward, flags)
 
         self._settle = settle
 
@@ -220,12 +277,39 @@ class Agreement:
         of_calls, of_order = flags[2 * number : -2 * _BITS], flags[-2 * _BITS :]
         if _differs(of_order):
             raise self._other_order("in the backward before this one")
+        self._add_used(backward.anywhere)
+        unused = [place for place, is_used in enumerate(backward.anywhere) if not is_used]
+        if unused:
+            drop_stale_gradients(self._zero, [self._parameters[place] for place in unused])
         if is_mixed or _differs(of_calls):
             backward.hold_back()
+        elif unused:
+            self._unannounced = frozenset(unused)
+            if self._order_inside is not None:
+                self._order_inside.begin("a backward that may have another inside")
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Stages 1 and 2: compare gradients that come from a backward inside the backward."""
+        order = self._order_inside
+        if order is None:
+            yield
+            return
+        with order.reporting():
+            yield
+            order.end()
+
+    def _take_unannounced(self, backward: _Backward) -> None:
+        """Count parameters as used whose gradients came unannounced. Collective, if there may be any."""
+        if all(backward.anywhere):
+            return
+        came = [
+            number in self._came or has_gradient(parameter)
+            for number, parameter in enumerate(self._parameters)
+        ]
+        anywhere = used_anywhere(came)
+        backward.anywhere = [a or b for a, b in zip(backward.anywhere, anywhere, strict=True)]
         self._add_used(backward.anywhere)
-        unused = [p for p, a in zip(self._parameters, backward.anywhere, strict=True) if not a]
-        if unused:
-            drop_stale_gradients(self._zero, unused)
 
     def _add_used(self, flags: Sequence[bool]) -> None:
         self.used.update(p for p, is_used in zip(self._parameters, flags, strict=True) if is_used)
@@ -236,7 +320,7 @@ class Agreement:
         """A hook that notes the call of a layer: a function, which a copy of the layer shares."""
 
         def note(*_: Any) -> None:
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() or self._in_training:  # a reentrant checkpoint's forward has none
                 self._calls = crc32(number.to_bytes(4, "little"), self._calls)
 
         return note
@@ -268,6 +352,14 @@ class Agreement:
             remedy="Use weights in the same order on every rank, or call the layers that hold them; resume "
             "from the last checkpoint.",
         )
+
+
+def _no_graph(*, here: bool) -> UnsupportedError:
+    whose = f"of rank {dist.get_rank()}" if here else "of another rank"
+    return UnsupportedError(
+        f"the loss {whose} depends on no parameter, so that rank has no backward to reduce gradients in.",
+        remedy="Return a loss that depends on the model on every rank, such as `0.0 * outputs.sum()`.",
+    )
 
 
 def _nothing() -> None:

@@ -24,6 +24,7 @@ from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import UnsupportedError
 from nnx_core.gradients import Gradient
 from nnx_core.modules import broadcast_module, forward_as, materialize, move_to
+from nnx_core.own_optimizers import no_optimizer, refuse_no_optimizer
 from nnx_deepspeed._deepspeed_compat import join_world, prepare_operators, put_back_globals
 from nnx_deepspeed.config import make_config
 from nnx_deepspeed.engine import ZeroEngine
@@ -84,6 +85,7 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
             if self._engine is None or self._engine.module is not module:
                 move_to(module, self.context.device)
             return
+        refuse_no_optimizer(module, optimizers, engine="DeepSpeed")
         if len(optimizers) > 1 or self._engine is not None:
             count = max(2, len(optimizers))
             raise UnsupportedError(
@@ -98,6 +100,20 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
             local_rank=self.context.local_rank,
             device=self.context.device,
         )
+
+    def exchange_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse another optimizer than the one that the partitions were made for.
+
+        Raises:
+            UnsupportedError: There is another one.
+        """
+        if self._engine is not None and list(optimizers) != [self._engine.optimizer]:
+            raise UnsupportedError(
+                "another optimizer was put in place while training; DeepSpeed's partitions are fixed when "
+                "it starts.",
+                remedy="Change the settings in the param groups of the one there is, call `fit` once for "
+                "each optimizer, or use strategy 'fsdp_auto'.",
+            )
 
     def summary(self, module: nn.Module) -> str:
         """DeepSpeed's stage."""
@@ -115,7 +131,7 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
     def teardown(self) -> None:
         """Leave the process as it was, also where an error on one rank has left the module sharded."""
         if self._engine is not None:
-            self._engine.state.remove()
+            self._engine.forget()
             put_back_globals()
         super().teardown()
 
@@ -152,8 +168,7 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
             UnsupportedError: ``Tensor.backward`` got arguments that DeepSpeed has no place for.
         """
         if self._engine is None:
-            super().backward(module, loss, *args, **kwargs)
-            return
+            raise no_optimizer("DeepSpeed")
         retain_graph = bool(kwargs.pop("retain_graph", False))
         if args or kwargs:
             raise UnsupportedError(

@@ -21,6 +21,7 @@ from nnx_core._torch_compat import shadow_of
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.hidden_state import HiddenState
 from nnx_core.modules import lay_in_order, move_buffers_to, with_strides
+from nnx_core.own_optimizers import OwnOptimizers
 from nnx_core.whole import local_mode
 from nnx_deepspeed._deepspeed_compat import (
     count_backwards_anew,
@@ -96,8 +97,7 @@ class ZeroEngine:
         refuse_unfit(optimizer, config=config, device=device)
         refuse_other_dtypes(module)
         refuse_sparse(module)
-        self.module = module
-        self.optimizer = optimizer
+        self.module, self.optimizer = module, optimizer
         self._groups = [g for g in optimizer.param_groups if any(p.requires_grad for p in g["params"])]
         self._number_of_groups = len(optimizer.param_groups)
         self._attributes = {parameter: set(vars(parameter)) for parameter in module.parameters()}
@@ -110,7 +110,7 @@ class ZeroEngine:
         fitting = with_fitting_buckets(config, module)
         self._engine = _initialize(module, self.shadow, fitting, device=device, local_rank=local_rank)
         self._left = {p: set(vars(p)) - self._attributes[p] for p in module.parameters()}
-        self._is_boundary = self._has_reduced = False
+        self._is_boundary = self._has_reduced = self._has_failed = False
         self.set_boundary(True)
         self.zero: Any = self._engine.optimizer
         share_masters(self.zero)
@@ -137,6 +137,7 @@ class ZeroEngine:
         self._unused = UnusedParameters(self.partitions, self.shadow, names=names)
         self._versions = self._see_versions()
         self.state = HiddenState(optimizer, "it lies in DeepSpeed's flat partitions")
+        self._own_optimizers = OwnOptimizers(module, lambda: [optimizer], engine="DeepSpeed")
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = MethodType(self._routed_zero_grad, optimizer)  # type: ignore[method-assign]
 
@@ -157,6 +158,8 @@ class ZeroEngine:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module through DeepSpeed's hooks."""
+        if torch.is_grad_enabled():
+            self._refuse_after_failure()
         with local_mode():
             self._refuse_changes()
             self._release_touched()
@@ -173,6 +176,15 @@ class ZeroEngine:
                 "DeepSpeed's stage 3 goes back through its layers once; this step takes gradients inside, "
                 "as `torch.autograd.grad` does, or differentiates twice.",
                 remedy="Raise persistence_threshold, which keeps layers whole, or use 'nnx_deepspeed_2'.",
+            )
+
+    def _refuse_after_failure(self) -> None:
+        if self._has_failed:
+            raise UnsupportedError(
+                "a backward ended with an error that was caught, and DeepSpeed's buckets hold some of its "
+                "gradients.",
+                remedy="Let the error end the run and resume from the last checkpoint, skip the batch before "
+                "its backward, or use strategy 'nnscaler_zero'.",
             )
 
     def _refuse_changes(self) -> None:
@@ -212,6 +224,7 @@ class ZeroEngine:
                 "DeepSpeed's stage 3 goes through a graph once; this backward is to keep it for another.",
                 remedy="Add the losses and call backward once, or use 'nnx_deepspeed_2' or 'fsdp_auto'.",
             )
+        self._refuse_after_failure()
         see_empty_parameters(self._empty)
         if self.whole_gradients.are_shown:
             present = self.whole_gradients.put_aside()
@@ -224,13 +237,23 @@ class ZeroEngine:
         def run_through_engine() -> None:
             with torch.enable_grad():
                 begin = loss.view_as(loss)
-            loss.backward = partial(run, begin)  # type: ignore[method-assign] # DeepSpeed calls it
+
+            def run_and_settle(**kwargs: Any) -> None:
+                run(begin, **kwargs)
+                self.agreement.settle()  # DeepSpeed reduces next
+
+            loss.backward = run_and_settle  # type: ignore[method-assign, assignment] # DeepSpeed calls it
             try:
                 self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
             finally:
                 del loss.backward
 
-        self.agreement.backward(loss, run_through_engine, is_boundary=self._is_boundary, in_one_go=in_one_go)
+        self._has_failed = True
+        with self._own_optimizers.in_backward():
+            self.agreement.backward(
+                loss, run_through_engine, is_boundary=self._is_boundary, in_one_go=in_one_go
+            )
+        self._has_failed = False
         if earlier:
             for tensor, before in zip(overwritten_gradients(self.zero), earlier, strict=True):
                 tensor.add_(before)
@@ -257,6 +280,7 @@ class ZeroEngine:
 
     def _step(self) -> dict[nn.Parameter, Tensor]:
         """Let DeepSpeed step; returns the gradients that user code sees."""
+        self._refuse_after_failure()
         if not self._has_reduced:  # every gradient is None, with which no step changes anything
             if self.whole_gradients.are_shown:
                 raise UnsupportedError(
@@ -335,6 +359,11 @@ class ZeroEngine:
         reload_weights(self.zero)
         self._versions = self._see_versions()
 
+    def forget(self) -> None:
+        """Take hooks off that outlive the engine, also after an error. Not collective."""
+        self.state.remove()
+        self._own_optimizers.remove()
+
     def remove(self, at_end: Callable[..., Tensor], *, with_state: bool) -> None:
         """Give the module plain parameters back, complete and as exact as the masters. Collective.
 
@@ -351,7 +380,7 @@ class ZeroEngine:
             )
             for parameter in self._attributes
         }
-        self.state.remove()
+        self.forget()
         if with_state:
             self.partitions.leave_state(self.optimizer, self.shadow)
         self.agreement.remove()

@@ -20,7 +20,9 @@ _STAGE_1 = Capabilities(
         *("gradient_norm_optimizer", "sam_by_closure", "lbfgs", "complex_parameters", "sparse_gradients"),
         *("frozen_in_mid_run", "pruned_while_training", "pruned_by_lightning", "zeroed_gradients"),
         *("backward_on_the_loss", "split_backward", "combined_gradients", "gradients_by_hand"),
-        *("optimizer_state_read", "optimizer_state_changed"),
+        *("optimizer_state_read", "optimizer_state_changed", "error_in_backward"),
+        *("optimizer_made_in_a_hook", "optimizer_per_layer", "no_optimizer"),
+        *("optimizer_exchanged", "optimizers_assigned"),
     ),
 )
 _STAGE_2 = replace(_STAGE_1, shards_gradients=True)

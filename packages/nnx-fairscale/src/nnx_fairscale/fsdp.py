@@ -170,7 +170,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         self._weights: Weights | None = None
         self._states = HiddenStates()
         self._in_step = 0
-        self._accumulates = False
+        self._accumulates = self._has_failed = False
 
     # --- set up -------------------------------------------------------------------------------
 
@@ -373,6 +373,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
 
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """Gather every parameter into the user's own object, take fairscale off. Collective."""
+        self._has_failed = False
         layout = self._layouts.pop(module, self._unfinished)
         self._unfinished = _Layout()
         if self._weights is not None:
@@ -403,6 +404,8 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         layout = self._layouts.get(module)
         if layout is None or self._order is None or self._weights is None:
             return step(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._refuse_after_failure()
         self._weights.begin_step()
         with self._order.reporting():
             if not self._in_step:
@@ -427,7 +430,9 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         if self._order is None or self._weights is None:
             super().backward(module, loss, *args, **kwargs)
             return
+        self._refuse_after_failure()
         self._weights.flush()
+        self._has_failed = True
         with self._order.reporting(), ExitStack() as stack:
             for layout in self._layouts.values():
                 if layout.replicated is not None:
@@ -435,10 +440,20 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
             for layout in self._layouts.values():
                 stack.enter_context(_going_backward(list(layout.units.values())[-1]))
             super().backward(module, loss, *args, **kwargs)
+        self._has_failed = False
         if not self._accumulates:
             self._weights.end_backward()
         if not self._in_step:
             self._order.end()
+
+    def _refuse_after_failure(self) -> None:
+        if self._has_failed:
+            raise UnsupportedError(
+                "a backward ended with an error that was caught, and fairscale's flat parameters hold some "
+                "of its gradients.",
+                remedy="Let the error end the run and resume from the last checkpoint, skip the batch before "
+                "its backward, or use strategy 'fairscale_sharded'.",
+            )
 
     def _call(self, unit: Unit, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         if unit.mixed_precision:
@@ -491,6 +506,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the optimizer's step on the shards; what is gathered of the old weights is freed."""
+        self._refuse_after_failure()
         if self._weights is not None:
             for_user = partial(self._states.for_user, optimizer)
             args = tuple(self._weights.for_user(for_user(argument)) for argument in args)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from fairscale.optim import OSS
@@ -26,6 +27,7 @@ from nnx_core.elementwise import dependence
 from nnx_core.errors import UnsupportedError
 from nnx_core.hidden_state import HiddenState
 from nnx_core.modules import broadcast_module, lay_in_order, materialize, move_to, with_strides
+from nnx_core.own_optimizers import OwnOptimizers
 from nnx_core.watch import refuse_unequal_gradient
 from nnx_fairscale.options import OSSOptions
 from nnx_fairscale.reducer import GradientReducer
@@ -311,13 +313,20 @@ def _allocate(
 
 
 class OwnedParameters(Backend[Any]):
-    """What the two engines share whose parameters are whole on every rank and owned by one."""
+    """What the two engines share whose parameters are whole on every rank and owned by one.
+
+    Attributes:
+        reduces_to_every_rank: True if gradients are averages on every rank when backward is over.
+    """
+
+    reduces_to_every_rank: ClassVar[bool] = False
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
         self._strides: dict[nn.Module, dict[nn.Parameter, Tensor]] = {}
         self._owners: dict[Optimizer, Ownership] = {}
         self._optimizers: dict[nn.Module, list[Optimizer]] = {}
+        self._own_optimizers: dict[nn.Module, OwnOptimizers] = {}
         self._reduced: dict[Optimizer, int] = {}  # how often, when it stepped last
 
     @property
@@ -345,12 +354,41 @@ class OwnedParameters(Backend[Any]):
                 optimizer, rank=self.context.rank, broadcast_fp16=self.options.broadcast_fp16
             )
         self._optimizers.setdefault(module, []).extend(optimizers)
+        if module not in self._own_optimizers:
+            self._own_optimizers[module] = OwnOptimizers(
+                module,
+                lambda: chain.from_iterable(self._optimizers.values()),
+                engine="fairscale",
+                only_in_backward=self.reduces_to_every_rank,
+            )
+
+    @contextmanager
+    def _optimizers_wait(self) -> Iterator[None]:
+        """Around a backward: no optimizer steps before it is over, as gradients are reduced then."""
+        with ExitStack() as stack:
+            for own in self._own_optimizers.values() if is_distributed() else ():
+                stack.enter_context(own.in_backward())
+            yield
+
+    def exchange_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Share the parameters of new optimizers out. Collective."""
+        before = self._optimizers.pop(module, [])
+        for optimizer in before:
+            if optimizer not in optimizers:
+                self._forget(optimizer)
+        self._optimizers[module] = [optimizer for optimizer in optimizers if optimizer in before]
+        self.setup_optimizers(module, [optimizer for optimizer in optimizers if optimizer not in before])
+
+    def _forget(self, optimizer: Optimizer) -> None:
+        self._owners.pop(optimizer).remove()
+        self._reduced.pop(optimizer, None)
 
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """Give every parameter its own memory, and the strides it had."""
         for optimizer in self._optimizers.pop(module, ()):
-            self._owners.pop(optimizer).remove()
-            self._reduced.pop(optimizer, None)
+            self._forget(optimizer)
+        if own := self._own_optimizers.pop(module, None):
+            own.remove()
         for parameter, strided in self._strides.pop(module, {}).items():
             parameter.data = with_strides(parameter.data, strided)
         for parameter in module.parameters():
@@ -361,6 +399,8 @@ class OwnedParameters(Backend[Any]):
         """Give every optimizer its state back, also after an error."""
         for owners in self._owners.values():
             owners.state.remove()
+        for own in self._own_optimizers.values():
+            own.remove()
         super().teardown()
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -402,6 +442,8 @@ class OwnedParameters(Backend[Any]):
 class OSSBackend(OwnedParameters):
     """Averages gradients on every rank, as DDP does, and lets each rank update what it owns."""
 
+    reduces_to_every_rank = True
+
     Options = OSSOptions
     options: OSSOptions
 
@@ -436,6 +478,7 @@ class OSSBackend(OwnedParameters):
         with ExitStack() as stack:
             for reducer in self._reducers.values():
                 stack.enter_context(reducer.in_backward())
+            stack.enter_context(self._optimizers_wait())
             super().backward(module, loss, *args, **kwargs)
 
     def _refuse_unreduced(self, optimizer: Optimizer) -> None:

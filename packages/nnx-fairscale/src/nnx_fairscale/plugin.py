@@ -20,7 +20,12 @@ _OSS = Capabilities(
     refuses=(*_OF_THE_MODEL, *_OF_STATE),
 )
 _SHARDED = replace(
-    _OSS, shards_gradients=True, refuses=(*_OSS.refuses, "backward_on_the_loss", "gradients_by_hand")
+    _OSS,
+    shards_gradients=True,
+    refuses=(
+        *(*_OSS.refuses, "backward_on_the_loss", "gradients_by_hand"),
+        *("optimizer_made_in_a_hook", "optimizer_per_layer", "no_optimizer"),
+    ),
 )
 _FSDP = Capabilities(
     accelerators=("cpu", "cuda"),
@@ -36,7 +41,7 @@ _FSDP = Capabilities(
         *_OF_PARAMETERS,
         *_OF_THE_MODEL,
         *_OF_STATE,
-        *("backward_on_the_loss", "pruned_by_lightning", "sparse_gradients"),
+        *("backward_on_the_loss", "pruned_by_lightning", "sparse_gradients", "error_in_backward"),
         *("gradients_read_on_rank_zero", "weights_read_on_rank_zero"),  # all ranks gather
     ),
 )

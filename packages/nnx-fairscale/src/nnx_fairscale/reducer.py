@@ -77,7 +77,7 @@ class GradientReducer:
     @contextmanager
     def in_backward(self) -> Iterator[None]:
         """Around a backward: ranks that use none of the parameters in it take part in the reduction too."""
-        self._has_reduced = False
+        self._has_reduced = self._is_queued = False  # one that failed may have left it queued
         yield
         if self._synchronize and not self._has_reduced and is_distributed():
             self._reduce()

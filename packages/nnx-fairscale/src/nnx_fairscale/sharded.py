@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from nnx_checkpoint.collective import is_distributed
 from nnx_core.errors import UnsupportedError
 from nnx_core.gradients import Gradient
+from nnx_core.own_optimizers import no_optimizer, refuse_no_optimizer
 from nnx_core.used import used_anywhere
 from nnx_fairscale.options import ShardedOptions
 from nnx_fairscale.oss import OwnedParameters
@@ -372,6 +373,10 @@ class _ShardedModule:
             elif parameter not in used:
                 parameter.grad = None
 
+    def follow(self, before: _ShardedModule) -> None:
+        """Go on from gradients that others have reduced and published."""
+        self._has_reduced, self.is_published = before._has_reduced, before.is_published
+
     @torch.no_grad()
     def publish(self) -> None:
         """Give every rank the gradients that their owners have. Collective."""
@@ -394,6 +399,16 @@ class _ShardedModule:
             for parameter, part in zip(parameters, parts, strict=True):
                 parameter.grad = part.view_as(parameter)
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether this rank has any gradient."""
+        return any(parameter.grad is not None for parameter in self._parameters)
+
+    def forget_earlier(self) -> None:
+        """Add nothing of what was reduced before a backward that failed."""
+        self._earlier.clear()
+        self._has_reduced = self.is_published = False
+
     def remove(self) -> None:
         """Take the hooks off."""
         for buffers in self._buffers:
@@ -412,7 +427,7 @@ class ShardedBackend(OwnedParameters):
         self._sharded: dict[nn.Module, _ShardedModule] = {}
         self._parts: dict[nn.Module, list[Any]] = {}
         self._queue, self._is_stale = Queue(()), True
-        self._synchronize = True
+        self._synchronize, self._has_failed = True, False
         self._reductions = 0
 
     @property
@@ -421,9 +436,21 @@ class ShardedBackend(OwnedParameters):
         return self._reductions
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Share the parameters out, and reduce their gradients to their owners."""
+        """Share the parameters out, and reduce their gradients to their owners.
+
+        Raises:
+            UnsupportedError: No optimizer holds a parameter of the module.
+        """
+        refuse_no_optimizer(module, optimizers, engine="fairscale_sharded")
         super().setup_optimizers(module, optimizers)
         self._reduce_to_owners(module)
+
+    def exchange_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Reduce gradients to the owners of new optimizers; every rank has those of now. Collective."""
+        before = self._sharded[module]
+        before.publish()
+        super().exchange_optimizers(module, optimizers)
+        self._sharded[module].follow(before)
 
     def _reduce_to_owners(self, module: nn.Module) -> None:
         """Let fairscale's hooks reduce gradients to the owners that there are now."""
@@ -477,6 +504,9 @@ class ShardedBackend(OwnedParameters):
 
     def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients, each reduced to its owner; they add up until they are dropped."""
+        if not any(self._optimizers.values()):
+            raise no_optimizer("fairscale_sharded")
+        self._refuse_after_failure()
         self._follow_optimizers()
         every = list(self._sharded.values())
         has_changed = [sharded.refresh() for sharded in every]
@@ -485,15 +515,36 @@ class ShardedBackend(OwnedParameters):
             self._queue = Queue(chain.from_iterable(sharded.reductions() for sharded in every))
         for sharded in every:
             sharded.prepare(synchronize=self._synchronize)
-        if not self._synchronize:
+        if self._synchronize:
+            self._queue.begin()
+        self._has_failed = True
+        with self._optimizers_wait():
             super().backward(module, loss, *args, **kwargs)
+        self._has_failed = False
+        if not self._synchronize:
             return
-        self._queue.begin()
-        super().backward(module, loss, *args, **kwargs)
         self._queue.finish()
         self._reductions += 1
         for sharded in every:
             sharded.finish()
+
+    def _refuse_unreduced(self, optimizer: Optimizer) -> None:
+        self._refuse_after_failure()
+        super()._refuse_unreduced(optimizer)
+
+    def _refuse_after_failure(self) -> None:
+        """After a backward that failed, gradients have to be dropped; some were reduced and others not."""
+        if not self._has_failed:
+            return
+        if any(sharded.has_gradients for sharded in self._sharded.values()):
+            raise UnsupportedError(
+                "a backward ended with an error that was caught, and its gradients were not dropped: some of "
+                "them are reduced and others are not.",
+                remedy="Call `optimizer.zero_grad()` where you catch the error.",
+            )
+        self._has_failed = False
+        for sharded in self._sharded.values():
+            sharded.forget_earlier()
 
     def publish_gradients(self, module: nn.Module) -> None:
         """Broadcast each gradient from its owner."""

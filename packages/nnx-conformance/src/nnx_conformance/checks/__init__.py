@@ -18,6 +18,8 @@ MODULES = (
     "habits_parameters",
     "habits_state_dict",
     "habits_weights_by_hand",
+    "habits_backward",
+    "habits_optimizers",
     "checkpoints_resuming",
     "checkpoints_contents",
     "checkpoints_accidents",

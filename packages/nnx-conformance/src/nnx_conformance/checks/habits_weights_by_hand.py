@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, autograd, nn
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
@@ -18,9 +18,6 @@ from nnx_conformance.task import WIDTH
 from nnx_core import load_from_checkpoint
 
 habit = chapter()
-
-
-# --- gradients ------------------------------------------------------------------------------------
 
 
 @habit()
@@ -40,41 +37,6 @@ class GradientsByHand(Manual):
         optimizer.step()
         for parameter in self.parameters():
             parameter.grad = None
-
-
-class _Fails(autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("a gradient is not finite")
-
-
-@habit()
-class FailedBackward(Manual):
-    """After a backward that fails on all ranks and is caught, `zero_grad` leaves nothing of its gradients."""
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        """The plain one; the backward of the second batch fails in its middle."""
-        hidden = self.embed(batch[0])
-        for block in self.blocks:
-            hidden = block(hidden)
-        if len(self.losses) == 1:
-            hidden = _Fails.apply(hidden)
-        return mse_loss(self.head(hidden), batch[1])
-
-    def training_step(self, batch: list[Tensor], index: int) -> Any:
-        """Skip a batch whose backward fails."""
-        optimizer: Any = self.optimizers()
-        try:
-            self.manual_backward(self.recorded_loss(batch))
-        except ArithmeticError:
-            optimizer.zero_grad()
-            return
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 # --- optimizers -----------------------------------------------------------------------------------

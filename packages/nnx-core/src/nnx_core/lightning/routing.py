@@ -133,7 +133,8 @@ def route_optimizer_steps(optimizers: Iterable[Any], backend: Backend[Any], modu
         return
     for wrapped in optimizers:
         optimizer = unwrap_optimizer(wrapped)
-        optimizer.step = _routed(optimizer, backend, module)
+        if getattr(optimizer.step, "nnx_backend", None) is not backend:  # it may have been in place before
+            optimizer.step = _routed(optimizer, backend, module)
 
 
 def _routed(optimizer: Optimizer, backend: Backend[Any], module: nn.Module) -> MethodType:
@@ -156,6 +157,7 @@ def _routed(optimizer: Optimizer, backend: Backend[Any], module: nn.Module) -> M
             return backend.optimizer_step(owner, inner, *args, **{**kwargs, "closure": closure_and_collect})
         return backend.optimizer_step(owner, inner, closure_and_collect, *args[1:], **kwargs)
 
+    step.nnx_backend = backend  # type: ignore[attr-defined]
     return MethodType(step, optimizer)
 
 

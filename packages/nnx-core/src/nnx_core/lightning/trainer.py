@@ -432,6 +432,7 @@ class TrainerAdapter(ParallelProcesses):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` through the engine."""
+        self._follow_optimizers()
         if not self._has_told:
             self._has_told, trainer = True, self.lightning_module.trainer
             refuse_exchanged(self.lightning_module, self._names, self._optimizers_of_backend)
@@ -457,9 +458,21 @@ class TrainerAdapter(ParallelProcesses):
             self._even_prediction.after_step(lambda: self._step("predict_step", args, kwargs), *args)
             return predicted
 
+    def _follow_optimizers(self) -> None:
+        """Hand optimizers to the backend that user code has put in the place of others while training."""
+        optimizers = [unwrap_optimizer(optimizer) for optimizer in self.optimizers]
+        before = self._optimizers_of_backend
+        if optimizers == before:
+            return
+        self.backend.exchange_optimizers(self.lightning_module, optimizers)
+        new = [optimizer for optimizer in optimizers if optimizer not in before]
+        route_optimizer_steps(new, self.backend, self.lightning_module)
+        self._optimizers_of_backend = optimizers
+
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step, after taking notice of a background save that has ended meanwhile, and compare the ranks."""
         poll()
+        self._follow_optimizers()
         result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc] # of the tree's
         self.watch.after_step(self.lightning_module, lambda: self._optimizers_of_backend)
         return result

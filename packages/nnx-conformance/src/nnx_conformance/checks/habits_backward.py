@@ -1,0 +1,183 @@
+"""A backward has another one inside, or fails and training continues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+from torch.utils.checkpoint import checkpoint
+
+from nnx_conformance.habits import Habitual, Manual, chapter
+
+# --- a backward inside the backward ---------------------------------------------------------------
+
+habit = chapter()
+
+
+class _Recomputed(torch.autograd.Function):
+    """Runs a layer without a graph, and calls backward through it in its own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(inputs)
+        with torch.no_grad():
+            return layer(inputs)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        inputs = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            outputs = ctx.layer(inputs)
+        torch.autograd.backward(outputs, gradient)
+        return inputs.grad, None
+
+
+class _Through(Habitual):
+    """Runs each block through something."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = self.through(block, hidden)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+    def through(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+@habit()
+class InnerBackward(_Through):
+    """Layers whose gradients come from a `torch.autograd.backward` in a Function's backward are trained."""
+
+    def through(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        """As reversible layers and fused losses do."""
+        return _Recomputed.apply(hidden, block)  # type: ignore[no-untyped-call, no-any-return]
+
+
+@habit()
+class ReentrantCheckpoints(_Through):
+    """Layers under `checkpoint(..., use_reentrant=True)` are trained as without it."""
+
+    def through(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        """As older transformers do."""
+        return checkpoint(block, hidden, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+@habit(accumulate=2)
+class ReentrantCheckpointsWhileAccumulating(ReentrantCheckpoints):
+    """They are so where gradients accumulate over two batches."""
+
+
+@habit()
+class ReentrantCheckpointsOnRankZero(_Through):
+    """Layers that only rank 0 recomputes by reentrant checkpoints are trained as without it."""
+
+    ranks_differ = True
+
+    def through(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        """The numbers are the same on both ways."""
+        if self.global_rank == 0:
+            return checkpoint(block, hidden, use_reentrant=True)  # type: ignore[no-any-return]
+        return block(hidden)  # type: ignore[no-any-return]
+
+
+# --- a backward that fails ------------------------------------------------------------------------
+
+habit = chapter()
+
+
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.fails:
+            raise RuntimeError("out of memory")
+        return gradient, None
+
+
+@habit()
+class ErrorInBackward(Manual):
+    """After an error in backward that is caught, the next step has no gradient of the failed one."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The error comes after the last layers have gradients."""
+        hidden = self.blocks[0](self.embed(x))
+        failing: Callable[..., Tensor] = _Failing.apply
+        return self.head(self.blocks[1](failing(hidden, self.fails)))  # type: ignore[no-any-return]
+
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        """Drop the second batch."""
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.fails = index == 1
+        loss = self.recorded_loss(batch)
+        try:
+            self.manual_backward(loss)
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            optimizer.zero_grad()
+            return
+        optimizer.step()
+
+
+# --- weights that a forward writes ----------------------------------------------------------------
+
+habit = chapter()
+
+
+class _Cosine(nn.Linear):
+    """Normalises its weight before it computes."""
+
+    way = "copy_"
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.no_grad():
+            unit = 2 * normalize(self.weight, dim=1)
+            if self.way == "copy_":
+                self.weight.copy_(unit)
+            elif self.way == "data":
+                self.weight.data = unit
+            else:
+                self.weight.data.copy_(unit)
+        return super().forward(input)
+
+
+class _Normalised(Habitual):
+    way = ""
+
+    def build(self) -> None:
+        super().build()
+        self.head = _Cosine(self.head.in_features, self.head.out_features)
+        self.head.way = self.way
+
+
+@habit()
+class WeightWrittenInForward(_Normalised):
+    """A weight that its layer writes in place in forward keeps what was written."""
+
+    way = "copy_"
+
+
+@habit()
+class DataWrittenInForward(_Normalised):
+    """A weight that its layer writes through `.data` in forward keeps what was written."""
+
+    way = "data.copy_"
+
+
+@habit()
+class DataAssignedInForward(_Normalised):
+    """A weight whose `.data` its layer assigns in forward keeps what was assigned."""
+
+    way = "data"
