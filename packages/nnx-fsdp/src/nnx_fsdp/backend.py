@@ -351,6 +351,8 @@ class FSDPBackend(Backend[FSDPOptions]):
         layout.weights = Weights(
             module, units, layout.plain, order=self._order, watch_data=self.options.compile is False
         )
+        if self._order is not None:
+            self._order.open()
         return {plain: sharded for sharded, plain in layout.plain.items()}
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:

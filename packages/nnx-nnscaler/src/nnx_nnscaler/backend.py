@@ -483,6 +483,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
                 loss_scale=self._loss_scale,
             )
             self._random_state_may_differ = True
+            self._order.open()
         return {}
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -48,7 +49,7 @@ from nnx_core.lightning.routing import (
 from nnx_core.lightning.sample import TrainerSample
 from nnx_core.modules import allocate_again, is_left, leave_on_meta, move_states, move_to_host
 from nnx_core.shares import of_process
-from nnx_core.used import before_reduction, end_run
+from nnx_core.used import CollectiveOrder, before_reduction, end_run
 from nnx_core.whole import as_stored
 
 __all__ = ["TrainerAdapter"]
@@ -189,6 +190,12 @@ def put_back(module: nn.Module, originals: Mapping[str, nn.Module]) -> None:
 
 log = logging.getLogger("nnx.lightning")
 
+_ALIKE = (
+    "Use the Trainer alike on every rank: log, reduce and save on all of them, also where rank 0 alone needs "
+    "it, and stop all of them, with "
+    "`trainer.should_stop = trainer.strategy.reduce_boolean_decision(stop, all=False)` on every rank."
+)
+
 _TIME_TO_FAIL_TOGETHER = 5.0
 """Seconds after an error in which the other ranks must have failed as well to count as failing together."""
 
@@ -220,7 +227,8 @@ class TrainerAdapter(ParallelProcesses):
         self._hooks: list[RemovableHandle] = []
         self._phase = _Phase.APART
         self._weights_to_load: tuple[Mapping[str, Any], bool] | None = None
-        self._has_failed = self._accumulates = self._has_told = False
+        self._has_failed = self._accumulates = self._has_told = self._is_alone = False
+        self._loops: CollectiveOrder | None = None
         self._even_prediction = EvenPrediction()
         self._optimizers_of_backend: list[Optimizer] = []
         self._final_states: dict[Optimizer, OptimizerState] = {}
@@ -271,7 +279,7 @@ class TrainerAdapter(ParallelProcesses):
             self.checkpoint_io.start_run()
         module = self.precision_plugin.convert_module(self.lightning_module)
         fitting = trainer.state.fn == "fit"
-        self._has_told = False
+        self._has_told = self._is_alone = False
         if fitting and self._layer_sync is not None:
             self._replaced_layers = synchronize_layers(self._layer_sync, module)
         self.model = module
@@ -294,6 +302,8 @@ class TrainerAdapter(ParallelProcesses):
         self._hooks = refuse_plain_backward(self.backend, module) if fitting else []
         self._optimizers_of_backend = optimizers
         self.setup_precision_plugin()
+        self._loops = CollectiveOrder(remedy=_ALIKE, wait=float("inf"), is_of_engine=False)
+        self._loops.open()
 
     def _refuse_lost_weights(self, what: str) -> None:
         """Refuse what needs the weights that the last run has left on no rank that counts. Collective."""
@@ -327,6 +337,8 @@ class TrainerAdapter(ParallelProcesses):
         save_error = self._end_saving()
         self._phase, self._weights_to_load = _Phase.APART, None
         end_run()
+        if self._loops is not None:
+            self._loops.close()
         module = self.lightning_module
         trainer = attached_trainer(module)
         if trainer is not None:  # the process that only launches others has attached none
@@ -372,6 +384,8 @@ class TrainerAdapter(ParallelProcesses):
     def on_exception(self, exception: BaseException) -> None:
         """Remember for `teardown` that this rank may be alone, and say so where gloo's error does not."""
         self._has_failed = True
+        if self._loops is not None:
+            self._loops.report(exception)
         if is_lost_connection(exception):
             log.error(
                 "Rank %d lost another rank in a collective: that rank's process has ended or hangs, or its "
@@ -384,7 +398,7 @@ class TrainerAdapter(ParallelProcesses):
         if not self._has_failed:
             return True
         self._has_failed = False
-        if all_arrive("teardown", timeout=_TIME_TO_FAIL_TOGETHER):
+        if not self._is_alone and all_arrive("teardown", timeout=_TIME_TO_FAIL_TOGETHER):
             return True
         log.warning(
             "The ranks did not fail together, so the model of rank %d stays sharded. The error that "
@@ -412,22 +426,53 @@ class TrainerAdapter(ParallelProcesses):
             self._has_told, trainer = True, self.lightning_module.trainer
             batch = size_of_batch(next(iter([*args, *kwargs.values()]), None))
             self._tell(self.lightning_module, batch, accumulate=trainer.accumulate_grad_batches)
-        with self.precision_plugin.train_step_context():
-            return self._step("training_step", args, kwargs)
+        with self._explaining(), self.precision_plugin.train_step_context():
+            if self._loops is not None:
+                self._loops.begin("training_step")
+                self._loops.end()
+            result = self._step("training_step", args, kwargs)
+            if result is None:
+                self._refuse_none()
+            return result
+
+    def _refuse_none(self) -> None:
+        """Refuse a batch that is skipped on this rank, perhaps alone: the others wait in its backward."""
+        if dist.is_initialized() and dist.get_world_size() > 1 and self.lightning_module.automatic_optimization:
+            raise UnsupportedError(
+                f"training_step returned None on rank {dist.get_rank()}, and its batch cannot be skipped: "
+                "ranks reduce their gradients together.",
+                remedy="Return a loss of zero that depends on the model, such as `0 * self(x).sum()`.",
+            )
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Around collectives: an error that comes of another rank's names that one."""
+        if self._loops is None:
+            yield
+            return
+        with self._loops.reporting():
+            yield
+
+    def _arrive(self, what: str) -> None:
+        """A collective of a Trainer's loops, hooks and loggers begins: every rank has to come to it."""
+        before_reduction(what)
+        if self._loops is not None:
+            stops = getattr(attached_trainer(self.lightning_module), "should_stop", False)
+            self._loops.arrive(what, cause=", as trainer.should_stop is set there" if stops else "")
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step`` through the engine, without gradients."""
-        with self.precision_plugin.val_step_context(), self._evaluation_context():
+        with self._explaining(), self.precision_plugin.val_step_context(), self._evaluation_context():
             return self._step("validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``test_step`` through the engine, without gradients."""
-        with self.precision_plugin.test_step_context(), self._evaluation_context():
+        with self._explaining(), self.precision_plugin.test_step_context(), self._evaluation_context():
             return self._step("test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``predict_step`` through the engine, without gradients, as often as the other ranks do."""
-        with self.precision_plugin.predict_step_context(), self._evaluation_context():
+        with self._explaining(), self.precision_plugin.predict_step_context(), self._evaluation_context():
             predicted = self._step("predict_step", args, kwargs)
             self._even_prediction.after_step(lambda: self._step("predict_step", args, kwargs), *args)
             return predicted
@@ -435,7 +480,8 @@ class TrainerAdapter(ParallelProcesses):
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step, after taking notice of a background save that has ended meanwhile, and compare the ranks."""
         poll()
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc] # of the tree's
+        with self._explaining():
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc] # of the tree's
         self.watch.after_step(self.lightning_module, lambda: self._optimizers_of_backend)
         return result
 
@@ -482,6 +528,7 @@ class TrainerAdapter(ParallelProcesses):
 
     def on_validation_start(self) -> None:
         """Evaluate with rank 0's buffers on every rank."""
+        self._arrive("the beginning of an evaluation")
         self.backend.sync_buffers(self.lightning_module)
 
     on_test_start = on_validation_start
@@ -492,6 +539,16 @@ class TrainerAdapter(ParallelProcesses):
         batches = self.lightning_module.trainer.num_predict_batches
         self._even_prediction.start(batches, most=self._most)
 
+    def on_validation_end(self) -> None:
+        """Compare the ranks: all of them have ended it."""
+        self._arrive("the end of an evaluation")
+
+    on_test_end = on_predict_end = on_validation_end
+
+    def on_train_end(self) -> None:
+        """Compare the ranks: all of them have ended the loop."""
+        self._arrive("the end of training")
+
     def _most(self, own: int) -> int:
         return int(self._reduce(torch.tensor(own), None, "max"))
 
@@ -499,8 +556,39 @@ class TrainerAdapter(ParallelProcesses):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks; the result reaches every rank."""
-        before_reduction("a reduction over the ranks, as of self.log(..., sync_dist=True)")
-        return self._reduce(tensor, group, reduce_op)
+        self._arrive("a reduction over the ranks, as of self.log(..., sync_dist=True)")
+        with self._explaining():
+            return self._reduce(tensor, group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any of them, decide so."""
+        self._arrive("a decision over the ranks")
+        with self._explaining():
+            return super().reduce_boolean_decision(decision, all)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Stack what the ranks have; where ranks share data, what each share has, once."""
+        self._arrive("a gather over the ranks, as of self.all_gather")
+        with self._explaining():
+            return super().all_gather(tensor, group, sync_grads)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until every process has come here, unless this one has failed alone."""
+        if not self._is_alone:
+            super().barrier(name)
+
+    def _fails_alone(self) -> bool:
+        """After an error, whether some rank does not come to save: it may be anywhere, and must not wait."""
+        trainer = attached_trainer(self.lightning_module)
+        if self._phase is _Phase.APART or trainer is None or not trainer.interrupted or self._is_alone:
+            return self._is_alone
+        self._is_alone = not all_arrive("saving after an error", timeout=_TIME_TO_FAIL_TOGETHER)
+        if self._is_alone:
+            log.error(
+                "Nothing is saved after the error: the other ranks did not come to save with rank %d.",
+                of_process(self.global_rank),
+            )
+        return self._is_alone
 
     # --- checkpoints --------------------------------------------------------------------------
 
@@ -532,7 +620,10 @@ class TrainerAdapter(ParallelProcesses):
         return self.backend.optimizer_state(self.lightning_module, optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint, all ranks together."""
+        """Write a checkpoint, all ranks together; after an error only if it is that of all ranks."""
+        if self._fails_alone():
+            return
+        self._arrive("the saving of a checkpoint")
         if self._phase is _Phase.APART:
             self._refuse_lost_weights("a checkpoint is made of weights")
         trainer = attached_trainer(self.lightning_module)  # None where other processes ran it
