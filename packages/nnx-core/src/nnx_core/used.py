@@ -78,6 +78,12 @@ _PATIENCE, _GRACE, _ANSWER, _SILENT_AFTER = 600.0, 6.0, 5.0, 120.0
 _LOOK_EVERY, _STUCK_AFTER, _STUCK_AFTER_APART = 0.5, 2.0, 8.0
 _SHORT_PAUSES, _LONG_PAUSE = (0.0002, 0.0004, 0.0008, 0.0016, 0.0032, 0.0064, 0.0128), 0.02
 _PLACES = 50_000
+LAST_BATCH = ", its last batch"
+"""Ends the name of the step with which a rank's evaluation ends, so that ranks with more batches notice."""
+_REMEDY_OF_BATCHES = (
+    "Give every rank as many batches to evaluate, with `limit_val_batches` (or that of the stage) for example, "
+    "or with a sampler that pads; under 'ddp' and 'nnx_deepspeed_2' the numbers may differ."
+)
 _REMEDY = "\x1e"
 """Between a message and its remedy, in the store."""
 _REMEDY_OF_ERRORS = "Its error, in its own output, is the cause."
@@ -452,6 +458,8 @@ class CollectiveOrder:
         remedy: str = "",
     ) -> NoReturn:
         """Raise, once the ranks that did not ask have read why: the store may go with this rank."""
+        if LAST_BATCH in message:
+            remedy = _REMEDY_OF_BATCHES
         posted = f"{'lost' if lost else 'differ'} {message}" + (f"{_REMEDY}{remedy}" if remedy else "")
         store.set(f"{self._key}/failed", posted)
         others = [rank for rank in range(dist.get_world_size()) if rank not in self._ranks]

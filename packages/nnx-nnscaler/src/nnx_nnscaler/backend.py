@@ -192,7 +192,8 @@ class LaidOut:
         arrival.finish()  # what has no parameters
         for programs in (self.programs, self.steps.programs if self.steps is not None else None):
             if programs is not None:
-                programs.attach(_Weights(programs.root, self.parameters.unit_local))
+                weights = _Weights(programs.root, self.parameters.unit_local)
+                programs.attach(weights, arrive=order.arrive)
         self._statistics = StatisticsOverUnits(module, axes)
 
     def undo(self, at_end: Callable[..., Tensor]) -> None:

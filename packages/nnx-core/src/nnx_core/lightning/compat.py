@@ -35,6 +35,15 @@ name_function(
 )
 
 
+def is_last_of_evaluation(trainer: Any, stage: str) -> bool:
+    """Whether the step that runs is the last one of this rank's evaluation; False where it cannot be known.
+
+    Upstream: ``batch_progress`` of ``trainer._evaluation_loop`` and ``trainer.predict_loop``.
+    """
+    loop = trainer.predict_loop if stage == "predict_step" else trainer._evaluation_loop
+    return bool(loop.batch_progress.is_last_batch)
+
+
 def make_launcher(root: str, strategy: Any, *, start_method: str, num_processes: int, num_nodes: int) -> Any:
     """The object with which Lightning starts the other processes of a node.
 

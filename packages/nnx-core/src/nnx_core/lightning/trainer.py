@@ -24,7 +24,7 @@ from nnx_checkpoint.inflight import settle_quietly, take_error
 from nnx_checkpoint.state import OptimizerState, repoint_optimizer
 from nnx_checkpoint.writer import poll
 from nnx_core.backend import Backend
-from nnx_core.errors import CheckpointError, UnsupportedError, is_lost_connection
+from nnx_core.errors import CheckpointError, NnxError, UnsupportedError, is_lost_connection
 from nnx_core.lightning.averaging import Averages
 from nnx_core.lightning.checkpoint import (
     CheckpointIO,
@@ -34,7 +34,12 @@ from nnx_core.lightning.checkpoint import (
     restore_optimizers,
     save_lightning_checkpoint,
 )
-from nnx_core.lightning.compat import attached_trainer, is_wrapping_checkpoint_io, make_optimizers
+from nnx_core.lightning.compat import (
+    attached_trainer,
+    is_last_of_evaluation,
+    is_wrapping_checkpoint_io,
+    make_optimizers,
+)
 from nnx_core.lightning.exact_resume import ExactResume
 from nnx_core.lightning.processes import ParallelProcesses, size_of_batch
 from nnx_core.lightning.routing import (
@@ -49,7 +54,7 @@ from nnx_core.lightning.routing import (
 from nnx_core.lightning.sample import TrainerSample
 from nnx_core.modules import allocate_again, is_left, leave_on_meta, move_states, move_to_host
 from nnx_core.shares import of_process
-from nnx_core.used import CollectiveOrder, before_reduction, end_run
+from nnx_core.used import LAST_BATCH, CollectiveOrder, before_reduction, end_run
 from nnx_core.whole import as_stored
 
 __all__ = ["TrainerAdapter"]
@@ -112,6 +117,9 @@ def _is_overridden(instance: Any, hook: str, base: type) -> bool:
 class EvenPrediction:
     """Repeats a rank's last step as often as the ranks with more batches need; its results are dropped.
 
+    Attributes:
+        is_known: True if the numbers of batches are.
+
     Example:
         >>> even = EvenPrediction()
         >>> even.start([2], most=lambda own: 4)
@@ -125,6 +133,7 @@ class EvenPrediction:
 
     def __init__(self) -> None:
         self._own = self._missing = 0
+        self.is_known = False
 
     def start(self, batches: Sequence[float], *, most: Callable[[int], int]) -> None:
         """Find out how many steps this rank has to add. Collective where all ranks know their numbers.
@@ -134,7 +143,8 @@ class EvenPrediction:
             most: The largest of all ranks' numbers.
         """
         self._own = self._missing = 0
-        if float("inf") in batches:
+        self.is_known = float("inf") not in batches
+        if not self.is_known:
             return
         self._own = int(sum(batches))
         self._missing = most(self._own) - self._own
@@ -151,6 +161,16 @@ class EvenPrediction:
             return
         for _ in range(self._missing):
             repeat()
+
+
+def _renamed(step: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The same step under another name, by which engines compare the ranks."""
+
+    def renamed(*args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    renamed.__name__ = name
+    return renamed
 
 
 # --- sync_batchnorm=True --------------------------------------------------------------------------
@@ -229,6 +249,7 @@ class TrainerAdapter(ParallelProcesses):
         self._weights_to_load: tuple[Mapping[str, Any], bool] | None = None
         self._has_failed = self._accumulates = self._has_told = self._is_alone = False
         self._loops: CollectiveOrder | None = None
+        self._other_ranks_error: NnxError | None = None
         self._even_prediction = EvenPrediction()
         self._optimizers_of_backend: list[Optimizer] = []
         self._final_states: dict[Optimizer, OptimizerState] = {}
@@ -366,6 +387,9 @@ class TrainerAdapter(ParallelProcesses):
         self.checkpoint_io.teardown()
         if save_error is not None:
             raise save_error
+        other, self._other_ranks_error = self._other_ranks_error, None
+        if other is not None:  # gloo's error where no call of the strategy's could explain it
+            raise other
 
     def _keep_final_states(self, module: nn.Module) -> None:
         """Describe optimizer state while the engine knows where it lies: it may be saved after the run."""
@@ -385,6 +409,7 @@ class TrainerAdapter(ParallelProcesses):
         """Remember for `teardown` that this rank may be alone, and say so where gloo's error does not."""
         self._has_failed = True
         if self._loops is not None:
+            self._other_ranks_error = self._loops.cause_of(exception)
             self._loops.report(exception)
         if is_lost_connection(exception):
             log.error(
@@ -491,7 +516,15 @@ class TrainerAdapter(ParallelProcesses):
         where = name if not loader or loader[0] is None else f"{name} of loader {loader[0]}"
         training = name == "training_step"
         self._batches.compare(first, where=where, begins=index == 0, in_step=training)
+        if not training and self._ends_evaluation(name):
+            step = _renamed(step, f"{name}{LAST_BATCH}")
         return self.backend.run_step(self.lightning_module, step, *args, **kwargs)
+
+    def _ends_evaluation(self, name: str) -> bool:
+        """Whether this is the last batch of a rank whose forwards others wait for; see `LAST_BATCH`."""
+        if name == "predict_step" and self._even_prediction.is_known:
+            return False
+        return is_last_of_evaluation(self.lightning_module.trainer, name)
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute gradients, and show them to user code where it may look at them."""
@@ -609,11 +642,15 @@ class TrainerAdapter(ParallelProcesses):
         self._checkpoint_io = checkpoint_io
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's shards by parameter name; handles, not copies."""
+        """This rank's shards by parameter name; handles, not copies. None where it has failed alone."""
+        if self._fails_alone():
+            return {}
         return module_state_dict(self.backend, self.lightning_module)
 
     def optimizer_state(self, optimizer: Optimizer) -> Any:
-        """This rank's optimizer state by parameter name; handles, not copies."""
+        """This rank's optimizer state by parameter name; handles, not copies. None where it failed alone."""
+        if self._fails_alone():
+            return {}
         optimizer = unwrap_optimizer(optimizer)
         if optimizer in self._final_states:
             return self._final_states[optimizer]
