@@ -91,6 +91,7 @@ _running: weakref.ref[CollectiveOrder] | None = None
 """The order that began a step last. Those of earlier runs may still be alive, on some ranks only."""
 _asking: tuple[CollectiveOrder, str] | None = None
 """The order whose question this rank waits in, and what it came to: a process may have several orders."""
+_open: weakref.WeakSet[CollectiveOrder] = weakref.WeakSet()
 _named_functions: dict[str, tuple[str, str]] = {}
 
 
@@ -116,6 +117,12 @@ def before_reduction(what: str) -> None:
     order = None if _running is None else _running()
     if order is not None and order.in_step:
         order.arrive(what)
+
+
+def report_failure(error: BaseException) -> None:
+    """Let the other ranks know that this one ends with an error of its own, wherever they wait for it."""
+    for order in list(_open):
+        order.report(error)
 
 
 def end_run() -> None:
@@ -220,6 +227,7 @@ class CollectiveOrder:
             self._start_witness()
 
     def _start_witness(self) -> None:
+        _open.add(self)
         if self._witness is None or not self._witness.is_alive():
             self._witness = _Witness(self)
             self._witness.start()
@@ -256,6 +264,7 @@ class CollectiveOrder:
     def close(self) -> None:
         """End the thread that answers for this rank, and compare no more until `open` or the next step."""
         self.forget()
+        _open.discard(self)
         if self._witness is not None:
             self._witness.stop()
             self._witness = None

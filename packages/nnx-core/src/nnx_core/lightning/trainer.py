@@ -54,7 +54,7 @@ from nnx_core.lightning.routing import (
 from nnx_core.lightning.sample import TrainerSample
 from nnx_core.modules import allocate_again, is_left, leave_on_meta, move_states, move_to_host
 from nnx_core.shares import of_process
-from nnx_core.used import LAST_BATCH, CollectiveOrder, before_reduction, end_run
+from nnx_core.used import LAST_BATCH, CollectiveOrder, before_reduction, end_run, report_failure
 from nnx_core.whole import as_stored
 
 __all__ = ["TrainerAdapter"]
@@ -410,7 +410,7 @@ class TrainerAdapter(ParallelProcesses):
         self._has_failed = True
         if self._loops is not None:
             self._other_ranks_error = self._loops.cause_of(exception)
-            self._loops.report(exception)
+            report_failure(exception)
         if is_lost_connection(exception):
             log.error(
                 "Rank %d lost another rank in a collective: that rank's process has ended or hangs, or its "
@@ -475,8 +475,12 @@ class TrainerAdapter(ParallelProcesses):
         if self._loops is None:
             yield
             return
-        with self._loops.reporting():
-            yield
+        try:
+            with self._loops.reporting():
+                yield
+        except Exception as error:
+            report_failure(error)
+            raise
 
     def _arrive(self, what: str) -> None:
         """A collective of a Trainer's loops, hooks and loggers begins: every rank has to come to it."""
@@ -589,7 +593,8 @@ class TrainerAdapter(ParallelProcesses):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks; the result reaches every rank."""
-        self._arrive("a reduction over the ranks, as of self.log(..., sync_dist=True)")
+        if group in (None, dist.group.WORLD):
+            self._arrive("a reduction over the ranks, as of self.log(..., sync_dist=True)")
         with self._explaining():
             return self._reduce(tensor, group, reduce_op)
 
@@ -601,7 +606,8 @@ class TrainerAdapter(ParallelProcesses):
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Stack what the ranks have; where ranks share data, what each share has, once."""
-        self._arrive("a gather over the ranks, as of self.all_gather")
+        if group in (None, dist.group.WORLD):
+            self._arrive("a gather over the ranks, as of self.all_gather")
         with self._explaining():
             return super().all_gather(tensor, group, sync_grads)
 
