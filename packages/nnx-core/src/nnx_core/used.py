@@ -81,8 +81,8 @@ _PLACES = 50_000
 LAST_BATCH = ", its last batch"
 """Ends the name of the step with which a rank's evaluation ends, so that ranks with more batches notice."""
 _REMEDY_OF_BATCHES = (
-    "Give every rank as many batches to evaluate, with `limit_val_batches` (or that of the stage) for example, "
-    "or with a sampler that pads; under 'ddp' and 'nnx_deepspeed_2' the numbers may differ."
+    "Give every rank as many batches to evaluate, with `limit_val_batches` (or that of the stage) or a "
+    "sampler that pads; under 'ddp' and 'nnx_deepspeed_2' the numbers may differ."
 )
 _REMEDY = "\x1e"
 """Between a message and its remedy, in the store."""

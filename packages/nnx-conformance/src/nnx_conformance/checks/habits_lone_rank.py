@@ -119,26 +119,26 @@ def _expect_one_answer(endings: list[Ending], *, refused: bool = False) -> None:
 
 @check(kinds=("backend",))
 def sample_drawn_on_rank_zero(bench: Bench) -> None:
-    """A sample that rank 0 alone draws with the model between two batches works, or every rank says why not."""
+    """A forward on rank 0 alone, between two batches, works or is refused on every rank."""
     _expect_one_answer(_endings(bench, train_with, _SamplesBetweenBatches, {}))
 
 
 @check(kinds=("backend",))
 def sample_drawn_before_training(bench: Bench) -> None:
-    """So does one that it draws before the first batch."""
+    """A forward on rank 0 alone, before the first batch, works or is refused on every rank."""
     _expect_one_answer(_endings(bench, train_with, _SamplesBeforeTraining, {}))
 
 
 @check(kinds=("backend",))
 def uneven_validation(bench: Bench) -> None:
-    """A validation stream that is shorter on one rank works, or is refused on every rank at its last batch."""
+    """Validation with fewer batches on one rank works, or is refused on every rank."""
     settings = {"limit_val_batches": None, "val_check_interval": 2}
     _expect_one_answer(_endings(bench, train_with, _ValidatesAStream, settings))
 
 
 @check(kinds=("backend",))
 def loss_of_nothing_on_one_rank(bench: Bench) -> None:
-    """A loss that depends on no parameter, on one rank, trains the others, or is refused on every rank."""
+    """A loss of one rank that depends on no parameter works, or is refused on every rank."""
     _expect_one_answer(_endings(bench, train_with, _LossOfNothing, {}))
 
 

@@ -462,7 +462,11 @@ class TrainerAdapter(ParallelProcesses):
 
     def _refuse_none(self) -> None:
         """Refuse a batch that is skipped on this rank, perhaps alone: the others wait in its backward."""
-        if dist.is_initialized() and dist.get_world_size() > 1 and self.lightning_module.automatic_optimization:
+        if (
+            dist.is_initialized()
+            and dist.get_world_size() > 1
+            and self.lightning_module.automatic_optimization
+        ):
             raise UnsupportedError(
                 f"training_step returned None on rank {dist.get_rank()}, and its batch cannot be skipped: "
                 "ranks reduce their gradients together.",
