@@ -54,7 +54,7 @@ from nnx_core.lightning.routing import (
 from nnx_core.lightning.sample import TrainerSample
 from nnx_core.modules import allocate_again, is_left, leave_on_meta, move_states, move_to_host
 from nnx_core.shares import of_process
-from nnx_core.used import LAST_BATCH, CollectiveOrder, before_reduction, end_run, report_failure
+from nnx_core.used import LAST_BATCH, CollectiveOrder, end_run, report_failure
 from nnx_core.whole import as_stored
 
 __all__ = ["TrainerAdapter"]
@@ -488,7 +488,7 @@ class TrainerAdapter(ParallelProcesses):
 
     def _arrive(self, what: str) -> None:
         """A collective of a Trainer's loops, hooks and loggers begins: every rank has to come to it."""
-        before_reduction(what)
+        super()._arrive(what)
         if self._loops is not None:
             stops = getattr(attached_trainer(self.lightning_module), "should_stop", False)
             self._loops.arrive(what, cause=", as trainer.should_stop is set there" if stops else "")
@@ -610,8 +610,6 @@ class TrainerAdapter(ParallelProcesses):
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Stack what the ranks have; where ranks share data, what each share has, once."""
-        if group in (None, dist.group.WORLD):
-            self._arrive("a gather over the ranks, as of self.all_gather")
         with self._explaining():
             return super().all_gather(tensor, group, sync_grads)
 
