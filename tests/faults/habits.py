@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 
 import nnx
 from faults import EVERYTHING, fault
-from nnx_core import Backend
+from nnx_core import Backend, ParallelContext
 from nnx_core.random_state import host_state_kept
+from nnx_core.used import CollectiveOrder
 from nnx_tiny.averaging import average_gradients
 from nnx_tiny.backend import TinyBackend
 
@@ -625,7 +626,62 @@ class AsksForFiles(TinyBackend):
         return super().parallelize(module, sample)
 
 
+# --- one rank alone -----------------------------------------------------------------------------
+
+
+class ComparesNothing(TinyBackend):
+    """Lets each rank go where it likes, and die alone."""
+
+    def setup(self, context: ParallelContext) -> None:
+        super().setup(context)
+        self.patched = patch.multiple(
+            CollectiveOrder, _agree=lambda *args, **kwargs: None, report=lambda *args: None
+        )
+        self.patched.start()
+
+    def teardown(self) -> None:
+        self.patched.stop()
+        super().teardown()
+
+
+class TakesNoneForALoss(TinyBackend):
+    """Skips a batch on the rank whose step returns None."""
+
+    def run_step(self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loss = super().run_step(module, step, *args, **kwargs)
+        return torch.zeros((), requires_grad=True) if loss is None else loss
+
+
+class AveragesWithoutZeros(TinyBackend):
+    """Averages the gradients that a rank has, each in a collective of its own."""
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        nnx.Backend.backward(self, module, loss, *args, **kwargs)
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.context.world_size
+
+
+class GathersForEachForward(TinyBackend):
+    """Has collectives in each forward, and does not look whether all ranks come to them."""
+
+    def parallelize(self, module: nn.Module, sample: object) -> Mapping[nn.Parameter, nn.Parameter]:
+        root: Any = module
+        root.embed.register_forward_pre_hook(lambda layer, args: dist.all_reduce(torch.ones(3)))
+        return super().parallelize(module, sample)
+
+
+class GathersAndComparesNothing(ComparesNothing, GathersForEachForward):
+    """Has collectives in each forward, and does not look where the ranks are after an evaluation either."""
+
+
 _CAUGHT = {
+    GathersForEachForward: ("sample_drawn_on_rank_zero", "sample_drawn_before_training"),
+    GathersAndComparesNothing: ("uneven_validation",),
+    AveragesWithoutZeros: ("loss_of_nothing_on_one_rank",),
+    ComparesNothing: ("stop_on_one_rank", "saving_after_an_error_on_one_rank"),
+    TakesNoneForALoss: ("none_on_one_rank",),
     PairsWhatItHas: (
         *("swapped_experts", "swapped_by_turns", "swapped_while_accumulating", "layer_of_one_rank"),
         *("experts_in_a_list", "experts_of_any_shape", "head_per_task", "branches_per_sample"),

@@ -37,7 +37,7 @@ from nnx_checkpoint.collective import (
     is_distributed,
     wait_for_collective,
 )
-from nnx_core.errors import NnxError, RankLostError, UnsupportedError
+from nnx_core.errors import NnxError, RankLostError, UnsupportedError, is_lost_connection
 
 
 def used_anywhere(flags: Sequence[bool]) -> list[bool]:
@@ -79,8 +79,32 @@ _PATIENCE, _GRACE, _ANSWER, _SILENT_AFTER = 600.0, 6.0, 5.0, 120.0
 _LOOK_EVERY, _STUCK_AFTER, _STUCK_AFTER_APART = 0.5, 2.0, 8.0
 _SHORT_PAUSES, _LONG_PAUSE = (0.0002, 0.0004, 0.0008, 0.0016, 0.0032, 0.0064, 0.0128), 0.02
 _PLACES = 50_000
+LAST_BATCH = ", its last batch"
+"""Ends the name of the step with which a rank's evaluation ends, so that ranks with more batches notice."""
+_REMEDY_OF_BATCHES = (
+    "Give every rank as many batches to evaluate, with `limit_val_batches` (or that of the stage) or a "
+    "sampler that pads; under 'ddp' and 'nnx_deepspeed_2' the numbers may differ."
+)
+_REMEDY = "\x1e"
+"""Between a message and its remedy, in the store."""
+_REMEDY_OF_ERRORS = "Its error, in its own output, is the cause."
 _running: weakref.ref[CollectiveOrder] | None = None
 """The order that began a step last. Those of earlier runs may still be alive, on some ranks only."""
+_asking: tuple[CollectiveOrder, str] | None = None
+"""The order whose question this rank waits in, and what it came to: a process may have several orders."""
+_open: weakref.WeakSet[CollectiveOrder] = weakref.WeakSet()
+_named_functions: dict[str, tuple[str, str]] = {}
+
+
+def name_function(function: str, doing: str, *, remedy: str = "") -> None:
+    """Describe a rank that waits in a collective of a function which users have not written.
+
+    Args:
+        function: The name of the function.
+        doing: Follows "rank 1" in errors.
+        remedy: Takes the place of the order's.
+    """
+    _named_functions[function] = doing, remedy
 
 
 def before_reduction(what: str) -> None:
@@ -94,6 +118,12 @@ def before_reduction(what: str) -> None:
     order = None if _running is None else _running()
     if order is not None and order.in_step:
         order.arrive(what)
+
+
+def report_failure(error: BaseException) -> None:
+    """Let the other ranks know that this one ends with an error of its own, wherever they wait for it."""
+    for order in list(_open):
+        order.report(error)
 
 
 def end_run() -> None:
@@ -141,6 +171,7 @@ class CollectiveOrder:
         wait: Seconds that ranks may be apart within a step that takes a new turn.
         ranks: Those whose collectives these are; all by default. The other ranks may do something else in
             the meantime, but an error on one rank is that of every rank of the world.
+        is_of_engine: False for that of a Trainer's loops, which knows nothing of what is within a step.
 
     Attributes:
         in_step: True if the ranks are between the beginning of a step and its last collective.
@@ -158,8 +189,15 @@ class CollectiveOrder:
         ...     order.end()
     """
 
-    def __init__(self, *, remedy: str, wait: float = 30.0, ranks: Sequence[int] | None = None) -> None:
-        self._remedy, self._wait = remedy, wait
+    def __init__(
+        self,
+        *,
+        remedy: str,
+        wait: float = 30.0,
+        ranks: Sequence[int] | None = None,
+        is_of_engine: bool = True,
+    ) -> None:
+        self._remedy, self._wait, self._is_of_engine = remedy, wait, is_of_engine
         self._key, self._ranks = "", list(ranks or ())
         self._hosts: list[str] = []
         if is_distributed():
@@ -183,6 +221,18 @@ class CollectiveOrder:
 
     # --- what an engine calls -----------------------------------------------------------------
 
+    def open(self) -> None:
+        """Compare the ranks from now on, also before the first step. Collective: every rank calls it."""
+        if self._is_active:
+            self._place = self._place or _Place()
+            self._start_witness()
+
+    def _start_witness(self) -> None:
+        _open.add(self)
+        if self._witness is None or not self._witness.is_alive():
+            self._witness = _Witness(self)
+            self._witness.start()
+
     def begin(self, step: str) -> None:
         """A step begins. Between steps ranks may be apart for long, as when one of them saves a file.
 
@@ -192,12 +242,12 @@ class CollectiveOrder:
         global _running  # noqa: PLW0603 - of this process
         if not self._is_active:
             return
-        if _running is None or _running() is not self:
+        if self._is_of_engine and (_running is None or _running() is not self):
             end_run()
             _running = weakref.ref(self)
-        if self._witness is None or not self._witness.is_alive():
-            self._witness = _Witness(self)
-            self._witness.start()
+        self._start_witness()
+        if self._cause:
+            raise self._error(self._cause)
         if self._place is not None:
             self.arrive("the beginning of a step")
         self.in_step = False
@@ -213,7 +263,9 @@ class CollectiveOrder:
         self.in_step = True
 
     def close(self) -> None:
-        """End the thread that answers for this rank. A next step starts another."""
+        """End the thread that answers for this rank, and compare no more until `open` or the next step."""
+        self.forget()
+        _open.discard(self)
         if self._witness is not None:
             self._witness.stop()
             self._witness = None
@@ -230,7 +282,7 @@ class CollectiveOrder:
             RankLostError: Another rank gives no sign of life, or the store cannot be reached.
         """
         place = self._place
-        if place is None:  # one process, or before the first step
+        if place is None:  # one process, or closed
             return
         self._passed += 1
         if place.expected != name:
@@ -255,12 +307,30 @@ class CollectiveOrder:
         except BaseException as error:
             self._post_end(error)
             self.forget()
-            if isinstance(error, NnxError) or not isinstance(error, RuntimeError):
-                raise
-            cause = self._posted()
-            if cause:
-                raise self._error(cause) from error
+            cause = self.cause_of(error)
+            if cause is not None:
+                raise cause from error
             raise
+
+    def cause_of(self, error: BaseException) -> NnxError | None:
+        """The error of another rank that this one comes of, such as gloo's where that rank has left."""
+        if isinstance(error, NnxError) or not isinstance(error, RuntimeError):
+            return None
+        posted = self._posted()
+        if not posted or (posted.startswith("ended ") and not _is_of_connection(error)):
+            return None
+        return self._error(posted)
+
+    def report(self, error: BaseException) -> None:
+        """Let the other ranks know that this one ends with an error of its own, the cause of theirs."""
+        if not (self._is_active and dist.is_initialized()) or _is_of_connection(error):
+            return
+        text = f"ended rank {dist.get_rank()} ended with {type(error).__name__}: {error}"
+        if isinstance(error, UnsupportedError):
+            text = f"differ {error.message}{_REMEDY}{error.remedy}"
+        key = f"{self._key}/failed"
+        with suppress(RuntimeError):  # the rank that keeps the store is gone
+            ask_store(lambda store: store.compare_set(key, "", text), timeout=_ANSWER)
 
     def _post_end(self, error: BaseException) -> None:
         """Let ranks that wait for an answer in a step know that this one ended with an error."""
@@ -283,11 +353,16 @@ class CollectiveOrder:
 
     def _agree(self, name: str, expected: str | None, cause: str = "") -> None:
         """Ask all ranks whether they come to this. Deletes what was asked before the last time."""
+        global _asking  # noqa: PLW0603 - of this process
         self.questions += 1
-        ask_store(
-            partial(self._compare, name=name, expected=expected, cause=cause),
-            timeout=self._patience() + 2 * _ANSWER,
-        )
+        _asking = self, name
+        try:
+            ask_store(
+                partial(self._compare, name=name, expected=expected, cause=cause),
+                timeout=self._patience() + 2 * _ANSWER,
+            )
+        finally:
+            _asking = None
 
     def _compare(self, store: Store, *, name: str, expected: str | None, cause: str) -> None:
         rank = dist.get_rank()
@@ -307,15 +382,23 @@ class CollectiveOrder:
                 self._fail(
                     store, f"{self._named(silent)} gave no sign of life for {seconds:.0f} s.", lost=True
                 )
+            where, _, remedy = where.partition(_REMEDY)
             where = where or f"{self._named(absent)} did not come to it within {self._patience():.0f} s"
-            self._fail(store, f"the ranks use different layers in one step: {came}; {where}.", absent)
+            self._fail(store, f"{self._differ()}: {came}; {where}.", absent, remedy=remedy)
         answers = [value.decode().split(" ", 1) for value in store.multi_get(keys)]
         if any(answer != answers[0] for answer in answers):
             found = zip(self._ranks, answers, strict=True)
             came = "; ".join(
                 f"rank {other} came to {answer[1]}{cause if other == rank else ''}" for other, answer in found
             )
-            self._fail(store, f"the ranks use different layers in one step: {came}.")
+            self._fail(store, f"{self._differ()}: {came}.")
+
+    def _differ(self) -> str:
+        return (
+            "the ranks use different layers in one step"
+            if self.in_step
+            else "the ranks do different things between steps"
+        )
 
     def _wait_for(self, store: Store, keys: Sequence[str], question: str) -> tuple[list[int], str]:
         """Wait until every rank has answered; returns those that have not, and where one of them waits."""
@@ -328,7 +411,10 @@ class CollectiveOrder:
             time.sleep(pause)
         while not store.check(list(keys)):
             if store.check([f"{self._key}/failed"]):
-                raise self._error(store.get(f"{self._key}/failed").decode())
+                posted = store.get(f"{self._key}/failed").decode()
+                # A rank that fails as another one does raises its own error, if it has the time.
+                if not posted.startswith("ended ") or time.monotonic() > begun + _GRACE:
+                    raise self._error(posted)
             ended, elsewhere = f"{question}/ended", f"{question}/elsewhere"
             if self.in_step and time.monotonic() > begun + _GRACE and store.check([ended]):
                 raise NnxError(f"{store.get(ended).decode()}.", remedy="Its error is the cause.")
@@ -345,7 +431,7 @@ class CollectiveOrder:
 
     def _patience(self) -> float:
         """Seconds to wait for a rank: no longer than a collective would."""
-        return min(self._wait if self.in_step else _PATIENCE, group_timeout())
+        return min(self._wait if self.in_step else max(self._wait, _PATIENCE), group_timeout())
 
     def _named(self, ranks: Sequence[int]) -> str:
         """Ranks in an error, with their machines where there are several."""
@@ -364,14 +450,27 @@ class CollectiveOrder:
 
     def _error(self, posted: str) -> NnxError:
         """The error that a rank has posted for all."""
-        kind, _, message = posted.partition(" ")
-        return RankLostError(message) if kind == "lost" else UnsupportedError(message, remedy=self._remedy)
+        kind, _, rest = posted.partition(" ")
+        if kind == "lost":
+            return RankLostError(rest)
+        if kind == "ended":
+            return NnxError(f"{rest}.", remedy=_REMEDY_OF_ERRORS)
+        message, _, remedy = rest.partition(_REMEDY)
+        return UnsupportedError(message, remedy=remedy or self._remedy)
 
     def _fail(
-        self, store: Store, message: str, absent: Sequence[int] = (), *, lost: bool = False
+        self,
+        store: Store,
+        message: str,
+        absent: Sequence[int] = (),
+        *,
+        lost: bool = False,
+        remedy: str = "",
     ) -> NoReturn:
         """Raise, once the ranks that did not ask have read why: the store may go with this rank."""
-        posted = f"{'lost' if lost else 'differ'} {message}"
+        if LAST_BATCH in message:
+            remedy = _REMEDY_OF_BATCHES
+        posted = f"{'lost' if lost else 'differ'} {message}" + (f"{_REMEDY}{remedy}" if remedy else "")
         store.set(f"{self._key}/failed", posted)
         others = [rank for rank in range(dist.get_world_size()) if rank not in self._ranks]
         deadline = time.monotonic() + 4 * _LOOK_EVERY
@@ -463,16 +562,26 @@ class _Witness(threading.Thread):
 
     def _look(self, order: CollectiveOrder) -> None:
         key = order.unanswered(self._store)
-        place = _collective_of(self._watched) if key else None
+        place = (_collective_of(self._watched) or _question_beside(order)) if key else None
         seen = (key, order.passed, place)
         if place is None or seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
         elif time.monotonic() - self._since > order.stuck_after:
-            self._store.set(key, f"rank {dist.get_rank()} waits in {place[0]}")
+            self._store.set(key, f"rank {dist.get_rank()} {place[0]}")
+
+
+def _is_of_connection(error: BaseException) -> bool:
+    return is_lost_connection(error) or isinstance(error, dist.DistError)
+
+
+def _question_beside(order: CollectiveOrder) -> tuple[str, int] | None:
+    """The place whose question this rank waits in, of another order than this one."""
+    asking = _asking
+    return None if asking is None or asking[0] is order else (f"came to {asking[1]}", 0)
 
 
 def _collective_of(thread: int) -> tuple[str, int] | None:
-    """The collective that a thread is in, with the line that called it; and how far it has come in it."""
+    """What a thread does in the collective that it is in, with the line; and how far it has come in it."""
     frame = sys._current_frames().get(thread)
     progress, name = (frame.f_lasti if frame else 0), ""
     while frame is not None:
@@ -480,6 +589,8 @@ def _collective_of(thread: int) -> tuple[str, int] | None:
         if code.co_filename.endswith("distributed_c10d.py") or code is wait_for_collective.__code__:
             name = code.co_name
         elif name and "/torch/" not in code.co_filename:
-            return f"{name}, called in {code.co_name} ({code.co_filename}:{frame.f_lineno})", progress
+            doing, remedy = _named_functions.get(code.co_name, ("", ""))
+            line = f"waits in {name}, called in {code.co_name} ({code.co_filename}:{frame.f_lineno})"
+            return _REMEDY.join(filter(None, (doing or line, remedy))), progress
         frame = frame.f_back
     return None

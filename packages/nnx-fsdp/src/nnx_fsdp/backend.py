@@ -360,6 +360,8 @@ class FSDPBackend(Backend[FSDPOptions]):
             watch_data=self.options.compile is False,
             is_watched=lambda: self.is_watched and self.context.world_size > 1,
         )
+        if self._order is not None:
+            self._order.open()
         return {plain: sharded for sharded, plain in layout.plain.items()}
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -193,7 +193,8 @@ class LaidOut:
         arrival.finish()  # what has no parameters
         for programs in (self.programs, self.steps.programs if self.steps is not None else None):
             if programs is not None:
-                programs.attach(_Weights(programs.root, self.parameters.unit_local))
+                weights = _Weights(programs.root, self.parameters.unit_local)
+                programs.attach(weights, arrive=order.arrive)
         self._statistics = StatisticsOverUnits(module, axes)
 
     def undo(self, at_end: Callable[..., Tensor]) -> None:
@@ -484,6 +485,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
                 loss_scale=self._loss_scale,
             )
             self._random_state_may_differ = True
+            self._order.open()
         return {}
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -100,6 +100,7 @@ class Programs:
         self._signature = _signature_of(self._own)
         self._kept: frozenset[str] = frozenset()
         self._tree = _Tree(root)
+        self._arrive: Callable[[str], None] = _alone
 
     @property
     def variants(self) -> list[Compiled]:
@@ -143,14 +144,15 @@ class Programs:
         self._keep(self._key(call)[0], compiled)
         return compiled
 
-    def attach(self, weights: Mapping[str, Tensor]) -> None:
+    def attach(self, weights: Mapping[str, Tensor], *, arrive: Callable[[str], None] | None = None) -> None:
         """Take the forward's place on the instance.
 
         Args:
             weights: This rank's part of every parameter and buffer, by fully qualified name; read at each
                 use.
+            arrive: `CollectiveOrder.arrive`; a program's collectives need all ranks of the unit.
         """
-        self._weights = weights
+        self._weights, self._arrive = weights, arrive or _alone
         self._tree = _Tree(self.root, besides=self._kept)
         self._own = self.root.forward
         self.root.forward = _Forward(self)
@@ -175,10 +177,15 @@ class Programs:
             variant.runs = True
             for note in (*variant.compiled.graph.notes, *variant.compiled.plan.notes):
                 self._say(f"{type(self.root).__name__}: {note}")
+        name = type(self.root).__name__
+        self._arrive(f"the forward of {name}")
         with self._local():
-            return variant.compiled.program(
+            outputs = variant.compiled.program(
                 self._runtime, self.root, self._weights, variant.compiled.constants, *tensors
             )
+        if torch.is_grad_enabled():
+            _at_backward(outputs, functools.partial(self._arrive, f"the backward of {name}"))
+        return outputs
 
     def _find(self, call: ModelCall) -> tuple[Variant | None, list[Tensor]]:
         """The program that fits a call and the tensors to call it with; none where it has to run whole."""
@@ -208,6 +215,7 @@ class Programs:
         if cause is None and max(len(self.variants), len(self._refused)) >= MOST_VARIANTS:
             cause = f"{MOST_VARIANTS} programs were made or tried already, and none fits"
         if cause is None:
+            self._arrive(f"the compilation of {type(self.root).__name__}")
             try:
                 compiled = self._compile(call, self._unit, fixed_batch=False, layout=self.layout)
                 return self._keep(key, compiled)
@@ -304,6 +312,23 @@ class Programs:
         if text not in self._said and self._speaks:
             log.warning(text)
         self._said.add(text)
+
+
+def _alone(place: str) -> None:
+    """Compare nothing: no other rank has programs of this module yet."""
+
+
+def _at_backward(outputs: Any, function: Callable[[], None]) -> None:
+    """Call a function once, when a backward comes to the first of these outputs."""
+    nodes = {leaf.grad_fn for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor) and leaf.grad_fn}
+    waiting = [function]
+
+    def begin(_: Any) -> None:
+        if waiting:
+            waiting.pop()()
+
+    for node in nodes:
+        node.register_prehook(begin)
 
 
 class _Forward:

@@ -20,6 +20,7 @@ MODULES = (
     "habits_weights_by_hand",
     "habits_backward",
     "habits_optimizers",
+    "habits_lone_rank",
     "checkpoints_resuming",
     "checkpoints_contents",
     "checkpoints_accidents",

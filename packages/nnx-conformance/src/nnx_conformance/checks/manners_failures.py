@@ -122,7 +122,7 @@ def fail_in_step(subject: Subject, meeting: str) -> Ending:
     """Train until the second step raises, on all ranks."""
     module = FailsInStep(Task())
     trainer = make_trainer(subject, module.task)
-    ending = _ending(lambda: trainer.fit(module), meeting)
+    ending = ending_of(lambda: trainer.fit(module), meeting)
     return replace(ending, outcome=outcome_of(trainer, module))
 
 
@@ -136,7 +136,7 @@ def fail_alone(subject: Subject, meeting: str, rank: int) -> Ending:
         module.failures = failures
         make_trainer(subject, module.task).fit(module)
 
-    ending = _ending(run, meeting, patience=0.0)
+    ending = ending_of(run, meeting, patience=0.0)
     return replace(ending, seconds=ending.ended - failures[0]) if failures else ending
 
 
@@ -147,7 +147,7 @@ def interrupt(subject: Subject, meeting: str) -> Ending:
     trainer = make_trainer(subject, module.task)
     handler = signal.getsignal(signal.SIGINT)
     try:
-        ending = _ending(lambda: trainer.fit(module), meeting)
+        ending = ending_of(lambda: trainer.fit(module), meeting)
     finally:
         signal.signal(signal.SIGINT, handler)  # Lightning leaves it ignored
     return replace(ending, outcome=outcome_of(trainer, module))
@@ -158,12 +158,12 @@ def fail_in_hook(subject: Subject, meeting: str, hook: str) -> Ending:
     module = FailsInHook(Task())
     module.hook = hook
     trainer = make_trainer(subject, module.task, limit_val_batches=1, num_sanity_val_steps=1)
-    return _ending(lambda: trainer.fit(module), meeting)
+    return ending_of(lambda: trainer.fit(module), meeting)
 
 
 def fit_refused(subject: Subject, meeting: str, kind: type[LightningModule]) -> Ending:
     """Train a module that Lightning refuses, and then one that it takes."""
-    ending = _ending(lambda: make_trainer(subject, Task()).fit(kind()), meeting)
+    ending = ending_of(lambda: make_trainer(subject, Task()).fit(kind()), meeting)
     _stop_recording_loaders()
     module = Plain(Task())
     trainer = make_trainer(subject, module.task)
@@ -194,15 +194,15 @@ def use_option(subject: Subject, meeting: str, name: str, value: Any) -> Ending:
         )
         make_trainer(subject, Task(), strategy=strategy).fit(Plain(Task()))
 
-    return _ending(run, meeting)
+    return ending_of(run, meeting)
 
 
 def fit_with_precision(subject: Subject, meeting: str, precision: str) -> Ending:
     """Train in a precision."""
-    return _ending(lambda: make_trainer(subject, Task(precision=precision)).fit(Plain(Task())), meeting)
+    return ending_of(lambda: make_trainer(subject, Task(precision=precision)).fit(Plain(Task())), meeting)
 
 
-def _ending(run: Callable[[], None], meeting: str, *, patience: float = 2.0) -> Ending:
+def ending_of(run: Callable[[], None], meeting: str, *, patience: float = 2.0) -> Ending:
     """Call a function that should fail.
 
     A rank that failed hangs up on those that do not come to an end too: they would wait for it, and a

@@ -23,6 +23,25 @@ from torch import nn
 from nnx_checkpoint.foreign.torch_file import map_tree
 from nnx_checkpoint.naming import Described, LazyStateDict, StoredName, View, stored_objects
 from nnx_core.errors import CheckpointError
+from nnx_core.used import name_function
+
+# Upstream: functions of ``loops.training_epoch_loop`` and ``trainer.connectors.signal_connector`` that call
+# torch.distributed by themselves, so that a rank may wait in them.
+name_function("_broadcast_sigterm_tensor", "is about to begin a training batch")
+name_function(
+    "_sigterm_notifier_fn",
+    "received SIGTERM, and the others did not",
+    remedy="Send SIGTERM to every rank, or to rank 0 alone, from which Lightning tells the others.",
+)
+
+
+def is_last_of_evaluation(trainer: Any, stage: str) -> bool:
+    """Whether the step that runs is the last one of this rank's evaluation; False where it cannot be known.
+
+    Upstream: ``batch_progress`` of ``trainer._evaluation_loop`` and ``trainer.predict_loop``.
+    """
+    loop = trainer.predict_loop if stage == "predict_step" else trainer._evaluation_loop
+    return bool(loop.batch_progress.is_last_batch)
 
 
 def make_launcher(root: str, strategy: Any, *, start_method: str, num_processes: int, num_nodes: int) -> Any:

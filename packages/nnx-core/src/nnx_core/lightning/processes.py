@@ -378,6 +378,10 @@ class ParallelProcesses(ABC):
         dist.broadcast_object_list(box, src)
         return box[0]
 
+    def _arrive(self, what: str) -> None:
+        """A collective of user code begins: every rank has to come to it."""
+        before_reduction(what)
+
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any of them, decide so."""
         return bool(self._reduce(torch.tensor(int(decision)), None, "min" if all else "max"))
@@ -408,7 +412,8 @@ class ParallelProcesses(ABC):
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Stack what the ranks have; where ranks share data, what each share has, once."""
-        before_reduction("a gather over the ranks, as of self.all_gather")
+        if group in (None, dist.group.WORLD):
+            self._arrive("a gather over the ranks, as of self.all_gather")
         if self._shares is not None and group in (None, dist.group.WORLD):
             group = self._shares.across
             if group is None:

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -24,7 +25,7 @@ from nnx_checkpoint.state import OptimizerState, parameter_names, repoint_optimi
 from nnx_checkpoint.writer import poll
 from nnx_core._torch_compat import complete_optimizer
 from nnx_core.backend import Backend
-from nnx_core.errors import CheckpointError, UnsupportedError, is_lost_connection
+from nnx_core.errors import CheckpointError, NnxError, UnsupportedError, is_lost_connection
 from nnx_core.lightning.averaging import Averages
 from nnx_core.lightning.checkpoint import (
     CheckpointIO,
@@ -35,7 +36,12 @@ from nnx_core.lightning.checkpoint import (
     save_lightning_checkpoint,
     take_rank_entries,
 )
-from nnx_core.lightning.compat import attached_trainer, is_wrapping_checkpoint_io, make_optimizers
+from nnx_core.lightning.compat import (
+    attached_trainer,
+    is_last_of_evaluation,
+    is_wrapping_checkpoint_io,
+    make_optimizers,
+)
 from nnx_core.lightning.exact_resume import ExactResume
 from nnx_core.lightning.processes import ParallelProcesses, size_of_batch
 from nnx_core.lightning.routing import (
@@ -58,7 +64,7 @@ from nnx_core.modules import (
     refuse_layers,
 )
 from nnx_core.shares import of_process
-from nnx_core.used import before_reduction, end_run
+from nnx_core.used import LAST_BATCH, CollectiveOrder, end_run, report_failure
 from nnx_core.whole import as_stored
 
 __all__ = ["TrainerAdapter"]
@@ -121,6 +127,9 @@ def _is_overridden(instance: Any, hook: str, base: type) -> bool:
 class EvenPrediction:
     """Repeats a rank's last step as often as the ranks with more batches need; its results are dropped.
 
+    Attributes:
+        is_known: True if the numbers of batches are.
+
     Example:
         >>> even = EvenPrediction()
         >>> even.start([2], most=lambda own: 4)
@@ -134,6 +143,7 @@ class EvenPrediction:
 
     def __init__(self) -> None:
         self._own = self._missing = 0
+        self.is_known = False
 
     def start(self, batches: Sequence[float], *, most: Callable[[int], int]) -> None:
         """Find out how many steps this rank has to add. Collective where all ranks know their numbers.
@@ -143,7 +153,8 @@ class EvenPrediction:
             most: The largest of all ranks' numbers.
         """
         self._own = self._missing = 0
-        if float("inf") in batches:
+        self.is_known = float("inf") not in batches
+        if not self.is_known:
             return
         self._own = int(sum(batches))
         self._missing = most(self._own) - self._own
@@ -160,6 +171,16 @@ class EvenPrediction:
             return
         for _ in range(self._missing):
             repeat()
+
+
+def _renamed(step: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The same step under another name, by which engines compare the ranks."""
+
+    def renamed(*args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    renamed.__name__ = name
+    return renamed
 
 
 # --- sync_batchnorm=True --------------------------------------------------------------------------
@@ -199,6 +220,12 @@ def put_back(module: nn.Module, originals: Mapping[str, nn.Module]) -> None:
 
 log = logging.getLogger("nnx.lightning")
 
+_ALIKE = (
+    "Use the Trainer alike on every rank: log, reduce and save on all of them, also where rank 0 alone needs "
+    "it, and stop all of them, with "
+    "`trainer.should_stop = trainer.strategy.reduce_boolean_decision(stop, all=False)` on every rank."
+)
+
 _TIME_TO_FAIL_TOGETHER = 5.0
 """Seconds after an error in which the other ranks must have failed as well to count as failing together."""
 
@@ -228,7 +255,9 @@ class TrainerAdapter(ParallelProcesses):
         self._hooks: list[RemovableHandle] = []
         self._phase = _Phase.APART
         self._weights_to_load: tuple[Mapping[str, Any], bool] | None = None
-        self._has_failed = self._accumulates = self._has_told = False
+        self._has_failed = self._accumulates = self._has_told = self._is_alone = False
+        self._loops: CollectiveOrder | None = None
+        self._other_ranks_error: NnxError | None = None
         self._even_prediction = EvenPrediction()
         self._optimizers_of_backend: list[Optimizer] = []
         self._final_states: dict[Optimizer, OptimizerState] = {}
@@ -280,7 +309,7 @@ class TrainerAdapter(ParallelProcesses):
             self.checkpoint_io.start_run()
         module = self.precision_plugin.convert_module(self.lightning_module)
         fitting = trainer.state.fn == "fit"
-        self._has_told = False
+        self._has_told = self._is_alone = False
         if fitting and self._layer_sync is not None:
             self._replaced_layers = synchronize_layers(self._layer_sync, module)
         self.model = module
@@ -308,6 +337,8 @@ class TrainerAdapter(ParallelProcesses):
         self._optimizers_of_backend = optimizers
         self._names = parameter_names(module)
         self.setup_precision_plugin()
+        self._loops = CollectiveOrder(remedy=_ALIKE, wait=float("inf"), is_of_engine=False)
+        self._loops.open()
 
     def _refuse_lost_weights(self, what: str) -> None:
         """Refuse what needs the weights that the last run has left on no rank that counts. Collective."""
@@ -341,6 +372,8 @@ class TrainerAdapter(ParallelProcesses):
         save_error = self._end_saving()
         self._phase, self._weights_to_load = _Phase.APART, None
         end_run()
+        if self._loops is not None:
+            self._loops.close()
         module = self.lightning_module
         trainer = attached_trainer(module)
         if trainer is not None:  # the process that only launches others has attached none
@@ -368,6 +401,9 @@ class TrainerAdapter(ParallelProcesses):
         self.checkpoint_io.teardown()
         if save_error is not None:
             raise save_error
+        other, self._other_ranks_error = self._other_ranks_error, None
+        if other is not None:  # gloo's error where no call of the strategy's could explain it
+            raise other
 
     def _keep_final_states(self, module: nn.Module) -> None:
         """Describe optimizer state while the engine knows where it lies: it may be saved after the run."""
@@ -388,9 +424,12 @@ class TrainerAdapter(ParallelProcesses):
         self._has_failed = True
         if hasattr(exception, "add_note") and self._is_between_setup_and_first_step():  # Python 3.11
             exception.add_note(
-                "It came after the engine had laid the model out, and before the first step. Replace, tie or "
-                "parametrize layers in `__init__` or `configure_model`, not in `on_fit_start`."
+                "The engine had laid the model out by then. Code that replaces, ties or parametrizes layers "
+                "belongs in `__init__` or `configure_model`."
             )
+        if self._loops is not None:
+            self._other_ranks_error = self._loops.cause_of(exception)
+            report_failure(exception)
         if is_lost_connection(exception):
             log.error(
                 "Rank %d lost another rank in a collective: that rank's process has ended or hangs, or its "
@@ -408,7 +447,7 @@ class TrainerAdapter(ParallelProcesses):
         if not self._has_failed:
             return True
         self._has_failed = False
-        if all_arrive("teardown", timeout=_TIME_TO_FAIL_TOGETHER):
+        if not self._is_alone and all_arrive("teardown", timeout=_TIME_TO_FAIL_TOGETHER):
             return True
         log.warning(
             "The ranks did not fail together, so the model of rank %d stays sharded. The error that "
@@ -438,22 +477,61 @@ class TrainerAdapter(ParallelProcesses):
             refuse_exchanged(self.lightning_module, self._names, self._optimizers_of_backend)
             batch = size_of_batch(next(iter([*args, *kwargs.values()]), None))
             self._tell(self.lightning_module, batch, accumulate=trainer.accumulate_grad_batches)
-        with self.precision_plugin.train_step_context():
-            return self._step("training_step", args, kwargs)
+        with self._explaining(), self.precision_plugin.train_step_context():
+            if self._loops is not None:
+                self._loops.begin("training_step")
+                self._loops.end()
+            result = self._step("training_step", args, kwargs)
+            if result is None:
+                self._refuse_none()
+            return result
+
+    def _refuse_none(self) -> None:
+        """Refuse a batch that is skipped on this rank, perhaps alone: the others wait in its backward."""
+        if (
+            dist.is_initialized()
+            and dist.get_world_size() > 1
+            and self.lightning_module.automatic_optimization
+        ):
+            raise UnsupportedError(
+                f"training_step returned None on rank {dist.get_rank()}, and its batch cannot be skipped: "
+                "ranks reduce their gradients together.",
+                remedy="Return a loss of zero that depends on the model, such as `0 * self(x).sum()`.",
+            )
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Around collectives: an error that comes of another rank's names that one."""
+        if self._loops is None:
+            yield
+            return
+        try:
+            with self._loops.reporting():
+                yield
+        except Exception as error:
+            report_failure(error)
+            raise
+
+    def _arrive(self, what: str) -> None:
+        """A collective of a Trainer's loops, hooks and loggers begins: every rank has to come to it."""
+        super()._arrive(what)
+        if self._loops is not None:
+            stops = getattr(attached_trainer(self.lightning_module), "should_stop", False)
+            self._loops.arrive(what, cause=", as trainer.should_stop is set there" if stops else "")
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step`` through the engine, without gradients."""
-        with self.precision_plugin.val_step_context(), self._evaluation_context():
+        with self._explaining(), self.precision_plugin.val_step_context(), self._evaluation_context():
             return self._step("validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``test_step`` through the engine, without gradients."""
-        with self.precision_plugin.test_step_context(), self._evaluation_context():
+        with self._explaining(), self.precision_plugin.test_step_context(), self._evaluation_context():
             return self._step("test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``predict_step`` through the engine, without gradients, as often as the other ranks do."""
-        with self.precision_plugin.predict_step_context(), self._evaluation_context():
+        with self._explaining(), self.precision_plugin.predict_step_context(), self._evaluation_context():
             predicted = self._step("predict_step", args, kwargs)
             self._even_prediction.after_step(lambda: self._step("predict_step", args, kwargs), *args)
             return predicted
@@ -473,7 +551,8 @@ class TrainerAdapter(ParallelProcesses):
         """Step, after taking notice of a background save that has ended meanwhile, and compare the ranks."""
         poll()
         self._follow_optimizers()
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc] # of the tree's
+        with self._explaining():
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc] # of the tree's
         self.watch.after_step(self.lightning_module, lambda: self._optimizers_of_backend)
         return result
 
@@ -483,12 +562,20 @@ class TrainerAdapter(ParallelProcesses):
         where = name if not loader or loader[0] is None else f"{name} of loader {loader[0]}"
         training = name == "training_step"
         self._batches.compare(first, where=where, begins=index == 0, in_step=training)
+        if not training and self._ends_evaluation(name):
+            step = _renamed(step, f"{name}{LAST_BATCH}")
         return self.backend.run_step(self.lightning_module, step, *args, **kwargs)
 
     def _publish_gradients(self) -> None:
         """After a backward: show its gradients to user code where it may look at them."""
         if not self._accumulates and self._shows_gradients():
             self.backend.publish_gradients(self.lightning_module)
+
+    def _ends_evaluation(self, name: str) -> bool:
+        """Whether this is the last batch of a rank whose forwards others wait for; see `LAST_BATCH`."""
+        if name == "predict_step" and self._even_prediction.is_known:
+            return False
+        return is_last_of_evaluation(self.lightning_module.trainer, name)
 
     def _shows_gradients(self) -> bool:
         if not publishes_gradients(self.backend):
@@ -512,6 +599,7 @@ class TrainerAdapter(ParallelProcesses):
 
     def on_validation_start(self) -> None:
         """Evaluate with rank 0's buffers on every rank."""
+        self._arrive("the beginning of an evaluation")
         self.backend.sync_buffers(self.lightning_module)
 
     on_test_start = on_validation_start
@@ -522,6 +610,16 @@ class TrainerAdapter(ParallelProcesses):
         batches = self.lightning_module.trainer.num_predict_batches
         self._even_prediction.start(batches, most=self._most)
 
+    def on_validation_end(self) -> None:
+        """Compare the ranks: all of them have ended it."""
+        self._arrive("the end of an evaluation")
+
+    on_test_end = on_predict_end = on_validation_end
+
+    def on_train_end(self) -> None:
+        """Compare the ranks: all of them have ended the loop."""
+        self._arrive("the end of training")
+
     def _most(self, own: int) -> int:
         return int(self._reduce(torch.tensor(own), None, "max"))
 
@@ -529,8 +627,39 @@ class TrainerAdapter(ParallelProcesses):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks; the result reaches every rank."""
-        before_reduction("a reduction over the ranks, as of self.log(..., sync_dist=True)")
-        return self._reduce(tensor, group, reduce_op)
+        if group in (None, dist.group.WORLD):
+            self._arrive("a reduction over the ranks, as of self.log(..., sync_dist=True)")
+        with self._explaining():
+            return self._reduce(tensor, group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any of them, decide so."""
+        self._arrive("a decision over the ranks")
+        with self._explaining():
+            return super().reduce_boolean_decision(decision, all)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Stack what the ranks have; where ranks share data, what each share has, once."""
+        with self._explaining():
+            return super().all_gather(tensor, group, sync_grads)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until every process has come here, unless this one has failed alone."""
+        if not self._is_alone:
+            super().barrier(name)
+
+    def _fails_alone(self) -> bool:
+        """After an error, whether some rank does not come to save: it may be anywhere, and must not wait."""
+        trainer = attached_trainer(self.lightning_module)
+        if self._phase is _Phase.APART or trainer is None or not trainer.interrupted or self._is_alone:
+            return self._is_alone
+        self._is_alone = not all_arrive("saving after an error", timeout=_TIME_TO_FAIL_TOGETHER)
+        if self._is_alone:
+            log.error(
+                "Nothing is saved after the error: the other ranks did not come to save with rank %d.",
+                of_process(self.global_rank),
+            )
+        return self._is_alone
 
     # --- checkpoints --------------------------------------------------------------------------
 
@@ -551,18 +680,25 @@ class TrainerAdapter(ParallelProcesses):
         self._checkpoint_io = checkpoint_io
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's shards by parameter name; handles, not copies."""
+        """This rank's shards by parameter name; handles, not copies. None where it has failed alone."""
+        if self._fails_alone():
+            return {}
         return module_state_dict(self.backend, self.lightning_module)
 
     def optimizer_state(self, optimizer: Optimizer) -> Any:
-        """This rank's optimizer state by parameter name; handles, not copies."""
+        """This rank's optimizer state by parameter name; handles, not copies. None where it failed alone."""
+        if self._fails_alone():
+            return {}
         optimizer = unwrap_optimizer(optimizer)
         if optimizer in self._final_states:
             return self._final_states[optimizer]
         return self.backend.optimizer_state(self.lightning_module, optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint, all ranks together."""
+        """Write a checkpoint, all ranks together; after an error only if it is that of all ranks."""
+        if self._fails_alone():
+            return
+        self._arrive("the saving of a checkpoint")
         if self._phase is _Phase.APART:
             self._refuse_lost_weights("a checkpoint is made of weights")
         trainer = attached_trainer(self.lightning_module)  # None where other processes ran it
