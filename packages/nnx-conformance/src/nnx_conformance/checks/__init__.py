@@ -22,6 +22,7 @@ MODULES = (
     "nodes",
     "manners_starting",
     "manners_failures",
+    "manners_first_error",
     "manners_residue",
 )
 """The modules in the order in which their checks run: what fails first explains most."""
