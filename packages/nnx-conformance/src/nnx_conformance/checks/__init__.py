@@ -16,6 +16,7 @@ MODULES = (
     "habits_ranks",
     "habits_gradients",
     "habits_parameters",
+    "habits_collectives",
     "checkpoints_resuming",
     "checkpoints_contents",
     "checkpoints_accidents",

@@ -25,6 +25,7 @@ from nnx_checkpoint.inflight import settle_quietly, take_error
 from nnx_checkpoint.state import OptimizerState, repoint_optimizer
 from nnx_checkpoint.writer import poll
 from nnx_core.backend import Backend
+from nnx_core.direct_calls import stop_warning
 from nnx_core.errors import CheckpointError, UnsupportedError, is_lost_connection
 from nnx_core.lightning.averaging import Averages
 from nnx_core.lightning.checkpoint import (
@@ -333,6 +334,7 @@ class TrainerAdapter(ParallelProcesses):
         save_error = self._end_saving()
         self._phase, self._weights_to_load = _Phase.APART, None
         end_run()
+        stop_warning()
         module = self.lightning_module
         trainer = attached_trainer(module)
         if trainer is not None:  # the process that only launches others has attached none

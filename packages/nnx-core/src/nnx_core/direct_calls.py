@@ -1,0 +1,114 @@
+"""Warns of calls of torch.distributed in user code while several ranks compute each batch together.
+
+On the default group such a call counts every sample once for each of these ranks, silently. nnx replaces the
+functions in `torch.distributed` for the time of a run whose ranks share data; each call site is named once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["stop_warning", "warn_of_direct_calls"]
+
+_FUNCTIONS = (
+    *("all_reduce", "all_reduce_coalesced", "reduce"),
+    *("all_gather", "all_gather_single", "all_gather_into_tensor", "all_gather_coalesced"),
+    *("all_gather_object", "gather", "gather_object"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
+)
+"""Their results depend on how many ranks have a sample. torch before 2.13 has no ``..._single``."""
+
+_HARMLESS = (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.AVG)
+"""Reductions that give the same however often a sample counts."""
+
+_NOT_USERS = ("nnx_", "torch.distributed.checkpoint")
+"""Modules whose calls are not about samples, or count them once already."""
+
+_torchs_own: dict[str, Callable[..., Any]] = {}
+
+
+def warn_of_direct_calls(strategy: str, *, ranks: int) -> None:
+    """Warn from now on, on rank zero, in place of what an earlier run began.
+
+    Args:
+        strategy: Its name, for the message.
+        ranks: How many ranks compute each batch together, at least two.
+    """
+    stop_warning()
+    seen: set[tuple[str, int]] = set()
+    for name in _FUNCTIONS:
+        own = getattr(dist, name, None)
+        if own is not None:
+            _torchs_own[name] = own
+            setattr(dist, name, _warning(own, strategy, ranks, seen))
+
+
+def stop_warning() -> None:
+    """Put torch's own functions back."""
+    for name, own in _torchs_own.items():
+        setattr(dist, name, own)
+    _torchs_own.clear()
+
+
+def _warning(
+    own: Callable[..., Any], strategy: str, ranks: int, seen: set[tuple[str, int]]
+) -> Callable[..., Any]:
+    signature = inspect.signature(own)
+
+    @functools.wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("group") in (None, dist.group.WORLD):
+            caller = sys._getframe(1)
+            site = caller.f_code.co_filename, caller.f_lineno
+            if site not in seen and not caller.f_globals.get("__name__", "").startswith(_NOT_USERS):
+                seen.add(site)
+                if dist.get_rank() == 0 and _counts_ranks(signature, args, kwargs):
+                    _warn(own.__name__, strategy, ranks)
+        return own(*args, **kwargs)
+
+    return call
+
+
+def _counts_ranks(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call is one on the default group whose result depends on the number of ranks."""
+    try:
+        bound = signature.bind(*args, **kwargs).arguments
+    except TypeError:
+        return False  # torch itself says what is wrong
+    return bound.get("group") in (None, dist.group.WORLD) and bound.get("op") not in _HARMLESS
+
+
+def _warn(function: str, strategy: str, ranks: int) -> None:
+    file, line = _line_of_user()
+    warnings.warn_explicit(
+        f"torch.distributed.{function} on the default group: under {strategy!r}, {ranks} ranks compute each "
+        f"batch together, so the result counts every sample {ranks} times. Call `self.all_gather(...)` or "
+        "`self.trainer.strategy.reduce(...)` instead (`fabric.all_gather`, `fabric.all_reduce`), which count "
+        "it once, or pass `group=` with one rank of each unit.",
+        UserWarning,
+        file,
+        line,
+    )
+
+
+def _line_of_user() -> tuple[str, int]:
+    """The innermost line outside of nnx and of what is installed; without one, the line of the call."""
+    stack = [entry for entry in reversed(traceback.extract_stack()) if entry.filename != __file__]
+    library = sysconfig.get_path("stdlib")
+    installed = ("site-packages", "dist-packages", "<")  # the last for code that was made
+    users = [
+        entry
+        for entry in stack
+        if not entry.filename.startswith(library) and not any(name in entry.filename for name in installed)
+    ]
+    found = (users or stack)[0]
+    return found.filename, found.lineno or 1
