@@ -266,6 +266,7 @@ def _stays_first(first: Exception | None, doing: str) -> Iterator[None]:
         note(first, f"After this error, {doing} failed as well: {type(error).__name__}: {error}")
         raise first  # noqa: B904 - the other one came later
 
+
 def _portable(error: Exception | None) -> NnxError | None:
     """An error that survives the trip to another rank."""
     if error is None or isinstance(error, NnxError):

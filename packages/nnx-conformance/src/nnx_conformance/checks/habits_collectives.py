@@ -75,7 +75,7 @@ def count(subject: Subject) -> Counted:
 
 @check()
 def direct_collectives(bench: Bench) -> None:
-    """``torch.distributed`` in a step counts every sample once, or each such line is named once in a warning."""
+    """``torch.distributed`` in a step counts every sample once, or one warning names each such line."""
     outcomes = bench.run(count)
     expect(all(outcome.is_put_back for outcome in outcomes), "functions of torch.distributed stay replaced.")
     wrong = [

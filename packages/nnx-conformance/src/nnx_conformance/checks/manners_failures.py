@@ -267,6 +267,7 @@ SOON = 20.0
 
 
 def endings_of(bench: Bench, job: Callable[..., Ending], *args: Any, world_size: int = 2) -> list[Ending]:
+    """Run a job that should fail; how it ended on every rank."""
     meeting = tempfile.mkdtemp(dir=bench.directory)
     return bench.run(job, meeting, *args, world_size=world_size)
 

@@ -1,4 +1,4 @@
-"""The first error: clean-up after it never takes its place, also where the ranks cannot communicate any more."""
+"""The first error: clean-up never replaces it, also where the ranks can no longer communicate."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def error_before_the_model(bench: Bench) -> None:
 
 @check()
 def error_after_a_lost_connection(bench: Bench) -> None:
-    """Where the ranks cannot communicate any more, ``fit`` raises the error before clean-up, and cleans up."""
+    """After the connection of the ranks is lost, ``fit`` raises the user's error and still cleans up."""
     for place in PLACES:
         _expect_first(endings_of(bench, lose_the_connection, place))
 
