@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jobs.first_error_jobs import lose_it, lose_it_carelessly
+from jobs.first_error_jobs import lose_it, lose_it_carelessly, reset_in_vain
 from nnx_checkpoint.clean_up import CleanUp, clean_up, clean_up_after_error
 from nnx_conformance.checks.manners_failures import MESSAGE
 from nnx_conformance.pool import WorkerPool
@@ -46,6 +46,22 @@ def test_teardown_that_cannot_gather_keeps_the_first_error(
     assert [ending.error for ending in endings] == [FIRST] * 2
     endings = pool.run(lose_it_carelessly, subject, str(careless), "training_step", False)
     assert not any(ending.error.startswith(FIRST) for ending in endings), "the planted fault has no effect"
+
+
+@pytest.mark.full
+def test_freeing_gathered_weights_keeps_the_first_error(pool: WorkerPool, tmp_path: Path) -> None:
+    subject = Subject("nnscaler_zero")
+    endings = pool.run(lose_it_carelessly, subject, str(tmp_path), "training_step", True)
+    assert not any(ending.error.startswith(FIRST) for ending in endings), "the planted fault has no effect"
+
+
+def test_a_reset_of_fsdp2_that_fails_keeps_the_first_error(pool: WorkerPool, tmp_path: Path) -> None:
+    subject = Subject("fsdp_auto", UNITS)
+    for careless, expected in ((False, FIRST), (True, "AttributeError: no such order")):
+        meeting = tmp_path / str(careless)
+        meeting.mkdir()
+        endings = pool.run(reset_in_vain, subject, str(meeting), careless)
+        assert [ending.error for ending in endings] == [expected] * 2
 
 
 def test_every_action_of_a_clean_up_is_tried() -> None:
