@@ -6,13 +6,13 @@ functions in `torch.distributed` for the time of a run whose ranks share data; e
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch.distributed as dist
@@ -30,17 +30,18 @@ _FUNCTIONS = (
 _HARMLESS = (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.AVG)
 """Reductions that give the same however often a sample counts."""
 
-_NOT_USERS = ("nnx_", "torch.distributed.checkpoint")
-"""Modules whose calls are not about samples, or count them once already."""
+_OURS = ("nnx_checkpoint", "nnx_core")
+"""Packages that count each sample once already, beside that of the engine."""
 
 _torchs_own: dict[str, Callable[..., Any]] = {}
 
 
-def warn_of_direct_calls(strategy: str, *, ranks: int) -> None:
+def warn_of_direct_calls(strategy: str, *, engine: str, ranks: int) -> None:
     """Warn from now on, on rank zero, in place of what an earlier run began.
 
     Args:
         strategy: Its name, for the message.
+        engine: The package of its backend, whose own calls are left alone.
         ranks: How many ranks compute each batch together, at least two.
     """
     stop_warning()
@@ -49,7 +50,7 @@ def warn_of_direct_calls(strategy: str, *, ranks: int) -> None:
         own = getattr(dist, name, None)
         if own is not None:
             _torchs_own[name] = own
-            setattr(dist, name, _warning(own, strategy, ranks, seen))
+            setattr(dist, name, _warning(own, seen, partial(_warn, name, strategy, ranks), engine))
 
 
 def stop_warning() -> None:
@@ -60,22 +61,27 @@ def stop_warning() -> None:
 
 
 def _warning(
-    own: Callable[..., Any], strategy: str, ranks: int, seen: set[tuple[str, int]]
+    own: Callable[..., Any], seen: set[tuple[str, int]], warn: Callable[[], None], engine: str
 ) -> Callable[..., Any]:
     signature = inspect.signature(own)
 
-    @functools.wraps(own)
+    @wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("group") in (None, dist.group.WORLD):
             caller = sys._getframe(1)
             site = caller.f_code.co_filename, caller.f_lineno
-            if site not in seen and not caller.f_globals.get("__name__", "").startswith(_NOT_USERS):
+            is_users = site not in seen and _is_users(caller.f_globals.get("__name__", ""), engine)
+            if is_users and dist.get_rank() == 0 and _counts_ranks(signature, args, kwargs):
                 seen.add(site)
-                if dist.get_rank() == 0 and _counts_ranks(signature, args, kwargs):
-                    _warn(own.__name__, strategy, ranks)
+                warn()
         return own(*args, **kwargs)
 
     return call
+
+
+def _is_users(module: str, engine: str) -> bool:
+    """Whether a module is of the user or of a library, and not of what saves or of the engine."""
+    return module.partition(".")[0] not in (*_OURS, engine) and "torch.distributed.checkpoint" not in module
 
 
 def _counts_ranks(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -291,7 +291,8 @@ class ParallelProcesses(ABC):
             self._batches = SharedBatches(self._shares, every=self.common.check_every)
             if self._shares is not None:
                 ranks = dist.get_world_size() // self._shares.size
-                warn_of_direct_calls(self.name, ranks=ranks)
+                engine = type(self.backend).__module__.partition(".")[0]
+                warn_of_direct_calls(self.name, engine=engine, ranks=ranks)
 
     def _tell(self, module: nn.Module, batch: int | None = None, *, accumulate: int = 1) -> None:
         """Begin the run with one line on rank 0, once a module is laid out."""
