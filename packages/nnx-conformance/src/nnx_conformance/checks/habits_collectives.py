@@ -68,7 +68,7 @@ def count(subject: Subject) -> Counted:
     lines = [
         linecache.getline(warning.filename, warning.lineno).strip()
         for warning in caught
-        if warning.filename == __file__ and "torch.distributed" in str(warning.message)
+        if warning.filename == __file__ and "on the default group" in str(warning.message)
     ]
     return Counted(module.counts, lines, dist.all_reduce is own)
 
