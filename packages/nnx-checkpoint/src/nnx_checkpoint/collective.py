@@ -319,10 +319,10 @@ def exchange(
             raise answer.raised from answer.error
         return cast(R, answer)
     own = outcome if isinstance(outcome, _Failure) else None
-    with _stays_first(own and own.raised, f"telling the other ranks that {doing} failed"):
+    with _stays_first(own.raised if own else None, f"telling the other ranks that {doing} failed"):
         answer = _travel(group, outcome, decide, doing, give_up)
     if isinstance(answer, _Failure):
-        raise answer.raised from (own and own.error)
+        raise answer.raised from (own.error if own else None)
     return cast(R, answer)
 
 
