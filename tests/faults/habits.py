@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 import nnx
 from faults import EVERYTHING, fault
 from nnx_core import Backend, ParallelContext
+from nnx_core.direct_calls import stop_warning
 from nnx_core.random_state import host_state_kept
 from nnx_core.used import CollectiveOrder
 from nnx_tiny.averaging import average_gradients
@@ -357,6 +358,18 @@ class CountsEveryRank(DDPStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": 1, "rank": 0}
+
+
+class LeavesDirectCallsAlone(TinyBackend):
+    """All ranks compute one batch, and nobody is told what torch.distributed makes of it."""
+
+    @property
+    def data_parallel_rank_and_size(self) -> tuple[int, int]:
+        return 0, 1
+
+    def parallelize(self, module: nn.Module, sample: object) -> Mapping[nn.Parameter, nn.Parameter]:
+        stop_warning()
+        return super().parallelize(module, sample)
 
 
 # --- parameters ---------------------------------------------------------------------------------
@@ -709,6 +722,7 @@ _CAUGHT = {
     CountsEveryRank: (
         *("contrastive_loss", "contrastive_loss_by_rank", "world_size_in_the_loss", "counted_samples"),
     ),
+    LeavesDirectCallsAlone: ("direct_collectives",),
     NewParameters: (
         *("gradient_hooks", "post_accumulate_hooks", "attributes_of_parameters", "parameters_in_a_list"),
     ),

@@ -207,6 +207,31 @@ class TellsRankZeroOnly(TinyBackend):
             raise RuntimeError("training failed, see rank 0") from None
 
 
+class ResetsWhatIsNotThere(TinyBackend):
+    """Resets after an error what only its first step makes."""
+
+    def run_step(self, module: nn.Module, step: Step, *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = super().run_step(module, step, *args, **kwargs)
+        except BaseException:
+            self._order.clear()
+            raise
+        self._order: list[str] = []
+        return result
+
+
+class MeetsAfterErrors(TinyBackend):
+    """Waits for the other ranks after an error."""
+
+    def run_step(self, module: nn.Module, step: Step, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().run_step(module, step, *args, **kwargs)
+        except BaseException:
+            if self.context.world_size > 1:
+                dist.barrier()
+            raise
+
+
 class HidesInterrupts(TinyBackend):
     """Turns an interrupt into an error like any other."""
 
@@ -415,6 +440,13 @@ FAULTS = [
         "interrupt_from_the_keyboard",
     ),
     fault("errors of rank 0 only", TellsRankZeroOnly, "error_on_one_rank", "error_in_step"),
+    fault(
+        "reset of what is not there",
+        ResetsWhatIsNotThere,
+        "error_before_the_model",
+        "error_in_validation",
+    ),
+    fault("barrier after errors", MeetsAfterErrors, "error_after_a_lost_connection", "error_on_one_rank"),
     fault("interrupts hidden", HidesInterrupts, "interrupt_from_the_keyboard"),
     fault("half a model", BuildsHalfAModel, "error_in_configure_model"),
     fault("training without optimizer", TrainsWithoutOptimizer, "error_in_configure_optimizers"),

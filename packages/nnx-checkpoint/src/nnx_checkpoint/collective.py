@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nnx_checkpoint._torch_compat import default_group, default_store, timeout_of
+from nnx_checkpoint.clean_up import note
 from nnx_checkpoint.errors import CheckpointError, NnxError, RankLostError
 
 if TYPE_CHECKING:
@@ -237,7 +238,8 @@ def together(group: dist.ProcessGroup | None, *, doing: str) -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    failures = all_gather_object(_portable(error), group)
+    with _stays_first(error, f"telling the other ranks that {doing} failed"):
+        failures = all_gather_object(_portable(error), group)
     if error is not None and (group is None or isinstance(error, NnxError)):
         raise error
     failed = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
@@ -246,6 +248,18 @@ def together(group: dist.ProcessGroup | None, *, doing: str) -> Iterator[None]:
         others = f" (and {len(failed) - 1} other ranks)" if len(failed) > 1 else ""
         message = f"{doing} failed on rank {rank}{others}: {failure.message}"
         raise type(failure)(message, remedy=failure.remedy) from error
+
+
+@contextmanager
+def _stays_first(first: Exception | None, doing: str) -> Iterator[None]:
+    """Around a collective after an error: the error is the one that is raised if the other ranks are gone."""
+    try:
+        yield
+    except Exception as error:
+        if first is None:
+            raise
+        note(first, f"After this error, {doing} failed as well: {type(error).__name__}: {error}")
+        raise first  # noqa: B904 - the other one came later
 
 
 def _portable(error: Exception | None) -> NnxError | None:
@@ -299,10 +313,11 @@ def exchange(
                 raise answer.raised
             raise answer.raised from answer.error
         return cast(R, answer)
-    answer = _travel(group, outcome, decide, doing, give_up)
+    own = outcome if isinstance(outcome, _Failure) else None
+    with _stays_first(own.raised if own else None, f"telling the other ranks that {doing} failed"):
+        answer = _travel(group, outcome, decide, doing, give_up)
     if isinstance(answer, _Failure):
-        cause = outcome.error if isinstance(outcome, _Failure) else None
-        raise answer.raised from cause
+        raise answer.raised from (own.error if own else None)
     return cast(R, answer)
 
 

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
-from nnx_checkpoint.collective import control_group, is_distributed
+from nnx_checkpoint.collective import all_gather_object, control_group
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import BLOCKS, FEATURES, GLOBAL_BATCH, WIDTH, Block, Outcome, Plain, Task, dataset
 
@@ -130,11 +129,8 @@ def complete(value: Tensor) -> Tensor:
 
 def mean_over_ranks(value: float) -> float:
     """The mean of a number over all ranks. Collective, over host memory."""
-    total = torch.tensor(value, dtype=torch.float64)
-    if is_distributed():
-        dist.all_reduce(total, group=control_group())
-        total /= dist.get_world_size()
-    return total.item()
+    values = all_gather_object(value, control_group())
+    return sum(values) / len(values)
 
 
 # --- Fabric ---------------------------------------------------------------------------------------

@@ -295,7 +295,7 @@ def begin_anew(states: Iterable[Any]) -> None:
     for state in states:  # the rest is for torch before it had the above
         state._state_ctx.iter_forward_root = None
         state._state_ctx.post_backward_final_callback_queued = False
-        state._comm_ctx.post_forward_order.clear()
+        getattr(state._comm_ctx, "post_forward_order", []).clear()  # made by FSDP2's first forward
         idle = type(state._training_state).IDLE
         state._training_state = idle
         for group in param_groups(state):

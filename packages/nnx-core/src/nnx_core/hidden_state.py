@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nnx_checkpoint.clean_up import clean_up
 from nnx_core.errors import UnsupportedError
 from nnx_core.whole import Guard, Part, guard, show_plain, show_whole, unguard
 
@@ -85,10 +86,8 @@ class HiddenState:
     def hidden(self) -> Iterator[None]:
         """Within `shown`: around user code, such as a closure."""
         self._hide()
-        try:
+        with clean_up("taking optimizer state over", self._take):
             yield
-        finally:
-            self._take()
 
     def touched(self) -> Any:
         """User code looks at the state: show it whole.

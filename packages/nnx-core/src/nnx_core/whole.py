@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
 from nnx_checkpoint._torch_compat import local_mode
+from nnx_checkpoint.clean_up import clean_up
 from nnx_checkpoint.collective import is_distributed
 from nnx_core._torch_compat import (
     exchange_in_transforms,
@@ -253,11 +254,8 @@ class Wholes(Generic[K, P]):
 
         def closure(*args: Any, **kwargs: Any) -> Any:
             self._show_whole()
-            try:
-                with guarded_mode():
-                    return argument(*args, **kwargs)
-            finally:
-                self._show_plain()
+            with clean_up("collecting gradients after a closure", self._show_plain), guarded_mode():
+                return argument(*args, **kwargs)
 
         return closure
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nnx_checkpoint.clean_up import clean_up
 from nnx_checkpoint.shard import Shard, shard_of
 from nnx_checkpoint.state import (
     ModelState,
@@ -122,11 +123,14 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """Gather the masters into the user's parameters and take DeepSpeed off the module."""
         if self._engine is not None:
-            # first: where it refuses, Lightning tears down once more, and that takes the engine off
-            self._engine.agreement.refuse_other_order()
-            engine, self._engine = self._engine, None
-            engine.remove(self.at_end, with_state=self.gather_at_end == "all")
+            with clean_up("taking DeepSpeed off", self._remove_engine):
+                self._engine.agreement.refuse_other_order()
         return {}
+
+    def _remove_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.remove(self.at_end, with_state=self.gather_at_end == "all")
+            self._engine = None  # else `teardown` does what is possible without the other ranks
 
     def teardown(self) -> None:
         """Leave the process as it was, also where an error on one rank has left the module sharded."""

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from nnx_checkpoint.clean_up import clean_up_after_error
 from nnx_checkpoint.shard import shard_of
 from nnx_checkpoint.state import ModelState, OptimizerState, describe_model, entries_of
 from nnx_core._torch_compat import begin_anew, forget_dtensors, states_of
@@ -710,14 +711,9 @@ class FSDPBackend(Backend[FSDPOptions]):
             self._owner_ranks.load(self, module, optimizer, saved)
 
 
-@contextmanager
-def _recovering(module: nn.Module) -> Iterator[None]:
+def _recovering(module: nn.Module) -> AbstractContextManager[None]:
     """After an error every unit is what it is between steps, so that what was trained can still be saved."""
-    try:
-        yield
-    except BaseException:
-        begin_anew(states_of(module))
-        raise
+    return clean_up_after_error("resetting FSDP2", lambda: begin_anew(states_of(module)))
 
 
 def roots_of(module: nn.Module) -> list[FSDPModule]:

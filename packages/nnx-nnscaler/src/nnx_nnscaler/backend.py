@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nnx_checkpoint.clean_up import clean_up
 from nnx_checkpoint.shard import Shard, shard_of
 from nnx_checkpoint.state import ModelState, OptimizerState, describe_model, entries_of
 from nnx_core import random_state
@@ -229,10 +230,8 @@ class LaidOut:
             self.parameters.reducer.recover()
         if self.timeline is not None and torch.is_grad_enabled():
             self.timeline.begin_step()
-        try:
+        with clean_up("freeing gathered weights", self.parameters.end_step):
             yield
-        finally:
-            self.parameters.end_step()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

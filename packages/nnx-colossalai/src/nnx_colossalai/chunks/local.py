@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from nnx_checkpoint.clean_up import clean_up_after_error
 from nnx_checkpoint.shard import Shard, shard_of
 from nnx_colossalai._torch_compat import (
     NO_BACKWARD,
@@ -485,12 +486,9 @@ class Step:
         """
         self._forget_failures()
         self._running += 1
-        try:
+        with clean_up_after_error("showing master weights", self.reset):
             self.begin()
             result = step(*args, **kwargs)
-        except BaseException:
-            self.reset()
-            raise
         self._running -= 1
         if not self._running:
             self._left(result, is_complete=is_manual)

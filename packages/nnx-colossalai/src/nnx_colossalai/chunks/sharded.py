@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from nnx_checkpoint.clean_up import clean_up, clean_up_after_error
 from nnx_checkpoint.collective import all_gather_object, control_group, together
 from nnx_checkpoint.shard import Shard, shard_of
 from nnx_colossalai._torch_compat import (
@@ -157,14 +158,11 @@ class ShardedEngine(ChunkEngine):
         self._order.clear()
         self._casts.hide()  # those of a forward that no backward followed
         self._casts.show()
-        try:
+        with (
+            clean_up("numbering chunks", self._number_chunks),
+            clean_up_after_error("resetting FSDP2", partial(recover, self._root), self._casts.hide),
+        ):
             result = self._units.run_step(root, step, *args, **kwargs)
-        except BaseException:
-            recover(self._root)
-            self._casts.hide()
-            raise
-        finally:
-            self._number_chunks()
         if not torch.is_grad_enabled():
             self._casts.hide()
         return result

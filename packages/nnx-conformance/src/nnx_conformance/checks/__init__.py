@@ -21,12 +21,14 @@ MODULES = (
     "habits_backward",
     "habits_optimizers",
     "habits_lone_rank",
+    "habits_collectives",
     "checkpoints_resuming",
     "checkpoints_contents",
     "checkpoints_accidents",
     "nodes",
     "manners_starting",
     "manners_failures",
+    "manners_first_error",
     "manners_residue",
 )
 """The modules in the order in which their checks run: what fails first explains most."""

@@ -227,12 +227,17 @@ def ending_of(run: Callable[[], None], meeting: str, *, patience: float = 2.0) -
         ) and time.monotonic() < ended + patience:
             time.sleep(0.01)
         if is_missing:
-            _hang_up()
+            hang_up()
     return Ending(text, ended - started, ended)
 
 
-def _hang_up() -> None:
-    """Shut the network connections of this process down, as if it had died."""
+def hang_up(*, keep_store: bool = False) -> None:
+    """Shut the network connections of this process down, as if it had died.
+
+    Args:
+        keep_store: False to shut that to the store of the process group down, too.
+    """
+    kept = int(os.environ["MASTER_PORT"]) if keep_store else None
     for descriptor in range(3, 1024):
         try:
             connection = socket.socket(fileno=descriptor)
@@ -242,7 +247,8 @@ def _hang_up() -> None:
             is_open = not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if is_open and connection.family in (socket.AF_INET, socket.AF_INET6):
                 with suppress(OSError):  # the other side was faster
-                    connection.shutdown(socket.SHUT_RDWR)
+                    if kept not in (connection.getsockname()[1], connection.getpeername()[1]):
+                        connection.shutdown(socket.SHUT_RDWR)
         finally:
             connection.detach()
 
@@ -260,12 +266,13 @@ SOON = 20.0
 """Seconds in which a rank must have failed; collectives would wait for minutes."""
 
 
-def _endings(bench: Bench, job: Callable[..., Ending], *args: Any, world_size: int = 2) -> list[Ending]:
+def endings_of(bench: Bench, job: Callable[..., Ending], *args: Any, world_size: int = 2) -> list[Ending]:
+    """Run a job that should fail; how it ended on every rank."""
     meeting = tempfile.mkdtemp(dir=bench.directory)
     return bench.run(job, meeting, *args, world_size=world_size)
 
 
-def _expect_cause(endings: Sequence[Ending], *, names: str, ranks: Sequence[int] | None = None) -> None:
+def expect_cause(endings: Sequence[Ending], *, names: str, ranks: Sequence[int] | None = None) -> None:
     """These ranks (by default all) raised, soon, and say why."""
     for rank in range(len(endings)) if ranks is None else ranks:
         ending, where = endings[rank], f"rank {rank} of {len(endings)}"
@@ -293,21 +300,21 @@ def _expect_weights(ending: Ending, expected: Mapping[str, Tensor], *, tolerance
 @check()
 def error_in_step(bench: Bench) -> None:
     """An error in ``training_step`` comes out of ``fit`` as it is, on every rank."""
-    _expect_cause(_endings(bench, fail_in_step), names=MESSAGE)
+    expect_cause(endings_of(bench, fail_in_step), names=MESSAGE)
 
 
 @check()
 def module_after_an_error(bench: Bench) -> None:
     """After an error on all ranks the module is complete, with the weights of the last step."""
-    _expect_module_after_one_step(bench, _endings(bench, fail_in_step))
+    _expect_module_after_one_step(bench, endings_of(bench, fail_in_step))
 
 
 @check()
 def error_on_one_rank(bench: Bench) -> None:
     """A rank that fails alone raises its error within seconds, instead of waiting for the others."""
     last = 1
-    endings = _endings(bench, fail_alone, last)
-    _expect_cause(endings, names=MESSAGE, ranks=[last])
+    endings = endings_of(bench, fail_alone, last)
+    expect_cause(endings, names=MESSAGE, ranks=[last])
     for rank, ending in enumerate(endings[:last]):
         expect(bool(ending.error), f"rank {rank} ended without an error although rank {last} had failed.")
 
@@ -315,7 +322,7 @@ def error_on_one_rank(bench: Bench) -> None:
 @check()
 def interrupt_from_the_keyboard(bench: Bench) -> None:
     """An interrupt ends ``fit`` as Lightning ends it, and leaves the module complete."""
-    endings = _endings(bench, interrupt)
+    endings = endings_of(bench, interrupt)
     for rank, ending in enumerate(endings):
         ended = ending.error.startswith(("SystemExit", "KeyboardInterrupt"))
         expect(ended, f"rank {rank} ended with {ending.error!r}, expected SystemExit or KeyboardInterrupt.")
@@ -325,19 +332,19 @@ def interrupt_from_the_keyboard(bench: Bench) -> None:
 @check(of_adapter=True)
 def error_in_configure_model(bench: Bench) -> None:
     """An error in ``configure_model`` comes out of ``fit`` as it is, on every rank."""
-    _expect_cause(_endings(bench, fail_in_hook, "configure_model"), names=MESSAGE)
+    expect_cause(endings_of(bench, fail_in_hook, "configure_model"), names=MESSAGE)
 
 
 @check(of_adapter=True)
 def error_in_configure_optimizers(bench: Bench) -> None:
     """An error in ``configure_optimizers`` comes out of ``fit`` as it is, on every rank."""
-    _expect_cause(_endings(bench, fail_in_hook, "configure_optimizers"), names=MESSAGE)
+    expect_cause(endings_of(bench, fail_in_hook, "configure_optimizers"), names=MESSAGE)
 
 
 @check(of_adapter=True)
 def error_in_validation(bench: Bench) -> None:
     """An error in ``validation_step`` comes out of ``fit`` as it is, on every rank."""
-    _expect_cause(_endings(bench, fail_in_hook, "validation_step"), names=MESSAGE)
+    expect_cause(endings_of(bench, fail_in_hook, "validation_step"), names=MESSAGE)
 
 
 @check(of_adapter=True)
@@ -353,8 +360,8 @@ def fit_without_a_step(bench: Bench) -> None:
 
 
 def _expect_recovery(bench: Bench, kind: type[LightningModule], *, names: str) -> None:
-    endings = _endings(bench, fit_refused, kind)
-    _expect_cause(endings, names=names)
+    endings = endings_of(bench, fit_refused, kind)
+    expect_cause(endings, names=names)
     alone = bench.train_alone(Task())
     for rank, ending in enumerate(endings):
         where = f"the fit after it, rank {rank}"
@@ -364,7 +371,7 @@ def _expect_recovery(bench: Bench, kind: type[LightningModule], *, names: str) -
 @check(of_adapter=True)
 def unknown_option(bench: Bench) -> None:
     """An option that the strategy does not have is refused by its name, on every rank."""
-    _expect_cause(_endings(bench, use_option, "no_such_option", 1), names="no_such_option")
+    expect_cause(endings_of(bench, use_option, "no_such_option", 1), names="no_such_option")
 
 
 @check(kinds=("backend",), of_adapter=True)
@@ -374,7 +381,7 @@ def wrong_option_values(bench: Bench) -> None:
     if not wrong:
         bench.not_applicable("none of its options declares choices or types")
     for name, value in wrong.items():
-        _expect_cause(_endings(bench, use_option, name, value, world_size=1), names=name)
+        expect_cause(endings_of(bench, use_option, name, value, world_size=1), names=name)
 
 
 @check()
@@ -385,9 +392,9 @@ def undeclared_precisions(bench: Bench) -> None:
     if not undeclared:
         bench.not_applicable("it declares every precision")
     for precision in undeclared:
-        endings = _endings(bench, fit_with_precision, precision)
+        endings = endings_of(bench, fit_with_precision, precision)
         if any(ending.error for ending in endings):
-            _expect_cause(endings, names=precision)
+            expect_cause(endings, names=precision)
 
 
 class _Nonsense:

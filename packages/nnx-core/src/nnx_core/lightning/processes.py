@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nnx_core.backend import Backend, ParallelContext
+from nnx_core.direct_calls import stop_warning, warn_of_direct_calls
 from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.checkpoint import CheckpointIO
 from nnx_core.lightning.compat import make_launcher, reset_seed, seed_data_workers
@@ -282,11 +283,16 @@ class ParallelProcesses(ABC):
         self._join_process_group()
         if not self._backend_is_set_up:
             end_run()
+            stop_warning()
             self._agree_on_threads()
             self.backend.setup(self._parallel_context())
             self._backend_is_set_up = True
             self._shares = make_shares(*self.backend.data_parallel_rank_and_size)
             self._batches = SharedBatches(self._shares, every=self.common.check_every)
+            if self._shares is not None:
+                ranks = dist.get_world_size() // self._shares.size
+                engine = type(self.backend).__module__.partition(".")[0]
+                warn_of_direct_calls(self.name, engine=engine, ranks=ranks)
 
     def _tell(self, module: nn.Module, batch: int | None = None, *, accumulate: int = 1) -> None:
         """Begin the run with one line on rank 0, once a module is laid out."""

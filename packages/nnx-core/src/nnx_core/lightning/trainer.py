@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import copy
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from nnx_checkpoint.clean_up import CleanUp, note
 from nnx_checkpoint.collective import all_arrive, control_group, together
 from nnx_checkpoint.inflight import settle_quietly, take_error
 from nnx_checkpoint.state import OptimizerState, parameter_names, repoint_optimizer
 from nnx_checkpoint.writer import poll
 from nnx_core._torch_compat import complete_optimizer
 from nnx_core.backend import Backend
+from nnx_core.direct_calls import stop_warning
 from nnx_core.errors import CheckpointError, NnxError, UnsupportedError, is_lost_connection
 from nnx_core.lightning.averaging import Averages
 from nnx_core.lightning.checkpoint import (
@@ -258,6 +261,7 @@ class TrainerAdapter(ParallelProcesses):
         self._has_failed = self._accumulates = self._has_told = self._is_alone = False
         self._loops: CollectiveOrder | None = None
         self._other_ranks_error: NnxError | None = None
+        self._first_error: BaseException | None = None
         self._even_prediction = EvenPrediction()
         self._optimizers_of_backend: list[Optimizer] = []
         self._final_states: dict[Optimizer, OptimizerState] = {}
@@ -288,7 +292,7 @@ class TrainerAdapter(ParallelProcesses):
     def setup_environment(self) -> None:
         """Join the process group; the callbacks are set up next. Collective."""
         super().setup_environment()
-        self._phase = _Phase.JOINED
+        self._phase, self._first_error = _Phase.JOINED, None
         self._averages.prepare(self.root, self.lightning_module.trainer)
 
     @contextmanager
@@ -366,44 +370,52 @@ class TrainerAdapter(ParallelProcesses):
     def teardown(self) -> None:
         """Give the module its plain parameters and class back, on the host. Collective.
 
+        Where a part of it fails, the rest is done. An error before it stays the one that is raised.
+
         Raises:
             CheckpointError: The save in flight failed, and nothing else did.
         """
+        cleaning, self._first_error = CleanUp(self._first_error), None
         save_error = self._end_saving()
         self._phase, self._weights_to_load = _Phase.APART, None
         end_run()
         if self._loops is not None:
             self._loops.close()
+        stop_warning()
         module = self.lightning_module
         trainer = attached_trainer(module)
         if trainer is not None:  # the process that only launches others has attached none
-            self._exact_resume.close(trainer)
+            cleaning.run("closing the loaders", partial(self._exact_resume.close, trainer))
         if module is not None and self._backend_is_set_up and self._can_gather():
-            self._keep_final_states(module)
-            self._averages.give_back(gather=True)
-            self._repoint(self.backend.unparallelize(module))
-            put_back(module, self._replaced_layers)
-            self._replaced_layers = {}
-            if not self.backend.keeps_weights:
-                self._repoint(leave_on_meta(module))
-            move_to_host(module)
-            optimizers = [unwrap_optimizer(optimizer) for optimizer in self.optimizers]
-            move_states(optimizers, self._final_states, torch.device("cpu"))
-        self._averages.give_back(gather=False)
-        self.backend.teardown()
+            cleaning.run("gathering the model", partial(self._gather_model, module))
+        cleaning.run("removing averaged weights", partial(self._averages.give_back, gather=False))
+        cleaning.run("closing the engine", self.backend.teardown)
         self._backend_is_set_up = False
-        self.cluster_environment.teardown()
+        cleaning.run("closing the cluster environment", self.cluster_environment.teardown)
         unroute_precision(self.precision_plugin)
         for hook in self._hooks:
             hook.remove()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
-        if save_error is not None:
+        for plugin in (self.precision_plugin, self.accelerator, self.checkpoint_io):
+            cleaning.run(f"closing {type(plugin).__name__}", plugin.teardown)
+        if save_error is not None and cleaning.error is None:
             raise save_error
         other, self._other_ranks_error = self._other_ranks_error, None
-        if other is not None:  # gloo's error where no call of the strategy's could explain it
-            raise other
+        if other is not None:
+            raise other  # names the rank that failed; the first error here is gloo's, which names no cause
+        cleaning.finish()
+
+    def _gather_model(self, module: Any) -> None:
+        """Give the module back complete, and optimizers their state; see `teardown`. Collective."""
+        self._keep_final_states(module)
+        self._averages.give_back(gather=True)
+        self._repoint(self.backend.unparallelize(module))
+        put_back(module, self._replaced_layers)
+        self._replaced_layers = {}
+        if not self.backend.keeps_weights:
+            self._repoint(leave_on_meta(module))
+        move_to_host(module)
+        optimizers = [unwrap_optimizer(optimizer) for optimizer in self.optimizers]
+        move_states(optimizers, self._final_states, torch.device("cpu"))
 
     def _keep_final_states(self, module: nn.Module) -> None:
         """Describe optimizer state while the engine knows where it lies: it may be saved after the run."""
@@ -421,11 +433,12 @@ class TrainerAdapter(ParallelProcesses):
 
     def on_exception(self, exception: BaseException) -> None:
         """Remember for `teardown` that this rank may be alone, and say so where gloo's error does not."""
-        self._has_failed = True
-        if hasattr(exception, "add_note") and self._is_between_setup_and_first_step():  # Python 3.11
-            exception.add_note(
+        self._has_failed, self._first_error = True, exception
+        if self._is_between_setup_and_first_step():
+            note(
+                exception,
                 "The engine had laid the model out by then. Code that replaces, ties or parametrizes layers "
-                "belongs in `__init__` or `configure_model`."
+                "belongs in `__init__` or `configure_model`.",
             )
         if self._loops is not None:
             self._other_ranks_error = self._loops.cause_of(exception)

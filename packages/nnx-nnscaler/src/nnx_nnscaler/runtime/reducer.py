@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nnx_checkpoint.clean_up import clean_up_after_error
 from nnx_checkpoint.collective import wait_for_collective
 from nnx_core._torch_compat import foreach_copy_, foreach_mul_, users_of_storage, when_backward_ends
 from nnx_core.errors import UnsupportedError
@@ -449,13 +450,9 @@ class Reducer:
             yield
             return
         self._held += 1
-        try:
+        with clean_up_after_error("reducing the gradients that were there", self._leave, self.recover):
             yield
-        except BaseException:
-            self._held -= 1
-            self.recover()
-            raise
-        self._held -= 1
+        self._leave()
         if self._held == 0 and (self.synchronize or self._rows or self._axes.pipe is not None):
             with local_mode(), torch.no_grad():
                 if self._open is None:
@@ -464,6 +461,9 @@ class Reducer:
             error, self._error = self._error, None
             if error is not None:
                 raise error
+
+    def _leave(self) -> None:
+        self._held -= 1
 
     def recover(self) -> None:
         """After an error in backward: end what was started, and forget it. Cheap if there was none."""

@@ -16,6 +16,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from nnx_checkpoint.clean_up import clean_up
 from nnx_checkpoint.collective import broadcast_tensor, is_distributed
 from nnx_checkpoint.shard import Shard, shard_of
 from nnx_core.calibration import Communicator, GroupCommunicator
@@ -465,27 +466,24 @@ class Parameters:
     def stepping(self) -> Iterator[None]:
         """Around an optimizer's step: parameters are plain local ones, whoever looks at their class."""
         self.end_step()
+        self._show_plain()
+        with clean_up("ending the optimizer's step", self._show_whole, self.end_step):
+            yield
+
+    def _show_whole(self) -> None:
+        for parameter in self._parts:
+            show_whole(parameter)
+
+    def _show_plain(self) -> None:
         for parameter in self._parts:
             show_plain(parameter)
-        try:
-            yield
-        finally:
-            for parameter in self._parts:
-                show_whole(parameter)
-            self.end_step()
 
     @contextmanager
     def closure(self) -> Iterator[None]:
         """Inside `stepping`, around a closure of the user's: parameters look whole again."""
-        for parameter in self._parts:
-            show_whole(parameter)
-        try:
-            with guarded_mode():
-                yield
-        finally:
-            self.flush()
-            for parameter in self._parts:
-                show_plain(parameter)
+        self._show_whole()
+        with clean_up("writing weights back", self.flush, self._show_plain), guarded_mode():
+            yield
 
     def unit_local(self, parameter: Tensor) -> Tensor:
         """This rank's part within the unit as a plain tensor, for programs; gradients reach the parameter.

@@ -226,9 +226,10 @@ class RowBucket(Bucket):
 
     def release(self) -> None:
         """Free all rows but this rank's."""
-        if self._gathering is not None:
-            wait_for_collective(self._gathering)
-        self._gathered = self._gathering = None
+        gathering, self._gathering = self._gathering, None  # one that failed is not waited for again
+        if gathering is not None:
+            wait_for_collective(gathering)
+        self._gathered = None
         for part in self.parts:
             part.forget()
 

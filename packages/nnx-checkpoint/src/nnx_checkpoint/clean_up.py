@@ -1,0 +1,107 @@
+"""Clean-up that keeps the first error, for the core and all engines.
+
+After an error the other ranks may be gone, so a collective of clean-up fails as well, with an error that
+names no cause. Clean-up that may fail runs through this module: every action is tried, an error of its own
+becomes a note of the first error, and the first error is the one that is raised.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["CleanUp", "clean_up", "clean_up_after_error", "note"]
+
+log = logging.getLogger("nnx.errors")
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a line that tracebacks show below an error. Python 3.10 has no notes, and gets a log line.
+
+    Example:
+        >>> error = ValueError("bad sample 17")
+        >>> note(error, "Gathering the model failed as well.")
+    """
+    add = getattr(error, "add_note", None)
+    if add is None:
+        log.error("%s: %s", type(error).__name__, text)
+    else:
+        add(text)
+
+
+class CleanUp:
+    """Run the actions of a clean-up one after the other, also where some of them fail.
+
+    Args:
+        after: The error that made the clean-up necessary, None where nothing has failed so far.
+
+    Attributes:
+        error: The first error, `after` or that of an action.
+
+    Example:
+        >>> cleaning = CleanUp(ValueError("bad sample 17"))
+        >>> cleaning.run("gathering the model", lambda: 1 / 0)
+        >>> cleaning.finish()
+        >>> cleaning.error
+        ValueError('bad sample 17')
+    """
+
+    def __init__(self, after: BaseException | None = None) -> None:
+        self.error = self._after = after
+
+    def run(self, doing: str, action: Callable[[], object]) -> None:
+        """Call an action; an error of it is kept if it is the first one, and a note of the first otherwise.
+
+        Args:
+            doing: Names the action in the note, such as "gathering the model".
+            action: What is called.
+        """
+        try:
+            action()
+        except Exception as error:
+            if self.error is None:
+                self.error = error
+            elif error is not self.error:
+                note(self.error, f"After this error, {doing} failed as well: {type(error).__name__}: {error}")
+
+    def finish(self) -> None:
+        """Raise the first error, unless it is the one before the clean-up, which its owner raises."""
+        if self.error is not None and self.error is not self._after:
+            raise self.error
+
+
+@contextmanager
+def clean_up(doing: str, *actions: Callable[[], object]) -> Iterator[None]:
+    """Call actions at the end of a block, in place of ``finally`` where they may fail.
+
+    Args:
+        doing: Names them in a note of the block's error.
+        *actions: Called in this order, all of them.
+
+    Raises:
+        Exception: The block's own error; without one, the first error of an action.
+    """
+    with clean_up_after_error(doing, *actions):
+        yield
+    cleaning = CleanUp()
+    for action in actions:
+        cleaning.run(doing, action)
+    cleaning.finish()
+
+
+@contextmanager
+def clean_up_after_error(doing: str, *actions: Callable[[], object]) -> Iterator[None]:
+    """Call actions only if a block fails, in place of ``except BaseException`` and ``raise``.
+
+    Args:
+        doing: Names them in a note of the block's error.
+        *actions: Called in this order, all of them.
+    """
+    try:
+        yield
+    except BaseException as error:
+        cleaning = CleanUp(error)
+        for action in actions:
+            cleaning.run(doing, action)
+        raise

@@ -1,0 +1,90 @@
+"""Collectives that user code calls by itself, without asking the strategy."""
+
+from __future__ import annotations
+
+import linecache
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.nn import functional
+
+from nnx_checkpoint.collective import is_distributed
+from nnx_conformance.check import Bench, check, expect
+from nnx_conformance.subject import Subject
+from nnx_conformance.task import GLOBAL_BATCH, Plain, Task
+from nnx_conformance.training import make_trainer
+
+CALLS = ("dist.all_reduce(", "functional.all_reduce(", "dist.all_gather_object(")
+"""The lines of `CountsByItself` that call torch.distributed."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a rank found.
+
+    Attributes:
+        counts: The samples of a global batch, as each call counts them.
+        warned: The source lines that warnings about torch.distributed name.
+        is_put_back: True if torch's functions are its own after the run.
+    """
+
+    counts: tuple[float, ...]
+    warned: list[str]
+    is_put_back: bool
+
+
+class CountsByItself(Plain):
+    """Counts the samples of the global batch in each step, by torch.distributed on the default group."""
+
+    counts: tuple[float, ...] = ()
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        """Count in three ways; the last maximum and the log do not depend on the number of ranks."""
+        own = float(len(batch[0]))
+        summed, lengths = torch.tensor(own), [own]
+        through_torch = torch.tensor(own)
+        if is_distributed():
+            dist.all_reduce(summed)
+            through_torch = functional.all_reduce(through_torch)  # type: ignore[no-untyped-call]
+            lengths = [0.0] * dist.get_world_size()
+            dist.all_gather_object(lengths, own)
+            dist.all_reduce(torch.tensor(own), op=dist.ReduceOp.MAX)
+        self.counts = float(summed), float(through_torch), sum(lengths)
+        self.log("count", own, sync_dist=True, reduce_fx="sum")
+        return super().training_step(batch, index)
+
+
+def count(subject: Subject) -> Counted:
+    """Train, and report what was counted and warned of."""
+    own: Any = dist.all_reduce
+    module = CountsByItself(Task())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(subject, module.task).fit(module)
+    lines = [
+        linecache.getline(warning.filename, warning.lineno).strip()
+        for warning in caught
+        if warning.filename == __file__ and "on the default group" in str(warning.message)
+    ]
+    return Counted(module.counts, lines, dist.all_reduce is own)
+
+
+@check()
+def direct_collectives(bench: Bench) -> None:
+    """``torch.distributed`` in a step counts every sample once, or one warning names each such line."""
+    outcomes = bench.run(count)
+    expect(all(outcome.is_put_back for outcome in outcomes), "functions of torch.distributed stay replaced.")
+    wrong = [
+        call
+        for call, *counts in zip(CALLS, *(outcome.counts for outcome in outcomes), strict=True)
+        if any(number != GLOBAL_BATCH for number in counts)
+    ]
+    warned = outcomes[0].warned
+    for call in wrong:
+        lines = [line for line in warned if call in line]
+        expect(len(lines) == 1, f"{call}...) counts samples twice and has {len(lines)} warnings, expected 1.")
+    expect(len(warned) == len(wrong), f"these lines are warned of: {warned}, expected: {wrong}.")
