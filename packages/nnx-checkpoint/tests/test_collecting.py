@@ -167,7 +167,8 @@ def test_another_programs_manifest_is_not_replaced(tmp_path: Path, content: str)
 
 
 @pytest.mark.parametrize(
-    "harm", [lambda raw: b"", lambda raw: raw[:40], lambda raw: raw.replace(b"digest", b"dugest"), lambda raw: b"x"]
+    "harm",
+    [lambda raw: b"", lambda raw: raw[:40], lambda raw: raw.replace(b"digest", b"dugest"), lambda raw: b"x"],
 )
 def test_a_damaged_checkpoint_of_ours_can_be_saved_over(
     tmp_path: Path, harm: Callable[[bytes], bytes]

@@ -54,15 +54,17 @@ def begin(path: Place) -> Transaction:
     """
     if path.kind() == "file":
         raise _refusal(path, "it is a file")
+    if path.kind() is None and os.path.lexists(path.location):
+        raise _refusal(path, "it is a link that leads to nothing")
     foreign = [name for name in path.names() if not _is_ours(name)]
     if foreign and not _is_proven(path):
         if MANIFEST in foreign:
             raise _refusal(path, f"its '{MANIFEST}' is another program's")
         raise _refusal(path, f"it holds other things, such as {foreign[0]!r}")
-    path.make()
     lock: Lock | None = None
     transaction: Transaction | None = None
     try:
+        path.make()
         lock = path.lock()
         transaction = Transaction(path, lock, None if lock else _read_manifest(path), is_first=not foreign)
         transaction.directory.make()

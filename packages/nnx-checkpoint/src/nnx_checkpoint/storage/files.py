@@ -196,6 +196,17 @@ def sync_directory(path: Path) -> None:
             close_quietly(fd)
 
 
+def make_directories(path: Path) -> None:
+    """Make a directory and those above it, and force the name of each new one to disk."""
+    with explained("create", path):
+        new = [place for place in (path, *path.parents) if not os.path.lexists(place)]
+        path.mkdir(parents=True, exist_ok=True)
+    sync_directory(path.parent)
+    for place in new[1:]:
+        if os.access(place.parent, os.R_OK):  # else nobody can force its names to disk
+            sync_directory(place.parent)
+
+
 class FileReader:
     """An open file that several threads read at the same time.
 
