@@ -276,7 +276,7 @@ def _colliding(number: int, *, in_pickle: bool) -> Any:
             made.items = Pairs((key, 0) for key in keys)
         return made
     found: list[Any] = [{"$": "tuple", "items": [i, "a"]} for i in numbers] if inside else numbers
-    if number % 3 == 2:  # noqa: PLR2004
+    if number % 3 == 2:
         found = [{"$": "complex", "value": [-1000003.0 * i, float(i)]} for i in range(1, _MANY)]
     if number % 2:
         return {"$": "dict", "items": [[key, 0] for key in found]}

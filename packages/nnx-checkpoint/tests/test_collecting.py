@@ -1,4 +1,4 @@
-"""Collecting garbage among other people's files: nothing that may be in use is removed, nothing ends it early."""
+"""Collecting garbage among other people's files removes nothing in use, and nothing ends it early."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def test_a_newer_save_that_is_being_copied_over_an_older_one_is_left_alone(tmp_p
 
 
 def deep(partial: Path) -> None:
-    here = os.getcwd()
+    here = Path.cwd()
     os.chdir(partial)
     for _ in range(1500):
-        os.mkdir("d")
+        Path("d").mkdir()
         os.chdir("d")
     os.chdir(here)
 
@@ -175,6 +175,6 @@ def test_a_damaged_checkpoint_of_ours_can_be_saved_over(
 ) -> None:
     path = save(tmp_path / "a.ckpt")
     (path / MANIFEST).write_bytes(harm((path / MANIFEST).read_bytes()))
-    with pytest.raises(CheckpointError, match="damaged|not the manifest"):
+    with pytest.raises(CheckpointError, match=r"damaged|not the manifest"):
         nnx_checkpoint.open_checkpoint(path)
     assert nnx_checkpoint.open_checkpoint(save(path)).read("w").tolist() == [1, 1, 1]

@@ -121,7 +121,7 @@ def test_ordinary_keys_are_read(tmp_path: Path) -> None:
     tree = {
         "dict": dict.fromkeys(keys, 1),
         "set": set(keys),
-        "generators": {i: 1 << 127 for i in range(3000)},
+        "generators": dict.fromkeys(range(3000), 1 << 127),
     }
     torch.save({"state_dict": {"w": torch.ones(1)}, **tree}, tmp_path / "a.ckpt")
     assert nnx_checkpoint.open_checkpoint(tmp_path / "a.ckpt").objects["trainer"]["dict"] == tree["dict"]

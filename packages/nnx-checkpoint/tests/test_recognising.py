@@ -51,7 +51,7 @@ class Bare(formats.CheckpointFormat):
         for child in place.iterdir():
             if child.is_dir() and any(inner.stat().st_size < 0 for inner in child.iterdir()):
                 return True
-        return place.resolve(strict=True).stat().st_size < 0 or os.stat(place / "x.ckpt").st_size < 0
+        return place.resolve(strict=True).stat().st_size < 0 or (place / "x.ckpt").stat().st_size < 0
 
     def open(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> Checkpoint:
         raise NotImplementedError
@@ -310,11 +310,11 @@ def test_other_directories_of_one_format_are_checkpoints_of_their_own(tmp_path: 
 
 
 def test_directories_nested_without_end_are_surveyed(tmp_path: Path) -> None:
-    here, top = os.getcwd(), tmp_path / "top"
+    here, top = Path.cwd(), tmp_path / "top"
     top.mkdir()
     os.chdir(top)
     for _ in range(1200):
-        os.mkdir("d")
+        Path("d").mkdir()
         os.chdir("d")
     os.chdir(here)
     try:

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -28,8 +28,8 @@ class Liar(MemoryFileSystem):  # type: ignore[misc]
     """A store that says of sizes what it is told to say."""
 
     protocol = "liar"
-    store: dict[str, Any] = {}
-    pseudo_dirs = [""]
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
     listed: Any = None
     known: Any = "right"
 

@@ -404,7 +404,7 @@ class Found:
 def survey(location: Location, skipped: Callable[[Place, str], None] | None = None) -> Iterator[Found]:
     """Find everything at a path and below it, in the order of names.
 
-    Hidden directories and links to directories are not looked into, and neither are the saves of a checkpoint.
+    Hidden directories, links to directories and the saves of a checkpoint are not looked into.
 
     Args:
         location: A path or a URL.

@@ -303,9 +303,9 @@ def _remove(place: Place) -> None:
 
 # --- on request -----------------------------------------------------------------------------------
 # What a running save or conversion is writing is never touched: the lock of saves tells, or on places without
-# locks the order of saves. `cp -r` and rsync hold no lock, so conversions, and what is newer than the committed
-# save, are left alone while they change. Neither is a committed save touched, nor any complete one unless the
-# caller says how many to keep.
+# locks the order of saves. `cp -r` and rsync hold no lock, so conversions, and what is newer than the
+# committed save, are left alone while they change. Neither is a committed save touched, nor any complete one
+# unless the caller says how many to keep.
 
 
 _HOUR = 3600.0

@@ -1,9 +1,9 @@
 """What unpickling a file would cost, found out before it is unpickled: memory, time, and depth.
 
-A pickle makes an empty list, of 64 bytes, with each of its own bytes. A tuple that holds one twice, which holds
-one twice, and so on, is looked through to the end when it becomes a key. Keys of one hash are compared with each
-other, every two of them. The hash of a tuple that is nested too deeply ends the process. So the operations of
-a pickle are followed first, without making anything.
+A pickle makes an empty list, of 64 bytes, with each of its own bytes. A tuple that holds one twice, which
+holds one twice, and so on, is looked through to the end when it becomes a key. Keys of one hash are compared
+with each other, every two of them. The hash of a tuple that is nested too deeply ends the process. So the
+operations of a pickle are followed first, without making anything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing_extensions import override
 from nnx_checkpoint.codec import HashCounts
 from nnx_checkpoint.errors import CheckpointError
 
-__all__ = ["MOST_OBJECTS", "refuse_swollen"]
+__all__ = ["MOST_OBJECTS", "refuse_swollen", "refuse_swollen_pickle"]
 
 MOST_OBJECTS = 1_000_000
 _DEEPEST_KEY = 1_000
@@ -119,12 +119,17 @@ def refuse_swollen(file: IO[bytes], *, nbytes: int, source: str) -> None:
     if not zipfile.is_zipfile(file):
         file.seek(0)
         for _ in range(5):  # the old format is as many pickles, and the elements of tensors after them
-            _Following(nbytes, source).follow(file)
+            refuse_swollen_pickle(file, nbytes=nbytes, source=source)
         return
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
             if entry.filename.endswith("/data.pkl"):
-                _Following(nbytes, source).follow(io.BytesIO(archive.read(entry)))
+                refuse_swollen_pickle(io.BytesIO(archive.read(entry)), nbytes=nbytes, source=source)
+
+
+def refuse_swollen_pickle(pickled: IO[bytes], *, nbytes: int, source: str) -> None:
+    """As `refuse_swollen`, for one pickle."""
+    _Following(nbytes, source).follow(pickled)
 
 
 class _Following:

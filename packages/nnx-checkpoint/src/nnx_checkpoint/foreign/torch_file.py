@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import copy
 import errno
 import importlib
@@ -33,7 +32,7 @@ from typing_extensions import override
 from nnx_checkpoint._torch_compat import STORAGE_DTYPES, load_structure, position_in_file
 from nnx_checkpoint.box import Box
 from nnx_checkpoint.errors import CheckpointError
-from nnx_checkpoint.foreign.pickle_cost import MOST_OBJECTS, refuse_swollen
+from nnx_checkpoint.foreign.pickle_cost import MOST_OBJECTS, refuse_swollen, refuse_swollen_pickle
 from nnx_checkpoint.index import Piece, TensorEntry
 from nnx_checkpoint.storage.files import FileReader, is_file, read_exactly
 
@@ -565,7 +564,7 @@ def locate_tensor(reader: FileReader, path: Path, start: int, length: int) -> Fi
         pickled, order = (_small_record(archive, records.get(name)) for name in ("data.pkl", "byteorder"))
     if order not in (b"", b"little"):
         raise ValueError("its bytes are in big-endian order")
-    _count_operations(io.BytesIO(pickled), len(pickled), str(path))
+    refuse_swollen_pickle(io.BytesIO(pickled), nbytes=len(pickled), source=str(path))
     tensor = _TensorUnpickler(pickled).load()
     if not isinstance(tensor, _Described):
         raise ValueError(f"it holds a {type(tensor).__name__} instead of a tensor")

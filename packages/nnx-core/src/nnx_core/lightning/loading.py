@@ -129,7 +129,7 @@ def _arguments(cls: Any, content: dict[str, Any], given: Mapping[str, Any]) -> d
     saved = content.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
     if not isinstance(saved, MutableMapping):
         raise CheckpointError(
-            f"'{cls.CHECKPOINT_HYPER_PARAMS_KEY}' of the checkpoint is a {type(saved).__name__}, not a mapping "
+            f"'{cls.CHECKPOINT_HYPER_PARAMS_KEY}' of the checkpoint is a {type(saved).__name__}, no mapping "
             f"of names to arguments of {cls.__name__}.",
             remedy="Remove it from the checkpoint, and pass the arguments to `load_from_checkpoint`.",
         )
