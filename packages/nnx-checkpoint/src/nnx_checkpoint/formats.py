@@ -260,7 +260,7 @@ def _unknown(path: str | os.PathLike[str]) -> CheckpointError:
     if any(is_save_id(name) for name in place_of(path).names()):
         return CheckpointError(
             f"'{place}' is not a checkpoint: it has no manifest, so its first save was interrupted.",
-            remedy="Resume from another one; `nnx ckpt gc` removes this.",
+            remedy="Resume from another one; `nnx ckpt gc` removes this an hour after its last change.",
         )
     if place_of(path).kind() == "file":
         place_of(path).reader().close()  # one that cannot be read says why
