@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fuzz.documents import Document, Packed, parse
-from fuzz.pickles import Made, Stored, dump_pickle
+from fuzz.pickles import Made, Pairs, Stored, Tup, dump_pickle
 
 __all__ = ["Case", "Edit", "Special", "apply", "cases"]
 
@@ -63,7 +63,11 @@ TREE_EDITS = (
     "rename",
     "wrap",
     "laugh",
+    "many",
+    "collide",
 )
+_LAST = ("laugh", "many", "collide")
+"""What makes so much of a tree that nothing can walk over it afterwards."""
 FILE_EDITS = (
     "remove",
     "link",
@@ -143,7 +147,7 @@ def apply(edits: tuple[Edit, ...], before: dict[str, bytes]) -> tuple[dict[str, 
     """
     files, special = dict(before), {}
     documents: dict[str, Document | None] = {}
-    for edit in sorted(edits, key=lambda edit: edit.kind == "laugh"):  # nothing can walk over the tree then
+    for edit in sorted(edits, key=lambda edit: edit.kind in _LAST):
         names = sorted(files)
         if not names:
             break
@@ -158,7 +162,7 @@ def apply(edits: tuple[Edit, ...], before: dict[str, bytes]) -> tuple[dict[str, 
             found = documents[name]
             if found is not None:
                 _edit_tree(found, edit)
-                if edit.kind == "laugh":
+                if edit.kind in _LAST:
                     break
                 continue
         raw = _dump(documents.pop(name, None), files[name])
@@ -231,6 +235,52 @@ def _edit_tree(document: Document, edit: Edit) -> None:
         for _ in range(40):
             tree = [tree, tree]
         holder[key] = tree
+    elif edit.kind == "many":
+        holder[key] = _many(holder[key], edit.other)
+    elif edit.kind == "collide":
+        holder[key] = _colliding(edit.other, in_pickle=shares)
+
+
+_MANY = 5_000
+_PRIME = (1 << 61) - 1
+
+
+def _many(value: Any, number: int) -> Any:
+    """A list of thousands, such as of boxes that follow each other, or a dict of as many."""
+    if isinstance(value, dict) and value:
+        name, item = list(value.items())[number % len(value)]
+        return {**value, **{f"{name}.{i}": item for i in range(_MANY)}}
+    item = value[number % len(value)] if isinstance(value, list) and value else value
+    made = [_moved(item, i * (number % 3)) for i in range(_MANY)]
+    return made if number % 2 else (value if isinstance(value, list) else []) + made
+
+
+def _moved(item: Any, distance: int) -> Any:
+    """The same with its first number moved, such as the offset of a box."""
+    if isinstance(item, int) and not isinstance(item, bool):
+        return item + distance
+    if isinstance(item, list) and type(item) in (list, Tup) and item:
+        return type(item)([_moved(item[0], distance), *item[1:]])
+    return item
+
+
+def _colliding(number: int, *, in_pickle: bool) -> Any:
+    """A dict or a set of thousands of keys that all have one hash, which nothing computes here."""
+    numbers = [i * _PRIME + 1 for i in range(_MANY)]
+    inside = number % 3 == 1
+    if in_pickle:
+        keys = [Tup([i, "a"]) for i in numbers] if inside else numbers
+        made = type("Made", (Made,), {"symbol": ("__builtin__", "set")})(keys)
+        if number % 2:
+            made = type("Made", (Made,), {"symbol": ("collections", "OrderedDict")})()
+            made.items = Pairs((key, 0) for key in keys)
+        return made
+    found: list[Any] = [{"$": "tuple", "items": [i, "a"]} for i in numbers] if inside else numbers
+    if number % 3 == 2:
+        found = [{"$": "complex", "value": [-1000003.0 * i, float(i)]} for i in range(1, _MANY)]
+    if number % 2:
+        return {"$": "dict", "items": [[key, 0] for key in found]}
+    return {"$": "set", "items": found}
 
 
 def _nudged(value: Any, number: int) -> Any:

@@ -31,9 +31,9 @@ __all__ = ["Judge", "Verdict"]
 MOST_GROWTH = 64 << 20
 """Bytes that opening may take beside four times the file's size."""
 MOST_SECONDS = 5.0
-"""Of processor time, for what has less than two megabytes."""
-PATIENCE = 60.0
-"""Seconds after which a case hangs, on a machine that is busy."""
+"""Of processor time, for what has less than two megabytes; a command may take twice as many."""
+PATIENCE = 30.0
+"""Seconds of processor time after which a case hangs; it may wait ten times as long."""
 _COMMANDS = (
     ("inspect", "{}"),
     ("inspect", "--json", "{}"),
@@ -106,10 +106,15 @@ class Judge:
             self._start()
         try:
             self._line.send(case)
-            if self._line.poll(PATIENCE):
+            started, before = time.monotonic(), self._spent()
+            while not self._line.poll(5):
+                waited, spent = time.monotonic() - started, self._spent() - before
+                if spent > PATIENCE or waited > 10 * PATIENCE:
+                    verdict = Verdict("wrong", f"no end after {spent:.0f} s")
+                    break
+            else:
                 found: Verdict = self._line.recv()
                 return found
-            verdict = Verdict("wrong", f"no end after {PATIENCE:.0f} s")
         except (EOFError, OSError):
             self._child.join(5)
             verdict = Verdict("wrong", f"the process ended with code {self._child.exitcode}")
@@ -122,6 +127,11 @@ class Judge:
         self._child = context.Process(target=self._serve, args=(theirs,), daemon=True)
         self._child.start()
         theirs.close()
+
+    def _spent(self) -> float:
+        """Seconds of processor time of the child."""
+        fields = Path(f"/proc/{self._child.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def stop(self) -> None:
         """End the child; the next case starts another."""
@@ -166,7 +176,11 @@ class Judge:
         verdict = _opened(path, sample, self._format, files, size)
         if verdict.kind != "wrong" and case.edits and case.edits[0].other % 4 == 0:
             arguments = _COMMANDS[case.edits[0].where % len(_COMMANDS)]
+            started = time.process_time()
             verdict = _commanded(arguments, path, sample, root.with_name("out")) or verdict
+            spent = time.process_time() - started
+            if spent > 2 * max(MOST_SECONDS, 2 * size / 1e6):
+                verdict = Verdict("wrong", f"nnx ckpt {arguments[0]} took {spent:.0f} s")
         return verdict
 
 

@@ -6,11 +6,19 @@ import io
 import pickle
 from typing import Any
 
-__all__ = ["Made", "Stored", "Tup", "dump_pickle", "load_pickle"]
+__all__ = ["Made", "Pairs", "Stored", "Tup", "dump_pickle", "load_pickle"]
 
 
 class Tup(list[Any]):
     """A tuple, of which an item can be replaced."""
+
+
+class Pairs(list[Any]):
+    """Keys and values of a dict whose keys are not hashed."""
+
+    def items(self) -> Pairs:
+        """As of a dict."""
+        return self
 
 
 class Made:

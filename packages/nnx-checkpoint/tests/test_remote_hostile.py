@@ -6,11 +6,12 @@ import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
 import nnx_checkpoint
 from jobs import remote_jobs
@@ -21,6 +22,51 @@ from nnx_checkpoint.transaction import begin, collect_garbage
 from nnx_core.errors import CheckpointError
 
 ODD_NAMES = ["../outside", "..", "a/../../b", "x\x1b]0;owned\x07", "20200101T000000.000000-deadbeef/../b"]
+
+
+class Liar(MemoryFileSystem):  # type: ignore[misc]
+    """A store that says of sizes what it is told to say."""
+
+    protocol = "liar"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    listed: Any = None
+    known: Any = "right"
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        found = super().ls(path, detail=True, **kwargs)
+        return [{**entry, "size": self.listed} if entry["type"] == "file" else entry for entry in found]
+
+    def info(self, path: str, **kwargs: Any) -> Any:
+        found = super().info(path, **kwargs)
+        return found if self.known == "right" else {**found, "size": self.known}
+
+
+@pytest.fixture
+def liar() -> Iterator[type[Liar]]:
+    fsspec.register_implementation("liar", Liar, clobber=True)
+    yield Liar
+    Liar.store.clear()
+    Liar.listed, Liar.known = None, "right"
+
+
+def test_a_listing_without_sizes_is_no_damage(liar: type[Liar]) -> None:
+    save("liar://runs/a.ckpt", 3)  # as of https://
+    check("liar://runs/a.ckpt", 3)
+    assert collect_garbage("liar://runs").removed == []
+
+
+@pytest.mark.parametrize("size", ["x", None, -1, 1.5, True])
+def test_sizes_that_nobody_can_believe_are_an_error_of_ours(liar: type[Liar], size: Any) -> None:
+    save("liar://runs/a.ckpt", 3)
+    liar.listed = liar.known = size
+    for use in (nnx_checkpoint.open_checkpoint, nnx_checkpoint.verify):
+        with pytest.raises(CheckpointError, match="does not say how many bytes"):
+            use("liar://runs/a.ckpt")
+    with pytest.raises(CheckpointError) as caught:
+        save("liar://runs/a.ckpt", 4)
+    assert "report this as a bug" not in str(caught.value)
+    collect_garbage("liar://runs")
 
 
 @pytest.fixture(scope="module")

@@ -249,7 +249,12 @@ def decode(
         if tag == "opaque":
             return opaque(item["place"])
         if tag in _CONTAINERS:
-            return _CONTAINERS[tag]([visit(part) for part in item["items"]], item)
+            items = [visit(part) for part in item["items"]]
+            if tag in _HASHING:
+                counts = HashCounts()
+                for part in items:
+                    counts.add(hash(part if tag in _SETS else part[0]))
+            return _CONTAINERS[tag](items, item)
         return _LEAVES[tag](item)
 
     try:
@@ -260,6 +265,28 @@ def decode(
             remedy="It was written by another program or a newer nnx; upgrade, or resume from another "
             "checkpoint.",
         ) from error
+
+
+class HashCounts:
+    """Counts the hashes of keys: Python compares every two keys of one hash, and a file can hold many such.
+
+    Only strings have hashes that a file cannot foresee. Of numbers with 64 bits, at most 34 have one hash.
+    """
+
+    _MOST = 64
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def add(self, hashed: int) -> None:
+        """Count one key of a dict or a set by its hash.
+
+        Raises:
+            ValueError: More than 64 of them have one hash.
+        """
+        count = self._counts[hashed] = self._counts.get(hashed, 0) + 1
+        if count > self._MOST:
+            raise ValueError(f"more than {self._MOST} keys have one hash")
 
 
 def _name(value: Any) -> str:
@@ -320,6 +347,8 @@ _CONTAINERS: dict[str, Callable[[list[Any], Any], Any]] = {
     "Namespace": lambda items, _: argparse.Namespace(**dict(items)),
     "torch.Size": lambda items, _: torch.Size(items),
 }
+_SETS = ("set", "frozenset")
+_HASHING = (*_SETS, "dict", "OrderedDict", "defaultdict", "AttributeDict")
 _LEAVES: dict[str, Callable[[Any], Any]] = {
     "int": lambda item: int(item["value"], 16),
     "float": lambda item: float(item["value"]),

@@ -26,7 +26,7 @@ from nnx_checkpoint.naming import Described, WeightsOnly
 from nnx_checkpoint.rankfile import Entry, file_order, write_in_order
 from nnx_checkpoint.reader import Checkpoint, open_native
 from nnx_checkpoint.shard import Box
-from nnx_checkpoint.slabs import new_directory, read_in_order
+from nnx_checkpoint.slabs import new_directory, read_in_order, refuse_existing
 from nnx_checkpoint.source import is_checkpoint
 from nnx_checkpoint.storage import Place
 from nnx_checkpoint.storage.locations import LocalPlace, place_of
@@ -70,6 +70,7 @@ def convert(
             cannot hold what is in the source.
     """
     form = get_format(to or _guess(target, otherwise="nnx"))
+    _check_target(source, target)
     checkpoint = open_checkpoint(source, weights_only=weights_only)
     _write(checkpoint, form, target, save_weights_only, progress, options)
 
@@ -107,7 +108,9 @@ def merge(
             f"merging gives one file, and format {form!r} is none.",
             remedy="Use 'lightning' or 'safetensors', or `convert`.",
         )
-    checkpoint = open_checkpoint(_one_path(source), weights_only=weights_only)
+    path = _one_path(source)
+    _check_target(path, target)
+    checkpoint = open_checkpoint(path, weights_only=weights_only)
     _write(checkpoint, get_format(form), target, save_weights_only, progress, {})
 
 
@@ -116,6 +119,21 @@ def _guess(target: _Path, *, otherwise: str) -> str:
     if suffix == _SAFETENSORS:
         return "safetensors"
     return "lightning" if suffix in _TORCH_FILES else otherwise
+
+
+def _check_target(source: _Path, target: _Path) -> None:
+    """Refuse what cannot be written before anything is read."""
+    here, there = place_of(source), place_of(target)
+    if not isinstance(there, LocalPlace):
+        return
+    refuse_existing(there.path)
+    with there.explained("look at"):
+        inside = isinstance(here, LocalPlace) and there.path.resolve().is_relative_to(here.path.resolve())
+    if inside:
+        raise CheckpointError(
+            f"cannot write '{target}': it would be in the checkpoint that it is made of.",
+            remedy=f"Choose a path outside of '{source}'.",
+        )
 
 
 def _write(

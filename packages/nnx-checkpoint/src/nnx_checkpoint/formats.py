@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from nnx_checkpoint.errors import (
     ReaderNotInstalledError,
 )
 from nnx_checkpoint.manifest import MANIFEST, is_save_id
-from nnx_checkpoint.source import is_checkpoint
+from nnx_checkpoint.source import is_checkpoint, is_our_manifest
 from nnx_checkpoint.storage import Location, Place
 from nnx_checkpoint.storage.files import require_enclosed
 from nnx_checkpoint.storage.locations import place_of
@@ -65,14 +66,19 @@ class CheckpointFormat(ABC):
     Attributes:
         name: The name for ``nnx ckpt convert --to``, the same as in its spec.
         can_write: True if `write` works.
+        reaches_below: True if directories of this format, found in a directory of this format, belong to it.
     """
 
     name: ClassVar[str]
     can_write: ClassVar[bool] = False
+    reaches_below: ClassVar[bool] = False
 
     @abstractmethod
     def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
-        """Whether a path looks like this format, by its names and first bytes only: nothing is unpickled."""
+        """Whether a path looks like this format, by its names and first bytes only: nothing is unpickled.
+
+        An `OSError`, as for a directory that the user may not list, means no.
+        """
 
     @abstractmethod
     def open(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> Checkpoint:
@@ -226,14 +232,25 @@ def find_format(path: str | os.PathLike[str]) -> CheckpointFormat:
     """The format that a path holds.
 
     Raises:
-        CheckpointError: Nothing is there, or no format knows it.
+        CheckpointError: Nothing is there, it cannot be read, or no format knows it.
     """
     if is_checkpoint(path):
         return get_format("nnx")
     for candidate in _usable():
-        if candidate.guess_can_open(path):
+        if _recognises(candidate, path):
             return candidate
     raise _unknown(path)
+
+
+def _recognises(candidate: CheckpointFormat, path: str | os.PathLike[str]) -> bool:
+    """Ask one format. A path that it cannot look into, or that vanishes meanwhile, is not its own."""
+    try:
+        return candidate.guess_can_open(path)
+    except (OSError, NnxError) as error:
+        log.debug("Checkpoint format %r cannot look at '%s': %s", candidate.name, path, error)
+    except Exception as error:  # of a plugin: it must not keep other formats from being found
+        log.warning("Checkpoint format %r is left out: %s", candidate.name, error)
+    return False
 
 
 def _unknown(path: str | os.PathLike[str]) -> CheckpointError:
@@ -243,8 +260,10 @@ def _unknown(path: str | os.PathLike[str]) -> CheckpointError:
     if any(is_save_id(name) for name in place_of(path).names()):
         return CheckpointError(
             f"'{place}' is not a checkpoint: it has no manifest, so its first save was interrupted.",
-            remedy="Resume from another one; `nnx ckpt gc` removes this.",
+            remedy="Resume from another one; `nnx ckpt gc` removes this an hour after its last change.",
         )
+    if place_of(path).kind() == "file":
+        place_of(path).reader().close()  # one that cannot be read says why
     return CheckpointError(
         f"'{place}' is not a checkpoint of a known format: it has neither the manifest of an nnx checkpoint "
         "nor the files of another one.",
@@ -268,9 +287,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True) 
             truncated or damaged.
     """
     found = find_format(path)
-    if found.name != "nnx" and os.path.isdir(path):  # noqa: PTH112 - `path` may be a URL
-        require_enclosed(Path(path))
     try:
+        if found.name != "nnx" and os.path.isdir(path):  # noqa: PTH112 - `path` may be a URL
+            require_enclosed(Path(path))
         return found.open(path, weights_only=weights_only)
     except NnxError:
         raise
@@ -318,6 +337,7 @@ class DeepSpeed(_ReadElsewhere):
     name = "deepspeed"
     program = "DeepSpeed"
     package = "nnx-deepspeed"
+    reaches_below = True
     files = ("*mp_rank_*_model_states.pt", "*/*mp_rank_*_model_states.pt")
 
 
@@ -342,6 +362,7 @@ class ColossalAI(_ReadElsewhere):
     name = "colossalai"
     program = "ColossalAI, or of an older version of transformers"
     package = "nnx-colossalai"
+    reaches_below = True
     files = (
         "pytorch_optim.bin.index*.json",
         "*/pytorch_optim.bin.index*.json",
@@ -350,15 +371,18 @@ class ColossalAI(_ReadElsewhere):
 
 
 # --- what lies below a directory ------------------------------------------------------------------
-# Checkpoints, and what interrupted programs left between them. Nothing is opened: names tell what something
-# is. Formats of other programs are asked only where a name could be theirs, because that imports torch.
+# Checkpoints, and what interrupted programs left between them. No checkpoint is opened: names and first bytes
+# tell what something is. Formats of other programs are asked only where a name could be theirs, because that
+# imports torch. A checkpoint may share its directory with others, so the search continues below it.
 
 
 PARTIAL = ".nnx-partial"
 """How the names of unfinished conversions end: ``.<name>.<random>.nnx-partial``, beside the target."""
 
+_PARTIAL_NAME = re.compile(r"\..+\.[0-9a-f]{8}" + re.escape(PARTIAL), re.DOTALL)
 _FOREIGN_NAMES = {".metadata", "latest"}
 _FOREIGN_ENDINGS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".distcp", ".index.json")
+_LIGHTNING_ENDING = ".ckpt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,10 +401,14 @@ class Found:
     format: str = ""
 
 
-def survey(location: Location) -> Iterator[Found]:
+def survey(location: Location, skipped: Callable[[Place, str], None] | None = None) -> Iterator[Found]:
     """Find everything at a path and below it, in the order of names.
 
-    Checkpoints are not looked into, and neither are hidden directories and links to directories.
+    Hidden directories, links to directories and the saves of a checkpoint are not looked into.
+
+    Args:
+        location: A path or a URL.
+        skipped: Called with each place that cannot be looked at, and why. None logs a warning.
 
     Raises:
         CheckpointError: Nothing is there, or it cannot be listed.
@@ -388,33 +416,70 @@ def survey(location: Location) -> Iterator[Found]:
     root = place_of(location)
     if root.kind() is None:
         raise CheckpointError(f"there is nothing at '{root}'.", remedy="Check the path.")
-    yield from _visit(root)
+    root.names()
+    pending = [(root, "")]
+    while pending:
+        place, outer = pending.pop()
+        try:
+            found, children = _look_at(place, outer)
+        except CheckpointError as error:
+            (skipped or _log_skipped)(place, error.message)
+            continue
+        if found is not None:
+            yield found
+        pending += reversed(children)
 
 
-def _visit(place: Place) -> Iterator[Found]:
-    if place.name.endswith(PARTIAL):
-        yield Found(place, "partial")
-        return
-    names = place.names() if place.kind() == "directory" else []
-    if MANIFEST in names:
-        yield Found(place, "checkpoint", "nnx")
-    elif any(is_save_id(name) for name in names):
-        yield Found(place, "interrupted", "nnx")
-    elif found := _foreign_format(place, names):
-        yield Found(place, "checkpoint", found)
-    else:
-        for name in names:
-            if name.endswith(PARTIAL) or not (name.startswith(".") or _leads_away(place / name)):
-                # What is found is a root of its own, which may be a link; only below it none is followed.
-                yield from _visit(place_of((place / name).location))
+def _log_skipped(place: Place, why: str) -> None:
+    log.warning("Left out '%s': %s", place, why)
+
+
+def _look_at(place: Place, outer: str) -> tuple[Found | None, list[tuple[Place, str]]]:
+    """What one place is, and where to look next.
+
+    Args:
+        place: The place.
+        outer: The format of another program's checkpoint that the place may belong to; else empty.
+    """
+    if _PARTIAL_NAME.fullmatch(place.name):
+        return Found(place, "partial"), []
+    if place.kind() != "directory":
+        # A file in another program's directory is its own, unless Lightning wrote it beside.
+        found = "" if outer and not place.name.endswith(_LIGHTNING_ENDING) else _foreign_format(place, [])
+        return (Found(place, "checkpoint", found) if found else None), []
+    names = place.names()
+    has_saves = any(is_save_id(name) for name in names)
+    if MANIFEST in names and (has_saves or is_our_manifest(place / MANIFEST)):
+        return Found(place, "checkpoint", "nnx"), _children(place, names, "")
+    if has_saves:
+        return Found(place, "interrupted", "nnx"), _children(place, names, "")
+    outer = outer if outer and get_format(outer).reaches_below else ""
+    found = _foreign_format(place, names)
+    children = _children(place, names, found or outer)
+    return (Found(place, "checkpoint", found) if found and found != outer else None), children
+
+
+def _children(place: Place, names: list[str], outer: str) -> list[tuple[Place, str]]:
+    """What is to be looked at in a directory: partial conversions, and all that is not hidden."""
+    wanted = [
+        name
+        for name in names
+        if _PARTIAL_NAME.fullmatch(name)
+        or not (name.startswith(".") or is_save_id(name) or _leads_away(place / name))
+    ]
+    # What is found is a root of its own, which may be a link; only below it none is followed.
+    return [(place_of((place / name).location), outer) for name in wanted]
 
 
 def _leads_away(place: Place) -> bool:
     """Whether it is a link to a directory that is no checkpoint of ours: it could lead around in circles."""
     path = place.location
-    return (
-        not isinstance(path, str) and path.is_symlink() and path.is_dir() and not (path / MANIFEST).exists()
-    )
+    if isinstance(path, str):
+        return False
+    try:
+        return path.is_symlink() and path.is_dir() and not (path / MANIFEST).exists()
+    except (OSError, RuntimeError):  # it cannot be looked at, or leads to itself
+        return True
 
 
 def _foreign_format(place: Place, names: list[str]) -> str:
@@ -425,7 +490,7 @@ def _foreign_format(place: Place, names: list[str]) -> str:
 
     for name in specs():
         try:
-            if name != "nnx" and get_format(name).guess_can_open(place.location):
+            if name != "nnx" and _recognises(get_format(name), place.location):
                 return name
         except PluginError:  # a plugin that cannot be imported is `nnx doctor`'s matter
             continue

@@ -8,6 +8,7 @@ This module owns its text form and never touches the file system; it imports nei
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ __all__ = [
     "DamagedManifestError",
     "FileEntry",
     "Manifest",
+    "begins_as_ours",
     "decode_manifest",
     "digest",
     "encode_manifest",
@@ -49,6 +51,8 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 # The digest stands at a fixed place, so that it can be checked before anything is parsed.
 _HEAD = b'{\n "digest": "'
 _ZEROS = b"0" * 32
+_SIGNED_HEAD = re.compile(re.escape(_HEAD) + rb"[0-9a-f]{32}")
+_NAMED = f'"format": "{FORMAT}"'.encode()
 
 
 def rank_file(rank: int) -> str:
@@ -115,7 +119,15 @@ def load_json(raw: bytes) -> Any:
     def constant(name: str) -> Any:
         raise ValueError(f"{name} is no number of JSON")
 
-    return json.loads(raw.decode("utf-8"), object_pairs_hook=unique_names, parse_constant=constant)
+    def finite(text: str) -> float:
+        number = float(text)
+        if math.isinf(number):  # such as 1e400
+            raise ValueError(f"{text[:20]} is beyond the numbers of 64 bits")
+        return number
+
+    return json.loads(
+        raw.decode("utf-8"), object_pairs_hook=unique_names, parse_constant=constant, parse_float=finite
+    )
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -134,6 +146,11 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 def is_save_id(name: str) -> bool:
     """Whether a directory of this name was made by a save, so that it may be collected."""
     return _SAVE_ID.fullmatch(name) is not None
+
+
+def begins_as_ours(head: bytes) -> bool:
+    """Whether the first bytes of a file are those of a manifest that nnx wrote, even if some are damaged."""
+    return _SIGNED_HEAD.match(head) is not None or _NAMED in head
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

@@ -630,18 +630,17 @@ def select(
     for one, groups in zip(descriptions, plan.groups, strict=True):
         numbers = np.frombuffer(groups if isinstance(groups, bytes) else broadcast[groups], "<i4").tolist()
         for name, number in zip(one.catalog.names, numbers, strict=True):
-            shard = shards[name]
-            for box in plan.boxes.get(number, ()):
+            shard, wanted = shards[name], plan.boxes.get(number, ())
+            views = dict(zip(shard.boxes, shard.data, strict=True)) if wanted else {}
+            for box in wanted:
                 entries.append(Entry(name, shard.shape, dtype_name(shard.dtype), box))
-                data.append(_view(shard, box))
+                view = views.get(box)
+                data.append(_part(shard, box) if view is None else view)
     return entries, data
 
 
-def _view(shard: Shard, box: Box) -> Tensor:
-    """The data of a box: one of this rank's views, or a part of one."""
-    for own, view in zip(shard.boxes, shard.data, strict=True):
-        if own == box:
-            return view
+def _part(shard: Shard, box: Box) -> Tensor:
+    """The data of a box that is a part of one of this rank's."""
     own, view = next(
         (own, view) for own, view in zip(shard.boxes, shard.data, strict=True) if own.intersection(box) == box
     )

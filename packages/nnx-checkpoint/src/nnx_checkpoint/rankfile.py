@@ -229,17 +229,14 @@ def _header(entries: Sequence[Entry]) -> bytes:
     origins: list[str] = []
     offsets: list[str] = []
     known: dict[tuple[str, tuple[int, ...], Box], _Fields] = {}
-    used: set[str] = set()
-    taken = {"__metadata__"} | {entry.name for entry in entries}
+    keys = _Keys({entry.name for entry in entries})
     start = 0
     for entry in entries:
         like = (entry.dtype_name, entry.shape, entry.box)
         found = known.get(like)
         if found is None:
             found = known[like] = _fields(entry)
-        key = _key(entry.name, used, taken)
-        used.add(key)
-        taken.add(key)
+        key = keys.next(entry.name)
         quoted = json.dumps(key)
         stop = start + found.nbytes
         fields.append(f'{quoted}:{{{found.fields},"data_offsets":[{start},{stop}]}}')
@@ -286,14 +283,22 @@ def _object(members: Sequence[str]) -> str:
     return f"{{{','.join(members)}}}"
 
 
-def _key(name: str, used: set[str], taken: set[str]) -> str:
-    """The tensor's name for its first box in this file, a numbered one for further boxes."""
-    if name not in used and name != "__metadata__":
-        return name
-    number = 1
-    while f"{name}#{number}" in taken:
-        number += 1
-    return f"{name}#{number}"
+class _Keys:
+    """Keys that are not taken: a tensor's name for its first box in this file, a numbered one for others."""
+
+    def __init__(self, names: set[str]) -> None:
+        self._taken = {"__metadata__"} | names
+        self._numbers = {"__metadata__": 0}  # the last number of each name: counting from 1 is quadratic
+
+    def next(self, name: str) -> str:
+        if name not in self._numbers:
+            self._numbers[name] = 0
+            return name
+        while True:
+            self._numbers[name] += 1
+            key = f"{name}#{self._numbers[name]}"
+            if key not in self._taken:
+                return key
 
 
 _PLAIN = {stored.code: name for name, stored in DTYPES.items() if stored.parts == 1}

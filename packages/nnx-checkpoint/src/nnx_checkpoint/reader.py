@@ -29,7 +29,8 @@ from typing_extensions import override
 from nnx_checkpoint.box import Box
 from nnx_checkpoint.codec import decode
 from nnx_checkpoint.errors import CheckpointError
-from nnx_checkpoint.foreign.torch_file import refuse_endless, refuse_swollen
+from nnx_checkpoint.foreign.pickle_cost import refuse_swollen
+from nnx_checkpoint.foreign.torch_file import refuse_endless
 from nnx_checkpoint.index import Index, Piece, TensorEntry
 from nnx_checkpoint.manifest import Manifest, load_json, objects_file, rank_file
 from nnx_checkpoint.rankfile import cut, ranges_of, strides_of

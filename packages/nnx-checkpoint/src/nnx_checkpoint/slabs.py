@@ -27,10 +27,10 @@ from nnx_checkpoint.formats import PARTIAL, Progress
 from nnx_checkpoint.index import TensorEntry
 from nnx_checkpoint.reader import Checkpoint
 from nnx_checkpoint.shard import Shard
-from nnx_checkpoint.storage.files import DirectFile, StreamWriter, explained, sync_directory
+from nnx_checkpoint.storage.files import DirectFile, StreamWriter, explained, make_directories, sync_directory
 from nnx_checkpoint.storage.locations import LocalPlace, place_of
 
-__all__ = ["SLAB", "new_directory", "new_file", "read_in_order", "row_boxes", "stream_to"]
+__all__ = ["SLAB", "new_directory", "new_file", "read_in_order", "refuse_existing", "row_boxes", "stream_to"]
 
 SLAB = 4 << 20
 """Bytes that are read at once; two slabs exist at a time."""
@@ -186,13 +186,12 @@ def _local(path: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    _refuse_existing(path)
-    with explained("create", path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    refuse_existing(path)
+    make_directories(path.parent)
     temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}{PARTIAL}"
     try:
         yield temporary
-        _refuse_existing(path)
+        refuse_existing(path)
         with explained("create", path):
             temporary.rename(path)
     except BaseException:
@@ -206,7 +205,8 @@ def stream_to(path: Path, *, size: int) -> StreamWriter:
     return StreamWriter(DirectFile(path), size=size)
 
 
-def _refuse_existing(path: Path) -> None:
+def refuse_existing(path: Path) -> None:
+    """Raise a `CheckpointError` where anything is, a link that leads to nothing included."""
     if os.path.lexists(path):
         raise CheckpointError(
             f"cannot write '{path}': it exists already.",

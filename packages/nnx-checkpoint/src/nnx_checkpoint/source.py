@@ -15,19 +15,34 @@ from functools import cached_property
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.index import INDEX, Index, decode_index
 from nnx_checkpoint.inflight import wait_until_saved
-from nnx_checkpoint.manifest import MANIFEST, Manifest, decode_manifest, digest
+from nnx_checkpoint.manifest import MANIFEST, Manifest, begins_as_ours, decode_manifest, digest, is_save_id
 from nnx_checkpoint.rankfile import Offsets
 from nnx_checkpoint.storage import Location, Place, Reader
 from nnx_checkpoint.storage.locations import place_of
 
 _MAX_MANIFEST = 1 << 30
+_HEAD_BYTES = 1024
 
 
 def is_checkpoint(path: Location) -> bool:
     """Whether this path looks like an nnx checkpoint, damaged or not."""
     place = place_of(path)
     wait_until_saved(str(place))
-    return (place / MANIFEST).kind() == "file"
+    manifest = place / MANIFEST
+    if manifest.kind() != "file":
+        return False
+    return is_our_manifest(manifest) or any(is_save_id(name) for name in place.names())
+
+
+def is_our_manifest(manifest: Place) -> bool:
+    """Whether a file begins as nnx writes it, damaged or not: other programs have a ``manifest.json``, too.
+
+    Raises:
+        CheckpointError: It is there and cannot be read.
+    """
+    if manifest.kind() != "file":
+        return False
+    return begins_as_ours(manifest.read(min(manifest.size(), _HEAD_BYTES)))
 
 
 def read_manifest(path: Place) -> Manifest:

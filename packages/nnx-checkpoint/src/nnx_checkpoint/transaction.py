@@ -12,6 +12,8 @@ only what is older than that first one is collected, so never the other run's sa
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -21,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from nnx_checkpoint.errors import CheckpointError
-from nnx_checkpoint.formats import files_below, survey
+from nnx_checkpoint.formats import PARTIAL, files_below, survey
 from nnx_checkpoint.index import INDEX, Index, decode_index, encode_index
 from nnx_checkpoint.manifest import MANIFEST, FileEntry, Manifest, digest, encode_manifest, is_save_id
-from nnx_checkpoint.source import read_manifest
+from nnx_checkpoint.source import is_our_manifest, read_manifest
 from nnx_checkpoint.storage import Location, Place
 from nnx_checkpoint.storage.files import LOCK, Lock
 
@@ -52,13 +54,17 @@ def begin(path: Place) -> Transaction:
     """
     if path.kind() == "file":
         raise _refusal(path, "it is a file")
+    if path.kind() is None and os.path.lexists(path.location):
+        raise _refusal(path, "it is a link that leads to nothing")
     foreign = [name for name in path.names() if not _is_ours(name)]
-    if foreign and MANIFEST not in foreign:
+    if foreign and not _is_proven(path):
+        if MANIFEST in foreign:
+            raise _refusal(path, f"its '{MANIFEST}' is another program's")
         raise _refusal(path, f"it holds other things, such as {foreign[0]!r}")
-    path.make()
     lock: Lock | None = None
     transaction: Transaction | None = None
     try:
+        path.make()
         lock = path.lock()
         transaction = Transaction(path, lock, None if lock else _read_manifest(path), is_first=not foreign)
         transaction.directory.make()
@@ -70,6 +76,12 @@ def begin(path: Place) -> Transaction:
         path.remove_if_empty()  # only if this save made it: it is not empty otherwise
         raise
     return transaction
+
+
+def _is_proven(path: Place) -> bool:
+    """Whether the manifest, or its copy in a save, is ours by its content: the name alone proves nothing."""
+    saves = (path / name for name in path.names() if is_save_id(name))
+    return any(is_our_manifest(place / MANIFEST) for place in (path, *saves))
 
 
 def _refusal(path: Place, why: str) -> CheckpointError:
@@ -291,7 +303,8 @@ def _remove(place: Place) -> None:
 
 # --- on request -----------------------------------------------------------------------------------
 # What a running save or conversion is writing is never touched: the lock of saves tells, or on places without
-# locks the order of saves, and for conversions their age. Neither is a committed save, nor any complete one
+# locks the order of saves. `cp -r` and rsync hold no lock, so conversions, and what is newer than the
+# committed save, are left alone while they change. Neither is a committed save touched, nor any complete one
 # unless the caller says how many to keep.
 
 
@@ -333,10 +346,12 @@ class Collected:
     Attributes:
         removed: The files and directories that were removed.
         spared: The paths that looked like garbage and were left alone.
+        failed: The paths that could not be looked at or removed, and why.
     """
 
     removed: list[Garbage] = field(default_factory=list)
     spared: list[Spared] = field(default_factory=list)
+    failed: list[Spared] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -349,40 +364,91 @@ def collect_garbage(
 ) -> Collected:
     """Remove what no checkpoint needs, in a checkpoint or in all below a directory.
 
+    An error at one path is noted in `Collected.failed`, and the others are collected.
+
     Args:
         location: A checkpoint of our own format, or a directory with checkpoints.
         keep_previous: The number of earlier complete saves of each checkpoint to keep, newest first; None
             keeps all of them.
-        min_age: Seconds since the last change of an unfinished conversion that make sure nobody works on it.
+        min_age: Seconds since the last change of an unfinished save or conversion that make sure nobody
+            writes or copies it.
         dry_run: Only find out what would be removed.
 
     Raises:
-        CheckpointError: Nothing is at the location, or something cannot be removed.
+        CheckpointError: Nothing is at the location, or it cannot be listed.
     """
-    collected = Collected()
-    for found in list(survey(location)):
-        if found.kind == "partial":
-            _collect_partial(found.place, min_age, dry_run, collected)
-        elif found.format == "nnx":
-            _collect_saves(found.place, keep_previous, dry_run, collected)
-    return collected
+    job = _Collecting(keep_previous, min_age, dry_run)
+    for found in list(survey(location, job.note)):
+        with job.noting(found.place):
+            if found.kind == "partial":
+                job.unfinished(found.place, "unfinished conversion", "a conversion may be writing it")
+            elif found.format == "nnx":
+                job.saves(found.place)
+    return job.collected
 
 
-def _collect_saves(place: Place, keep_previous: int | None, dry_run: bool, collected: Collected) -> None:
-    try:
-        with _locked(place) as locked:
-            committed = _committed(place)
-            for name, kind in _candidates(place, committed, keep_previous):
-                why = _reason_to_spare(name, kind, committed, locked)
-                if why:
-                    collected.spared.append(Spared(str(place / name), why))
-                else:
-                    _discard(place / name, kind, dry_run, collected)
-    except _LeaveAloneError as error:
-        collected.spared.append(Spared(str(place), error.message))
-        return
-    if not committed and not dry_run:
-        place.remove_if_empty()
+class _Collecting:
+    """One call of `collect_garbage`; its arguments are those."""
+
+    def __init__(self, keep_previous: int | None, min_age: float, dry_run: bool) -> None:
+        self.collected = Collected()
+        self._keep_previous = keep_previous
+        self._min_age = min_age
+        self._dry_run = dry_run
+
+    def note(self, place: Place, why: str) -> None:
+        """Say that something failed, and continue."""
+        self.collected.failed.append(Spared(str(place), why))
+
+    @contextlib.contextmanager
+    def noting(self, place: Place) -> Iterator[None]:
+        """Continue after an error in the block."""
+        try:
+            yield
+        except CheckpointError as error:
+            self.note(place, error.message)
+        except RecursionError:
+            self.note(place, "its directories are nested too deeply; remove it by hand")
+
+    def saves(self, place: Place) -> None:
+        """Collect in one checkpoint of our own format."""
+        try:
+            with _locked(place) as locked:
+                committed = _committed(place)
+                for name, kind in _candidates(place, committed, self._keep_previous):
+                    with self.noting(place / name):
+                        self._save(place / name, kind, committed, locked)
+        except _LeaveAloneError as error:
+            self._spare(place, error.message)
+            return
+        if not committed and not self._dry_run:
+            place.remove_if_empty()
+
+    def _save(self, place: Place, kind: str, committed: str, locked: bool) -> None:
+        why = _reason_to_spare(place.name, kind, committed, locked)
+        if why:
+            self._spare(place, why)
+        elif _is_older(place.name, committed):
+            self._discard(place, kind)
+        else:
+            self.unfinished(place, kind, "it may be in the middle of being copied here")
+
+    def unfinished(self, place: Place, kind: str, danger: str) -> None:
+        """Remove what nobody has changed for a while."""
+        age = _seconds_unchanged(place)
+        if age < self._min_age:
+            self._spare(place, f"it was changed {age:.0f} seconds ago, so {danger}")
+        else:
+            self._discard(place, kind)
+
+    def _spare(self, place: Place, why: str) -> None:
+        self.collected.spared.append(Spared(str(place), why))
+
+    def _discard(self, place: Place, kind: str) -> None:
+        nbytes = sum(files_below(place).values())
+        if not self._dry_run:
+            _remove(place)
+        self.collected.removed.append(Garbage(str(place), kind, nbytes))
 
 
 class _LeaveAloneError(CheckpointError):
@@ -418,31 +484,29 @@ def _reason_to_spare(name: str, kind: str, committed: str, locked: bool) -> str:
         return "it is no directory but a link or the like, which no save makes; remove it by hand"
     if kind == "previous save" and not committed:
         return f"it is complete, and the checkpoint has no {MANIFEST}: copy this save's to restore it"
-    if not locked and not name.lstrip(".").removeprefix(f"{MANIFEST}.") < committed:
+    if not locked and not _is_older(name, committed):
         return "it may be a save in progress: this place has no locks, and nothing newer is committed"
     return ""
 
 
-def _collect_partial(place: Place, min_age: float, dry_run: bool, collected: Collected) -> None:
-    age = max(0.0, time.time() - _changed(place))  # negative where the clock was set back
-    if age < min_age:
-        why = f"it was changed {age:.0f} seconds ago, so a conversion may be writing it"
-        collected.spared.append(Spared(str(place), why))
-    else:
-        _discard(place, "unfinished conversion", dry_run, collected)
+def _is_older(name: str, committed: str) -> bool:
+    """Whether a save, or a manifest's temporary file, is of before the committed save."""
+    return name.removeprefix(f".{MANIFEST}.") < committed
 
 
-def _changed(place: Place) -> float:
-    """When anything in it was last changed; now, where that is not known."""
+def _seconds_unchanged(place: Place) -> float:
+    """Seconds since anything in it was last changed; for a URL only its order among saves tells that.
+
+    Raises:
+        CheckpointError: It cannot be looked at.
+    """
     path = place.location
     if not isinstance(path, Path):
-        return time.time()
-    with place.explained("read"):
-        return max(inner.stat().st_mtime for inner in (path, *path.rglob("*")))
-
-
-def _discard(place: Place, kind: str, dry_run: bool, collected: Collected) -> None:
-    nbytes = sum(files_below(place).values())
-    if not dry_run:
-        _remove(place)
-    collected.removed.append(Garbage(str(place), kind, nbytes))
+        return 0.0 if place.name.endswith(PARTIAL) else math.inf
+    with place.explained("look at"):
+        newest = path.lstat().st_mtime
+    for directory, directories, files in os.walk(path):  # which does not follow links
+        for name in (*directories, *files):
+            with place.explained("look at"), contextlib.suppress(FileNotFoundError):
+                newest = max(newest, os.lstat(os.path.join(directory, name)).st_mtime)  # noqa: PTH118
+    return max(0.0, time.time() - newest)  # negative where the clock was set back

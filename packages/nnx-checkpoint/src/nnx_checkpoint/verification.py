@@ -77,6 +77,13 @@ def verify(
         except CheckpointError:
             if not is_replaced(root, manifest):
                 raise
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "start new thread" not in str(error):
+                raise
+            raise CheckpointError(
+                f"cannot verify '{root}': no memory is left ({error or 'out of memory'}).",
+                remedy="Free memory, or raise the limit (`ulimit -v`); about 64 MB are enough.",
+            ) from error
         else:
             if not found or not is_replaced(root, manifest):
                 return found

@@ -236,8 +236,14 @@ class Save:
                 doing=self.doing,
                 give_up=self._give_up,
             )
+        except Exception:
+            raise
+        except BaseException:  # such as Ctrl-C, of which `exchange` knows nothing
+            if self.transaction is not None:
+                self.transaction.discard()
+            raise
         finally:
-            if self.transaction is not None:  # whatever stopped it, such as Ctrl-C
+            if self.transaction is not None:
                 self.transaction.release()
 
     def _describe(self) -> list[Description]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     killed = folder / "runs" / "last.ckpt" / "20261121T143506.500000-0a1b2c3d"
     killed.mkdir(parents=True)
     (killed / "r00000.safetensors").write_bytes(bytes(3_000_000))
+    for path in (killed / "r00000.safetensors", killed):
+        os.utime(path, (0, 0))  # hours ago, so that `gc` removes it
     return folder
 
 

@@ -43,6 +43,7 @@ class ColossalAI(CheckpointFormat):
     """
 
     name = "colossalai"
+    reaches_below = True
 
     @override
     def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
@@ -78,7 +79,10 @@ def _directories(place: Path) -> Iterator[Path]:
 
 
 def _find(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
-    return sorted(file for file in directory.iterdir() if pattern.fullmatch(file.name))
+    try:
+        return sorted(file for file in directory.iterdir() if pattern.fullmatch(file.name))
+    except OSError:  # such as `lost+found` beside the directories of model and optimizer
+        return []
 
 
 def _only(place: Path, pattern: re.Pattern[str]) -> Path | None:

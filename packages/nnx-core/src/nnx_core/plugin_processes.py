@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ from nnx_core.json_files import cache_directory, read_json, write_json
 from nnx_core.plugins import GROUP, Inventory, Plugin, RefusedError, Visited, _State, load, new_manager
 from nnx_core.spec import Capabilities, StrategySpec
 
+_START_SECONDS = 60.0
 _SECONDS = 5.0
 _LONGEST_ANSWER = 1 << 20
 _AT_ONCE = 4
@@ -78,13 +81,13 @@ def _ask(visited: Visited) -> list[StrategySpec] | RefusedError:
         start_new_session=True,
     )
     try:
-        # From here on it is the plugin that takes time, not the start of Python.
-        os.read(process.stdout.fileno(), 1)  # type: ignore[union-attr]
-        output, _ = process.communicate(timeout=_SECONDS)
-    except subprocess.TimeoutExpired:
-        return _refused(plugin, f"it did not answer within {_SECONDS:g} seconds.")
+        output = _read_answer(process)
+    except subprocess.TimeoutExpired as error:
+        return _refused(plugin, f"it did not answer within {error.timeout:g} seconds.")
     finally:
         _end(process)
+    if len(output) > _LONGEST_ANSWER:
+        return _refused(plugin, f"it wrote more than {_LONGEST_ANSWER} bytes into the pipe of its answer.")
     try:
         content = json.loads(output)
         if "refused" in content:
@@ -95,6 +98,34 @@ def _ask(visited: Visited) -> list[StrategySpec] | RefusedError:
     if key is not None:
         write_json(_place(entry, plugin), {"key": key, **content})
     return specs
+
+
+def _read_answer(process: subprocess.Popen[bytes]) -> bytes:
+    """Read what the process answers up to its end, or until it is too long.
+
+    Raises:
+        subprocess.TimeoutExpired: It did not start, or did not end, in time.
+    """
+    assert process.stdout is not None
+    answer, pipe = bytearray(), process.stdout.fileno()
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    limit, size = _START_SECONDS, 1
+    deadline = time.monotonic() + limit
+    while True:
+        if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+            raise subprocess.TimeoutExpired(process.args, limit)
+        data = os.read(pipe, size)
+        if size == 1:  # from here on it is the plugin that takes time, not the start of Python
+            limit, size = _SECONDS, 1 << 16
+            deadline = time.monotonic() + limit
+        else:
+            answer += data
+        if not data:
+            process.wait(max(0.1, deadline - time.monotonic()))
+            return bytes(answer)
+        if len(answer) > _LONGEST_ANSWER:
+            return bytes(answer)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -474,11 +474,16 @@ def _declared_twice(plugin: Plugin) -> Problem:
 
 
 def _admit(result: Inventory, plugin: Plugin, specs: list[StrategySpec]) -> Plugin:
-    """Take over the names that are free; the first distribution by name keeps a name."""
+    """Take over the names that are free; the first distribution by name keeps one that the catalog lacks."""
+    from nnx_core.registry import known  # which imports this module
+
     admitted = []
     for spec in specs:
+        entry = known().get(spec.name)
         if spec.name in LIGHTNING_NAMES:
             result.problems.append(_taken(plugin, spec.name, "Lightning itself"))
+        elif entry is not None and _normal(entry.distribution) != _normal(plugin.distribution):
+            result.problems.append(_taken(plugin, spec.name, f"{entry.distribution}, by nnx's catalog,"))
         elif spec.name in result.specs:
             result.problems.append(_taken(plugin, spec.name, result.owners[spec.name]))
         else:

@@ -40,6 +40,11 @@ HOSTILE = {
         SPEC + "[StrategySpec(f'bad{i}', 'a:B') for i in range(5000)]",
         "expected at most 1048576",
     ),
+    "floods the pipe": (
+        "import os\nfor fd in range(3, 30):\n    try:\n        while True: os.write(fd, b'x' * 65536)\n"
+        "    except OSError: pass\n",
+        "it wrote more than 1048576 bytes into the pipe of its answer",
+    ),
     "steers the terminal": (r"raise ValueError('\x1b]0;owned\x07')", r"ValueError: \x1b]0;owned\x07"),
     "takes json away": ("import json; json.dumps = None\nraise ValueError('me')", "ValueError: me"),
 }

@@ -438,3 +438,11 @@ def test_an_update_of_anything_else_is_refused(command, tmp_path):
         assert code == 2
         assert "does not hold the answers to `nnx new`" in error
         assert "remedy: Name the directory of a project that `nnx new` rendered." in error
+
+
+def test_a_name_that_no_file_system_takes_is_refused(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["nnx", "new", str(tmp_path / ("a" * 300)), "--defaults"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code in (1, 2)
+    assert "cannot be a directory: File name too long" in " ".join(capsys.readouterr().err.split())

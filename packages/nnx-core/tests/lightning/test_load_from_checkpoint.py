@@ -469,3 +469,10 @@ def test_lightnings_own_call_says_what_reads_a_directory(tree: str, tmp_path: Pa
     storage.save(tmp_path / "a.ckpt", {"model.w": torch.ones(1)})
     with pytest.raises(CheckpointError, match=r"a\.ckpt' is a directory.*Use `nnx\.load_from_checkpoint"):
         module.LightningModule.load_from_checkpoint(tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize("saved", [["width", 4], "width", 7])
+def test_hyper_parameters_that_are_no_mapping_are_refused(tmp_path: Path, saved: Any) -> None:
+    torch.save({"state_dict": Net(4).state_dict(), "hyper_parameters": saved}, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match="no mapping of names"):
+        nnx.load_from_checkpoint(Net, tmp_path / "a.ckpt", width=4)

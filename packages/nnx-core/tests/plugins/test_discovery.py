@@ -160,6 +160,13 @@ def test_two_owners_of_one_name_are_both_named_and_the_first_keeps_it(site):
     assert plugin_called("zz_late").status == "ok"
 
 
+def test_a_name_of_the_catalog_belongs_to_its_distribution(site):
+    site.provide("aa-evil", "fsdp_auto", "own")
+    assert "own" in inventory().specs
+    assert not inventory().owners.get("fsdp_auto", "").startswith("aa-evil")
+    assert "nnx-fsdp, by nnx's catalog, already provides that name" in only_problem("aa_evil").detail
+
+
 def test_a_plugin_cannot_take_a_name_of_lightnings(site):
     site.provide("aa-greedy", "ddp", "greedy")
     assert "ddp" not in inventory().specs

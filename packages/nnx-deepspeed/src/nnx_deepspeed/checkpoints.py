@@ -68,7 +68,10 @@ def holds_checkpoints(directory: Path) -> bool:
 
 
 def _is_tag(directory: Path) -> bool:
-    return any(_MODEL_FILE.fullmatch(file.name) for file in directory.iterdir())
+    try:
+        return any(_MODEL_FILE.fullmatch(file.name) for file in directory.iterdir())
+    except OSError:  # such as `lost+found` beside the tags
+        return False
 
 
 def tag_directory(path: Path, tag: str | None) -> Path:
@@ -430,6 +433,7 @@ class DeepSpeed(CheckpointFormat):
     """A DeepSpeed checkpoint, or the directory of one tag in it."""
 
     name = "deepspeed"
+    reaches_below = True
 
     @override
     def guess_can_open(self, path: str | os.PathLike[str]) -> bool:

@@ -206,7 +206,8 @@ def collect(
         int | None, typer.Option(min=0, help="Earlier complete saves of each to keep; by default all.")
     ] = None,
     older_than: Annotated[
-        float, typer.Option(min=0, help="Hours since its last change that make a conversion abandoned.")
+        float,
+        typer.Option(min=0, help="Hours without a change after which a save or conversion is abandoned."),
     ] = 1.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
     as_json: _Json = False,

@@ -104,7 +104,17 @@ def _line(row: Row, name: str) -> list[str]:
 
 
 def _row(found: Found) -> Row:
-    path, size = str(found.place), sum(files_below(found.place).values())
+    try:
+        with found.place.explained("look at"):
+            return _look_at(found, sum(files_below(found.place).values()))
+    except CheckpointError as error:  # it cannot be read, or vanished since it was found
+        return Row(str(found.place), found.format, "damaged", detail=error.message)
+    except RecursionError:
+        return Row(str(found.place), found.format, "damaged", detail="its directories are nested too deeply")
+
+
+def _look_at(found: Found, size: int) -> Row:
+    path = str(found.place)
     if found.kind == "partial":
         return Row(
             path, "", "unfinished", bytes=size, detail="a conversion that was interrupted, or still runs"
@@ -210,7 +220,7 @@ class Collection(TypedDict):
 
     Attributes:
         bytes: The bytes that were removed, or with --dry-run would be.
-        spared: The paths that looked like garbage and were left alone.
+        spared: The paths that looked like garbage and were left alone, or could not be removed.
     """
 
     path: str
@@ -223,6 +233,7 @@ class Collection(TypedDict):
 def run_gc(path: str, *, keep_previous: int | None, min_age: float, dry_run: bool, as_json: bool) -> int:
     """Remove it, or with `dry_run` say what would be removed."""
     collected = collect_garbage(path, keep_previous=keep_previous, min_age=min_age, dry_run=dry_run)
+    spared, code = [*collected.spared, *collected.failed], 1 if collected.failed else 0
     if as_json:
         content: Collection = {
             "path": path,
@@ -231,20 +242,20 @@ def run_gc(path: str, *, keep_previous: int | None, min_age: float, dry_run: boo
             "removed": [
                 {"path": item.path, "kind": item.kind, "bytes": item.nbytes} for item in collected.removed
             ],
-            "spared": collected.spared,
+            "spared": spared,
         }
         print_json(content)
-        return 0
+        return code
     if collected.removed:
         print_table(
             ("path", "kind", "size"),
             [(item.path, item.kind, human_bytes(item.nbytes)) for item in collected.removed],
         )
-    for item in collected.spared:
+    for item in spared:
         print_note(f"left alone: {item.path}: {item.why.rstrip('.')}.")
     verb = "would be removed" if dry_run else "removed"
     print_text(f"{len(collected.removed)} {verb}, {human_bytes(collected.nbytes)}.")
-    return 0
+    return code
 
 
 # --- nnx ckpt merge, nnx ckpt convert -------------------------------------------------------------

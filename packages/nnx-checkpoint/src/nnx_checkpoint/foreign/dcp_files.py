@@ -43,6 +43,7 @@ from nnx_checkpoint.dcp import Handle
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.foreign.contents import LocatedTensor
 from nnx_checkpoint.foreign.lightning_file import write_torch_file
+from nnx_checkpoint.foreign.pickle_cost import refuse_swollen
 from nnx_checkpoint.foreign.safetensors import read_header
 from nnx_checkpoint.foreign.torch_file import (
     FileTensor,
@@ -50,7 +51,6 @@ from nnx_checkpoint.foreign.torch_file import (
     locate_tensor,
     map_tree,
     refuse_endless,
-    refuse_swollen,
 )
 from nnx_checkpoint.formats import Progress
 from nnx_checkpoint.index import Piece

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import copy
 import errno
 import importlib
@@ -16,7 +15,6 @@ import io
 import math
 import pathlib
 import pickle
-import pickletools
 import struct
 import sys
 import zipfile
@@ -34,6 +32,7 @@ from typing_extensions import override
 from nnx_checkpoint._torch_compat import STORAGE_DTYPES, load_structure, position_in_file
 from nnx_checkpoint.box import Box
 from nnx_checkpoint.errors import CheckpointError
+from nnx_checkpoint.foreign.pickle_cost import MOST_OBJECTS, refuse_swollen, refuse_swollen_pickle
 from nnx_checkpoint.index import Piece, TensorEntry
 from nnx_checkpoint.storage.files import FileReader, is_file, read_exactly
 
@@ -46,7 +45,6 @@ __all__ = [
     "map_tree",
     "mentions",
     "refuse_endless",
-    "refuse_swollen",
 ]
 
 
@@ -57,44 +55,6 @@ __all__ = [
 # which `StandIns` replaces afterwards. Nothing here runs code that a file brings along: each class only
 # holds data.
 
-
-_MOST_OBJECTS = 1_000_000
-_MEMORY = {
-    "EMPTY_LIST": 64,
-    "EMPTY_DICT": 72,
-    "EMPTY_SET": 224,
-    "MARK": 136,
-    "BINFLOAT": 32,
-    "BININT": 40,
-    "LONG1": 40,
-    **dict.fromkeys(("TUPLE1", "TUPLE2", "TUPLE3", "TUPLE", "FROZENSET", "REDUCE", "NEWOBJ"), 64),
-    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES"), 56),
-}
-"""Roughly how many bytes an operation of a pickle takes, beside those of what it holds and a place for it."""
-_PUTS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
-_GETS = ("GET", "BINGET", "LONG_BINGET")
-
-
-_MARK, _PUT, _GET, _TO_MARK = -1, -2, -3, -4
-"""How many objects an operation takes, where that is not a number."""
-
-
-def _effect(operation: pickletools.OpcodeInfo) -> tuple[int, int, int]:
-    """The bytes that an operation takes, and how many objects it takes from the stack and puts there."""
-    before, given = operation.stack_before, len(operation.stack_after)
-    taken = len(before)
-    if operation.name == "MARK":
-        taken = _MARK
-    elif operation.name in _PUTS:
-        taken = _PUT
-    elif operation.name in _GETS:
-        taken = _GET
-    elif pickletools.markobject in before:  # with something before the mark, it is a container
-        taken, given = _TO_MARK, given * (before[0] is pickletools.markobject)
-    return 8 + _MEMORY.get(operation.name, 0), taken, given
-
-
-_EFFECTS = {operation.name: _effect(operation) for operation in pickletools.opcodes}
 
 _ATTRIBUTE_DICTS = (
     "lightning.fabric.utilities.data",
@@ -169,7 +129,7 @@ def refuse_endless(tree: Any, *, nbytes: int, source: str, records: tuple[type, 
     Raises:
         CheckpointError: There are more objects in it than a million and than bytes.
     """
-    left, pending = max(_MOST_OBJECTS, nbytes), [tree]
+    left, pending = max(MOST_OBJECTS, nbytes), [tree]
     while pending:
         value = pending.pop()
         if isinstance(value, dict):
@@ -184,86 +144,9 @@ def refuse_endless(tree: Any, *, nbytes: int, source: str, records: tuple[type, 
         left -= len(inner)
         if left < 0:
             raise CheckpointError(
-                f"'{source}' nests more than {max(_MOST_OBJECTS, nbytes):,} objects in {nbytes:,} bytes.",
+                f"'{source}' nests more than {max(MOST_OBJECTS, nbytes):,} objects in {nbytes:,} bytes.",
                 remedy="No training program writes that; use another checkpoint.",
             )
-
-
-def refuse_swollen(file: IO[bytes], *, nbytes: int, source: str) -> None:
-    """Refuse a file of ``torch.save`` whose pickle makes far more objects than the file has bytes.
-
-    A pickle makes an empty list, of 64 bytes, with each of its own bytes, and a tuple that holds one twice,
-    which holds one twice, and so on, is looked through to the end when it becomes a key. It is unpickled
-    before anybody can look at what it makes. So its operations are counted first.
-
-    Args:
-        file: The file, or what was read of it.
-        nbytes: Its size.
-        source: Its path, for messages.
-
-    Raises:
-        CheckpointError: The objects take more than 48 MB and three times the file, a million of them wait to
-            be put somewhere, or a tuple holds more than a million and than the file has bytes.
-    """
-    if not zipfile.is_zipfile(file):
-        file.seek(0)
-        for _ in range(5):  # the old format is as many pickles, and the elements of tensors after them
-            _count_operations(file, nbytes, source)
-        return
-    with zipfile.ZipFile(file) as archive:
-        for entry in archive.infolist():
-            if entry.filename.endswith("/data.pkl"):
-                _count_operations(io.BytesIO(archive.read(entry)), nbytes, source)
-
-
-def _count_operations(pickled: IO[bytes], nbytes: int, source: str) -> None:
-    """Follow one pickle up to its end, or to where it is damaged: who unpickles it says what is wrong.
-
-    Args:
-        pickled: The pickle.
-        nbytes: Size of the file.
-        source: Its path, for messages.
-
-    Raises:
-        CheckpointError: See `refuse_swollen`.
-    """
-    most, most_memory = max(_MOST_OBJECTS, nbytes), 3 * nbytes + (48 << 20)
-    stack: list[int] = []  # for every object on the stack how much a hash of it looks at
-    below: list[list[int]] = []  # what lies below each mark
-    memo: dict[Any, int] = {}
-    memory = waiting = 0
-    with contextlib.suppress(ValueError, IndexError):
-        for operation, argument, _ in pickletools.genops(pickled):
-            cost, taken, given = _EFFECTS[operation.name]
-            memory += cost + (len(argument) if isinstance(argument, (str, bytes)) else 0)
-            if taken >= 0:
-                weight = 0
-                for _ in range(taken):
-                    weight += stack.pop()
-                if given:
-                    stack += (weight or 1,) * given
-                waiting += given - taken
-            elif taken == _MARK:
-                below.append(stack)
-                stack = []
-            elif taken == _PUT:
-                memo[len(memo) if argument is None else argument] = stack[-1]
-            elif taken == _GET:
-                stack.append(memo.get(argument, 1))
-                waiting += 1
-            else:
-                above, stack = stack, below.pop()
-                memory -= _MEMORY["MARK"]
-                waiting -= len(above)
-                if given:  # else they go into a container
-                    stack.append(sum(above))
-                    waiting += 1
-            if memory > most_memory or waiting > _MOST_OBJECTS or (stack and stack[-1] > most):
-                raise CheckpointError(
-                    f"the pickle in '{source}', a file of {nbytes:,} bytes, makes so many objects that they "
-                    "fill the memory.",
-                    remedy="No training program writes that; use another checkpoint.",
-                )
 
 
 class StandIns:
@@ -681,7 +564,7 @@ def locate_tensor(reader: FileReader, path: Path, start: int, length: int) -> Fi
         pickled, order = (_small_record(archive, records.get(name)) for name in ("data.pkl", "byteorder"))
     if order not in (b"", b"little"):
         raise ValueError("its bytes are in big-endian order")
-    _count_operations(io.BytesIO(pickled), len(pickled), str(path))
+    refuse_swollen_pickle(io.BytesIO(pickled), nbytes=len(pickled), source=str(path))
     tensor = _TensorUnpickler(pickled).load()
     if not isinstance(tensor, _Described):
         raise ValueError(f"it holds a {type(tensor).__name__} instead of a tensor")

@@ -30,12 +30,14 @@ _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errn
 _NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM}
 """How a system says that a name leads to nothing; all else, such as a failing disk, says nothing about it."""
 
+_FORBIDDEN = "Make the directory writable for this user, or save elsewhere."
+_LOOKING = {"read", "list", "look at"}
 _REMEDIES = {
     errno.ENOSPC: "Free space there, or save elsewhere.",
     errno.EDQUOT: "Free space within the quota, or save elsewhere.",
     errno.EFBIG: "Raise the file size limit (`ulimit -f`), or save elsewhere.",
-    errno.EACCES: "Make the directory writable for this user, or save elsewhere.",
-    errno.EPERM: "Make the directory writable for this user, or save elsewhere.",
+    errno.EACCES: _FORBIDDEN,
+    errno.EPERM: _FORBIDDEN,
     errno.EROFS: "Save to a file system that is mounted writable.",
     errno.ENOENT: "Every rank must see the same directory, and nobody may remove it meanwhile.",
     errno.EEXIST: "Let only one run save to this path.",
@@ -59,10 +61,10 @@ def explained(doing: str, path: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         code = error.errno or 0
         reason = os.strerror(code) if code else str(error)
-        raise CheckpointError(
-            f"cannot {doing} '{os.fspath(path)}': {reason}.",
-            remedy=_REMEDIES.get(code, "Check the path and the file system."),
-        ) from error
+        remedy = _REMEDIES.get(code, "Check the path and the file system.")
+        if remedy == _FORBIDDEN and doing in _LOOKING:
+            remedy = "Make it readable for this user, or choose another path."
+        raise CheckpointError(f"cannot {doing} '{os.fspath(path)}': {reason}.", remedy=remedy) from error
 
 
 @contextlib.contextmanager
@@ -192,6 +194,17 @@ def sync_directory(path: Path) -> None:
                 raise
         finally:
             close_quietly(fd)
+
+
+def make_directories(path: Path) -> None:
+    """Make a directory and those above it, and force the name of each new one to disk."""
+    with explained("create", path):
+        new = [place for place in (path, *path.parents) if not os.path.lexists(place)]
+        path.mkdir(parents=True, exist_ok=True)
+    sync_directory(path.parent)
+    for place in new[1:]:
+        if os.access(place.parent, os.R_OK):  # else nobody can force its names to disk
+            sync_directory(place.parent)
 
 
 class FileReader:

@@ -27,6 +27,7 @@ from nnx_checkpoint.storage.files import (
     close_quietly,
     explained,
     look,
+    make_directories,
     name_within,
     open_file,
     parent_directory,
@@ -146,9 +147,7 @@ class LocalPlace(Place):
 
     @override
     def make(self) -> None:
-        with self.explained("create"):
-            self.path.mkdir(parents=True, exist_ok=True)
-        sync_directory(self.path.parent)
+        make_directories(self.path)
 
     @override
     def write(self, data: bytes) -> None:

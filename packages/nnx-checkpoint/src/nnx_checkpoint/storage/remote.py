@@ -119,13 +119,24 @@ class UrlPlace(Place):
 
     @override
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        found: dict[str, int] = {}
         listed = self._listed()
-        return {name: listed[name] for name in names if name in listed}
+        for name in names:
+            if name in listed:  # a listing of https:// says nothing of sizes
+                size = listed[name]
+                found[name] = (self / name).size() if size is None else size
+        return found
 
     @override
     def _size(self) -> int:
         self._fs.invalidate_cache()
-        return int(self._fs.info(self._key)["size"])
+        size = _length(self._fs.info(self._key))
+        if size is None:
+            raise CheckpointError(
+                f"cannot read '{self._url}': its store does not say how many bytes it has.",
+                remedy="Copy the checkpoint to a disk or another store first.",
+            )
+        return size
 
     @override
     def reader(self) -> UrlReader:
@@ -183,19 +194,25 @@ class UrlPlace(Place):
     def explained(self, doing: str) -> contextlib.AbstractContextManager[None]:
         return _explained(doing, self._url)
 
-    def _listed(self) -> dict[str, int]:
+    def _listed(self) -> dict[str, int | None]:
         self._fs.invalidate_cache()
         with self.explained("list"):
             try:
                 entries = self._fs.ls(self._key, detail=True)
             except FileNotFoundError:
                 entries = []
-        key = self._key.strip("/")
-        return {
-            name.rpartition("/")[2]: int(entry["size"] or 0)
-            for entry in entries
-            if (name := entry["name"].strip("/")) != key  # a file, or a marker of the directory itself
-        }
+            key = self._key.strip("/")
+            return {
+                name.rpartition("/")[2]: _length(entry)
+                for entry in entries
+                if (name := entry["name"].strip("/")) != key  # a file, or a marker of the directory itself
+            }
+
+
+def _length(entry: Any) -> int | None:
+    """The bytes of a file as its store says; None where it says nothing, or nothing that can be."""
+    size = entry.get("size")
+    return size if type(size) is int and size >= 0 else None
 
 
 class UrlReader:

@@ -288,8 +288,17 @@ def _import_copier() -> Any:
 
 
 def _check_directory(path: Path) -> None:
-    if path.is_dir() and not any(path.iterdir()):
+    try:
+        if path.is_dir() and not any(path.iterdir()):
+            return
+        path.lstat()
+    except FileNotFoundError:
         return
+    except OSError as error:  # such as a name of 300 letters
+        raise OptionError(
+            f"{str(path)[:100]!r} cannot be a directory: {error.strerror}.",
+            remedy="Choose a shorter name, in a directory that you may read.",
+        ) from error
     if path.exists() or path.is_symlink():
         what = "is not empty" if path.is_dir() else "exists and is not a directory"
         raise OptionError(f"{str(path)!r} {what}.", remedy="Name a directory that is new or empty.")

@@ -128,6 +128,12 @@ def build(
 def _arguments(cls: Any, content: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The hyper-parameters of a checkpoint as arguments of a class."""
     saved = content.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    if not isinstance(saved, MutableMapping):
+        raise CheckpointError(
+            f"'{cls.CHECKPOINT_HYPER_PARAMS_KEY}' of the checkpoint is a {type(saved).__name__}, no mapping "
+            f"of names to arguments of {cls.__name__}.",
+            remedy="Remove it from the checkpoint, and pass the arguments to `load_from_checkpoint`.",
+        )
     saved.update(given)
     made_of = content.get(cls.CHECKPOINT_HYPER_PARAMS_TYPE)
     name = content.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)

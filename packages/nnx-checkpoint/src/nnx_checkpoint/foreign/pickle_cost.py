@@ -1,0 +1,240 @@
+"""What unpickling a file would cost, found out before it is unpickled: memory, time, and depth.
+
+A pickle makes an empty list, of 64 bytes, with each of its own bytes. A tuple that holds one twice, which
+holds one twice, and so on, is looked through to the end when it becomes a key. Keys of one hash are compared
+with each other, every two of them. The hash of a tuple that is nested too deeply ends the process. So the
+operations of a pickle are followed first, without making anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickletools
+import zipfile
+from typing import IO, Any, TypeAlias
+
+from typing_extensions import override
+
+from nnx_checkpoint.codec import HashCounts
+from nnx_checkpoint.errors import CheckpointError
+
+__all__ = ["MOST_OBJECTS", "refuse_swollen", "refuse_swollen_pickle"]
+
+MOST_OBJECTS = 1_000_000
+_DEEPEST_KEY = 1_000
+_MEMORY = {
+    "EMPTY_LIST": 64,
+    "EMPTY_DICT": 72,
+    "EMPTY_SET": 224,
+    "MARK": 136,
+    "BINFLOAT": 32,
+    "BININT": 40,
+    "LONG1": 40,
+    **dict.fromkeys(("TUPLE1", "TUPLE2", "TUPLE3", "TUPLE", "FROZENSET", "REDUCE", "NEWOBJ"), 64),
+    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES"), 56),
+}
+"""Roughly how many bytes an operation of a pickle takes, beside those of what it holds and a place for it."""
+_PUTS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
+_GETS = ("GET", "BINGET", "LONG_BINGET")
+_PLAIN = {
+    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+    *(
+        "GLOBAL",
+        "STRING",
+        "BINSTRING",
+        "SHORT_BINSTRING",
+        "UNICODE",
+        "BINUNICODE",
+        "SHORT_BINUNICODE",
+        "BINUNICODE8",
+    ),
+}
+_SETS = ("builtins set", "builtins frozenset", "__builtin__ set", "__builtin__ frozenset")
+_COMPLEX = ("builtins complex", "__builtin__ complex")
+
+_MARK, _PUT, _GET, _TO_MARK = -1, -2, -3, -4
+"""How many objects an operation takes, where that is not a number."""
+
+_Item: TypeAlias = tuple[int, int, Any]
+"""Of an object on the stack: how much its hash looks at, how deeply it is nested, and what has its hash."""
+
+
+class _Made:
+    """A list, a dict, or what a class makes; empty at first."""
+
+    __slots__ = ("counts", "depth", "hashes", "weight")
+
+    def __init__(self) -> None:
+        self.hashes: list[int] = []  # of the items of a list, which may become a set
+        self.weight = self.depth = 0
+        self.counts: HashCounts | None = None
+
+
+class _Tuple:
+    """A tuple: its hash, and its first items, which may be the arguments of a class."""
+
+    __slots__ = ("hashed", "items")
+
+    def __init__(self, items: list[_Item]) -> None:
+        self.hashed = hash(tuple([item[2] for item in items]))
+        self.items = items[:2]
+
+    @override
+    def __hash__(self) -> int:
+        return self.hashed
+
+
+def _effect(operation: pickletools.OpcodeInfo) -> tuple[int, int, int]:
+    """The bytes that an operation takes, and how many objects it takes from the stack and puts there."""
+    before, given = operation.stack_before, len(operation.stack_after)
+    taken = len(before)
+    if operation.name == "MARK":
+        taken = _MARK
+    elif operation.name in _PUTS:
+        taken = _PUT
+    elif operation.name in _GETS:
+        taken = _GET
+    elif pickletools.markobject in before:  # with something before the mark, it is a container
+        taken, given = _TO_MARK, given * (before[0] is pickletools.markobject)
+    return 8 + _MEMORY.get(operation.name, 0), taken, given
+
+
+_EFFECTS = {operation.name: _effect(operation) for operation in pickletools.opcodes}
+
+
+def refuse_swollen(file: IO[bytes], *, nbytes: int, source: str) -> None:
+    """Refuse a file of ``torch.save`` whose pickle costs far more than the file has bytes.
+
+    Args:
+        file: The file, or what was read of it.
+        nbytes: Its size.
+        source: Its path, for messages.
+
+    Raises:
+        CheckpointError: The objects take more than 48 MB and three times the file, a million of them wait to
+            be put somewhere, a tuple holds more than a million and than the file has bytes, keys look at as
+            many, have one hash, or are nested more than a thousand deep.
+    """
+    if not zipfile.is_zipfile(file):
+        file.seek(0)
+        for _ in range(5):  # the old format is as many pickles, and the elements of tensors after them
+            refuse_swollen_pickle(file, nbytes=nbytes, source=source)
+        return
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            if entry.filename.endswith("/data.pkl"):
+                refuse_swollen_pickle(io.BytesIO(archive.read(entry)), nbytes=nbytes, source=source)
+
+
+def refuse_swollen_pickle(pickled: IO[bytes], *, nbytes: int, source: str) -> None:
+    """As `refuse_swollen`, for one pickle."""
+    _Following(nbytes, source).follow(pickled)
+
+
+class _Following:
+    """Follows one pickle; its arguments are those of `refuse_swollen`."""
+
+    def __init__(self, nbytes: int, source: str) -> None:
+        self._source = source
+        self._nbytes = nbytes
+        self._most = max(MOST_OBJECTS, nbytes)
+        self._looked_at = 0
+
+    def follow(self, pickled: IO[bytes]) -> None:
+        """Follow it to its end, or to where it is damaged: who unpickles it says what is wrong."""
+        most_memory = 3 * self._nbytes + (48 << 20)
+        stack: list[_Item] = []
+        below: list[list[_Item]] = []  # what lies below each mark
+        memo: dict[Any, _Item] = {}
+        memory = waiting = 0
+        with contextlib.suppress(ValueError, IndexError):
+            for operation, argument, _ in pickletools.genops(pickled):
+                cost, taken, given = _EFFECTS[operation.name]
+                memory += cost + (len(argument) if isinstance(argument, (str, bytes)) else 0)
+                if taken >= 0:
+                    items = [stack.pop() for _ in range(taken)][::-1]
+                    if given:
+                        stack += (self._made(operation.name, argument, items),) * given
+                    waiting += given - taken
+                elif taken == _MARK:
+                    below.append(stack)
+                    stack = []
+                elif taken == _PUT:
+                    memo[len(memo) if argument is None else argument] = stack[-1]
+                elif taken == _GET:
+                    stack.append(memo.get(argument, (1, 0, None)))
+                    waiting += 1
+                else:
+                    above, stack = stack, below.pop()
+                    memory -= _MEMORY["MARK"]
+                    waiting -= len(above)
+                    if given:
+                        stack.append(self._made(operation.name, argument, above))
+                        waiting += 1
+                    else:
+                        self._fill(operation.name, stack[-1][2], above)
+                if memory > most_memory or waiting > MOST_OBJECTS or (stack and stack[-1][0] > self._most):
+                    raise self._refusal("makes so many objects that they fill the memory")
+
+    def _made(self, name: str, argument: Any, items: list[_Item]) -> _Item:
+        """What an operation puts onto the stack."""
+        if name in ("APPEND", "SETITEM", "BUILD"):
+            if name != "BUILD":
+                self._fill(name, items[0][2], items[1:])
+            return items[0]
+        weight, depth = sum([item[0] for item in items]) or 1, max([item[1] for item in items], default=0)
+        if name.endswith(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3")):
+            return weight, depth + 1, _Tuple(items)
+        if name in _PLAIN:
+            return 1 + (argument.bit_length() >> 6 if type(argument) is int else 0), 0, argument
+        made = _Made()
+        if name == "FROZENSET":
+            self._fill("ADDITEMS", made, items)
+        elif name == "REDUCE" and isinstance(items[1][2], _Tuple):
+            return weight, depth + 1, self._called(items[0][2], items[1][2].items, made)
+        return weight, depth + 1, made
+
+    def _called(self, name: Any, arguments: list[_Item], made: _Made) -> Any:
+        """What a class makes of its arguments: sets hash what they hold, complex numbers have hashes."""
+        first = arguments[0][2] if arguments else None
+        if name in _SETS and isinstance(first, _Made):
+            self._count(made, first.hashes, first.weight, first.depth)
+        if name in _COMPLEX and arguments and all(type(item[2]) in (int, float) for item in arguments):
+            return complex(*(item[2] for item in arguments))
+        return made
+
+    def _fill(self, name: str, container: Any, items: list[_Item]) -> None:
+        """Note what goes into a list, a set or a dict."""
+        if not isinstance(container, _Made):
+            return
+        keys = items[::2] if name in ("SETITEM", "SETITEMS") else items
+        hashes, weight = [hash(key[2]) for key in keys], sum([key[0] for key in keys])
+        depth = max([key[1] for key in keys], default=0)
+        if name in ("APPEND", "APPENDS"):
+            container.hashes += hashes
+            container.weight += weight
+            container.depth = max(container.depth, depth)
+        else:
+            self._count(container, hashes, weight, depth)
+
+    def _count(self, container: _Made, hashes: list[int], weight: int, depth: int) -> None:
+        """Let keys be looked at."""
+        self._looked_at += weight
+        if self._looked_at > self._most:
+            raise self._refusal("has keys that take too long to look at")
+        if depth > _DEEPEST_KEY:
+            raise self._refusal("has a key that is nested too deeply")
+        if container.counts is None:
+            container.counts = HashCounts()
+        try:
+            for hashed in hashes:
+                container.counts.add(hashed)
+        except ValueError as error:
+            raise self._refusal(f"is malformed: {error}") from error
+
+    def _refusal(self, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"the pickle in '{self._source}', a file of {self._nbytes:,} bytes, {why}.",
+            remedy="No training program writes that; use another checkpoint.",
+        )
