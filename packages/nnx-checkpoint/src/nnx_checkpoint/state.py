@@ -207,7 +207,20 @@ def repoint_optimizer(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.P
 # makes a failure on one rank fail on all.
 
 
-def fill_model(module: nn.Module, state: ModelState, source: Mapping[str, Any], *, strict: bool) -> None:
+_OTHER_MODEL = (
+    "Build the model as it was when it was saved, rename keys in `on_load_checkpoint`, or set "
+    "`strict_loading=False` on the LightningModule to load only the names that match."
+)
+
+
+def fill_model(
+    module: nn.Module,
+    state: ModelState,
+    source: Mapping[str, Any],
+    *,
+    strict: bool,
+    remedy: str = _OTHER_MODEL,
+) -> None:
     """Fill a module's shards in place from a state dict, lazy or complete.
 
     Args:
@@ -215,11 +228,12 @@ def fill_model(module: nn.Module, state: ModelState, source: Mapping[str, Any], 
         state: This rank's handles, from `Backend.model_state`.
         source: A `LazyStateDict` or a mapping of complete tensors.
         strict: Refuse missing and unexpected names; shapes must match either way.
+        remedy: What to do where names or shapes differ.
 
     Raises:
         CheckpointError: With every missing and unexpected name and every shape that differs.
     """
-    _check_names(state, source, strict=strict)
+    _check_names(state, source, strict=strict, remedy=remedy)
     lazy: dict[str, Shard] = {}
     for name, shard in state.tensors.items():
         found = _first_present(name, state, source)
@@ -244,7 +258,7 @@ def _first_present(name: str, state: ModelState, source: Mapping[str, Any]) -> s
     return next((candidate for candidate in names if candidate in source), None)
 
 
-def _check_names(state: ModelState, source: Mapping[str, Any], *, strict: bool) -> None:
+def _check_names(state: ModelState, source: Mapping[str, Any], *, strict: bool, remedy: str) -> None:
     missing = [name for name in state.tensors if _first_present(name, state, source) is None]
     missing += [name for name in state.extra if name not in source]
     known = {*state.tensors, *state.aliases, *state.extra}
@@ -258,10 +272,12 @@ def _check_names(state: ModelState, source: Mapping[str, Any], *, strict: bool) 
         if stored != shard.shape:
             shapes.append(f"{name} is {stored} in the checkpoint and {shard.shape} in the model")
     if shapes or (strict and (missing or unexpected)):
-        raise _another_model(missing, unexpected, shapes)
+        raise _another_model(missing, unexpected, shapes, remedy)
 
 
-def _another_model(missing: list[str], unexpected: list[str], shapes: list[str]) -> CheckpointError:
+def _another_model(
+    missing: list[str], unexpected: list[str], shapes: list[str], remedy: str
+) -> CheckpointError:
     parts = [
         f"{title}: {_shorten(names)}"
         for title, names in (
@@ -273,8 +289,7 @@ def _another_model(missing: list[str], unexpected: list[str], shapes: list[str])
     ]
     return CheckpointError(
         f"the checkpoint is of another model; {'; '.join(parts)}.",
-        remedy="Build the model as it was when it was saved, rename keys in `on_load_checkpoint`, or set "
-        "`strict_loading=False` on the LightningModule to load only the names that match.",
+        remedy=remedy,
     )
 
 
