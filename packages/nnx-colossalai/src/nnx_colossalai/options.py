@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from nnx_colossalai.device import Device
 
-    LayerClasses = type[nn.Module] | Iterable[type[nn.Module]]
+    LayerClasses = type[nn.Module] | str | Iterable[type[nn.Module] | str]
 
 
 POLICIES = ("auto", "cuda", "cpu")
@@ -136,16 +136,18 @@ class ColossalAIOptions:
     )
     auto_wrap_policy: LayerClasses | Callable[[nn.Module], bool] | None = option(
         None,
-        help="What becomes a chunk: a layer class or several, or a function from module to bool. By default "
-        "repeated layers and large leaves such as embeddings.",
+        help="What becomes a chunk: a layer class or several, or their names, or a function from module to "
+        "bool. By default repeated layers and large leaves such as embeddings.",
+        layers=True,
     )
     min_num_params: int | None = option(
         None, help="As min_chunk_size, in elements; give one of them.", types=(int,)
     )
     activation_checkpointing: LayerClasses | None = option(
         None,
-        help="A layer class or several whose activations are recomputed in backward instead of stored: less "
-        "memory for about a third more computation.",
+        help="A layer class or several, or their names, whose activations are recomputed in backward "
+        "instead of stored: less memory for about a third more computation.",
+        layers=True,
     )
     cpu_adam: Literal["torch", "deepspeed"] = option(
         "torch",
