@@ -39,8 +39,8 @@ def test_small_models_are_one_unit_and_the_reason_is_told() -> None:
     choice = choose_units(model)
     assert choice.units == ()
     assert choice.describe(model) == (
-        "one unit of 40 parameters (no layers of at least 100,000 parameters, or min_num_params, repeat in a "
-        "container)"
+        "one unit of 40 parameters (not split: no layers of min_num_params=100,000 or more parameters "
+        "repeat in a container)"
     )
 
 

@@ -391,7 +391,7 @@ def _repeated_layers(root: nn.Module, minimum: int) -> UnitChoice:
     if left:
         return UnitChoice((), f"its repeated layers, such as {left[0][0]}, are called by choice")
     return UnitChoice(
-        (), f"no layers of at least {minimum:,} parameters, or min_num_params, repeat in a container"
+        (), f"not split: no layers of min_num_params={minimum:,} or more parameters repeat in a container"
     )
 
 

@@ -25,6 +25,7 @@ from nnx_checkpoint.writer import poll
 from nnx_core.backend import Backend
 from nnx_core.errors import CheckpointError, UnsupportedError, is_lost_connection
 from nnx_core.lightning.averaging import Averages
+from nnx_core.lightning.beginning import size_of_batch
 from nnx_core.lightning.checkpoint import (
     CheckpointIO,
     load_lightning_checkpoint,
@@ -35,7 +36,7 @@ from nnx_core.lightning.checkpoint import (
 )
 from nnx_core.lightning.compat import attached_trainer, is_wrapping_checkpoint_io, make_optimizers
 from nnx_core.lightning.exact_resume import ExactResume
-from nnx_core.lightning.processes import ParallelProcesses, size_of_batch
+from nnx_core.lightning.processes import ParallelProcesses
 from nnx_core.lightning.routing import (
     publishes_gradients,
     refuse_plain_backward,
@@ -410,8 +411,10 @@ class TrainerAdapter(ParallelProcesses):
         """Run ``training_step`` through the engine."""
         if not self._has_told:
             self._has_told, trainer = True, self.lightning_module.trainer
-            batch = size_of_batch(next(iter([*args, *kwargs.values()]), None))
-            self._tell(self.lightning_module, batch, accumulate=trainer.accumulate_grad_batches)
+            batch = next(iter([*args, *kwargs.values()]), None)
+            accumulate = trainer.accumulate_grad_batches
+            self._tell(self.lightning_module, size_of_batch(batch), accumulate=accumulate)
+            self._exact_resume.compare_batch(trainer, batch, own_batch=self.backend.own_batch)
         with self.precision_plugin.train_step_context():
             return self._step("training_step", args, kwargs)
 
