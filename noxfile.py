@@ -42,6 +42,9 @@ SHARED = ["nnx-checkpoint", "nnx-core", "nnx-conformance"]
 """What engines stand on, each on the one before."""
 PLUGINS = [name for name in PROJECTS if name not in SHARED]
 
+PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
+"""What the classifiers of every package name."""
+
 NEEDED_WITH_GPUS = [
     name for name, folder in PROJECTS.items() if folder.parent.name == "packages" and name != "nnx-ray"
 ]
@@ -266,9 +269,11 @@ def isolation(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="venv")
-@nox.parametrize("edge", ["oldest", "newest"])
+@nox.parametrize("python,edge", [(PYTHONS[0], "oldest"), *((python, "newest") for python in PYTHONS)])
 def compat(session: nox.Session, edge: str) -> None:
     """Every strategy with the oldest, or the newest, torch and Lightning that the packages accept.
+
+    The newest under every Python that the packages name, the oldest under the first.
 
     `oldest` takes everything that they name at the lowest version they name; then, beside the same torch,
     each end of what is accepted of Lightning. Fetches a torch with CUDA, some gigabytes, where the package

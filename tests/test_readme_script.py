@@ -49,7 +49,8 @@ def test_the_table_names_strategies_that_exist() -> None:
 def test_the_script_ends_well_under_every_strategy_of_the_table(strategy: str, tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(
-        script(strategy) + "\nprint('epoch', trainer.current_epoch, 'step', trainer.global_step)\n"
+        script(strategy)
+        + "\nprint(f'epoch {trainer.current_epoch} step {trainer.global_step}\\n', end='', flush=True)\n"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

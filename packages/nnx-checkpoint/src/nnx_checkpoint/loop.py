@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -67,15 +66,11 @@ def save(
         tensors: Tensors, DTensors or shards by name, of any shapes.
         model: A module whose parameters, buffers and extra state are saved.
         optimizer: An optimizer, or several, of parameters of the model.
-        objects: Everything else. Rank 0's tree is stored; tensors, DTensors and shards anywhere in it are
-            lifted out. Of objects with `state_dict` and `load_state_dict` the state is stored.
-        rank_objects: A tree of this rank alone, such as its random state or its data loader; it may hold
-            small tensors.
-        prefix: Stands before the names of the model's entries, such as ``"model."`` for a module that is
-            the attribute ``model`` of a LightningModule.
+        objects: Everything else, as rank 0 has it; what has `state_dict` and `load_state_dict` by its state.
+        rank_objects: A tree of this rank alone, such as its random state or loader, with small tensors.
+        prefix: Stands before the model's names, as ``"model."`` of a LightningModule's ``self.model``.
         aliases: Tied names that share storage with a tensor stored under another name.
-        state_dict_type: ``"deduped"`` stores each box once across the world; ``"sharded"`` stores every
-            rank's whole local state.
+        state_dict_type: ``"deduped"`` stores each box once; ``"sharded"`` every rank's whole local state.
         provenance: Plain JSON that says where the checkpoint comes from.
         opaque: ``"pickle"`` stores objects that have no safe encoding; ``"error"`` refuses them.
         keep_previous: The number of earlier saves at this path to keep on disk.
@@ -83,16 +78,15 @@ def save(
         **values: Further objects by name, such as ``step=3`` or ``scheduler=scheduler``.
 
     Raises:
-        CheckpointError: On every rank, if any rank could not describe or write its part, or if an object
-            has another state on each rank. What was saved at this path before is then intact.
+        CheckpointError: On every rank, if any rank could not describe or write its part, or an object's
+            state differs between ranks. What was saved at this path before is then intact.
         TypeError: A value is named almost like an argument, or optimizers are given without a model.
 
     Example:
         ``nnx_checkpoint.save("last.ckpt", model=model, optimizer=optimizer, scheduler=scheduler, step=3)``
     """
     _refuse_misspelt("save", values, _SAVE_OPTIONS)
-    rest = {**(objects or {}), **values} if values else objects or {}
-    common, own = _states_of(rest, rank_objects, control_group() if collective else None, opaque)
+    common, own = _states_of(objects or {}, values, rank_objects, opaque, collective=collective)
     saved = _gathered(model, _listed(optimizer), common, prefix)
     writer.save(
         path,
@@ -132,8 +126,7 @@ def load(
         optimizer: The optimizer to fill, or as many as were saved.
         objects: Objects with `load_state_dict`, by the names that they were saved under.
         rank_objects: The same, of what was saved as `rank_objects`; needs as many processes as saved.
-        prefix: Fill the module with the entries whose names begin so, such as ``"model."`` for the
-            attribute ``model`` of the LightningModule that a Trainer saved.
+        prefix: Stands before the model's names, as ``"model."`` of a LightningModule's ``self.model``.
         strict: False leaves alone what the checkpoint or the module does not have.
         weights_only: False executes code that whoever wrote the checkpoint may have put there.
         **stateful: Further objects with `load_state_dict`, such as ``scheduler=scheduler``.
@@ -276,18 +269,21 @@ def _is_stateful(value: Any) -> bool:
 
 def _states_of(
     objects: Mapping[str, Any],
+    values: Mapping[str, Any],
     rank_objects: Mapping[str, Any] | None,
-    group: ProcessGroup | None,
     opaque: Literal["error", "pickle"],
+    *,
+    collective: bool,
 ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
     """Both trees with states in place of the objects that have one.
 
     Raises:
         CheckpointError: A state is sharded, or one of which rank 0's is stored differs between ranks.
     """
+    group = control_group() if collective else None
     states: dict[str, Any] = {}
     with together(group, doing="reading the state of what is saved"):
-        common = _with_states(objects, (), states)
+        common = _with_states({**objects, **values} if values else objects, (), states)
         own = None if rank_objects is None else _with_states(rank_objects, (), {})
         digests = {name: _digest(state, opaque) for name, state in states.items()} if group else {}
     for rank, theirs in enumerate(all_gather_object(digests, group)):

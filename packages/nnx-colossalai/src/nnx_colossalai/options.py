@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 from nnx_core.errors import OptionError
@@ -166,6 +167,11 @@ class ColossalAIOptions:
         self._check_sizes()
         self._check_shares()
         self._check_scales()
+        if self.timeline_file is not None and find_spec("matplotlib") is None:
+            raise OptionError(
+                f"timeline_file={self.timeline_file!r} is drawn by matplotlib, which is not installed.",
+                remedy="Run `pip install matplotlib`, or leave the option out.",
+            )
         for name in ("device_memory", "host_memory"):
             bytes_of(getattr(self, name), name=name)
         if self.plan is not None:
