@@ -82,7 +82,7 @@ SYNONYMS: Mapping[str, Sequence[str]] = {
     "restart": ("resume",),
     "export": ("convert",),
 }
-_MEMORY = {"memory", "oom", "vram", "fit", "fits"}
+_MEMORY = {"memory", "oom", "vram", "fit", "fits", "larger", "bigger"}
 _SAVES = {"shards_parameters", "shards_gradients", "shards_optimizer", "offload", "tensor_parallel"}
 """What a strategy has to be able to do to be an answer to a question for memory."""
 PAGES = {
