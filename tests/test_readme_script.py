@@ -42,6 +42,7 @@ def test_the_table_names_strategies_that_exist() -> None:
     assert set(DEFAULT) < set(strategies()) <= set(StrategyRegistry)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "strategy",
     [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.full) for name in strategies()],
@@ -57,7 +58,7 @@ def test_the_script_ends_well_under_every_strategy_of_the_table(strategy: str, t
         [sys.executable, file],
         cwd=tmp_path,
         env=environment,
-        timeout=240,
+        timeout=580,  # it takes a minute where nothing else runs
         capture_output=True,
         text=True,
         check=False,
