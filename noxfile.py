@@ -39,6 +39,9 @@ SHARED = ["nnx-checkpoint", "nnx-core", "nnx-conformance"]
 """What engines stand on, each on the one before."""
 PLUGINS = [name for name in PROJECTS if name not in SHARED]
 
+PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
+"""What the classifiers of every package name."""
+
 NEEDED_WITH_GPUS = [
     name for name, folder in PROJECTS.items() if folder.parent.name == "packages" and name != "nnx-ray"
 ]
@@ -289,9 +292,11 @@ def isolation(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="venv")
-@nox.parametrize("edge", ["oldest", "newest"])
+@nox.parametrize("python,edge", [(PYTHONS[0], "oldest"), *((python, "newest") for python in PYTHONS)])
 def compat(session: nox.Session, edge: str) -> None:
     """A strategy of each package with the oldest, or the newest, torch and Lightning that they accept.
+
+    The newest under every Python that the packages name, the oldest under the first.
 
     `oldest` takes everything that they name at the lowest version they name; then, beside the same torch,
     each end of what is accepted of Lightning. Looks up torch's private names, and runs the fast profile of

@@ -67,6 +67,7 @@ def test_what_is_saved_after_the_run_is_resumed_like_what_is_saved_within(
 def test_ranks_that_compute_one_batch_together_and_have_different_ones_are_told(pool: WorkerPool) -> None:
     for message in pool.run(of_its_own_batch, Run(strategy="column_parallel", steps=2), world_size=2):
         assert message.startswith("rank 1 has another batch than rank 0 in training_step")
+        assert "data. If the script generates its data, call seed_everything(0) before" in message
         assert "trainer.distributed_sampler_kwargs" in message
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import grimp
 import networkx
 import pytest
+import yaml
+from packaging.requirements import Requirement
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -23,6 +25,7 @@ else:  # tomli is what pytest itself needs below 3.11
 ROOT = Path(__file__).parents[1]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 SOURCES = sorted(path for package in PACKAGES for path in package.glob("src/**/*.py"))
+WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
 MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/README.md")])
 
 FILE_LINES = 800
@@ -82,6 +85,42 @@ def test_ci_can_be_executed_and_stops_at_the_first_failure():
     assert script.stat().st_mode & 0o111
     assert "set -euo pipefail" in script.read_text()
     subprocess.run(["bash", "-n", script], check=True)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_has_the_form_that_github_reads(path):
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow.keys() <= {"name", True, "permissions", "concurrency", "env", "jobs"}  # YAML 1.1's `on`
+    assert workflow[True].keys() <= {"push", "pull_request", "schedule", "workflow_dispatch"}
+    for job in workflow["jobs"].values():
+        assert job.keys() >= {"runs-on", "timeout-minutes", "steps"}
+        assert all(("uses" in step) != ("run" in step) for step in job["steps"])
+
+
+def test_a_workflow_runs_what_ci_is_with_the_python_that_it_names():
+    (steps,) = [
+        job["steps"]
+        for path in WORKFLOWS
+        for job in yaml.safe_load(path.read_text())["jobs"].values()
+        if any(step.get("run") == ".ci/run" for step in job["steps"])
+    ]
+    (python,) = [step["with"]["python-version"] for step in steps if "setup-python" in step.get("uses", "")]
+    assert f"Needs Python {python} and pip" in (ROOT / ".ci/run").read_text()
+    assert f"with Python {python} and pip" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_every_package_names_the_pythons_that_the_compat_session_tries(package):
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(project(package)["classifiers"]))
+    tried = re.search(r"^PYTHONS = \[(.*)\]$", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
+    assert named == re.findall(r"3\.\d+", tried[1])
+    assert project(package)["requires-python"] == f">={named[0]}"
+    assert "Development Status :: 3 - Alpha" in project(package)["classifiers"]  # until CUDA is measured
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_no_package_needs_matplotlib(package):
+    assert not any(line.startswith("matplotlib") for line in project(package)["dependencies"])
 
 
 def test_every_package_has_the_same_version():
@@ -190,7 +229,10 @@ def test_what_import_torch_runs_needs_only_the_standard_library_and_nnx():
 
 def pins() -> dict[str, str]:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    parsed = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    here = [pin for pin in parsed if pin.marker is None or pin.marker.evaluate()]
+    assert len({pin.name for pin in here}) == len(here), "a pin counts twice"
+    return {pin.name: str(pin.specifier).removeprefix("==") for pin in here}
 
 
 def test_what_is_installed_is_what_the_constraints_pin():

@@ -49,6 +49,27 @@ def test_a_name_that_never_was_is_an_error() -> None:
         _ = nnx.nonsense  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("name", ["Module", "Linear", "Rngs", "jit", "value_and_grad", "Param"])
+def test_a_name_of_flax_is_answered_with_where_it_is(name: str) -> None:
+    with pytest.raises(
+        AttributeError, match=rf"no attribute '{name}'\..*which this is not: `from flax import nnx`"
+    ):
+        getattr(nnx, name)
+    assert not hasattr(nnx, name)
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(
+        AttributeError, match=r"'load_from_checkpoints'\. Did you mean 'load_from_checkpoint'\?"
+    ):
+        _ = nnx.load_from_checkpoints
+
+
+def test_what_is_shown_is_what_is_offered() -> None:
+    assert dir(nnx) == sorted([*nnx_core.__all__, "checkpoint", "lite", "testing"])
+    assert dir(nnx_core) == sorted(nnx_core.__all__)
+
+
 def test_another_package_of_the_same_name_disturbs_nothing(site, run_python) -> None:
     (site.path / "nnx").mkdir()
     (site.path / "nnx" / "__init__.py").write_text(FOREIGN)

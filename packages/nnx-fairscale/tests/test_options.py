@@ -13,7 +13,7 @@ from nnx_core.errors import OptionError, UnsupportedError
 
 pytest.importorskip("fairscale", reason="fairscale is not installed")
 
-from nnx_core.modules import as_classes
+from nnx_core.modules import Layers
 from nnx_fairscale.fsdp import FairscaleFSDPBackend, choose_units
 from nnx_fairscale.options import FairscaleFSDPOptions, OSSOptions, ShardedOptions
 from nnx_fairscale.oss import Ownership
@@ -52,12 +52,19 @@ def test_a_dtype_may_be_given_as_torch_has_it() -> None:
 
 def test_what_is_no_layer_class_is_refused() -> None:
     with pytest.raises(OptionError, match=r"activation_checkpointing holds 3, which is not a module class"):
-        as_classes([3], option="activation_checkpointing")  # type: ignore[list-item]
+        Layers([3], option="activation_checkpointing")
+    with pytest.raises(OptionError, match=r"activation_checkpointing holds 3, which is not a module class"):
+        FairscaleFSDPOptions(activation_checkpointing=3)  # type: ignore[arg-type]
 
 
 def test_a_policy_that_matches_nothing_is_refused() -> None:
     options = FairscaleFSDPOptions(auto_wrap_policy=torch.nn.Conv2d)
     with pytest.raises(OptionError, match="auto_wrap_policy names Conv2d, of which Sequential has none"):
+        choose_units(torch.nn.Sequential(torch.nn.Linear(2, 2)), options)
+    options = FairscaleFSDPOptions(auto_wrap_policy="Linaer")
+    with pytest.raises(
+        OptionError, match=r"names 'Linaer', .* Did you mean 'torch\.nn\.modules\.linear\.Linear'"
+    ):
         choose_units(torch.nn.Sequential(torch.nn.Linear(2, 2)), options)
 
 

@@ -14,9 +14,17 @@ from nnx_fsdp.options import FSDPOptions, MixedPrecision
     ("options", "message"),
     [
         ({"min_num_params": -1}, "min_num_params=-1 is negative. Pass a number of parameters."),
+        (
+            {"auto_wrap_policy": 3},
+            "auto_wrap_policy holds 3, which is not a module class. Pass a subclass of",
+        ),
+        ({"auto_wrap_policy": ["Block", int]}, "auto_wrap_policy holds <class 'int'>, which is not a module"),
+        ({"auto_wrap_policy": "Block, Head"}, "auto_wrap_policy holds 'Block, Head', which is not a module"),
+        ({"activation_checkpointing": True}, "activation_checkpointing holds True, which is not a module"),
+        ({"activation_checkpointing": len}, "activation_checkpointing holds <built-in function len>"),
         ({"replicate_size": 0}, "replicate_size=0 is not positive. Pass a divisor of the world size."),
         (
-            {"auto_wrap": False, "auto_wrap_policy": int},
+            {"auto_wrap": False, "auto_wrap_policy": "Block"},
             "auto_wrap_policy has no effect with manual wrapping.",
         ),
     ],

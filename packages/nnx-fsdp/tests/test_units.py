@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from nnx_core.errors import OptionError
-from nnx_core.modules import as_classes
+from nnx_core.modules import Layers
 from nnx_fsdp.units import choose_units, tied_across
 
 
@@ -39,8 +39,8 @@ def test_small_models_are_one_unit_and_the_reason_is_told() -> None:
     choice = choose_units(model)
     assert choice.units == ()
     assert choice.describe(model) == (
-        "one unit of 40 parameters (no layers of at least 100,000 parameters, or min_num_params, repeat in a "
-        "container)"
+        "one unit of 40 parameters (not split: no layers of min_num_params=100,000 or more parameters "
+        "repeat in a container)"
     )
 
 
@@ -75,7 +75,42 @@ def test_a_minimum_size_applies_to_policies_too() -> None:
 
 
 def test_layer_classes_are_checked() -> None:
-    assert as_classes(nn.Linear, option="x") == (nn.Linear,)
-    assert as_classes([nn.Linear, nn.Conv1d], option="x") == (nn.Linear, nn.Conv1d)
+    assert nn.Linear(2, 2) in Layers(nn.Linear, option="x")
+    assert nn.Linear(2, 2) in Layers([nn.Conv1d, nn.Linear], option="x")
+    assert nn.Linear(2, 2) not in Layers(None, option="x")
     with pytest.raises(OptionError, match="x holds <class 'int'>, which is not a module class"):
-        as_classes([int], option="x")  # type: ignore[list-item]
+        Layers([int], option="x")
+
+
+class Block(nn.Linear):
+    """A layer that YAML names."""
+
+
+class SmallBlock(Block):
+    """It counts as its base."""
+
+
+@pytest.mark.parametrize("name", ["Block", f"{__name__}.Block"])
+def test_layer_classes_may_be_named(name: str) -> None:
+    model = nn.Sequential(Block(2, 2), SmallBlock(2, 2), nn.Linear(2, 2))
+    layers = Layers(name, option="x")
+    layers.check(model)
+    assert [module in layers for module in model] == [True, True, False]
+    wanted = nn.Sequential(nn.Linear(2, 2), nn.TransformerEncoderLayer(8, 2))
+    for known in ("Linear", "nn.Linear", "torch.nn.Linear", "torch.nn.modules.linear.Linear"):
+        Layers(known, option="x").check(wanted)
+        assert wanted[0] in Layers(known, option="x")
+    assert wanted[1] not in Layers("Layer", option="x")
+
+
+def test_a_name_of_no_module_is_refused_with_the_nearest() -> None:
+    model = nn.Sequential(Block(2, 2))
+    with pytest.raises(OptionError, match=rf"names 'Blok', .* Did you mean '{__name__}\.Block'\?"):
+        choose_units(model, policy="Blok")
+    with pytest.raises(
+        OptionError, match=r"names 'other\.Block', and no module of Sequential .* Did you mean"
+    ):
+        choose_units(model, policy=["other.Block"])
+    with pytest.raises(OptionError, match=r"names 'Conv2d'.* a class that the model has: Block\."):
+        Layers("Conv2d", option="x").check(model)
+    assert _names(model, policy="Block") == ["0"]

@@ -110,12 +110,14 @@ class Encoder:
     def _items(self, values: Iterable[Any], path: tuple[str, ...]) -> list[Any]:
         return [self.encode(value, (*path, str(i))) for i, value in enumerate(values)]
 
-    def _encode_dict(self, value: dict[Any, Any], path: tuple[str, ...]) -> Any:
+    def _encode_dict(self, value: dict[Any, Any], path: tuple[str, ...]) -> Any:  # noqa: PLR0911
         kind = type(value)
         if kind is dict:
             if all(type(key) is str and not key.startswith(_TAG) for key in value):
                 return {key: self.encode(item, (*path, key)) for key, item in value.items()}
             return {_TAG: "dict", "items": self._pairs(value, path)}
+        if kind is collections.Counter:  # an extra key, so that readers without it still find the dict
+            return {_TAG: "dict", "class": "Counter", "items": self._pairs(value, path)}
         if kind is collections.OrderedDict:
             return {_TAG: "OrderedDict", "items": self._pairs(value, path)}
         if isinstance(value, collections.defaultdict) and kind is collections.defaultdict:
@@ -181,10 +183,13 @@ class Encoder:
             self.opaque_objects[place] = value
             return {_TAG: "opaque", "place": place}
         kind = type(value)
+        instead = (
+            "Store its `state_dict()` instead" if hasattr(value, "state_dict") else "Remove or convert it"
+        )
         raise CheckpointError(
             f"the object at '{_text(path)}' is a {kind.__module__}.{kind.__qualname__}, "
             "which has no safe encoding in a checkpoint.",
-            remedy='Remove or convert it, or allow pickle for such objects: opaque_objects="pickle" on the '
+            remedy=f'{instead}, or allow pickle for such objects: opaque_objects="pickle" on the '
             'strategy or on nnx.CheckpointIO, opaque="pickle" in nnx_checkpoint.save.',
         )
 
@@ -340,7 +345,9 @@ _CONTAINERS: dict[str, Callable[[list[Any], Any], Any]] = {
     "set": lambda items, _: set(items),
     "frozenset": lambda items, _: frozenset(items),
     "deque": lambda items, item: collections.deque(items, item["maxlen"]),
-    "dict": lambda items, _: dict(items),
+    "dict": lambda items, item: (collections.Counter if item.get("class") == "Counter" else dict)(
+        dict(items)
+    ),
     "OrderedDict": lambda items, _: collections.OrderedDict(items),
     "defaultdict": _defaultdict,
     "AttributeDict": _attribute_dict,

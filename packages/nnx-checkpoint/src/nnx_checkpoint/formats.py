@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
@@ -121,8 +122,13 @@ class CheckpointFormat(ABC):
         if options:
             raise CheckpointError(
                 f"format {self.name!r} has no option {next(iter(options))!r}.",
-                remedy="See its `write` method for those it has.",
+                remedy=f"Its options are: {', '.join(self.options()) or 'none'}.",
             )
+
+    def options(self) -> list[str]:
+        """Names of the options of `write`."""
+        parameters = signature(self.write).parameters.values()
+        return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "progress"]
 
 
 _HOME = "nnx_checkpoint.foreign"

@@ -27,7 +27,7 @@ from nnx_checkpoint._torch_compat import (
 from nnx_checkpoint.collective import together
 from nnx_checkpoint.errors import CheckpointError, NnxError
 from nnx_checkpoint.naming import LazyStateDict
-from nnx_checkpoint.state import ModelState, differences, fill_model, is_extra_state
+from nnx_checkpoint.state import OTHER_MODEL, ModelState, differences, fill_model, is_extra_state
 
 __all__ = ["load_model"]
 
@@ -38,6 +38,7 @@ def load_model(
     source: Mapping[str, Any],
     *,
     strict: bool,
+    remedy: str = OTHER_MODEL,
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
     filled: Callable[[], None] = lambda: None,
@@ -49,6 +50,7 @@ def load_model(
         state: This rank's handles, from `Backend.model_state`.
         source: A `LazyStateDict` or a mapping of complete tensors; it is not changed.
         strict: Refuse missing and unexpected names; shapes must match either way.
+        remedy: The remedy of an error that names or shapes differ.
         group: The ranks that load together; None for this process alone.
         device: Where tensors go that are neither parameters nor buffers.
         filled: Called when the in-place part is over, before the module's own code looks at its weights.
@@ -61,7 +63,7 @@ def load_model(
     has_hooks = any(has_load_hooks(each) for each in module.modules())
     with together(group, doing="restoring the model"):
         missing, unexpected, _ = differences(ordinary, rest)
-        fill_model(module, ordinary, rest, strict=strict and not has_hooks)
+        fill_model(module, ordinary, rest, strict=strict and not has_hooks, remedy=remedy)
     filled()
     if not prefixes and not has_hooks:
         return

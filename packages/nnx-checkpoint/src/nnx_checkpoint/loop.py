@@ -8,23 +8,30 @@ gathers what to save, and hands out what was found.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from hashlib import sha256
 from inspect import signature
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nnx_checkpoint import writer
-from nnx_checkpoint.collective import control_group, together
+from nnx_checkpoint.codec import Encoder
+from nnx_checkpoint.collective import all_gather_object, control_group, rank_and_size, together
 from nnx_checkpoint.errors import CheckpointError
+from nnx_checkpoint.foreign.torch_file import map_tree
 from nnx_checkpoint.formats import open_checkpoint
 from nnx_checkpoint.loading import load_model
 from nnx_checkpoint.naming import LazyStateDict, OptimizerState, Saved, collect, stored_optimizer_states
+from nnx_checkpoint.reader import Checkpoint
 from nnx_checkpoint.shard import Shard, shard_of
 from nnx_checkpoint.state import (
+    ModelState,
     as_state_dict,
     describe_model,
     describe_optimizer,
@@ -32,8 +39,6 @@ from nnx_checkpoint.state import (
     new_state_tensor,
 )
 from nnx_checkpoint.storage import Location
-
-_OPTIONS = signature(writer.save).parameters.keys() - {"path", "tensors", "objects"}
 
 
 def save(
@@ -44,6 +49,7 @@ def save(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     objects: Mapping[str, Any] | None = None,
     rank_objects: Mapping[str, Any] | None = None,
+    prefix: str = "",
     aliases: Mapping[str, str] | None = None,
     state_dict_type: Literal["sharded", "deduped"] = "deduped",
     provenance: Mapping[str, Any] | None = None,
@@ -61,33 +67,33 @@ def save(
         tensors: Tensors, DTensors or shards by name, of any shapes.
         model: A module whose parameters, buffers and extra state are saved.
         optimizer: An optimizer, or several, of parameters of the model.
-        objects: Everything else. Rank 0's tree is stored; tensors, DTensors and shards anywhere in it are
-            lifted out.
-        rank_objects: A tree of this rank alone, such as its random state; it may hold small tensors.
+        objects: Everything else, as rank 0 has it; what has `state_dict` and `load_state_dict` by its state.
+        rank_objects: A tree of this rank alone, such as its random state or loader, with small tensors.
+        prefix: Stands before the model's names, as ``"model."`` of a LightningModule's ``self.model``.
         aliases: Tied names that share storage with a tensor stored under another name.
-        state_dict_type: ``"deduped"`` stores each box once across the world; ``"sharded"`` stores every
-            rank's whole local state.
+        state_dict_type: ``"deduped"`` stores each box once; ``"sharded"`` every rank's whole local state.
         provenance: Plain JSON that says where the checkpoint comes from.
         opaque: ``"pickle"`` stores objects that have no safe encoding; ``"error"`` refuses them.
         keep_previous: The number of earlier saves at this path to keep on disk.
         collective: False writes from this process alone, which must hold every tensor whole.
-        **values: Further objects by name, such as ``step=3``.
+        **values: Further objects by name, such as ``step=3`` or ``scheduler=scheduler``.
 
     Raises:
-        CheckpointError: On every rank, if any rank could not describe or write its part. What was saved
-            at this path before is then intact.
+        CheckpointError: On every rank, if any rank could not describe or write its part, or an object's
+            state differs between ranks. What was saved at this path before is then intact.
         TypeError: A value is named almost like an argument, or optimizers are given without a model.
 
     Example:
-        ``nnx_checkpoint.save("last.ckpt", model=model, optimizer=optimizer, step=3)``
+        ``nnx_checkpoint.save("last.ckpt", model=model, optimizer=optimizer, scheduler=scheduler, step=3)``
     """
-    _refuse_misspelt(values)
-    saved = _gathered(model, _listed(optimizer), {**(objects or {}), **values} if values else objects or {})
+    _refuse_misspelt("save", values, _SAVE_OPTIONS)
+    common, own = _states_of(objects or {}, values, rank_objects, opaque, collective=collective)
+    saved = _gathered(model, _listed(optimizer), common, prefix)
     writer.save(
         path,
         tensors={**saved.tensors, **_shards(tensors)},
         objects=saved.objects,
-        rank_objects=rank_objects,
+        rank_objects=own,
         aliases={**saved.aliases, **(aliases or {})},
         state_dict_type=state_dict_type,
         provenance=provenance,
@@ -103,10 +109,14 @@ def load(
     *,
     model: nn.Module | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    objects: Mapping[str, Any] | None = None,
+    rank_objects: Mapping[str, Any] | None = None,
+    prefix: str = "",
     strict: bool = True,
     weights_only: bool = True,
+    **stateful: Any,
 ) -> dict[str, Any]:
-    """Fill tensors, a module and optimizers in place; collective over all ranks.
+    """Fill tensors, a module, optimizers and other objects in place; collective over all ranks.
 
     Each rank reads the bytes of its own parts only.
 
@@ -115,38 +125,56 @@ def load(
         tensors: Tensors, DTensors or shards to fill, by the names that they were saved under.
         model: The module to fill.
         optimizer: The optimizer to fill, or as many as were saved.
+        objects: Objects with `load_state_dict`, by the names that they were saved under.
+        rank_objects: The same, of what was saved as `rank_objects`; needs as many processes as saved.
+        prefix: Stands before the model's names, as ``"model."`` of a LightningModule's ``self.model``.
         strict: False leaves alone what the checkpoint or the module does not have.
         weights_only: False executes code that whoever wrote the checkpoint may have put there.
+        **stateful: Further objects with `load_state_dict`, such as ``scheduler=scheduler``.
 
     Returns:
-        The values and objects that were saved.
+        The values and objects that were saved, without those that were filled.
 
     Raises:
         CheckpointError: On every rank: there is no checkpoint, it is damaged, or it is of another model.
+        TypeError: An object has no `load_state_dict`, or is named almost like an argument.
 
     Example:
-        ``step = nnx_checkpoint.load("last.ckpt", model=model, optimizer=optimizer)["step"]``
+        ``step = nnx_checkpoint.load("last.ckpt", model=model, scheduler=scheduler)["step"]``
     """
-    optimizers = _listed(optimizer)
-    group = control_group()
+    targets = {**(objects or {}), **stateful}
+    _refuse_misspelt("load", stateful, _LOAD_OPTIONS)
+    for name, target in {**targets, **(rank_objects or {})}.items():
+        _refuse_stateless(target, name)
+    optimizers, group = _listed(optimizer), control_group()
     with together(group, doing=f"opening '{path}'"):
         stored = open_checkpoint(path, weights_only=weights_only)
     if model is not None:
-        mine = describe_model(model, _shard_of)
-        load_model(model, mine, LazyStateDict(stored), strict=strict, group=group)
+        _fill_model(model, stored, prefix, strict=strict)
     with together(group, doing=f"loading '{path}'"):
-        for each, state in zip(optimizers, _states(stored, optimizers), strict=True):
+        states = [_renamed(state, _without(prefix)) for state in _states(stored, optimizers)]
+        for each, state in zip(optimizers, states, strict=True):
             fill_optimizer(_InPlace(), _owner(model), each, state)
         if tensors:
             stored.fill(_shards(tensors))
         found: dict[str, Any] = dict(stored.objects)
-    return dict(found["trainer"]) if "trainer" in found else found
+        found = dict(found["trainer"]) if "trainer" in found else found
+        _fill_objects(targets, found, strict=strict)
+        if rank_objects:
+            _fill_objects(rank_objects, _own_tree(stored, *rank_and_size(group)), strict=strict)
+    return {name: value for name, value in found.items() if name not in targets}
 
 
-def _refuse_misspelt(values: Mapping[str, Any]) -> None:
+_SAVE_OPTIONS = signature(save).parameters.keys() - {"path", "tensors", "objects", "values", "model"}
+_LOAD_OPTIONS = signature(load).parameters.keys() - {"path", "tensors", "objects", "stateful"}
+
+
+def _refuse_misspelt(function: str, values: Mapping[str, Any], options: Iterable[str]) -> None:
     for name in values:
-        if near := get_close_matches(name, _OPTIONS, n=1, cutoff=0.8):
-            raise TypeError(f"save() has no argument {name!r}; for {near[0]!r} it is too near to be a value.")
+        if near := get_close_matches(name, options, n=1, cutoff=0.8):
+            raise TypeError(
+                f"{function}() has no argument {name!r}; for {near[0]!r} it is too near to be a value."
+            )
 
 
 def _shards(tensors: Mapping[str, Tensor | Shard] | None) -> dict[str, Shard]:
@@ -156,13 +184,69 @@ def _shards(tensors: Mapping[str, Tensor | Shard] | None) -> dict[str, Shard]:
     }
 
 
-def _gathered(model: nn.Module | None, optimizers: Sequence[Optimizer], objects: Mapping[str, Any]) -> Saved:
+def _gathered(
+    model: nn.Module | None, optimizers: Sequence[Optimizer], objects: Mapping[str, Any], prefix: str
+) -> Saved:
     if model is None and not optimizers:
         return Saved(objects=objects)  # type: ignore[arg-type] # of the user's own class
     owner = _owner(model)
     described = as_state_dict(describe_model(owner, _shard_of))
-    states = [describe_optimizer(owner, each, _shard_of) for each in optimizers]
-    return collect(described, states if optimizers else None, objects)
+    states = [
+        _renamed(describe_optimizer(owner, each, _shard_of), lambda name: prefix + name)
+        for each in optimizers
+    ]
+    named = {prefix + name: value for name, value in described.items()}
+    return collect(named, states if optimizers else None, objects)
+
+
+def _renamed(state: OptimizerState, change: Callable[[str], str]) -> OptimizerState:
+    """The same state under other names of parameters; numbers stay."""
+
+    def name_of(key: Any) -> Any:
+        return change(key) if isinstance(key, str) else key
+
+    groups = [{**group, "params": list(map(name_of, group["params"]))} for group in state["param_groups"]]
+    return OptimizerState(
+        state={name_of(key): values for key, values in state["state"].items()}, param_groups=groups
+    )
+
+
+def _without(prefix: str) -> Callable[[str], str]:
+    return lambda name: name.removeprefix(prefix)
+
+
+_OTHER_MODEL = (
+    "Build the model as it was when it was saved, or pass strict=False to load only names that match."
+)
+
+
+def _fill_model(model: nn.Module, stored: Checkpoint, prefix: str, *, strict: bool) -> None:
+    """Fill a module with the entries below a prefix. Collective.
+
+    Raises:
+        CheckpointError: Names or shapes differ; where another prefix fits, it is the remedy.
+    """
+    group = control_group()
+    source = LazyStateDict(stored, prefix)
+    with together(group, doing="describing the model"):
+        state = describe_model(model, _shard_of)
+        _refuse_other_prefix(state, source, prefix)
+    load_model(model, state, source, strict=strict, remedy=_OTHER_MODEL, group=group)
+
+
+def _refuse_other_prefix(state: ModelState, source: LazyStateDict, prefix: str) -> None:
+    names = [*state.tensors, *state.extra]
+    if not names or any(name in source for name in (*names, *state.aliases)):
+        return
+    every = list(LazyStateDict(source.stored))
+    fits = {name.removesuffix(names[0]) for name in every if f".{name}".endswith(f".{names[0]}")}
+    fitting = [each for each in sorted(fits, key=len) if all(each + name in every for name in names)]
+    if fitting:
+        raise CheckpointError(
+            f"the names in '{source.stored.path}' begin with {fitting[0]!r}"
+            + (f", and prefix is {prefix!r}." if prefix else ", and those of the model do not."),
+            remedy=f"Pass prefix={fitting[0]!r}." if fitting[0] else "Leave prefix out.",
+        )
 
 
 def _owner(model: nn.Module | None) -> nn.Module:
@@ -185,6 +269,140 @@ def _states(stored: Any, optimizers: Sequence[Optimizer]) -> list[OptimizerState
             remedy="Pass as many as were saved, in the same order.",
         )
     return states
+
+
+def _is_stateful(value: Any) -> bool:
+    """Whether an object keeps its state as schedulers, GradScalers, samplers and loaders do."""
+    if isinstance(value, type):
+        return False
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _states_of(
+    objects: Mapping[str, Any],
+    values: Mapping[str, Any],
+    rank_objects: Mapping[str, Any] | None,
+    opaque: Literal["error", "pickle"],
+    *,
+    collective: bool,
+) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """Both trees with states in place of the objects that have one.
+
+    Raises:
+        CheckpointError: A state is sharded, or one of which rank 0's is stored differs between ranks.
+    """
+    group = control_group() if collective else None
+    states: dict[str, Any] = {}
+    with together(group, doing="reading the state of what is saved"):
+        common = _with_states({**objects, **values} if values else objects, (), states)
+        own = None if rank_objects is None else _with_states(rank_objects, (), {})
+        digests = {name: _digest(state, opaque) for name, state in states.items()} if group else {}
+    for rank, theirs in enumerate(all_gather_object(digests, group)):
+        for name in digests.keys() & theirs.keys():
+            if digests[name] != theirs[name]:
+                raise CheckpointError(
+                    f"the state of {name!r} on rank {rank} is another than on this rank, and that of rank 0 "
+                    "would be stored for all.",
+                    remedy=f"Pass it as rank_objects={{{name!r}: ...}}, to save and to load.",
+                )
+    return common, own
+
+
+def _with_states(value: Any, place: tuple[str, ...], states: dict[str, Any]) -> Any:
+    """A tree with states in place of objects that have one; they are also put into `states` by place."""
+    if _is_stateful(value):
+        state = value.state_dict()
+        name = ".".join(place)
+        map_tree(state, lambda leaf: _refuse_sharded(leaf, value, name))
+        states[name] = state
+        return state
+    if type(value) is dict or (not place and isinstance(value, Mapping)):
+        changed = {key: _with_states(item, (*place, str(key)), states) for key, item in value.items()}
+        return changed if any(changed[key] is not value[key] for key in changed) else value
+    if type(value) in (list, tuple):
+        items = [_with_states(item, (*place, str(index)), states) for index, item in enumerate(value)]
+        return type(value)(items)
+    return value
+
+
+def _refuse_sharded(leaf: Any, owner: Any, name: str) -> Any:
+    if isinstance(leaf, DTensor):
+        raise CheckpointError(
+            f"the state of {name!r}, a {type(owner).__name__}, holds DTensors, which are sharded.",
+            remedy="Save it as `model` or `optimizer`, in a checkpoint of its own if there are several.",
+        )
+    return leaf
+
+
+def _digest(state: Any, opaque: Literal["error", "pickle"]) -> str:
+    """A hash of a state, so that ranks can compare theirs."""
+    encoder = Encoder("", "skip" if opaque == "pickle" else "error")
+    found = sha256(json.dumps(encoder.encode(state), sort_keys=True).encode())
+    for _, tensor in sorted(encoder.tensors.items()):
+        if isinstance(tensor, Tensor):
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            found.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    return found.hexdigest()
+
+
+def _refuse_stateless(target: Any, name: str) -> None:
+    """Refuse what nothing can be loaded into."""
+    if type(target) is dict:
+        for key, item in target.items():
+            _refuse_stateless(item, f"{name}.{key}")
+    elif type(target) in (list, tuple):
+        for index, item in enumerate(target):
+            _refuse_stateless(item, f"{name}.{index}")
+    elif not _is_stateful(target):
+        raise TypeError(
+            f"load() cannot fill {name!r}, a {type(target).__name__}: it has no `load_state_dict`. "
+            "Values are returned: load(...)[name]."
+        )
+
+
+def _fill_objects(targets: Mapping[str, Any], found: Mapping[str, Any], *, strict: bool) -> None:
+    """Hand every object the state that was saved under its name.
+
+    Raises:
+        CheckpointError: Nothing was saved under this name, or another number of objects.
+    """
+    for name, target in targets.items():
+        if name in found:
+            _fill_object(target, found[name], name)
+        elif strict:
+            near = get_close_matches(name, map(str, found), n=1)
+            raise CheckpointError(
+                f"the checkpoint has no {name!r}; it has {', '.join(map(repr, found)) or 'no objects'}.",
+                remedy=(f"Did you mean {near[0]!r}? " if near else "")
+                + "Load the object under the name that it was saved under, or pass strict=False.",
+            )
+
+
+def _fill_object(target: Any, state: Any, name: str) -> None:
+    if type(target) not in (dict, list, tuple):
+        target.load_state_dict(state)
+        return
+    pairs = target if isinstance(target, dict) else dict(enumerate(target))
+    saved = dict(enumerate(state)) if isinstance(state, (list, tuple)) else state
+    if not isinstance(saved, dict) or pairs.keys() != saved.keys():
+        raise CheckpointError(
+            f"{name!r} is to fill {len(pairs)} objects, and the checkpoint has "
+            f"{len(saved) if isinstance(saved, dict) else 'one'} under this name.",
+            remedy="Pass the objects as they were when they were saved, in the same order.",
+        )
+    for key, item in pairs.items():
+        _fill_object(item, saved[key], f"{name}.{key}")
+
+
+def _own_tree(stored: Checkpoint, rank: int, size: int) -> Mapping[str, Any]:
+    """What this rank saved for itself."""
+    if stored.world_size != size:
+        raise CheckpointError(
+            f"'{stored.path}' has rank_objects of {stored.world_size} processes, and {size} load it.",
+            remedy="Load with as many processes, or without rank_objects.",
+        )
+    found = stored.rank_objects(rank)
+    return found if isinstance(found, Mapping) else {}
 
 
 def _shard_of(tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:

@@ -56,6 +56,10 @@ class Checkpoint(ABC):
     path: Any
     format: str
 
+    def __repr__(self) -> str:
+        ranks = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
+        return f"<{self.format} checkpoint {str(self.path)!r}: {len(self.tensors)} tensors, saved by {ranks}>"
+
     @property
     @abstractmethod
     def tensors(self) -> Mapping[str, TensorEntry]:

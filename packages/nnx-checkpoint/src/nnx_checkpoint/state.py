@@ -246,7 +246,20 @@ def repoint_optimizer(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.P
 # makes a failure on one rank fail on all.
 
 
-def fill_model(module: nn.Module, state: ModelState, source: Mapping[str, Any], *, strict: bool) -> None:
+OTHER_MODEL = (
+    "Build the model as it was when it was saved, rename keys in `on_load_checkpoint`, or set "
+    "`strict_loading=False` on the LightningModule to load only the names that match."
+)
+
+
+def fill_model(
+    module: nn.Module,
+    state: ModelState,
+    source: Mapping[str, Any],
+    *,
+    strict: bool,
+    remedy: str = OTHER_MODEL,
+) -> None:
     """Fill a module's shards in place from a state dict, lazy or complete.
 
     Args:
@@ -254,13 +267,14 @@ def fill_model(module: nn.Module, state: ModelState, source: Mapping[str, Any], 
         state: This rank's handles, from `Backend.model_state`.
         source: A `LazyStateDict` or a mapping of complete tensors.
         strict: Refuse missing and unexpected names; shapes must match either way.
+        remedy: What to do where names or shapes differ.
 
     Raises:
         CheckpointError: With every missing and unexpected name and every shape that differs.
     """
     missing, unexpected, shapes = differences(state, source)
     if shapes or (strict and (missing or unexpected)):
-        raise _another_model(missing, unexpected, shapes)
+        raise _another_model(missing, unexpected, shapes, remedy)
     lazy: dict[str, Shard] = {}
     for name, found in _found_names(state, source):
         if found is None:
@@ -305,7 +319,9 @@ def differences(state: ModelState, source: Mapping[str, Any]) -> tuple[list[str]
     return missing, unexpected, shapes
 
 
-def _another_model(missing: list[str], unexpected: list[str], shapes: list[str]) -> CheckpointError:
+def _another_model(
+    missing: list[str], unexpected: list[str], shapes: list[str], remedy: str
+) -> CheckpointError:
     parts = [
         f"{title}: {_shorten(names)}"
         for title, names in (
@@ -317,8 +333,7 @@ def _another_model(missing: list[str], unexpected: list[str], shapes: list[str])
     ]
     return CheckpointError(
         f"the checkpoint is of another model; {'; '.join(parts)}.",
-        remedy="Build the model as it was when it was saved, rename keys in `on_load_checkpoint`, or set "
-        "`strict_loading=False` on the LightningModule to load only the names that match.",
+        remedy=remedy,
     )
 
 

@@ -44,7 +44,7 @@ from nnx_colossalai.stepper import Stepper
 from nnx_core.backend import ParallelContext, Sample, first_call
 from nnx_core.errors import NnxError, UnsupportedError
 from nnx_core.hidden_state import held_state
-from nnx_core.modules import as_classes
+from nnx_core.modules import Layers
 from nnx_core.python_state import WentOnError
 
 __all__ = [
@@ -550,15 +550,16 @@ class Recomputing:
 
     Args:
         root: The model.
-        classes: A layer class or several; None: none.
+        classes: A layer class or several, by their names too; None: none.
 
     Raises:
-        OptionError: Something in `classes` is not a module class.
+        OptionError: Something in `classes` is not a module class, or names none of the model's.
     """
 
     def __init__(self, root: nn.Module, classes: object) -> None:
-        wanted = as_classes(classes or (), option="activation_checkpointing")  # type: ignore[arg-type]
-        self.layers = [module for module in root.modules() if isinstance(module, wanted)]
+        wanted = Layers(classes, option="activation_checkpointing")
+        wanted.check(root)
+        self.layers = [module for module in root.modules() if module in wanted]
         for layer in self.layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 from nnx_core.errors import OptionError
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from nnx_colossalai.device import Device
 
-    LayerClasses = type[nn.Module] | Iterable[type[nn.Module]]
+    LayerClasses = type[nn.Module] | str | Iterable[type[nn.Module] | str]
 
 
 POLICIES = ("auto", "cuda", "cpu")
@@ -136,16 +137,18 @@ class ColossalAIOptions:
     )
     auto_wrap_policy: LayerClasses | Callable[[nn.Module], bool] | None = option(
         None,
-        help="What becomes a chunk: a layer class or several, or a function from module to bool. By default "
-        "repeated layers and large leaves such as embeddings.",
+        help="What becomes a chunk: a layer class or several, or their names, or a function from module to "
+        "bool. By default repeated layers and large leaves such as embeddings.",
+        layers=True,
     )
     min_num_params: int | None = option(
         None, help="As min_chunk_size, in elements; give one of them.", types=(int,)
     )
     activation_checkpointing: LayerClasses | None = option(
         None,
-        help="A layer class or several whose activations are recomputed in backward instead of stored: less "
-        "memory for about a third more computation.",
+        help="A layer class or several, or their names, whose activations are recomputed in backward "
+        "instead of stored: less memory for about a third more computation.",
+        layers=True,
     )
     cpu_adam: Literal["torch", "deepspeed"] = option(
         "torch",
@@ -164,6 +167,11 @@ class ColossalAIOptions:
         self._check_sizes()
         self._check_shares()
         self._check_scales()
+        if self.timeline_file is not None and find_spec("matplotlib") is None:
+            raise OptionError(
+                f"timeline_file={self.timeline_file!r} is drawn by matplotlib, which is not installed.",
+                remedy="Run `pip install matplotlib`, or leave the option out.",
+            )
         for name in ("device_memory", "host_memory"):
             bytes_of(getattr(self, name), name=name)
         if self.plan is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from difflib import get_close_matches
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,8 @@ _MOVED = {
     "state": "nnx_checkpoint.state",
 }
 """Where modules are that are not in nnx_core; the longest name that fits counts."""
+_MODULES = ("checkpoint", "lite", "testing")
+"""Modules that are attributes without an import of their own."""
 
 
 def _home_of(name: str) -> str:
@@ -91,16 +94,22 @@ def __getattr__(name: str) -> Any:
 
     if name in nnx_core.__all__:
         value = getattr(nnx_core, name)
-    elif name in ("checkpoint", "lite", "testing"):
+    elif name in _MODULES:
         value = importlib.import_module(f"nnx.{name}")
     else:
-        raise AttributeError(f"module 'nnx' has no attribute {name!r}")
+        near = get_close_matches(name, __all__, n=1, cutoff=0.8)
+        hint = (
+            f"Did you mean {near[0]!r}?"
+            if near
+            else "For Flax NNX, which this is not: `from flax import nnx`."
+        )
+        raise AttributeError(f"module 'nnx' has no attribute {name!r}. {hint}", name=name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *_MODULES})
 
 
 # Last, as this looks for plugins, which may import what is above.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any, cast
 
 import torch
@@ -21,24 +23,89 @@ from nnx_core.errors import OptionError, UnsupportedError
 # What options that choose layers by their class are given.
 
 
-def as_classes(
-    value: type[nn.Module] | Iterable[type[nn.Module]], *, option: str
-) -> tuple[type[nn.Module], ...]:
-    """One layer class or several, as a tuple.
+class Layers:
+    """The layers that an option chooses, by their classes or by names of classes.
+
+    A name is that of a class (``"Block"``), or ends its full name (``"models.gpt.Block"``), as YAML files
+    can have it. Subclasses count.
+
+    Args:
+        value: A class or a name, or several; None: none.
+        option: The option, for messages.
 
     Raises:
-        OptionError: Something in it is not a module class.
+        OptionError: Something in it is neither.
+
+    Example:
+        >>> nn.Linear(2, 2) in Layers(["nn.Linear", "Conv2d"], option="activation_checkpointing")
+        True
     """
-    classes: tuple[Any, ...] = (value,)
-    if isinstance(value, Iterable) and not isinstance(value, type):
-        classes = tuple(value)
-    for cls in classes:
-        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+
+    def __init__(self, value: object, *, option: str) -> None:
+        several = isinstance(value, Iterable) and not isinstance(value, (str, type))
+        chosen: tuple[Any, ...] = tuple(cast("Iterable[Any]", value)) if several else (value,)
+        self._option = option
+        self._classes: tuple[type[nn.Module], ...] = ()
+        self.names: tuple[str, ...] = ()
+        for item in () if value is None else chosen:
+            if isinstance(item, str):
+                self.names += (item,)
+            elif isinstance(item, type) and issubclass(item, nn.Module):
+                self._classes += (item,)
+            else:
+                raise OptionError(
+                    f"{option} holds {item!r}, which is not a module class.",
+                    remedy="Pass a subclass of torch.nn.Module, or its name as 'Block' or 'module.Block'.",
+                )
+
+    def __contains__(self, module: nn.Module) -> bool:
+        if isinstance(module, self._classes):
+            return True
+        return any(_is_called(cls, name) for name in self.names for cls in _classes_of(module))
+
+    def __str__(self) -> str:
+        return ", ".join([*(cls.__name__ for cls in self._classes), *self.names])
+
+    def check(self, root: nn.Module) -> None:
+        """Refuse names that are of no module of a model.
+
+        Args:
+            root: The model.
+
+        Raises:
+            OptionError: With the nearest names of classes that the model has.
+        """
+        found = {cls: None for module in root.modules() for cls in _classes_of(module)}
+        for name in self.names:
+            if any(_is_called(cls, name) for cls in found):
+                continue
+            own = [cls.__name__ for cls in dict.fromkeys(type(module) for module in root.modules())]
+            near = get_close_matches(name.rpartition(".")[2], dict.fromkeys(own), n=3, cutoff=0.5)
+            same = [f"{cls.__module__}.{cls.__qualname__}" for cls in found if cls.__name__ in near]
             raise OptionError(
-                f"{option} holds {cls!r}, which is not a module class.",
-                remedy="Pass a subclass of torch.nn.Module, such as TransformerBlock, or a list of them.",
+                f"{self._option} names {name!r}, and no module of {type(root).__name__} is of such a class.",
+                remedy=f"Did you mean {', '.join(map(repr, same))}?"
+                if near
+                else f"Use the name of a class that the model has: {', '.join(dict.fromkeys(own[1:9]))}.",
             )
-    return classes
+
+
+def _classes_of(module: nn.Module) -> Iterator[type[nn.Module]]:
+    """Its class and those that this inherits, up to `torch.nn.Module`."""
+    for cls in type(module).__mro__:
+        if cls is nn.Module:
+            return
+        if issubclass(cls, nn.Module):
+            yield cls
+
+
+def _is_called(cls: type[nn.Module], name: str) -> bool:
+    """Whether a class has a name, or has it where a package shows it, as ``torch.nn.Linear``."""
+    if f".{cls.__module__}.{cls.__qualname__}".endswith(f".{name}"):
+        return True
+    package, _, last = name.rpartition(".")
+    package = f"torch.{package}" if package.partition(".")[0] == "nn" else package
+    return bool(package) and getattr(sys.modules.get(package), last, None) is cls
 
 
 # --- layers that no engine trains -----------------------------------------------------------------

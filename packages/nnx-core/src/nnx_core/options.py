@@ -8,7 +8,7 @@ what changes when you turn it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -30,6 +30,7 @@ def option(
     choices: tuple[Any, ...] = (),
     types: tuple[type, ...] = (),
     is_read: bool = False,
+    layers: bool = False,
 ) -> Any:
     """A dataclass field with the help text that `nnx show` and the docs print.
 
@@ -39,8 +40,10 @@ def option(
         choices: The allowed values, where they are few.
         types: The allowed types, beside None where that is the default.
         is_read: A path is that of a file to read, which has to be there.
+        layers: It takes layer classes and names of classes, and functions that choose modules where its
+            name says policy.
     """
-    metadata = {"help": help, "choices": choices, "types": types, "is_read": is_read}
+    metadata = {"help": help, "choices": choices, "types": types, "is_read": is_read, "layers": layers}
     if isinstance(default, (list, dict, set)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -137,6 +140,32 @@ def check_options(options: Any) -> None:
         is_path = item.metadata.get("is_read", False) and isinstance(value, (str, os.PathLike))
         if is_path and not Path(value).is_file():
             raise OptionError(f"{item.name}={value!r}: there is no such file.", remedy="Check the path.")
+        if item.metadata.get("layers", False):
+            _check_layers(item.name, value)
+
+
+def _check_layers(name: str, value: Any) -> None:
+    """Refuse what is neither a module class, nor a name that may be one's, nor several of these.
+
+    Raises:
+        OptionError: With the first that is not. `Layers` matches names with the model later.
+    """
+    is_policy = name.endswith("policy")
+    if value is None or (is_policy and callable(value) and not isinstance(value, type)):
+        return
+    several = isinstance(value, Iterable) and not isinstance(value, (str, type))
+    if isinstance(value, Iterator):
+        return  # it can be read once
+    for item in value if several else (value,):
+        bases = {f"{base.__module__}.{base.__name__}" for base in getattr(item, "__mro__", ())}
+        is_name = isinstance(item, str) and all(part.isidentifier() for part in item.split("."))
+        if not (is_name or "torch.nn.modules.module.Module" in bases):
+            function = ", or a function from module to bool" if is_policy else ""
+            raise OptionError(
+                f"{name} holds {item!r}, which is not a module class.",
+                remedy="Pass a subclass of torch.nn.Module, such as TransformerBlock, its name as 'Block' or "
+                f"'module.Block', or a list of them{function}.",
+            )
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

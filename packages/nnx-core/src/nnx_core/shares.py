@@ -205,8 +205,9 @@ def _different(where: str, model: int, rank: int, shares: Shares) -> Disagreemen
         f"rank {rank} has another batch than rank {model} in {where}, and they compute one batch together: "
         f"{dist.get_world_size()} ranks read {shares.size} "
         f"{'share' if shares.size == 1 else 'shares'} of the data.",
-        remedy="Divide the data by `trainer.distributed_sampler_kwargs` (`num_replicas` and `rank`), not by "
-        "what torch.distributed says, and shuffle with the same seed on all ranks. check_every=0 goes on "
+        remedy="If the script generates its data, call seed_everything(0) before, so that every rank has the "
+        "same. Else divide the data by `trainer.distributed_sampler_kwargs` (`num_replicas` and `rank`), not "
+        "by what torch.distributed says, and shuffle with the same seed on all ranks. check_every=0 goes on "
         "without looking.",
     )
 

@@ -1,6 +1,6 @@
 import json
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
@@ -302,6 +302,35 @@ def test_doctor_warns_of_versions_that_were_malicious(nnx_command, clean_names, 
     code, output, _ = nnx_command("doctor")
     assert code == 1
     assert "problem: lightning: version 2.6.3 was a malicious upload" in output
+
+
+def test_doctor_finds_fault_where_torch_or_lightning_is_missing(nnx_command, clean_names, monkeypatch):
+    def absent(name):
+        if name in ("torch", "lightning", "pytorch-lightning"):
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr("nnx_core.cli.doctor.version", absent)
+    code, output, _ = nnx_command("doctor")
+    assert code == 1
+    assert "All is well" not in output
+    assert "problem: torch: nnx-checkpoint needs torch<3,>=2.11, and it is not installed." in output
+    assert "problem: lightning: nnx-core needs lightning<2.8,>=2.6.4, and it is not installed." in output
+    assert "\n  remedy: Run `pip install 'torch<3,>=2.11'`.\n" in output
+
+
+def test_doctor_finds_fault_with_what_a_plugin_needs_and_has_not(acme, nnx_command):
+    (metadata,) = acme.path.glob("acme-3.1.dist-info/METADATA")
+    needs = ("not-there>=1", "torch>=99", "numpy", "absent; python_version < '3'", "absent; extra == 'more'")
+    metadata.write_text(metadata.read_text() + "".join(f"Requires-Dist: {each}\n" for each in needs))
+    code, output, _ = nnx_command("doctor", "--json")
+    findings = {finding["subject"]: finding for finding in json.loads(output)["findings"]}
+    assert code == 1
+    assert findings.keys() == {"not-there", "torch"}
+    assert findings["not-there"]["detail"] == "acme needs not-there>=1, and it is not installed."
+    assert (
+        findings["torch"]["detail"] == f"acme needs torch>=99, and version {version('torch')} is installed."
+    )
 
 
 def test_strict_doctor_imports_every_target(acme, nnx_command, monkeypatch):

@@ -67,6 +67,14 @@ def test_the_first_hit(found: Callable[..., list[str]], words: list[str], first:
     assert found(*words)[0] == first
 
 
+@pytest.mark.parametrize("words", [["out", "of", "memory"], ["oom"], ["not", "fit"], ["larger", "model"]])
+def test_a_question_for_memory_is_not_answered_by_what_saves_none(
+    found: Callable[..., list[str]], words: list[str]
+) -> None:
+    assert "fsdp_auto" in found(*words)
+    assert not {"nnscaler_dp", "ddp", "ddp2", "horovod"} & set(found(*words))
+
+
 # What people look for, and the strategies and pages of which one has to be among the first three.
 PHRASES = {
     "oom": "fsdp_auto fsdp_offload colossalai",

@@ -28,7 +28,7 @@ from nnx_core.elementwise import try_optimizer
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.gradients import Gradient
 from nnx_core.hidden_state import HiddenStates
-from nnx_core.modules import as_classes, broadcast_module, lay_in_order, materialize, move_to, with_strides
+from nnx_core.modules import Layers, broadcast_module, lay_in_order, materialize, move_to, with_strides
 from nnx_core.used import CollectiveOrder
 from nnx_core.whole import local_mode
 from nnx_fairscale._fairscale_fsdp import HostShim, NullStream, Piece, Unit, is_taken, leave_out
@@ -72,12 +72,12 @@ def choose_units(root: nn.Module, options: FairscaleFSDPOptions) -> list[nn.Modu
         with fairscale_enable_wrap(_policy(options), wrapper_cls=_wrapper(chosen.append)):
             ConfigAutoWrap.recursive_wrap(root, auto_wrap_policy=None, module_is_root=True)
     else:
-        classes = as_classes(policy, option="auto_wrap_policy")
-        chosen = [module for module in root.modules() if isinstance(module, classes)][::-1]
+        layers = Layers(policy, option="auto_wrap_policy")
+        layers.check(root)
+        chosen = [module for module in root.modules() if module in layers][::-1]
         if not chosen:
-            names = ", ".join(cls.__name__ for cls in classes)
             raise OptionError(
-                f"auto_wrap_policy names {names}, of which {type(root).__name__} has none.",
+                f"auto_wrap_policy names {layers}, of which {type(root).__name__} has none.",
                 remedy="Check the layer classes, or leave the policy out.",
             )
     return [module for module in chosen if module is not root and _can_be_unit(module, root)]
@@ -177,9 +177,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
     def setup(self, context: ParallelContext) -> None:
         """Put the CPU shim in place, or make the group that reduces beside the gathers."""
         super().setup(context)
-        self._checkpointed = as_classes(
-            self.options.activation_checkpointing or (), option="activation_checkpointing"
-        )
+        self._checkpointed = Layers(self.options.activation_checkpointing, option="activation_checkpointing")
         if context.device.type == "cpu":
             self._stream = self._stream or HostShim.install()
             self._gather_group = engine_group()
@@ -208,6 +206,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
             return {}
         layout = self._unfinished
         _refuse_sparse_gradients(module)
+        self._checkpointed.check(module)
         if not layout.units and self.options.auto_wrap:
             for unit in choose_units(module, self.options):
                 self._make_unit(unit, name=type(unit).__name__)
@@ -338,7 +337,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
     def _recompute(self, module: nn.Module) -> None:
         layout = self._unfinished
         for submodule in module.modules():
-            if not isinstance(submodule, self._checkpointed) or submodule in layout.changed:
+            if submodule not in self._checkpointed or submodule in layout.changed:
                 continue
             if any(inner in layout.units for inner in submodule.modules()):
                 raise UnsupportedError(

@@ -12,7 +12,7 @@ from nnx_core.options import check_options, option
 if TYPE_CHECKING:
     from torch import nn
 
-    LayerClasses = type[nn.Module] | Iterable[type[nn.Module]]
+    LayerClasses = type[nn.Module] | str | Iterable[type[nn.Module] | str]
 
 
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -76,13 +76,15 @@ class FairscaleFSDPOptions:
     )
     auto_wrap_policy: LayerClasses | Callable[..., bool] | None = option(
         None,
-        help="What becomes a unit in place of large modules: a layer class or several, or a policy function "
-        "as `fairscale.nn.auto_wrap` takes it.",
+        help="What becomes a unit in place of large modules: a layer class or several, or their names, or a "
+        "policy function as `fairscale.nn.auto_wrap` takes it.",
+        layers=True,
     )
     activation_checkpointing: LayerClasses | None = option(
         None,
-        help="A layer class or several whose activations are recomputed in backward instead of stored: less "
-        "memory for about a third more computation.",
+        help="A layer class or several, or their names, whose activations are recomputed in backward "
+        "instead of stored: less memory for about a third more computation.",
+        layers=True,
     )
     state_dict_to_cpu: bool = option(
         False,

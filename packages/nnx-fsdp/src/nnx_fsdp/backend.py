@@ -35,7 +35,7 @@ from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.gradients import Gradient, refuse_sparse_layers
 from nnx_core.hidden_state import HiddenStates, StateParts
 from nnx_core.modules import (
-    as_classes,
+    Layers,
     broadcast_module,
     forward_as,
     lay_in_order,
@@ -301,9 +301,7 @@ class FSDPBackend(Backend[FSDPOptions]):
         """Make the mesh: one axis, or (replicate, shard) for hybrid sharding."""
         super().setup(context)
         self._owner_ranks = OwnerRanks(self.shard, context.device)
-        self._checkpointed = as_classes(
-            self.options.activation_checkpointing or (), option="activation_checkpointing"
-        )
+        self._checkpointed = Layers(self.options.activation_checkpointing, option="activation_checkpointing")
         if self._mesh is None:  # kept from one stage of a Trainer to the next
             self._mesh = self._make_mesh(context)
 
@@ -337,6 +335,7 @@ class FSDPBackend(Backend[FSDPOptions]):
         if module in self._layouts or isinstance(module, FSDPModule):
             return {}
         refuse_sparse_layers(module, engine="FSDP2")
+        self._checkpointed.check(module)
         choice = self._choose_units(module)
         if self.options.auto_wrap:
             self._unfinished.summary = choice.describe(module)
@@ -487,7 +486,7 @@ class FSDPBackend(Backend[FSDPOptions]):
 
     def _recompute(self, module: nn.Module) -> None:
         for submodule in module.modules():
-            if isinstance(submodule, self._checkpointed) and submodule not in self._unfinished.checkpointed:
+            if submodule in self._checkpointed and submodule not in self._unfinished.checkpointed:
                 submodule.forward = partial(checkpoint, submodule.forward, use_reentrant=False)
                 self._unfinished.checkpointed.add(submodule)
 

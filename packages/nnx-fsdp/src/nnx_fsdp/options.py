@@ -12,7 +12,7 @@ from nnx_core.options import check_options, option
 if TYPE_CHECKING:
     from torch import nn
 
-    LayerClasses = type[nn.Module] | Iterable[type[nn.Module]]
+    LayerClasses = type[nn.Module] | str | Iterable[type[nn.Module] | str]
 
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -52,8 +52,9 @@ class FSDPOptions:
     )
     auto_wrap_policy: LayerClasses | Callable[[nn.Module], bool] | None = option(
         None,
-        help="What becomes a unit: a layer class or several, or a function from module to bool. By default "
-        "repeated layers are found in the model, and the choice is printed with its reason.",
+        help="What becomes a unit: a layer class or several, or their names, or a function from module to "
+        "bool. By default repeated layers are found in the model, and the choice is printed with its reason.",
+        layers=True,
     )
     min_num_params: int | None = option(
         None,
@@ -63,8 +64,9 @@ class FSDPOptions:
     )
     activation_checkpointing: LayerClasses | None = option(
         None,
-        help="A layer class or several whose activations are recomputed in backward instead of stored: less "
-        "memory for about a third more computation.",
+        help="A layer class or several, or their names, whose activations are recomputed in backward "
+        "instead of stored: less memory for about a third more computation.",
+        layers=True,
     )
     cpu_offload: bool = option(
         False,

@@ -35,7 +35,7 @@ from types import FunctionType
 from torch import nn
 
 from nnx_core.errors import OptionError
-from nnx_core.modules import as_classes
+from nnx_core.modules import Layers
 
 # --- modules that a forward chooses between -------------------------------------------------------
 
@@ -313,7 +313,8 @@ def choose_units(root: nn.Module, *, policy: object = None, min_num_params: int 
 
     Args:
         root: The whole model, which is always the last unit.
-        policy: Layer class or classes, or a function from module to bool; None finds repeated layers.
+        policy: Layer class or classes, by their names too, or a function from module to bool; None finds
+            repeated layers.
         min_num_params: Smaller modules are left to the unit above them.
 
     Raises:
@@ -327,18 +328,16 @@ def choose_units(root: nn.Module, *, policy: object = None, min_num_params: int 
     if policy is None:
         return _repeated_layers(root, DEFAULT_MIN_NUM_PARAMS if min_num_params is None else min_num_params)
     minimum = min_num_params or 0
-    if isinstance(policy, (type, list, tuple, set, frozenset)):
-        classes = as_classes(policy, option="auto_wrap_policy")
-        names = ", ".join(cls.__name__ for cls in classes)
-        choice = _matching(
-            root, lambda module: isinstance(module, classes), minimum, f"auto_wrap_policy names {names}"
-        )
+    if isinstance(policy, (str, type, list, tuple, set, frozenset)):
+        layers = Layers(policy, option="auto_wrap_policy")
+        layers.check(root)
+        choice = _matching(root, lambda module: module in layers, minimum, f"auto_wrap_policy names {layers}")
     elif callable(policy):
         choice = _matching(root, policy, minimum, "auto_wrap_policy, a function, chose them")
     else:
         raise OptionError(
             f"auto_wrap_policy={policy!r} is of type {type(policy).__name__}.",
-            remedy="Pass a layer class, several, or a function from module to bool.",
+            remedy="Pass a layer class or its name, several, or a function from module to bool.",
         )
     if not choice.units:
         raise OptionError(
@@ -392,7 +391,7 @@ def _repeated_layers(root: nn.Module, minimum: int) -> UnitChoice:
     if left:
         return UnitChoice((), f"its repeated layers, such as {left[0][0]}, are called by choice")
     return UnitChoice(
-        (), f"no layers of at least {minimum:,} parameters, or min_num_params, repeat in a container"
+        (), f"not split: no layers of min_num_params={minimum:,} or more parameters repeat in a container"
     )
 
 

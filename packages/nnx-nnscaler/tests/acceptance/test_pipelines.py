@@ -20,6 +20,7 @@ import torch
 from jobs.nnscaler_models import Case, losses_of
 from jobs.nnscaler_pipeline_jobs import (
     auxiliary_loss,
+    evaluated,
     held_microbatches,
     logged,
     loop_of_ones_own,
@@ -153,6 +154,19 @@ def test_last_batches_and_other_sizes_train_as_in_one_process(pool: WorkerPool, 
     for schedule in ("gpipe", "1f1b", "dualpipev"):
         for losses in pool.run(unequal_batches, schedule, str(tmp_path), world_size=2):
             assert losses == pytest.approx(expected, abs=1e-5, rel=0)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_evaluation_goes_through_the_stages_in_microbatches_within_the_planned_memory(
+    pool: WorkerPool, tmp_path: Path, schedule: str
+) -> None:
+    expected, uncut, _, _ = pool.run(evaluated, "", str(tmp_path / "one"), world_size=1)[0]
+    for losses, counted, planned, microbatches in pool.run(
+        evaluated, schedule, str(tmp_path / "two"), world_size=2
+    ):
+        assert losses == pytest.approx(expected, abs=1e-6, rel=1e-5)
+        assert microbatches == 8
+        assert counted <= 1.25 * planned < uncut / 2
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])

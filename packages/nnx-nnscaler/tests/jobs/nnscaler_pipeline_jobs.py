@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 import nnx
@@ -435,3 +438,72 @@ def _error(module: LightningModule, folder: str) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the most bytes that tensors made while it is entered hold at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in before:
+                storage = tensor.untyped_storage()
+                before.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._freed, storage.nbytes())
+        return result
+
+    def _freed(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+class Wide(LightningModule):
+    """Blocks with more activations within than between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        layers = [nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32)) for _ in range(4)]
+        self.layers = nn.Sequential(*layers)
+        self.losses: list[float] = []
+        self.most = 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layers(x)
+        penalty = self.layers[-1][2].bias.square().mean()
+        return F.mse_loss(y, x.sin()) + 0.1 * penalty, (y > 0).sum()
+
+    def training_step(self, batch: Tensor, index: int) -> Any:
+        return self(batch)[0]
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        with LiveBytes() as live:
+            loss, positive = self(batch)
+        self.losses += [loss.item(), float(positive)]
+        if index:  # the first call plans
+            self.most = max(self.most, live.most)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+def evaluated(schedule: str, folder: str) -> tuple[list[float], int, int, int]:
+    """Validation losses; bytes of activations, counted and planned; the microbatches of the plan."""
+    module = Wide()
+    options = {"gen_savedir": folder, **_options(schedule)}
+    strategy = nnx.strategy("nnscaler_pp", **options) if schedule else "auto"
+    trainer = Trainer(strategy=strategy, devices=2 if schedule else 1, **{**_QUIET, "max_epochs": 1})
+    data = DataLoader(torch.randn(128, 32, generator=torch.Generator().manual_seed(2)), batch_size=64)  # type: ignore[arg-type, var-annotated]
+    trainer.fit(module, data, data)
+    plans = [pipeline_plan_from_text(file.read_text()) for file in Path(folder).rglob("plan.json")]
+    if not plans:
+        return module.losses, module.most, 0, 1
+    plan = min(plans, key=lambda plan: sum(usage.states for usage in plan.usage))  # no gradients there
+    usage = plan.usage[trainer.global_rank]
+    return module.losses, module.most, usage.peak - usage.states, plan.microbatches

@@ -112,6 +112,27 @@ def test_what_mixes_samples_is_named(forward: object, reason: str) -> None:
     assert not found.placements
 
 
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: m.layer(x).relu(),
+        lambda m, x: F.cross_entropy(m.layer(x), x.argmax(-1)),
+        lambda m, x: m.norm(m.layer(x)).mean() + m.layer.weight.square().sum(),
+        lambda m, x: (m.layer(x), (m.layer(x).argmax(-1) == x.argmax(-1)).sum()),
+        lambda m, x: (m.layer(x) * x[:, :1]).sum() / x.sum().clamp(min=1),
+    ],
+)
+def test_evaluation_is_cut_as_training_is(forward: object) -> None:
+    module = Scores(forward).eval()
+    training = cut_batch(trace_forward(module, (torch.randn(8, 4),), {}))
+    with torch.no_grad():
+        evaluation = cut_batch(trace_forward(module, (torch.randn(8, 4),), {}))
+    assert not any(meta.differentiable for meta in evaluation.graph.metas.values())
+    assert not evaluation.hindrance
+    assert evaluation.placements == training.placements
+    assert [op.target for op in evaluation.graph.ops] == [op.target for op in training.graph.ops]
+
+
 def test_dropout_becomes_a_product_with_a_mask_of_the_whole_batch() -> None:
     graph, (draw,) = draw_masks_first(graph_of(lambda m, x: m.drop(m.layer(x))))
     assert draw.p == 0.5

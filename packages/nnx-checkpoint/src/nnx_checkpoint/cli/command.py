@@ -14,9 +14,10 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from nnx_checkpoint.cli.output import print_error, print_note, print_text
 from nnx_checkpoint.errors import NnxError
@@ -83,6 +84,17 @@ def _checkpoint_commands(arguments: list[str]) -> typer.Typer:
 
 # --- nnx ckpt -------------------------------------------------------------------------------------
 # Only names and help of the verbs are here. What only looks at our own format never imports torch.
+
+
+class _Writes(TyperCommand):
+    """A verb whose help lists the formats that can be written; they are looked up when it is shown."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """See click."""
+        from nnx_checkpoint.cli.files import describe_writable
+
+        self.epilog = describe_writable()
+        super().format_help(ctx, formatter)
 
 
 app = typer.Typer(no_args_is_help=True)
@@ -154,7 +166,7 @@ def diff(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(cls=_Writes)
 def merge(
     sources: Annotated[
         list[str], typer.Argument(help="A checkpoint; for formats that are lists of files, all of them.")
@@ -174,7 +186,7 @@ def merge(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(cls=_Writes)
 def convert(
     source: _Path,
     target: Annotated[str, typer.Argument(help="Where to write; nothing may be there.")],

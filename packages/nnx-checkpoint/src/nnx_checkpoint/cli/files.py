@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -98,7 +97,7 @@ def _line(row: Row, name: str) -> list[str]:
         "" if row.epoch is None else str(row.epoch),
         "" if row.step is None else str(row.step),
         human_bytes(row.bytes),
-        row.created[:19].replace("T", " "),
+        row.created[:16].replace("T", " "),
         f"{row.state}: {row.detail}" if row.detail else row.state,
     ]
 
@@ -342,6 +341,17 @@ def _write(
     return 0
 
 
+def describe_writable() -> str:
+    """What `merge` and `convert` can write, each format with its options, a paragraph each."""
+    from nnx_checkpoint.formats import get_format, specs, writable
+
+    lines = ["Formats for --to, and their options for -o:"]
+    for name in writable():
+        options = ", ".join(get_format(name).options())
+        lines.append(f"{name}: {specs()[name].description}{f' (-o {options})' if options else ''}")
+    return "\n\n".join(lines)
+
+
 def _require_writable(to: str | None) -> None:
     """A format that is unknown or can only be read is wrong usage."""
     from nnx_checkpoint.formats import get_format, writable
@@ -351,7 +361,8 @@ def _require_writable(to: str | None) -> None:
     try:
         chosen = get_format(to)
     except CheckpointError as error:
-        raise typer.BadParameter(f"{error.message} {error.remedy}", param_hint="'--to'") from error
+        known = f"{error.message} Use one of {', '.join(writable())}."
+        raise typer.BadParameter(known, param_hint="'--to'") from error
     if not chosen.can_write:
         raise typer.BadParameter(
             f"format {to!r} can be read but not written. Use one of {', '.join(writable())}.",
@@ -365,8 +376,7 @@ def _known_options(to: str | None) -> list[str] | None:
 
     if to is None:
         return None
-    parameters = inspect.signature(get_format(to).write).parameters.values()
-    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "progress"]
+    return get_format(to).options()
 
 
 def _options(given: Sequence[str], known: list[str] | None) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def print_error(error: NnxError) -> None:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under a header."""
+    """Print rows under a header; on a terminal the first and the last column are folded to fit."""
     if not _on_terminal():
         _print_plain([[title.upper() for title in header], *rows])
         return
@@ -83,7 +83,9 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*header, header_style="bold")
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    for index, title in enumerate(header):
+        table.add_column(title, overflow="fold", no_wrap=0 < index < len(header) - 1)
     for row in rows:
         # Text, because square brackets in a cell would be read as markup.
         table.add_row(*(Text(printable(cell)) for cell in row))

@@ -19,7 +19,7 @@ from nnx_colossalai.plan.cost import Memory, footprint
 from nnx_colossalai.plan.planner import Planned
 from nnx_colossalai.plan.schedule import work
 from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
-from nnx_core.errors import PlanError
+from nnx_core.errors import PlanError, UnsupportedError
 from nnx_core.json_files import PlanFormat, save_plan
 
 if TYPE_CHECKING:
@@ -349,9 +349,16 @@ def draw_timeline(memory: Memory, resources: RankResources, path: str | Path, *,
 
     Raises:
         PlanError: The file cannot be written.
+        UnsupportedError: matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UnsupportedError(
+            f"cannot draw {str(path)!r}: matplotlib is not installed.",
+            remedy="Run `pip install matplotlib`.",
+        ) from error
 
     moments = memory.timeline
     figure = Figure(figsize=(max(8.0, min(16.0, 0.18 * len(moments) + 4)), 5.0), layout="constrained")

@@ -1,4 +1,4 @@
-"""``nnx doctor``: versions, the zero-import hook and plugins, and how to mend what is broken.
+"""``nnx doctor``: versions, the zero-import hook and plugins, what is missing, and how to fix it.
 
 Reads metadata and never imports torch, except under ``--strict``, which imports every strategy.
 """
@@ -7,8 +7,15 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
+from importlib.metadata import (
+    PackageNotFoundError,
+    entry_points,
+    packages_distributions,
+    requires,
+    version,
+)
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -61,7 +68,8 @@ class Diagnosis(TypedDict):
 def run(*, strict: bool, as_json: bool) -> int:
     """Print the diagnosis; 1 where there is a problem, or with `strict` a remark."""
     versions = {"python": platform.python_version(), **{name: _version(name) for name in _DISTRIBUTIONS}}
-    findings = _check_versions(versions) + _check_hook() + _check_face() + _check_plugins()
+    findings = _check_versions(versions) + _check_requirements()
+    findings += _check_hook() + _check_face() + _check_plugins()
     if strict:
         findings += _import_everything()
     bad = any(strict or finding.level == "problem" for finding in findings)
@@ -108,6 +116,41 @@ def _check_versions(versions: dict[str, str]) -> list[Finding]:
         for name, bad in _MALICIOUS.items()
         if versions.get(name) in bad
     ]
+
+
+def _check_requirements() -> list[Finding]:
+    """Find requirements of our distributions and the plugins' that are missing or of another version."""
+    owners = {plugin.distribution for plugin in inventory().plugins}
+    found: dict[str, Finding] = {}
+    for owner in sorted({"nnx-core", "nnx-checkpoint", *owners} - {""}):
+        try:
+            declared = requires(owner) or []
+        except PackageNotFoundError:
+            continue
+        for line in declared:
+            name, problem = _unmet(line)
+            if problem:
+                wanted = line.partition(";")[0].strip()
+                detail = f"{owner} needs {wanted}, and {problem}."
+                found.setdefault(name, Finding("problem", name, detail, f"Run `pip install '{wanted}'`."))
+    return list(found.values())
+
+
+def _unmet(requirement: str) -> tuple[str, str]:
+    """Return the name in a requirement, and why it is not met; the latter is empty where it is."""
+    name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:  # Lightning and others bring it; without it only absence is seen
+        return name, "it is not installed" if ";" not in requirement and not _version(name) else ""
+    parsed = Requirement(requirement)
+    if parsed.marker is not None and not parsed.marker.evaluate({"extra": ""}):
+        return name, ""
+    have = _version(name)
+    if not have:
+        return name, "it is not installed"
+    fits = parsed.specifier.contains(have, prereleases=True)
+    return name, "" if fits else f"version {have} is installed"
 
 
 def _check_hook() -> list[Finding]:

@@ -82,6 +82,9 @@ SYNONYMS: Mapping[str, Sequence[str]] = {
     "restart": ("resume",),
     "export": ("convert",),
 }
+_MEMORY = {"memory", "oom", "vram", "fit", "fits", "larger", "bigger"}
+_SAVES = {"shards_parameters", "shards_gradients", "shards_optimizer", "offload", "tensor_parallel"}
+"""What a strategy has to be able to do to be an answer to a question for memory."""
 PAGES = {
     "docs/backends/nnscaler.md": "sequence and tensor parallelism by a planner, plans, units of ranks",
     "docs/checkpoints.md": "checkpoints: save and resume, in the background, to S3 or a cloud, weights only",
@@ -211,6 +214,8 @@ def rank(found: Sequence[dict[str, Any]], words: Sequence[str]) -> list[Hit]:
         >>> rank([tiny], ["fast"])
         []
     """
+    if _MEMORY & {*words}:
+        found = [entry for entry in found if entry["status"] == "page" or _SAVES & {*_abilities(entry)}]
     places = [list(_places(entry)) for entry in found]
     scores = [[_score(word, of_entry) for of_entry in places] for word in words]
     rarity = [math.log(1 + len(found) / max(1, sum(map(bool, of_word)))) for of_word in scores]

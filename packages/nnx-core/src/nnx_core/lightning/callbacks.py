@@ -55,6 +55,7 @@ class ResumeCallback:
 
     root: str
     _resume: ExactResume | None = None
+    _has_compared = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Its class is made for one tree, so a spawned process makes it again."""
@@ -64,12 +65,18 @@ class ResumeCallback:
         """Take part in a fit whose checkpoints are ours while its strategy is not."""
         strategy = trainer.strategy
         io = innermost_checkpoint_io(strategy.checkpoint_io)
-        self._resume = None
+        self._resume, self._has_compared = None, False
         if stage != "fit" or io is None or isinstance(strategy, ParallelProcesses):
             return
         self._resume = ExactResume(resume_data=io.resume_data, strict_rng=io.strict_rng)
         strategy.process_dataloader = partial(_process, self._resume, trainer, strategy.process_dataloader)
         strategy.on_train_start = partial(self._resume.start, trainer)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Compare the size of a step's batch with that of the checkpoint that is resumed."""
+        if self._resume is not None and not self._has_compared:
+            self._has_compared = True
+            self._resume.compare_batch(trainer, batch, own_batch="")
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Send what this rank has to save to rank 0, which writes alone."""

@@ -27,6 +27,7 @@ from nnx_checkpoint.collective import control_group, together
 from nnx_checkpoint.naming import RANKS
 from nnx_core import random_state
 from nnx_core.errors import CheckpointError
+from nnx_core.lightning.beginning import another_batch, size_of_loader
 from nnx_core.shares import of_process
 
 # --- where the loops were -------------------------------------------------------------------------
@@ -604,6 +605,8 @@ class ExactResume:
         self._data = TrainingData() if resume_data == "skip" else None
         self._opened: _Resumed | None = None
         self._resumed: _Resumed | None = None
+        self._samples: int | None = None
+        self._batch_before: int | None = None
 
     # --- saving -------------------------------------------------------------------------------
 
@@ -612,13 +615,41 @@ class ExactResume:
         positions = [] if self._data is None else self._data.positions(trainer)
         return {
             **random_state.RandomState().state_dict(),
+            "global_batch": self._global_batch(trainer),
             "data": {
                 "loaders": [None if position is None else position.as_dict() for position in positions],
                 "stateful": trainer.fit_loop.on_save_checkpoint().get("combined_loader", []),
             },
         }
 
+    def _global_batch(self, trainer: Any) -> int | None:
+        """The samples of a step; None before the first batch, and where their number changes."""
+        if self._samples is None or _is_scheduled(trainer):
+            return None
+        return self._samples * int(trainer.accumulate_grad_batches)
+
     # --- resuming -----------------------------------------------------------------------------
+
+    def compare_batch(self, trainer: Any, batch: Any, *, own_batch: str) -> None:
+        """Note how many samples a step takes, and warn where the checkpoint was trained with another number.
+
+        Args:
+            trainer: The Trainer, in its first training step.
+            batch: The batch of that step.
+            own_batch: The option that gives every rank a batch of its own.
+        """
+        size = size_of_loader(trainer.train_dataloader, batch)
+        shares = of_process((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
+        self._samples = None if size is None else size * shares
+        before, self._batch_before = self._batch_before, None
+        if before is None or size is None or _is_scheduled(trainer):
+            return
+        ranks, accumulate = of_process(trainer.world_size), int(trainer.accumulate_grad_batches)
+        said = another_batch(
+            before, size, ranks=ranks, shares=shares, accumulate=accumulate, own_batch=own_batch
+        )
+        if said:
+            rank_zero_warn(f"Resuming: {said}")
 
     def load(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
         """Take what concerns resuming out of an opened checkpoint, for `activate`. Collective.
@@ -693,6 +724,7 @@ class ExactResume:
             if not resumed.place.inside:
                 begin_late(trainer)
             complete_batch(trainer)
+        self._batch_before = resumed.first.get("global_batch")
         if resumed.first:
             said = random_state.resume(
                 None if resumed.own is None else resumed.own["rng"],
@@ -709,9 +741,15 @@ class ExactResume:
 
     def close(self, trainer: Any) -> None:
         """Leave the user's loaders as they were; what was to be resumed and was not is forgotten."""
-        self._opened = self._resumed = None
+        self._opened = self._resumed = self._batch_before = None
         if self._data is not None:
             self._data.close(trainer)
+
+
+def _is_scheduled(trainer: Any) -> bool:
+    """Whether the number of batches of a step changes from epoch to epoch."""
+    callbacks = getattr(trainer, "accumulation_scheduler", None), *trainer.callbacks
+    return any(len(getattr(callback, "scheduling", ())) > 1 for callback in callbacks)
 
 
 def _put_loader_states(trainer: Any, saved: _Resumed, ranks: Any, checkpoint: dict[str, Any]) -> list[str]:

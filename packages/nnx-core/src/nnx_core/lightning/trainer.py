@@ -30,6 +30,7 @@ from nnx_core.backend import Backend
 from nnx_core.direct_calls import stop_warning
 from nnx_core.errors import CheckpointError, NnxError, UnsupportedError, is_lost_connection
 from nnx_core.lightning.averaging import Averages
+from nnx_core.lightning.beginning import size_of_batch
 from nnx_core.lightning.checkpoint import (
     CheckpointIO,
     load_lightning_checkpoint,
@@ -46,7 +47,7 @@ from nnx_core.lightning.compat import (
     make_optimizers,
 )
 from nnx_core.lightning.exact_resume import ExactResume
-from nnx_core.lightning.processes import ParallelProcesses, size_of_batch
+from nnx_core.lightning.processes import ParallelProcesses
 from nnx_core.lightning.routing import (
     publishes_gradients,
     refuse_plain_backward,
@@ -488,8 +489,10 @@ class TrainerAdapter(ParallelProcesses):
         if not self._has_told:
             self._has_told, trainer = True, self.lightning_module.trainer
             refuse_exchanged(self.lightning_module, self._names, self._optimizers_of_backend)
-            batch = size_of_batch(next(iter([*args, *kwargs.values()]), None))
-            self._tell(self.lightning_module, batch, accumulate=trainer.accumulate_grad_batches)
+            batch = next(iter([*args, *kwargs.values()]), None)
+            accumulate = trainer.accumulate_grad_batches
+            self._tell(self.lightning_module, size_of_batch(batch), accumulate=accumulate)
+            self._exact_resume.compare_batch(trainer, batch, own_batch=self.backend.own_batch)
         with self._explaining(), self.precision_plugin.train_step_context():
             if self._loops is not None:
                 self._loops.begin("training_step")

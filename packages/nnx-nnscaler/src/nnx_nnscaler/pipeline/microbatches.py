@@ -307,7 +307,7 @@ class _Cut:
             self._placements[name] = R
         for op in graph.ops:
             self._walk(op)
-        if all(self._placements[op.name] == R for op in self._ops if _is_differentiable(op)):
+        if all(self._placements[op.name] == R for op in self._ops if self._computes_with_parameters(op)):
             raise _HindranceError("no value that depends on parameters shows the batch's size")
         for count in self._counts:
             needed = {count.target, *({count.weight} if count.weight else ())}
@@ -320,6 +320,11 @@ class _Cut:
         return Microbatches(
             made, self._placements, tuple(self._counts), tuple(ahead), at_least=self._at_least
         )
+
+    def _computes_with_parameters(self, op: Op) -> bool:
+        """Whether a floating point result depends on parameters; in evaluation nothing is differentiable."""
+        meta = op.output
+        return isinstance(meta, TensorMeta) and is_floating(meta) and op.name not in self._free
 
     def _of_meta(self, meta: TensorMeta, what: str) -> Placement:
         """What an input, or a tensor of equal elements, becomes: its part if it shows the batch's size."""
@@ -371,7 +376,7 @@ class _Cut:
 
     def _with_shared_addend(self, op: Op) -> list[Op]:
         """A summand plus a value that all microbatches have, of which each adds its share; else nothing."""
-        if base_name(op) not in _SUMS or not _is_differentiable(op) or len(op.args) < 2:
+        if base_name(op) not in _SUMS or not self._computes_with_parameters(op) or len(op.args) < 2:
             return []
         operands = [self._placements[a.name] if isinstance(a, Ref) else R for a in op.args[:2]]
         if set(operands) != {P, R}:
@@ -521,10 +526,6 @@ class _Cut:
 def symbolic_dims(meta: TensorMeta) -> list[int]:
     """The dims whose size depends on the batch's."""
     return [index for index, dim in enumerate(meta.shape) if isinstance(dim, Size)]
-
-
-def _is_differentiable(op: Op) -> bool:
-    return isinstance(op.output, TensorMeta) and op.output.differentiable
 
 
 def writes_in_place(op: Op) -> bool:

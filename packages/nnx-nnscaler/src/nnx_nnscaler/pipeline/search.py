@@ -327,7 +327,8 @@ def loss_of(graph: Graph, cut: Microbatches) -> str | None:
 def _notes(prepared: Prepared, schedule: str, loss: str | None) -> tuple[str, ...]:
     """What the user should hear of how a batch goes through the stages."""
     hindrance = prepared.cut.hindrance
-    notes = [f"the batch goes through the stages whole: {hindrance}"] if hindrance else []
+    where = "" if prepared.graph.training else "in evaluation "
+    notes = [f"{where}the batch goes through the stages whole: {hindrance}"] if hindrance else []
     if schedule != "gpipe" and prepared.graph.training and (hindrance or loss is None):
         reason = (
             "the batch is not cut" if hindrance else "the forward does not return one loss of all samples"
