@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from nnx_checkpoint.shard import Shard
 from nnx_colossalai.device import Device
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext
@@ -164,10 +163,6 @@ class ChunkEngine(ABC):
     def for_user(self, argument: Any) -> Any:
         """Within `stepping`: an argument of an optimizer's step, whose closure is the user's code again."""
         return argument
-
-    @abstractmethod
-    def shard(self, tensor: torch.Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
-        """See `nnx.Backend.shard`."""
 
     @abstractmethod
     def finish(self) -> None:

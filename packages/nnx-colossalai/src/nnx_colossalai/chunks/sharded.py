@@ -25,7 +25,6 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from nnx_checkpoint.collective import all_gather_object, control_group, together
-from nnx_checkpoint.shard import Shard, shard_of
 from nnx_colossalai._torch_compat import (
     Gathered,
     ShardedParameter,
@@ -224,10 +223,6 @@ class ShardedEngine(ChunkEngine):
         self._units.free_gathered(self._root)
 
     # --- state --------------------------------------------------------------------------------
-
-    @override
-    def shard(self, tensor: torch.Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
-        return shard_of(tensor)
 
     @override
     def finish(self) -> None:
