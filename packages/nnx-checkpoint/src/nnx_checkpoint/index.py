@@ -275,7 +275,7 @@ class Index:
 
     Attributes:
         files: Names of the files, by number.
-        groups: The {n} by number.
+        groups: The groups by number.
         numbers: The number of the group of each tensor.
         aliases: Names of tied tensors, mapped to the name under which the data is stored.
         offsets: Finds out where the entries of a file begin; used when data is to be read.

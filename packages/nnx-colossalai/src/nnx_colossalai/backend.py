@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx_checkpoint.collective import all_arrive
-from nnx_checkpoint.shard import Shard
 from nnx_checkpoint.state import ModelState, OptimizerState
 from nnx_colossalai._torch_compat import collectives_issued
 from nnx_colossalai.device import Device, DeviceMemoryError, HostDevice
@@ -431,12 +430,6 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
             return super().gradients(optimizer)
 
     # --- state --------------------------------------------------------------------------------
-
-    def shard(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
-        """Where a tensor of this rank lies, as the engine that holds the parameter knows."""
-        for model in self._models.values():
-            return model.engine.shard(tensor, parameter=parameter)
-        return super().shard(tensor, parameter=parameter)
 
     def written(self, module: nn.Module) -> Mapping[str, int]:
         """What was written into weights that the ranks hold in shards."""

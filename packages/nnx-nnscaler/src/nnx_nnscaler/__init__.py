@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nnx_nnscaler.options import ComputeConfig, NnScalerOptions
 
 if TYPE_CHECKING:
-    from nnx_nnscaler.rules.annotation import register_op
+    from nnx_nnscaler.rules.register_op import register_op
     from nnx_nnscaler.strategy import NnScalerPrecision, NnScalerStrategy
 
 __all__ = ["ComputeConfig", "NnScalerOptions", "NnScalerPrecision", "NnScalerStrategy", "register_op"]
@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
 
         return NnScalerPrecision
     if name == "register_op":
-        from nnx_nnscaler.rules.annotation import register_op
+        from nnx_nnscaler.rules.register_op import register_op
 
         return register_op
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

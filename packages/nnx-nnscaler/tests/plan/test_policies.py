@@ -9,7 +9,7 @@ import pytest
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, strategies_of
 from nnx_core.errors import OptionError, PlanError, UnsupportedError
 from nnx_nnscaler.ir import Graph, Size, TensorMeta
-from nnx_nnscaler.plan.planning import POLICIES, PolicyContext, plan_program, register_policy
+from nnx_nnscaler.plan.planning import PolicyContext, plan_program
 from nnx_nnscaler.plan.program_plan import P, ProgramPlan, R, S
 
 
@@ -148,21 +148,6 @@ def test_choices_that_contradict_each_other_are_told() -> None:
 
 def sums(context: PolicyContext) -> dict[str, str]:
     return {"total": "partial"}
-
-
-def test_policies_can_be_registered_under_a_name_once() -> None:
-    @register_policy("all-columns")
-    def columns(context: PolicyContext) -> None:
-        context.pin("*", "column")
-
-    try:
-        assert names(planned(mlp(), "all-columns"))["down"] == "column"
-        with pytest.raises(OptionError, match="there is a policy 'all-columns' already"):
-            register_policy("all-columns")
-        with pytest.raises(OptionError, match="there is a policy 'pp' already"):
-            register_policy("pp")
-    finally:
-        del POLICIES["all-columns"]
 
 
 def test_a_frozen_parameter_is_never_synchronized() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nnx_nnscaler.plan.program_plan import P, R, S
-from nnx_nnscaler.rules.annotation import Annotation, AnnotationError
+from nnx_nnscaler.rules.annotation_grammar import Annotation, AnnotationError
 
 
 def strategies(text: str, **sizes: int) -> dict[str, tuple[list[str], list[str]] | None]:

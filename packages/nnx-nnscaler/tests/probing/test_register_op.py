@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import nnx_nnscaler
 from jobs.nnscaler_one_op import f, ints, one_op
 from jobs.nnscaler_rule_oracle import check_strategy
-from nnx_nnscaler.rules.annotation import AnnotationError
+from nnx_nnscaler.rules.annotation_grammar import AnnotationError
 from nnx_nnscaler.rules.registry import strategies_of
 
 register_op = nnx_nnscaler.register_op

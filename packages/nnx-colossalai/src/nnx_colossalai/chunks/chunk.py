@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx_checkpoint.shard import Shard
 from nnx_colossalai._torch_compat import without_guards
 from nnx_colossalai.device import Device
 from nnx_colossalai.plan.spec import Tier
@@ -171,10 +170,6 @@ class ChunkEngine(ABC):
     def for_user(self, argument: Any) -> Any:
         """Within `stepping`: an argument of an optimizer's step, whose closure is the user's code again."""
         return argument
-
-    @abstractmethod
-    def shard(self, tensor: torch.Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
-        """See `nnx.Backend.shard`."""
 
     @abstractmethod
     def finish(self) -> None:

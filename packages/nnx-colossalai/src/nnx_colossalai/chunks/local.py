@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from nnx_checkpoint.clean_up import clean_up_after_error
-from nnx_checkpoint.shard import Shard, shard_of
 from nnx_colossalai._torch_compat import (
     NO_BACKWARD,
     Silenced,
@@ -232,10 +231,6 @@ class LocalEngine(ChunkEngine):
     @override
     def end_step(self) -> None:
         self._step.show_masters()
-
-    @override
-    def shard(self, tensor: torch.Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
-        return shard_of(tensor)
 
 
 def _depth(tier: Tier) -> int:

@@ -26,7 +26,6 @@ from typing_extensions import override
 
 from nnx_checkpoint.clean_up import clean_up, clean_up_after_error
 from nnx_checkpoint.collective import all_gather_object, control_group, together
-from nnx_checkpoint.shard import Shard, shard_of
 from nnx_colossalai._torch_compat import (
     Gathered,
     ShardedParameter,
@@ -225,10 +224,6 @@ class ShardedEngine(ChunkEngine):
         self._units.free_gathered(self._root)
 
     # --- state --------------------------------------------------------------------------------
-
-    @override
-    def shard(self, tensor: torch.Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
-        return shard_of(tensor)
 
     @override
     def finish(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from nnx_core.errors import OptionError, PlanError, UnsupportedError
 from nnx_nnscaler.cost import CostModel, Prices, Stored
 from nnx_nnscaler.ir import Graph, Op, Size, TensorMeta
+from nnx_nnscaler.options import PIPELINES
 from nnx_nnscaler.plan.evaluation import Assignment, Flow, evaluate, peak_memory, synchronize_what_passes_on
 from nnx_nnscaler.plan.program_plan import P, Placement, Prediction, ProgramPlan, R, S, Strategy
 from nnx_nnscaler.plan.solver import Choices, Problem, Program, fold
@@ -210,12 +211,9 @@ def largest_part(meta: TensorMeta, size: int) -> Placement | None:
 
 
 # --- policies -------------------------------------------------------------------------------------
-# The built-in policies, each a function that narrows what may be chosen, and the register for further ones.
+# The built-in policies, each a function that narrows what may be chosen.
 #
 # Pipeline policies are not here: `pipeline` cuts a graph into stages, which each get a plan from here.
-
-
-_OF_PIPELINES = ("pp", "hybrid")
 
 
 def dp(context: PolicyContext) -> None:
@@ -295,32 +293,7 @@ def _uses_in_parts(context: PolicyContext, name: str) -> set[object]:
 
 
 POLICIES: dict[str, Policy] = {"dp": dp, "data": data, "zero": zero, "tp": tp, "autodist": autodist}
-"""Policies by name."""
-
-
-def register_policy(name: str) -> Callable[[Policy], Policy]:
-    """Make a policy known under a name, as a decorator.
-
-    Args:
-        name: The name by which it is asked for; a built-in name cannot be taken.
-
-    Raises:
-        OptionError: The name is taken.
-
-    Example:
-        >>> @register_policy("columns")
-        ... def columns(context):
-        ...     context.pin("*.fc", "column")
-        >>> del POLICIES["columns"]
-    """
-    if name in POLICIES or name in _OF_PIPELINES:
-        raise OptionError(f"there is a policy {name!r} already.", remedy="Choose another name.")
-
-    def register(policy: Policy) -> Policy:
-        POLICIES[name] = policy
-        return policy
-
-    return register
+"""The built-in policies of one program by name; users pass a function for one of their own."""
 
 
 def policy_of(policy: str | Policy) -> tuple[str, Policy]:
@@ -332,7 +305,7 @@ def policy_of(policy: str | Policy) -> tuple[str, Policy]:
     """
     if callable(policy):
         return getattr(policy, "__name__", type(policy).__name__), policy
-    if policy in _OF_PIPELINES:
+    if policy in PIPELINES:
         raise UnsupportedError(
             f"policy {policy!r} plans a pipeline, which is not one program.",
             remedy=f"Use one of {', '.join(POLICIES)}.",
