@@ -91,14 +91,14 @@ class GatheredWeight(nn.Parameter):
     def grad(self) -> Tensor | None:
         """What a backward has just left here, which is all that FSDP2 sees; else that of the shard, whole."""
         own = _GRAD.__get__(self)
-        part = vars(self).get("_part")
+        part: Any = vars(self).get("_part")
         if own is None and _is_for_user(part):
             own = part.gradient_shown()
         return cast("Tensor | None", own)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        part = vars(self).get("_part")
+        part: Any = vars(self).get("_part")
         if not _is_for_user(part):
             _GRAD.__set__(self, gradient)
             return

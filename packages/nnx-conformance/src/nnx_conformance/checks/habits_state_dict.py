@@ -91,12 +91,12 @@ class OwnTensor(nn.Module):
         self.value = torch.ones(1)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}value"] = self.value.clone()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         self.value = state_dict.pop(f"{prefix}value").clone()
-        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 @loads("state_loaded_by_its_module")
@@ -131,7 +131,7 @@ class CountsItsSamples(WithOwnTensor):
 
     def note(self) -> float:
         """The sum over the ranks, each of which begins with one."""
-        values: Tensor = self.all_gather(self.own.value)
+        values: Any = self.all_gather(self.own.value)
         return float(values.sum() - values.numel())
 
 
@@ -168,7 +168,7 @@ class HooksBeforeLoading(SavedUnderOldNames):
     def build(self) -> None:
         """Registers it."""
         super().build()
-        self.register_load_state_dict_pre_hook(_rename_first)
+        self.register_load_state_dict_pre_hook(_rename_first)  # type: ignore[no-untyped-call]
 
 
 def _rename_first(module: nn.Module, state_dict: Any, *_: Any) -> None:
@@ -182,7 +182,7 @@ class HooksAfterLoading(Noting):
     def build(self) -> None:
         """Registers it; a new weight is made of what was loaded."""
         super().build()
-        self.register_load_state_dict_post_hook(_double)
+        self.register_load_state_dict_post_hook(_double)  # type: ignore[no-untyped-call]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Half of the weight, which the hook doubles."""

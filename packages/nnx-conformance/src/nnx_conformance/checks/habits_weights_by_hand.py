@@ -85,7 +85,7 @@ class _Lookahead(Optimizer):
         self.base.zero_grad(set_to_none)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step what is wrapped, and every second time go back."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for parameter in parameters:

@@ -62,7 +62,7 @@ class LosesTheConnection(Plain):
         self.batch = batch[0]
         self._reach("training_step")
         loss = super().training_step(batch, index)
-        loss.register_hook(lambda _: self._reach("backward"))
+        loss.register_hook(lambda _: self._reach("backward"))  # type: ignore[no-untyped-call]
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:

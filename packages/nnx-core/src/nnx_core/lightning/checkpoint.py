@@ -364,7 +364,7 @@ def split_rank_entries(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], d
         The same, with the values of rank 0 only, as ``ddp`` saves it; and this rank's values.
     """
     kept = dict(checkpoint)
-    model = kept.get("state_dict")
+    model: Any = kept.get("state_dict")
     found = {
         name: value.data[0] if isinstance(value, Shard) else value
         for name, value in (model.items() if isinstance(model, Mapping) else ())
