@@ -35,7 +35,7 @@ _STAGE_3 = replace(
         *("swapped_experts", "swapped_by_turns", "swapped_while_accumulating", "layer_of_one_rank"),
         *("experts_in_a_list", "experts_of_any_shape", "head_per_task", "branches_per_sample"),
         *("skipped_blocks", "gradient_penalty", "two_backward_passes", "gradient_of_a_weight"),
-        "weights_read_on_rank_zero",
+        *("weights_read_on_rank_zero", "reentrant_checkpoints_on_rank_zero"),
     ),
 )
 

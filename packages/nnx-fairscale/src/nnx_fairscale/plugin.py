@@ -43,6 +43,7 @@ _FSDP = Capabilities(
         *_OF_STATE,
         *("backward_on_the_loss", "pruned_by_lightning", "sparse_gradients", "error_in_backward"),
         *("gradients_read_on_rank_zero", "weights_read_on_rank_zero"),  # all ranks gather
+        "reentrant_checkpoints_on_rank_zero",
     ),
 )
 
