@@ -112,6 +112,7 @@ class Marked:
 
 def test_ordinary_keys_are_read(tmp_path: Path) -> None:
     keys = [
+        *(Path(str(i)) for i in range(300)),
         *range(3000),
         *(float(i) / 3 for i in range(3000)),
         *((i, str(i)) for i in range(3000)),

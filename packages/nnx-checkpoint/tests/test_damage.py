@@ -212,12 +212,15 @@ def test_what_is_not_a_checkpoint_is_refused_with_the_reason(tmp_path: Path) -> 
 
 
 def test_another_programs_manifest_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text('{"name": "an app"}')
-    with pytest.raises(CheckpointError, match="is not the manifest of an nnx checkpoint"):
-        nnx_checkpoint.open_checkpoint(tmp_path)
-    (tmp_path / "manifest.json").write_text("[1]")
-    with pytest.raises(CheckpointError, match="it is not a JSON object"):
-        nnx_checkpoint.open_checkpoint(tmp_path)
+    for text, why in (
+        ('{"name": "an app"}', "is not the manifest of an"),
+        ("[1]", "it is not a JSON object"),
+    ):
+        (tmp_path / "manifest.json").write_text(text)
+        with pytest.raises(CheckpointError, match="is not the manifest of an nnx checkpoint"):
+            nnx_checkpoint.open_checkpoint(tmp_path)
+        with pytest.raises(CheckpointError, match=why):
+            nnx_checkpoint.open_native(tmp_path)
 
 
 def forge(path: Path, change: Any) -> None:

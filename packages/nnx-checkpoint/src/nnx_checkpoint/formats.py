@@ -270,6 +270,12 @@ def _unknown(path: str | os.PathLike[str]) -> CheckpointError:
         )
     if place_of(path).kind() == "file":
         place_of(path).reader().close()  # one that cannot be read says why
+    if (place_of(path) / MANIFEST).kind() == "file":
+        return CheckpointError(
+            f"'{place}' is not a checkpoint of a known format: its '{MANIFEST}' is not the manifest of an "
+            "nnx checkpoint.",
+            remedy="Check the path.",
+        )
     return CheckpointError(
         f"'{place}' is not a checkpoint of a known format: it has neither the manifest of an nnx checkpoint "
         "nor the files of another one.",

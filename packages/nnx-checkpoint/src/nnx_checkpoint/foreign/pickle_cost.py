@@ -12,7 +12,7 @@ import contextlib
 import io
 import pickletools
 import zipfile
-from typing import IO, Any, TypeAlias
+from typing import IO, Any
 
 from typing_extensions import override
 
@@ -56,19 +56,39 @@ _COMPLEX = ("builtins complex", "__builtin__ complex")
 _MARK, _PUT, _GET, _TO_MARK = -1, -2, -3, -4
 """How many objects an operation takes, where that is not a number."""
 
-_Item: TypeAlias = tuple[int, int, Any]
-"""Of an object on the stack: how much its hash looks at, how deeply it is nested, and what has its hash."""
+
+class _Item:
+    """An object on the stack.
+
+    Attributes:
+        weight: How much its hash looks at.
+        depth: How deeply it is nested.
+        what: A number, a text, the name of a class, a `_Tuple`, or a `_Filled` once something is in it.
+    """
+
+    __slots__ = ("depth", "weight", "what")
+
+    def __init__(self, weight: int, depth: int, what: Any = None) -> None:
+        self.weight = weight
+        self.depth = depth
+        self.what = what
+
+    def hashed(self) -> int | None:
+        """Its hash, where that can be foreseen."""
+        if isinstance(self.what, _Tuple):
+            return self.what.hashed
+        return None if self.what is None or isinstance(self.what, _Filled) else hash(self.what)
 
 
-class _Made:
-    """A list, a dict, or what a class makes; empty at first."""
+class _Filled:
+    """What was put into a list, a dict or a set."""
 
     __slots__ = ("counts", "depth", "hashes", "weight")
 
     def __init__(self) -> None:
         self.hashes: list[int] = []  # of the items of a list, which may become a set
         self.weight = self.depth = 0
-        self.counts: HashCounts | None = None
+        self.counts = HashCounts()
 
 
 class _Tuple:
@@ -77,12 +97,22 @@ class _Tuple:
     __slots__ = ("hashed", "items")
 
     def __init__(self, items: list[_Item]) -> None:
-        self.hashed = hash(tuple([item[2] for item in items]))
+        hashes = [item.hashed() for item in items]
+        self.hashed = None if None in hashes else hash(tuple(map(_Hash, hashes)))
         self.items = items[:2]
+
+
+class _Hash:
+    """Has a hash, as it is: that of an integer of 64 bits is another."""
+
+    __slots__ = ("_hash",)
+
+    def __init__(self, value: Any) -> None:
+        self._hash = value
 
     @override
     def __hash__(self) -> int:
-        return self.hashed
+        return int(self._hash)
 
 
 def _effect(operation: pickletools.OpcodeInfo) -> tuple[int, int, int]:
@@ -163,7 +193,7 @@ class _Following:
                 elif taken == _PUT:
                     memo[len(memo) if argument is None else argument] = stack[-1]
                 elif taken == _GET:
-                    stack.append(memo.get(argument, (1, 0, None)))
+                    stack.append(memo.get(argument) or _Item(1, 0))
                     waiting += 1
                 else:
                     above, stack = stack, below.pop()
@@ -173,63 +203,69 @@ class _Following:
                         stack.append(self._made(operation.name, argument, above))
                         waiting += 1
                     else:
-                        self._fill(operation.name, stack[-1][2], above)
-                if memory > most_memory or waiting > MOST_OBJECTS or (stack and stack[-1][0] > self._most):
+                        self._fill(operation.name, stack[-1], above)
+                if (
+                    memory > most_memory
+                    or waiting > MOST_OBJECTS
+                    or (stack and stack[-1].weight > self._most)
+                ):
                     raise self._refusal("makes so many objects that they fill the memory")
 
     def _made(self, name: str, argument: Any, items: list[_Item]) -> _Item:
         """What an operation puts onto the stack."""
         if name in ("APPEND", "SETITEM", "BUILD"):
             if name != "BUILD":
-                self._fill(name, items[0][2], items[1:])
+                self._fill(name, items[0], items[1:])
             return items[0]
-        weight, depth = sum([item[0] for item in items]) or 1, max([item[1] for item in items], default=0)
-        if name.endswith(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3")):
-            return weight, depth + 1, _Tuple(items)
         if name in _PLAIN:
-            return 1 + (argument.bit_length() >> 6 if type(argument) is int else 0), 0, argument
-        made = _Made()
-        if name == "FROZENSET":
+            return _Item(1 + (argument.bit_length() >> 6 if type(argument) is int else 0), 0, argument)
+        weight = sum([item.weight for item in items]) or 1
+        made = _Item(weight, 1 + max([item.depth for item in items], default=0))
+        if name.endswith(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3")):
+            made.what = _Tuple(items)
+        elif name == "FROZENSET":
             self._fill("ADDITEMS", made, items)
-        elif name == "REDUCE" and isinstance(items[1][2], _Tuple):
-            return weight, depth + 1, self._called(items[0][2], items[1][2].items, made)
-        return weight, depth + 1, made
-
-    def _called(self, name: Any, arguments: list[_Item], made: _Made) -> Any:
-        """What a class makes of its arguments: sets hash what they hold, complex numbers have hashes."""
-        first = arguments[0][2] if arguments else None
-        if name in _SETS and isinstance(first, _Made):
-            self._count(made, first.hashes, first.weight, first.depth)
-        if name in _COMPLEX and arguments and all(type(item[2]) in (int, float) for item in arguments):
-            return complex(*(item[2] for item in arguments))
+        elif name == "REDUCE" and isinstance(items[1].what, _Tuple):
+            self._call(made, items[0].what, items[1].what.items)
         return made
 
-    def _fill(self, name: str, container: Any, items: list[_Item]) -> None:
+    def _call(self, made: _Item, name: Any, arguments: list[_Item]) -> None:
+        """Let a class make something: sets hash what they hold, complex numbers have hashes."""
+        values = [item.what for item in arguments]
+        if name in _SETS and values and isinstance(values[0], _Filled):
+            made.what = _Filled()
+            self._count(made.what, values[0].hashes, values[0].weight, values[0].depth)
+        if name in _COMPLEX and values and all(type(value) in (int, float) for value in values):
+            with contextlib.suppress(OverflowError):
+                made.what = complex(*values)
+
+    def _fill(self, name: str, container: _Item, items: list[_Item]) -> None:
         """Note what goes into a list, a set or a dict."""
-        if not isinstance(container, _Made):
+        if container.what is None:
+            container.what = _Filled()
+        inside = container.what
+        if not isinstance(inside, _Filled):
             return
         keys = items[::2] if name in ("SETITEM", "SETITEMS") else items
-        hashes, weight = [hash(key[2]) for key in keys], sum([key[0] for key in keys])
-        depth = max([key[1] for key in keys], default=0)
+        hashes = [found for key in keys if (found := key.hashed()) is not None]
+        weight, depth = sum([key.weight for key in keys]), max([key.depth for key in keys], default=0)
         if name in ("APPEND", "APPENDS"):
-            container.hashes += hashes
-            container.weight += weight
-            container.depth = max(container.depth, depth)
+            inside.hashes += hashes
+            inside.weight += weight
+            inside.depth = max(inside.depth, depth)
         else:
-            self._count(container, hashes, weight, depth)
+            self._count(inside, hashes, weight, depth)
 
-    def _count(self, container: _Made, hashes: list[int], weight: int, depth: int) -> None:
+    def _count(self, inside: _Filled, hashes: list[int], weight: int, depth: int) -> None:
         """Let keys be looked at."""
         self._looked_at += weight
         if self._looked_at > self._most:
             raise self._refusal("has keys that take too long to look at")
         if depth > _DEEPEST_KEY:
             raise self._refusal("has a key that is nested too deeply")
-        if container.counts is None:
-            container.counts = HashCounts()
         try:
             for hashed in hashes:
-                container.counts.add(hashed)
+                inside.counts.add(hashed)
         except ValueError as error:
             raise self._refusal(f"is malformed: {error}") from error
 
