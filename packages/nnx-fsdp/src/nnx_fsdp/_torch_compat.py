@@ -194,6 +194,11 @@ class HeldParameter:
         return getattr(self._inner, "_unsharded_param", None)
 
     @property
+    def is_gathered(self) -> bool:
+        """Whether the module's attribute is the gathered parameter, which a forward computes with."""
+        return bool(self._inner.sharded_state.name == "UNSHARDED")
+
+    @property
     def has_gradient(self) -> bool:
         """Whether this rank has a gradient of the complete parameter that is not reduced yet."""
         return has_unreduced_gradient(self._inner)

@@ -669,11 +669,16 @@ class FSDPBackend(Backend[FSDPOptions]):
         """Run the step, on owner ranks if it needs whole parameters; gathered old weights are freed."""
         args = tuple(self._for_user(optimizer, argument) for argument in args)
         kwargs = {name: self._for_user(optimizer, argument) for name, argument in kwargs.items()}
+        self._free()  # takes over what user code wrote into gathered weights, which the step builds on
         with self.stepping(), self._states.shown(optimizer):
             result = self._owner_ranks.step(optimizer, step, *args, **kwargs)
-        for weights in self._all_weights():
-            weights.free()  # a forward that no backward followed left its units gathered
+        self._free()  # of a forward in the optimizer's closure
         return result
+
+    def _free(self) -> None:
+        """Free units that a forward without a backward left gathered."""
+        for weights in self._all_weights():
+            weights.free()
 
     # --- state --------------------------------------------------------------------------------
 

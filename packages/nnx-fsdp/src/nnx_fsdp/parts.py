@@ -415,6 +415,24 @@ class ParameterPart(ShardedPart):
             nn.Parameter.requires_grad_(self.plain, self.tensor.requires_grad)
             return register(self.plain, hook)
 
+    # --- writing ------------------------------------------------------------------------------
+
+    def in_place(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:  # noqa: D102
+        self._refuse_while_gathered()
+        return super().in_place(func, args, kwargs)
+
+    def assign(self, whole: Tensor) -> None:  # noqa: D102
+        self._refuse_while_gathered()
+        super().assign(whole)
+
+    def _refuse_while_gathered(self) -> None:
+        if self.held.is_gathered:
+            raise UnsupportedError(
+                f"{self.name!r} is written through a reference from before the forward that gathered its "
+                "layer, so the next forward would compute with the old values.",
+                remedy="Write into what `self.parameters()` returns after each forward.",
+            )
+
     # --- the gathered parameter ---------------------------------------------------------------
 
     def take_written(self) -> None:

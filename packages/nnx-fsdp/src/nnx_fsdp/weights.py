@@ -219,6 +219,12 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
     def _begin_using(self, unit: Unit) -> None:
         for held in unit.parameters:
             gathered = held.gathered
+            if gathered is not None and gathered.is_inference():
+                raise UnsupportedError(
+                    f"the layer of {self._named(unit)} is first called under torch.inference_mode(), where "
+                    "its weights get no gradients, now and later.",
+                    remedy="Use `torch.no_grad()`.",
+                )
             if gathered is not None and "_part" not in vars(gathered):
                 held.share_attributes(watch_data=self._watch_data)
                 held.gathered_version = gathered._version
