@@ -335,15 +335,22 @@ def _free_and_show(parameter: nn.Parameter) -> None:
         _show(parameter)
 
 
-def _may_be_written(parameter: nn.Parameter, version: int) -> bool:
+def _may_be_written(parameter: nn.Parameter, seen: tuple[int, int, Callable[[], int]]) -> bool:
     """Whether user code may have written into a gathered parameter, as in a layer's forward.
 
-    Writes through ``.data`` leave no trace. Where this rank's part is on the same device, it is taken from
-    what was gathered without looking, which costs less.
+    Writes through ``.data`` leave no trace. So after a forward this rank's part is taken from what was
+    gathered without looking, which costs less; not over devices.
+
+    Args:
+        parameter: The parameter, before it is cut.
+        seen: Its version when it was gathered, the number of forwards until then, and how many there are now.
     """
+    version, forwards, count = seen
     if parameter.shape != parameter.ds_shape:  # type: ignore[attr-defined]
         return False
-    return parameter.device == local_partition(parameter).device or parameter._version != version
+    if parameter._version != version:
+        return True
+    return count() != forwards and parameter.device == local_partition(parameter).device
 
 
 def _show(parameter: nn.Parameter) -> None:
@@ -355,8 +362,13 @@ def _show(parameter: nn.Parameter) -> None:
 
 def _take_whole(parameter: nn.Parameter) -> None:
     """Let this rank's part follow the whole."""
-    start, part = own_range(parameter)
-    part.copy_(parameter.detach().flatten()[start : start + part.numel()])
+    held = vars(parameter)
+    if "_nnx_range" not in held:  # at each release of a layer there is no time to look again
+        start, part = own_range(parameter)
+        held["_nnx_range"] = start, part.numel()
+    start, length = held["_nnx_range"]
+    whole = parameter.detach().reshape(-1).narrow(0, start, length)
+    local_partition(parameter).narrow(0, 0, length).copy_(whole)
 
 
 def show_class(parameter: nn.Parameter) -> None:
@@ -555,8 +567,16 @@ def drop_stale_gradients(zero: Any, parameters: Sequence[nn.Parameter]) -> None:
         partitions[parameter.ds_id].zero_()  # type: ignore[attr-defined]
 
 
-def before_each_gather(names: Mapping[nn.Parameter, str], announce: Callable[[str, bool], None]) -> None:
-    """Stage 3: announce each gather: by the names of what it gathers, and whether it is for user code."""
+def before_each_gather(
+    names: Mapping[nn.Parameter, str], announce: Callable[[str, bool], None], forwards: Callable[[], int]
+) -> None:
+    """Stage 3: announce each gather: by the names of what it gathers, and whether it is for user code.
+
+    Args:
+        names: The names of all parameters.
+        announce: Called before each gather.
+        forwards: Counts the forwards of layers until now, by which a release knows whether there was one.
+    """
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     def name_of(parameters: Sequence[nn.Parameter]) -> str:
@@ -578,7 +598,7 @@ def before_each_gather(names: Mapping[nn.Parameter, str], announce: Callable[[st
             result = gather(*args, **kwargs)
             for parameter in missing:
                 if not getattr(parameter, "ds_persist", False):  # those are for `take_persistent`
-                    vars(parameter)["_nnx_gathered"] = parameter._version
+                    vars(parameter)["_nnx_gathered"] = parameter._version, forwards(), forwards
             return result
 
         return announce_and_gather

@@ -88,7 +88,7 @@ class Agreement:
         self._is_needed = not reduces_whole_gradients(self._zero)
         self._came: dict[int, None] = {}
         self._unannounced: frozenset[int] = frozenset()
-        self._calls = self._last_order = self._ends = 0
+        self._calls = self._last_order = self._ends = self._forwards = 0
         self._handles: list[RemovableHandle] = []
         self.used: set[nn.Parameter] = set()
         self.runs_backward = False
@@ -113,7 +113,7 @@ class Agreement:
             else:
                 self._order_inside = order
         if self._cuts_each_parameter:
-            before_each_gather(names, self._before_gather)
+            before_each_gather(names, self._before_gather, lambda: self._forwards)
 
     def remove(self) -> None:
         """Take the hooks off the layers, and hold nothing of a graph."""
@@ -320,6 +320,7 @@ class Agreement:
         """A hook that notes the call of a layer: a function, which a copy of the layer shares."""
 
         def note(*_: Any) -> None:
+            self._forwards += 1
             if torch.is_grad_enabled() or self._in_training:  # a reentrant checkpoint's forward has none
                 self._calls = crc32(number.to_bytes(4, "little"), self._calls)
 

@@ -43,7 +43,7 @@ _REPLICATED = replace(
 )
 _IN_PARTS = replace(
     _PLANNED,
-    refuses=(*_OF_RANKS, *_OF_PARTS),
+    refuses=(*_OF_RANKS, *_OF_PARTS, "reentrant_checkpoints_on_rank_zero"),
     tensor_parallel=False,
     activation_checkpointing=False,
     needs_sample=False,

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 from torch.utils.checkpoint import checkpoint
 
 from nnx_conformance.habits import Habitual, Manual, chapter
@@ -136,48 +135,48 @@ class ErrorInBackward(Manual):
 habit = chapter()
 
 
-class _Cosine(nn.Linear):
-    """Normalises its weight before it computes."""
+class _Clipped(nn.Linear):
+    """Clips its weight before it computes."""
 
     way = "copy_"
 
     def forward(self, input: Tensor) -> Tensor:
         with torch.no_grad():
-            unit = 2 * normalize(self.weight, dim=1)
+            small = self.weight.clamp(-0.1, 0.1)
             if self.way == "copy_":
-                self.weight.copy_(unit)
+                self.weight.copy_(small)
             elif self.way == "data":
-                self.weight.data = unit
+                self.weight.data = small
             else:
-                self.weight.data.copy_(unit)
+                self.weight.data.copy_(small)
         return super().forward(input)
 
 
-class _Normalised(Habitual):
+class _Clipping(Habitual):
     way = ""
 
     def build(self) -> None:
         super().build()
-        self.head = _Cosine(self.head.in_features, self.head.out_features)
+        self.head = _Clipped(self.head.in_features, self.head.out_features)
         self.head.way = self.way
 
 
 @habit()
-class WeightWrittenInForward(_Normalised):
+class WeightWrittenInForward(_Clipping):
     """A weight that its layer writes in place in forward keeps what was written."""
 
     way = "copy_"
 
 
 @habit()
-class DataWrittenInForward(_Normalised):
+class DataWrittenInForward(_Clipping):
     """A weight that its layer writes through `.data` in forward keeps what was written."""
 
     way = "data.copy_"
 
 
 @habit()
-class DataAssignedInForward(_Normalised):
+class DataAssignedInForward(_Clipping):
     """A weight whose `.data` its layer assigns in forward keeps what was assigned."""
 
     way = "data"
