@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nnx_checkpoint.box import Box, boxes_of_range, find_fault
@@ -96,7 +96,7 @@ def test_a_manifest_comes_back(manifest: Manifest) -> None:
     assert decode_manifest(encode_manifest(manifest), source="x") == manifest
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(manifests, st.data())
 def test_a_manifest_with_any_byte_changed_is_refused(manifest: Manifest, data: st.DataObject) -> None:
     raw = bytearray(encode_manifest(manifest))

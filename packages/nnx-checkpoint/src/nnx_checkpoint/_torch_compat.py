@@ -53,7 +53,7 @@ PRIVATE_NAMES = {
     "torch.distributed.distributed_c10d._get_default_store": Private("any run on several ranks raises"),
     "torch.distributed.distributed_c10d._world": Private("nnx conformance raises AttributeError"),
     "torch.serialization._load": Private("reading a file of torch.save raises AttributeError"),
-    "Module._load_from_state_dict": Private("loading weights raises AttributeError"),
+    "torch.nn.Module._load_from_state_dict": Private("loading weights raises AttributeError"),
     "Module._load_state_dict_pre_hooks": Private("loading weights raises AttributeError"),
     "Module._load_state_dict_post_hooks": Private("loading weights raises AttributeError"),
     "torch.nn.modules.module._IncompatibleKeys": Private("loading weights raises AttributeError"),

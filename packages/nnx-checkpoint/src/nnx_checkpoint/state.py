@@ -121,7 +121,7 @@ def _shares_memory(tensor: Tensor, others: Iterable[Tensor]) -> bool:
 
 def _address(tensor: Tensor) -> int:
     """Where the storage begins of what this rank has of a tensor; 0 for none."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with local_mode():
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         return 0 if local.is_meta else local.untyped_storage().data_ptr()
 
@@ -140,14 +140,14 @@ def entries_of(module: nn.Module) -> dict[str, Any]:
     """
     if type(module).state_dict is nn.Module.state_dict:
         return module.state_dict(keep_vars=True)
-    with torch._C.DisableTorchFunctionSubclass():
+    with local_mode():
         gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
         for parameter, _ in gradients:
             parameter.grad = None
     try:
         return module.state_dict(keep_vars=True)
     finally:
-        with torch._C.DisableTorchFunctionSubclass():
+        with local_mode():
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 

@@ -91,7 +91,7 @@ def normal(text: str) -> list[str]:
     """Lines without what differs from run to run."""
     for pattern, placeholder in (
         (r"\d{8}T\d{6}\.\d{6}-[0-9a-f]{8}", "<save>"),
-        (r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d+\+00:00)?", "<time>"),
+        (r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?(\.\d+\+00:00)?", "<time>"),
         (r"\d+(\.\d+)? [KMG]?B\b", "<size>"),
         (r"\d+\.\d s\b", "<seconds>"),
         (r"(writer \w+: +)\S+", r"\1<version>"),

@@ -72,7 +72,6 @@ PRIVATE_NAMES = {
     "FSDPParam._post_load_hook_handle": Private(_SETUP),
     "FSDPParam._setattr_on_modules": Private(_SETUP),
     "FSDPParam._sharded_param_data": Private(_SETUP),
-    "FSDPParam._unsharded_param": Private("gradients are not found: the tests of numbers fail"),
     "FSDPParamGroup._all_gather_result": Private(_STEP),
     "FSDPParamGroup._reset_sharded_params": Private("loading a state dict overwrites masters: a test fails"),
     "FSDPParamGroup._to_sharded": Private(_STEP),

@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeVar
 
 import pluggy
 
+from nnx_core.catalog import known
 from nnx_core.errors import NnxError, PluginError
 from nnx_core.spec import API_VERSION, LIGHTNING_NAMES, CheckpointFormatSpec, LauncherSpec, StrategySpec
 
@@ -475,8 +476,6 @@ def _declared_twice(plugin: Plugin) -> Problem:
 
 def _admit(result: Inventory, plugin: Plugin, specs: list[StrategySpec]) -> Plugin:
     """Take over the names that are free; the first distribution by name keeps one that the catalog lacks."""
-    from nnx_core.registry import known  # which imports this module
-
     admitted = []
     for spec in specs:
         entry = known().get(spec.name)

@@ -7,125 +7,16 @@ itself. Nothing here imports torch, Lightning or an engine, and nothing is built
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from nnx_core.catalog import CatalogEntry, historical, known
 from nnx_core.errors import NnxError, PluginError, StrategyNotFoundError, StrategyNotInstalledError
 from nnx_core.plugins import Plugin, inventory, refresh
 from nnx_core.spec import LIGHTNING_NAMES, Capabilities, StrategySpec
 
-__all__ = ["CatalogEntry", "Registry", "StrategyRegistry", "historical", "known"]
-
-
-# --- the catalog ----------------------------------------------------------------------------------
-# Who provides a name that is not installed, and what old names became: built from ``registry/`` of the
-# repository, and shipped as ``catalog.json``.
-
-
-Tier = Literal["official", "community", "example"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CatalogEntry:
-    """A strategy that some distribution provides.
-
-    Attributes:
-        name: The strategy.
-        distribution: The distribution to install to get it.
-        tier: ``official``, ``community`` or ``example``.
-        summary: One sentence that says what it is.
-        use_when: When to choose it.
-        install: The command that installs it.
-        api: The version of the plugin API that it was written for.
-        accelerators: Devices it runs on.
-        capabilities: The capabilities that strategies do not have by default.
-        lacks: The capabilities that strategies have by default and it lacks.
-        docs: Its page in the documentation, or its home.
-        replaces: Distributions of the past whose names it took over.
-    """
-
-    name: str
-    distribution: str
-    tier: Tier
-    summary: str
-    use_when: str
-    install: str
-    api: str
-    accelerators: tuple[str, ...] = ()
-    capabilities: tuple[str, ...] = ()
-    lacks: tuple[str, ...] = ()
-    docs: str = ""
-    replaces: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistoricalName:
-    """A name that nothing provides any more.
-
-    Attributes:
-        name: The name that old scripts write.
-        was: Says what it stood for.
-        successor: The name to use today.
-        how: A sentence on what to change besides the name.
-        until: The last minor version of Lightning that had it, where that is known.
-        distribution: The package that provided it outside Lightning, if there was one.
-        url: The home of that package.
-    """
-
-    name: str
-    was: str
-    successor: str
-    how: str = ""
-    until: str = ""
-    distribution: str = ""
-    url: str = ""
-
-
-@cache
-def _index() -> tuple[dict[str, CatalogEntry], dict[str, HistoricalName]]:
-    text = Path(__file__).with_name("catalog.json").read_text(encoding="utf-8")
-    content = json.loads(text)
-    entries: dict[str, CatalogEntry] = {}
-    for plugin in content["plugins"]:
-        common: dict[str, Any] = {
-            "distribution": plugin["distribution"],
-            "tier": plugin["tier"],
-            "install": plugin.get("install", f"pip install {plugin['distribution']}"),
-            "api": plugin["api"],
-            "docs": plugin.get("docs", plugin.get("url", "")),
-            "replaces": tuple(plugin.get("replaces", ())),
-        }
-        for strategy in plugin["strategies"]:
-            values: dict[str, Any] = {
-                key: tuple(v) if isinstance(v, list) else v for key, v in strategy.items()
-            }
-            entries[strategy["name"]] = CatalogEntry(**common, **values)
-    return entries, {old["name"]: HistoricalName(**old) for old in content["historical"]}
-
-
-def known() -> dict[str, CatalogEntry]:
-    """Every strategy of the catalog by name, installed or not.
-
-    Example:
-        >>> known()["fsdp_auto"].install
-        'pip install nnx-fsdp'
-    """
-    return _index()[0]
-
-
-def historical() -> dict[str, HistoricalName]:
-    """Names of the past, by name.
-
-    Example:
-        >>> historical()["ddp_sharded"].successor
-        'fsdp_auto'
-    """
-    return _index()[1]
+__all__ = ["Registry", "StrategyRegistry"]
 
 
 # --- what to say of a name that cannot be used ----------------------------------------------------

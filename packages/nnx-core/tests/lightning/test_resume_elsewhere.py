@@ -42,8 +42,9 @@ def test_another_world_size_sees_the_rest_of_the_epoch_and_nothing_twice(
     assert resumed[0].where[0] == (1, index)
     per_epoch = 24 // after // 2
     assert [where for where in resumed[0].where if where[0] == 2] == [(2, i) for i in range(per_epoch)]
-    (said,) = resumed[0].said
-    assert f"holds the random state of {before} ranks, and this run has {after}" in said
+    elsewhere, batch = resumed[0].said
+    assert f"holds the random state of {before} ranks, and this run has {after}" in elsewhere
+    assert f"a global batch of {2 * before}, this run has {2 * after}" in batch
 
 
 def _samples(reports: list[Report], epoch: int, until: int | None = None, since: int = 0) -> list[int]:

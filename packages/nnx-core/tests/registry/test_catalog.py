@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from nnx_core.catalog import historical, known
 from nnx_core.plugins import inventory
-from nnx_core.registry import historical, known
 from nnx_core.spec import LIGHTNING_NAMES
 from nnx_test_helpers.repository import from_repository
 

@@ -11,8 +11,8 @@ import pytest
 import pytorch_lightning
 
 import nnx
+from nnx_core.catalog import historical, known
 from nnx_core.errors import StrategyNotFoundError, StrategyNotInstalledError
-from nnx_core.registry import historical, known
 
 PREFIX = "You selected an invalid strategy name: `strategy={name!r}`. "
 QUIET = {"logger": False, "enable_progress_bar": False}

@@ -28,6 +28,7 @@ from nnx_core.whole import in_guarded_mode, local_mode
 _SETUP = "setting a model up raises AttributeError"
 _STEP = "the first step raises AttributeError"
 PRIVATE_NAMES = {
+    "torch._C._current_graph_task_id": Private("any step by hand raises AttributeError"),
     "torch._C._functorch.TransformType": Private(IMPORT),
     "torch._C._functorch.get_interpreter_stack": Private(IMPORT),
     "torch.distributed._composable.contract.REGISTRY_KEY": Private(IMPORT),

@@ -117,6 +117,10 @@ def _alone() -> dist.ProcessGroup | None:
 # Its parameters are stored as planned, and its forward is replaced by programs.
 
 
+def _bucket_bytes(megabytes: float | None) -> int:
+    return BUCKET_BYTES if megabytes is None else int(megabytes * 1024**2)
+
+
 class LaidOut:
     """A module that is laid out. Making it does so, in place. Collective.
 
@@ -180,13 +184,12 @@ class LaidOut:
             synchronized = frozenset(prefix + name for name in self.programs.layout.synchronized)
             if self.programs.layout.homes is not None:
                 homes = {prefix + name: home for name, home in self.programs.layout.homes.items()}
-        cap = options.config.reducer_bucket_cap_mb
         self.parameters = Parameters(
             module,
             axes if homes is None else axes.within_stage,
             stored=stored,
             synchronized=synchronized,
-            bucket_bytes=BUCKET_BYTES if cap is None else int(cap * 1024**2),
+            bucket_bytes=_bucket_bytes(options.config.reducer_bucket_cap_mb),
             order=order,
             arrival=arrival,
             homes=homes,

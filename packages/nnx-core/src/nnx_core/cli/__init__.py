@@ -43,7 +43,8 @@ def ask_for_conformance() -> None:
 
 def complete_strategy(incomplete: str) -> list[str]:
     """The names of strategies that begin so, for the shell."""
-    from nnx_core.registry import StrategyRegistry, known
+    from nnx_core.catalog import known
+    from nnx_core.registry import StrategyRegistry
 
     return sorted(name for name in {*StrategyRegistry, *known()} if name.startswith(incomplete))
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from nnx_checkpoint.collective import control_group, together
 from nnx_checkpoint.naming import FABRIC_KEYS
 from nnx_checkpoint.shard import Shard, shard_of
-from nnx_core.backend import Backend, NoOptions, Sample
+from nnx_core.backend import Backend, NoOptions, ParallelContext, Sample
 from nnx_core.errors import CheckpointError
 from nnx_core.lightning.checkpoint import (
     CheckpointIO,
@@ -216,6 +216,7 @@ class WholeState:
 
     def __init__(self, strategy: Any, modules: list[nn.Module]) -> None:
         self.backend = _Replicated(NoOptions())
+        self.backend.context = ParallelContext(device=strategy.root_device)
         self.checkpoint_io = innermost_checkpoint_io(strategy.checkpoint_io) or CheckpointIO()
         self.name = type(strategy).__name__
         self.global_rank = of_process(strategy.global_rank)

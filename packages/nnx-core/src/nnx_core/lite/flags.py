@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from nnx_core.catalog import historical
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.lightning.checkpoint import CheckpointIO
 from nnx_core.lightning.namespaces import (
@@ -22,7 +23,7 @@ from nnx_core.lightning.namespaces import (
 )
 from nnx_core.lightning.processes import ParallelProcesses
 from nnx_core.lightning.registration import build
-from nnx_core.registry import StrategyRegistry, historical
+from nnx_core.registry import StrategyRegistry
 
 __all__ = ["fabric_arguments"]
 
