@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from nnx_checkpoint import writer
 from nnx_checkpoint.codec import Encoder
-from nnx_checkpoint.collective import all_gather_object, control_group, rank_and_size, together
+from nnx_checkpoint.collective import control_group, exchange, rank_and_size, together
 from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.foreign.torch_file import map_tree
 from nnx_checkpoint.formats import open_checkpoint
@@ -292,20 +292,29 @@ def _states_of(
         CheckpointError: A state is sharded, or one of which rank 0's is stored differs between ranks.
     """
     group = control_group() if collective else None
-    states: dict[str, Any] = {}
-    with together(group, doing="reading the state of what is saved"):
+    found: list[Any] = []
+
+    def read() -> dict[str, str]:
+        states: dict[str, Any] = {}
         common = _with_states({**objects, **values} if values else objects, (), states)
-        own = None if rank_objects is None else _with_states(rank_objects, (), {})
-        digests = {name: _digest(state, opaque) for name, state in states.items()} if group else {}
-    for rank, theirs in enumerate(all_gather_object(digests, group)):
-        for name in digests.keys() & theirs.keys():
-            if digests[name] != theirs[name]:
+        found[:] = common, None if rank_objects is None else _with_states(rank_objects, (), {})
+        return {name: _digest(state, opaque) for name, state in states.items()} if group else {}
+
+    exchange(group, read, _refuse_differing_states, doing="reading the state of what is saved")
+    return found[0], found[1]
+
+
+def _refuse_differing_states(digests: list[dict[str, str]]) -> list[None]:
+    first = digests[0]
+    for rank, theirs in enumerate(digests):
+        for name in first.keys() & theirs.keys():
+            if first[name] != theirs[name]:
                 raise CheckpointError(
-                    f"the state of {name!r} on rank {rank} is another than on this rank, and that of rank 0 "
-                    "would be stored for all.",
+                    f"the state of {name!r} on rank {rank} is another than on rank 0, whose state would be "
+                    "stored for all.",
                     remedy=f"Pass it as rank_objects={{{name!r}: ...}}, to save and to load.",
                 )
-    return common, own
+    return [None] * len(digests)
 
 
 def _with_states(value: Any, place: tuple[str, ...], states: dict[str, Any]) -> Any:
