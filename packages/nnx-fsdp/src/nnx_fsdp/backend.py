@@ -571,19 +571,11 @@ class FSDPBackend(Backend[FSDPOptions]):
         After an error none is left of those that were not reduced, accumulated ones included.
         """
         with (
-            self._dropping_failed_backward(module),
+            clean_up_after_error("dropping its gradients", lambda: self._drop_failed_backward(module)),
             self._order.reporting() if self._order is not None else nullcontext(),
             self.backward_pass(),
         ):
             super().backward(module, loss, *args, **kwargs)
-
-    @contextmanager
-    def _dropping_failed_backward(self, module: nn.Module) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._drop_failed_backward(module)
-            raise
 
     def _drop_failed_backward(self, module: nn.Module) -> None:
         """Let every unit be what it is between steps, without a gradient that was not reduced."""

@@ -696,13 +696,13 @@ class TrainerAdapter(ParallelProcesses):
         self._checkpoint_io = checkpoint_io
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's shards by parameter name; handles, not copies. None where it has failed alone."""
+        """This rank's shards by parameter name; handles, not copies. Empty where it has failed alone."""
         if self._fails_alone():
             return {}
         return module_state_dict(self.backend, self.lightning_module)
 
     def optimizer_state(self, optimizer: Optimizer) -> Any:
-        """This rank's optimizer state by parameter name; handles, not copies. None where it failed alone."""
+        """This rank's optimizer state by parameter name; handles, not copies. Empty where it failed alone."""
         if self._fails_alone():
             return {}
         optimizer = unwrap_optimizer(optimizer)
