@@ -25,6 +25,7 @@ __all__ = [
     "StrategyNotFoundError",
     "StrategyNotInstalledError",
     "UnsupportedError",
+    "follows_lost_rank",
     "is_lost_connection",
 ]
 
@@ -52,15 +53,33 @@ class LaunchError(NnxError, RuntimeError):
 _LOST_CONNECTIONS = (
     *("Connection reset by peer", "Connection closed by peer", "caused pair closure"),
     *("for send operation to complete", "for recv operation to complete"),
+    *("Connection was likely closed", "Broken pipe"),
 )
-"""What gloo says where a rank is gone, or its machine cannot be reached within the timeout."""
+"""What gloo or the store says where a rank is gone, or its machine cannot be reached within the timeout."""
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether this is what gloo raises where another rank is gone.
+    """Whether this is what gloo or the store raises where another rank is gone.
 
     Example:
         >>> is_lost_connection(RuntimeError("... Connection closed by peer [127.0.0.1]:21934"))
         True
     """
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_CONNECTIONS)
+
+
+def follows_lost_rank(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was raised from or while handling, tells that another rank is gone.
+
+    Example:
+        >>> gloo = RuntimeError("... Connection closed by peer [127.0.0.1]:21934")
+        >>> save = CheckpointError("saving 'a.ckpt' stopped.")
+        >>> save.__cause__ = gloo
+        >>> follows_lost_rank(save), follows_lost_rank(CheckpointError("saving 'a.ckpt' stopped."))
+        (True, False)
+    """
+    while error is not None:
+        if isinstance(error, RankLostError) or is_lost_connection(error):
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False

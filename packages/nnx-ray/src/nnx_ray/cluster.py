@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from nnx_core.errors import LaunchError
+from nnx_core.errors import LaunchError, follows_lost_rank
 from nnx_core.launcher import Work, last_committed, variables
 from nnx_ray.options import RayOptions
 
@@ -319,11 +319,14 @@ class Ended:
         result: The value that rank 0 brings back.
         error: The exception, pickled; empty if there was none, or none that can be pickled.
         text: The traceback; empty if there was no exception.
+        follows_lost_rank: Whether the exception only tells that another rank is gone. A pickled exception
+            has lost the one that it was raised from, so the worker answers this.
     """
 
     result: Any = None
     error: bytes = b""
     text: str = ""
+    follows_lost_rank: bool = False
 
 
 def versions(packages: Sequence[str]) -> dict[str, str | None]:
@@ -377,7 +380,11 @@ class Worker:
         try:
             return Ended(_unpickled(pickled)(tell, resume_from))
         except BaseException as error:  # an exit too is an end that the other side has to know
-            return Ended(error=_pickled(error), text=traceback.format_exc())
+            return Ended(
+                error=_pickled(error),
+                text=traceback.format_exc(),
+                follows_lost_rank=follows_lost_rank(error),
+            )
 
     def command(self, words: Sequence[str], variables: Mapping[str, str], folder: str) -> int:
         """Run a command to its end; it ends with this process.

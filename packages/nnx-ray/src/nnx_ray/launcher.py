@@ -13,7 +13,7 @@ from ray import cloudpickle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nnx_core.errors import LaunchError, RankLostError, is_lost_connection
+from nnx_core.errors import LaunchError
 from nnx_core.launcher import Job, Launcher, Work
 from nnx_ray.cluster import Crew, Ended, Journal, Resources, connect, wait_for_nodes
 from nnx_ray.options import RayOptions
@@ -206,12 +206,7 @@ def _has_failed(ended: Ended | RayError) -> bool:
 
 def _is_cause(ended: Ended | RayError) -> bool:
     """Whether this is why a run failed, and not what others made of it."""
-    if isinstance(ended, RayError):
-        return True
-    if not ended.text:
-        return False
-    error = cloudpickle.loads(ended.error) if ended.error else None
-    return error is None or not (isinstance(error, RankLostError) or is_lost_connection(error))
+    return isinstance(ended, RayError) or (bool(ended.text) and not ended.follows_lost_rank)
 
 
 def _first_line(error: RayError) -> str:
