@@ -542,6 +542,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         laid_out = self._laid_out.get(module)
         if laid_out is None:
             return step(*args, **kwargs)
+        laid_out.parameters.is_watched = self.is_watched
         with self._order.reporting(), laid_out.step():
             self._order.begin(getattr(step, "__name__", "a step"))
             result: T = laid_out.run(step, *args, **kwargs)
@@ -636,6 +637,11 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         homes = programs.layout.homes or {}
         stored = sorted(programs.layout.stored.items())
         return " ".join(f"{name} {homes.get(name, '')}{placement}" for name, placement in stored)
+
+    def written(self, module: nn.Module) -> Mapping[str, int]:
+        """What was written into parameters that the ranks store in parts."""
+        laid_out = self._laid_out.get(module)
+        return {} if laid_out is None else laid_out.parameters.take_written()
 
     def summary(self, module: nn.Module) -> str:
         """The plan of what is traced; else how states are stored."""

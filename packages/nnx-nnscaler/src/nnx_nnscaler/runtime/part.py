@@ -305,6 +305,7 @@ class Part(guards.Part):
         in_use: The list in which it puts itself while it keeps the whole.
         name: The name used in errors.
         order: Notices a whole that only some ranks ask for.
+        on_write: Called with the name and the new whole, where user code has written into it.
 
     Attributes:
         gradients: The whole that a parameter's gradients are parts of; None where they are whole.
@@ -326,8 +327,9 @@ class Part(guards.Part):
         in_use: set[Part] | None = None,
         name: str = "",
         order: CollectiveOrder | None = None,
+        on_write: Callable[[str, Tensor], None] | None = None,
     ) -> None:
-        self._name, self._order = name, order
+        self._name, self._order, self._on_write = name, order, on_write
         self._in_use = set() if in_use is None else in_use
         self.tensor = tensor
         self.layout = layout
@@ -557,6 +559,8 @@ class Part(guards.Part):
         return inside.view_as(inside) if inside is self.tensor else inside
 
     def _write(self, whole: Tensor) -> None:
+        if self._on_write is not None:
+            self._on_write(self._name, whole)
         self.source.write(self.layout.unit_part(whole))
         if whole is not self._value:
             self._forget()

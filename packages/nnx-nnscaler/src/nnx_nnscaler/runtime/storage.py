@@ -23,6 +23,7 @@ from nnx_core.calibration import Communicator, GroupCommunicator
 from nnx_core.errors import UnsupportedError
 from nnx_core.modules import materialize, refuse_without_reset
 from nnx_core.used import CollectiveOrder
+from nnx_core.watch import checksum
 from nnx_core.whole import can_be_guarded, guard, guarded_mode, local_mode, show_plain, show_whole, unguard
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.plan.program_plan import Placement, R
@@ -275,6 +276,7 @@ class Parameters:
 
     Attributes:
         reducer: Makes the ranks' gradients one.
+        is_watched: Whether what user code writes into parameters is about to be compared over the ranks.
 
     Example:
         >>> axes = Axes(None, None, None, None, None, 0, 1, 0, 1, 0, 1)
@@ -297,8 +299,10 @@ class Parameters:
         homes: Mapping[str, int] | None = None,
     ) -> None:
         self.axes = axes
+        self.is_watched = False
         self._homes = None if homes is None else _by_parameter(module, homes)
         self._order = order
+        self._written: dict[str, int] = {}
         self.named: dict[str, nn.Parameter] = {}
         self._unit = Conversions(unit or GroupCommunicator(axes.unit))
         self._layouts: dict[nn.Parameter, ParameterLayout] = {}
@@ -407,8 +411,23 @@ class Parameters:
             in_use=self._in_use,
             name=name,
             order=self._order,
+            on_write=self._note_written,
         )
         guard(parameter, part)
+
+    def _note_written(self, name: str, whole: Tensor) -> None:
+        if self.is_watched:
+            self._written[name] = self._written.get(name, 0) + int(checksum(whole))
+
+    def take_written(self) -> dict[str, int]:
+        """By name of each parameter in parts here, the sum of the checksums that were noted meanwhile."""
+        self.flush()
+        written, self._written = self._written, {}
+        return {
+            name: written.get(name, 0)
+            for name, parameter in self.named.items()
+            if parameter in self._parts and self._layouts[parameter].is_here
+        }
 
     def _from_its_stage(self, parameter: nn.Parameter, source: UnitPart) -> UnitPart:
         """The source of a part, which with a pipeline only one stage has."""
