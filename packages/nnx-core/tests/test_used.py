@@ -96,3 +96,22 @@ def test_one_process_has_nobody_to_ask() -> None:
         order.end()
     assert order.questions == 0
     assert used_anywhere([True, False]) == [True, False]
+
+
+def leave(late: int) -> tuple[float, float]:
+    """Leave together, one rank later than the other; returns when this rank began and ended to."""
+    order = CollectiveOrder(remedy="")
+    order.open()
+    order.arrive("the end of training")
+    if dist.get_rank() == late:
+        time.sleep(1.0)
+    began = time.time()
+    order.close(together=True)
+    return began, time.time()
+
+
+def test_the_rank_that_keeps_the_store_leaves_last(pool: WorkerPool) -> None:
+    (_, left_0), (began_1, _) = pool.run(leave, 1, world_size=2, init="gloo")
+    assert left_0 >= began_1
+    (_, left_0), (_, left_1) = pool.run(leave, 0, world_size=2, init="gloo")
+    assert left_1 <= left_0

@@ -262,13 +262,30 @@ class CollectiveOrder:
         self._place = self._steps.setdefault(self._history[-2:], _Place())
         self.in_step = True
 
-    def close(self) -> None:
-        """End the thread that answers for this rank, and compare no more until `open` or the next step."""
+    def close(self, *, together: bool = False) -> None:
+        """End the thread that answers for this rank, and compare no more until `open` or the next step.
+
+        Args:
+            together: Let rank 0, whose process may keep the store, wait a few seconds for the other ranks,
+                which may still be reading the answers to the last question.
+        """
+        if together and self._is_active and dist.is_initialized():
+            with suppress(RuntimeError):  # the rank that keeps the store is gone
+                ask_store(self._leave, timeout=_GRACE + _ANSWER)
         self.forget()
         _open.discard(self)
         if self._witness is not None:
             self._witness.stop()
             self._witness = None
+
+    def _leave(self, store: Store) -> None:
+        key, deadline = f"{self._key}/left", time.monotonic() + _GRACE
+        left = store.add(key, 1)
+        while dist.get_rank() == 0 and left < len(self._ranks) and time.monotonic() < deadline:
+            if store.check([f"{self._key}/failed"]):
+                return
+            time.sleep(_SHORT_PAUSES[-1])
+            left = store.add(key, 0)
 
     def arrive(self, name: str, *, cause: str = "") -> None:
         """A collective is about to be launched; returns when all ranks are known to launch the same.

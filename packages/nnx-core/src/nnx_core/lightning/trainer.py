@@ -381,7 +381,7 @@ class TrainerAdapter(ParallelProcesses):
         self._phase, self._weights_to_load = _Phase.APART, None
         end_run()
         if self._loops is not None:
-            self._loops.close()
+            self._loops.close(together=not self._has_failed)
         stop_warning()
         module = self.lightning_module
         trainer = attached_trainer(module)
