@@ -273,3 +273,48 @@ def test_a_forward_that_changes_pythons_state_is_refused_and_changes_nothing(wei
     assert float(weigh(module)) == expected
     Weighs.steps = 0
     os.environ.pop("NNX_TEST_STEPS", None)
+
+
+def clip(layer):
+    with torch.no_grad():
+        layer.weight.clamp_(-0.01, 0.01)
+
+
+def normalize_data(layer):
+    layer.weight.data = nn.functional.normalize(layer.weight.data, dim=1)
+
+
+def clip_data(layer):
+    layer.weight.data.clamp_(-0.01, 0.01)
+
+
+def renormalize(layer):
+    nn.functional.embedding(torch.arange(8), layer.weight, max_norm=0.1)
+
+
+class Writing(nn.Linear):
+    """A layer whose forward writes into its own weight, and tells Python so, which no trace can hold."""
+
+    def __init__(self, write):
+        super().__init__(8, 8)
+        self.write = write
+
+    def forward(self, x):
+        self.write(self)
+        return super().forward(x) if bool(x.sum() > -1e9) else x
+
+
+@pytest.mark.parametrize("write", [clip, normalize_data, clip_data, renormalize])
+def test_running_a_layer_on_the_sample_leaves_its_weights_and_their_versions(write):
+    module = nn.Sequential(nn.Linear(8, 8), Writing(write), nn.Linear(8, 8))
+    flat = torch.cat([parameter.detach().flatten() for parameter in module[1].parameters()])
+    start = 0
+    for parameter in module[1].parameters():  # as views of one memory
+        parameter.data = flat[start : start + parameter.numel()].view(parameter.shape)
+        start += parameter.numel()
+    before = {name: (p.clone(), p._version, p.data_ptr()) for name, p in module.named_parameters()}
+    assert trace_forward(module, (X,)).kept
+    for name, parameter in module.named_parameters():
+        content, version, place = before[name]
+        assert torch.equal(parameter, content), name
+        assert (parameter._version, parameter.data_ptr()) == (version, place), name

@@ -14,7 +14,7 @@ import random
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from nnx_core._torch_compat import TorchDispatchMode
+from nnx_core._torch_compat import TorchDispatchMode, versions_kept
 from nnx_core.python_state import PythonState, is_users_own, only_goes_on
 from nnx_core.random_state import forked
 from nnx_core.used import CollectiveOrder
@@ -93,6 +93,58 @@ def state_restored(root: nn.Module, *more: Tensor) -> Iterator[None]:
 
 
 @contextmanager
+def parameters_restored(root: nn.Module) -> Iterator[None]:
+    """Put parameters back that code writes or gives other data, as a memory bank or a weight norm does."""
+    plain = (
+        p for p in root.parameters() if type(p.detach()) is Tensor and not (p.is_meta or p.is_inference())
+    )
+    held = [(parameter, parameter.detach()) for parameter in plain]
+    writes = _Writes([data for _, data in held])
+    with versions_kept([parameter for parameter, _ in held]):
+        try:
+            with writes:
+                yield
+        finally:
+            for data, content in writes.saved:
+                data.copy_(content)
+            for parameter, data in held:
+                if parameter.data_ptr() != data.data_ptr():
+                    parameter.data = data
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Copies tensors before the first operator that writes into their memory: a copy of all would be large.
+
+    Attributes:
+        saved: Each tensor that may have been written, and its content before.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.saved: list[tuple[Tensor, Tensor]] = []
+        self._tensors: dict[int, list[Tensor]] = {}
+        for tensor in tensors:
+            self._tensors.setdefault(_memory_of(tensor), []).append(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[index] if index < len(args) else kwargs.get(argument.name)
+                for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                    self._save(tensor)
+        return func(*args, **kwargs)
+
+    def _save(self, written: Any) -> None:
+        if type(written) in (Tensor, nn.Parameter):
+            self.saved += [(each, each.clone()) for each in self._tensors.pop(_memory_of(written), ())]
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@contextmanager
 def running(root: nn.Module) -> Iterator[None]:
     """Run the real forward on a sample and leave nothing of it: tensors get their contents back.
 
@@ -101,7 +153,10 @@ def running(root: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         restored = state_restored(root, *root.buffers())
         shapes_known = replaced(*lstm_replaced())
-        for context in (forked(), restored, hooks_removed(root), collectives_refused(), shapes_known):
+        for context in (
+            *(forked(), restored, parameters_restored(root)),
+            *(hooks_removed(root), collectives_refused(), shapes_known),
+        ):
             stack.enter_context(context)
         if dist.is_available() and dist.is_initialized():
             stack.enter_context(_Watch())  # type: ignore[no-untyped-call]
