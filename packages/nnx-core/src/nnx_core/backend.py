@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
@@ -41,6 +41,7 @@ from nnx_checkpoint.state import (
     describe_optimizer,
     new_state_tensor,
 )
+from nnx_core.failed_backward import FailedBackward
 from nnx_core.gradients import (
     Gradient,
     ParallelGradScaler,
@@ -266,7 +267,14 @@ class Backend(ABC, Generic[OptionsT]):
         run: Callable[..., Any] = loss.backward
         if getattr(module, "fabric", module) is None:  # a LightningModule, in which Fabric names itself
             run = partial(cast(Any, module).backward, loss)
-        run(*args, **kwargs)
+        self.failed_backward.refuse()
+        with self.failed_backward.remembering():
+            run(*args, **kwargs)
+
+    @cached_property
+    def failed_backward(self) -> FailedBackward:
+        """Refuses a step on what a failed backward has left; the adapters watch optimizers for it."""
+        return FailedBackward()
 
     def publish_gradients(self, module: nn.Module) -> None:
         """Put into each ``p.grad`` what PyTorch would have there now: whole and reduced. Collective.

@@ -99,6 +99,34 @@ class FailsInHook(Plain):
         super().validation_step(batch, index)
 
 
+class AccumulatesAfterAnError(Plain):
+    """Catches an error in its second backward and goes on to accumulate, without `zero_grad`."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        """Step after the third batch, with what the failed one has left."""
+        optimizer: Any = self.optimizers()
+        hidden = self.blocks[0](self.embed(batch[0]))
+        if index == 1:
+            hidden.register_hook(_fail)
+        loss = torch.nn.functional.mse_loss(self.head(self.blocks[1](hidden)), batch[1])
+        with suppress(_PlantedError):
+            self.manual_backward(loss)
+        if index == 2:
+            optimizer.step()
+
+
+class _PlantedError(Exception):
+    pass
+
+
+def _fail(_: Tensor) -> None:
+    raise _PlantedError
+
+
 class WithoutStep(LightningModule):
     """A module that Lightning refuses before it sets a strategy up."""
 
@@ -124,6 +152,12 @@ def fail_in_step(subject: Subject, meeting: str) -> Ending:
     trainer = make_trainer(subject, module.task)
     ending = ending_of(lambda: trainer.fit(module), meeting)
     return replace(ending, outcome=outcome_of(trainer, module))
+
+
+def accumulate_after_an_error(subject: Subject, meeting: str) -> Ending:
+    """Train until gradients that a failed backward has left would be used."""
+    module = AccumulatesAfterAnError(Task())
+    return ending_of(lambda: make_trainer(subject, module.task).fit(module), meeting)
 
 
 def fail_alone(subject: Subject, meeting: str, rank: int) -> Ending:
@@ -317,6 +351,12 @@ def error_on_one_rank(bench: Bench) -> None:
     expect_cause(endings, names=MESSAGE, ranks=[last])
     for rank, ending in enumerate(endings[:last]):
         expect(bool(ending.error), f"rank {rank} ended without an error although rank {last} had failed.")
+
+
+@check("manual_optimization", "gradient_accumulation", kinds=("backend",))
+def gradients_after_a_failed_backward(bench: Bench) -> None:
+    """After an error in backward that is caught, going on without ``zero_grad`` is refused on every rank."""
+    expect_cause(endings_of(bench, accumulate_after_an_error), names="a backward ended with an error")
 
 
 @check()

@@ -137,6 +137,12 @@ def route_optimizer_steps(optimizers: Iterable[Any], backend: Backend[Any], modu
             optimizer.step = _routed(optimizer, backend, module)
 
 
+def watch_zero_grad(optimizers: Iterable[Any], backend: Backend[Any]) -> None:
+    """Let the engine know of each `zero_grad`, of optimizers and of Lightning's wrappers of them."""
+    for optimizer in optimizers:
+        backend.failed_backward.watch(unwrap_optimizer(optimizer), optimizer)
+
+
 def _routed(optimizer: Optimizer, backend: Backend[Any], module: nn.Module) -> MethodType:
     """A step that goes through the engine; a bound method, because schedulers wrap its function."""
     inner = optimizer.step
@@ -145,6 +151,7 @@ def _routed(optimizer: Optimizer, backend: Backend[Any], module: nn.Module) -> M
     def step(owner: Optimizer, *args: Any, **kwargs: Any) -> Any:
         closure = args[0] if args else kwargs.get("closure")
         if closure is None:
+            backend.failed_backward.refuse()
             backend.collect_gradients(module)
             return backend.optimizer_step(owner, inner, *args, **kwargs)
 

@@ -56,6 +56,7 @@ from nnx_core.lightning.routing import (
     route_precision,
     unroute_precision,
     unwrap_optimizer,
+    watch_zero_grad,
 )
 from nnx_core.lightning.sample import TrainerSample
 from nnx_core.modules import (
@@ -248,6 +249,7 @@ class TrainerAdapter(ParallelProcesses):
     model: nn.Module | None
     lightning_module: Any
     optimizers: list[Optimizer]
+    _lightning_optimizers: list[Any]
     lr_scheduler_configs: list[Any]
     precision_plugin: Any
     _precision_plugin: Any
@@ -341,7 +343,8 @@ class TrainerAdapter(ParallelProcesses):
         self._hooks = refuse_plain_backward(self.backend, module) if fitting else []
         self._optimizers_of_backend = optimizers
         self._names = parameter_names(module)
-        self.setup_precision_plugin()
+        self.setup_precision_plugin()  # it makes Lightning's wrappers of the optimizers once more
+        watch_zero_grad([*optimizers, *self._lightning_optimizers], self.backend)
         self._loops = CollectiveOrder(remedy=_ALIKE, wait=float("inf"), is_of_engine=False)
         self._loops.open()
 
@@ -561,6 +564,7 @@ class TrainerAdapter(ParallelProcesses):
         self.backend.exchange_optimizers(self.lightning_module, optimizers)
         new = [optimizer for optimizer in optimizers if optimizer not in before]
         route_optimizer_steps(new, self.backend, self.lightning_module)
+        watch_zero_grad([*optimizers, *self._lightning_optimizers], self.backend)
         self._optimizers_of_backend = optimizers
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
