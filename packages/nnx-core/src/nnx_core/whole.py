@@ -382,13 +382,7 @@ class Guard:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as a plain tensor, whole; refused among several ranks, of which one alone may pickle."""
         if is_distributed():
-            shape = tuple(self._part.description.shape)
-            raise UnsupportedError(
-                f"a sharded tensor of shape {shape} is pickled, as `torch.save` does. To gather it takes all "
-                "ranks, and rank zero often saves alone. The file that was begun is incomplete.",
-                remedy="Gather on all ranks, `weights = {name: value.detach().cpu().clone() for name, value "
-                "in model.state_dict().items()}`, and save `weights` on rank zero.",
-            )
+            raise _only_gathered(self, "is pickled, as `torch.save` does")
         made = plain_copy(self)
         vars(made).update(attributes_of(self))
         return made.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -405,6 +399,16 @@ _OWN_ATTRIBUTES = frozenset({"_part", "_of", "_local", "_is_param"})
 def attributes_of(tensor: Any) -> dict[str, Any]:
     """What the user has attached to a tensor, guarded or not."""
     return {name: value for name, value in vars(tensor).items() if name not in _OWN_ATTRIBUTES}
+
+
+def _only_gathered(guarded: Guard, what: str) -> UnsupportedError:
+    """The error of code that would write the memory of one rank into a file."""
+    return UnsupportedError(
+        f"a sharded tensor of shape {tuple(guarded._part.description.shape)} {what}. To gather it takes all "
+        "ranks, and rank zero often saves alone. The file that was begun is incomplete.",
+        remedy="Gather on all ranks, `weights = {name: value.detach().cpu().clone() for name, value "
+        "in model.state_dict().items()}`, and save `weights` on rank zero.",
+    )
 
 
 def plain_copy(guarded: Guard) -> Tensor:
@@ -427,6 +431,8 @@ def _seen(
     part = guarded._part
     if sees is Sees.IN_PLACE:
         return _change(func, guarded, args, kwargs)
+    if sees is Sees.MEMORY and func.__name__ in _STORAGES and is_distributed():
+        raise _only_gathered(guarded, "is asked for its storage, as `safetensors` does")
     if sees is Sees.LOCAL or sees is Sees.MEMORY:
         with local_mode():
             return func(part.tensor, *args, **kwargs)
@@ -652,9 +658,8 @@ _LOCAL_METHODS = frozenset(
         *("is_neg", "is_conj", "__hash__"),
     }
 )
-_MEMORY_METHODS = frozenset(
-    {"data_ptr", "untyped_storage", "storage", "_typed_storage", "is_shared", "is_pinned", "is_set_to"}
-)
+_STORAGES = frozenset({"untyped_storage", "storage", "_typed_storage"})
+_MEMORY_METHODS = frozenset({*_STORAGES, "data_ptr", "is_shared", "is_pinned", "is_set_to"})
 _IN_PLACE_OPERATORS = frozenset(
     {
         *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),

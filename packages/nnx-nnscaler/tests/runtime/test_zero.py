@@ -2,8 +2,10 @@
 
 import copy
 import gc
+import io
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -277,3 +279,25 @@ def change_rows_whole():
 
 def test_whoever_changes_a_parameter_in_rows_changes_every_part(run):
     run(change_rows_whole)
+
+
+def save_in_parts(save):
+    """What saving parameters that are stored in rows ends with on this rank."""
+    module = nn.Linear(4, 6)
+    Parameters(module, make_axes(rank=dist.get_rank(), world_size=2, unit_size=1, part_size=2))
+    with pytest.raises(UnsupportedError) as raised:
+        save(dict(module.named_parameters()))
+    return str(raised.value)
+
+
+def pickle_to_memory(weights):
+    torch.save(weights, io.BytesIO())
+
+
+@pytest.mark.parametrize(
+    ("save", "says"),
+    [(pickle_to_memory, "as `torch.save` does"), (safetensors.torch.save, "as `safetensors` does")],
+)
+def test_a_part_is_never_saved_as_if_it_were_all(run, save, says):
+    for message in run(save_in_parts, save):
+        assert says in message and "Gather on all ranks" in message
