@@ -25,6 +25,7 @@ from faults import DECLARED, EVERYTHING, Fault, fault
 from nnx import Capabilities
 from nnx_core.backend import ParallelContext
 from nnx_core.errors import UnsupportedError
+from nnx_core.failed_backward import FailedBackward
 from nnx_core.options import option
 from nnx_tiny.backend import TinyBackend
 
@@ -183,6 +184,19 @@ class SwallowsTrainingErrors(_Swallows):
 
 class SwallowsValidationErrors(_Swallows):
     step = "validation_step"
+
+
+class _ForgetsFailures(FailedBackward):
+    """Never remembers that a backward failed."""
+
+    def refuse(self) -> None:
+        pass
+
+
+class StepsAfterAFailedBackward(TinyBackend):
+    """Steps with the gradients that a failed backward has left."""
+
+    failed_backward = _ForgetsFailures()
 
 
 class EmptiesTheModule(DDPStrategy):
@@ -447,6 +461,7 @@ FAULTS = [
         "error_in_validation",
     ),
     fault("barrier after errors", MeetsAfterErrors, "error_after_a_lost_connection", "error_on_one_rank"),
+    fault("step after a failed backward", StepsAfterAFailedBackward, "gradients_after_a_failed_backward"),
     fault("interrupts hidden", HidesInterrupts, "interrupt_from_the_keyboard"),
     fault("half a model", BuildsHalfAModel, "error_in_configure_model"),
     fault("training without optimizer", TrainsWithoutOptimizer, "error_in_configure_optimizers"),
