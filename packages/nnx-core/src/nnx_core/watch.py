@@ -110,7 +110,7 @@ def _weights(device: torch.device) -> Tensor:
     return (mixed ^ (mixed >> 31)) * _ODD | 1
 
 
-def _digest(value: Any) -> int:
+def digest(value: Any) -> int:
     """The same for what is no tensor: options of an optimizer, counters, text."""
     text = repr(value).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
@@ -343,7 +343,7 @@ def _checksums(values: Sequence[Any]) -> list[int]:
         for device in {each.device for each in taken}
     }
     return [
-        _digest(value) if each is None else next(found[each.device])
+        digest(value) if each is None else next(found[each.device])
         for value, each in zip(values, sums, strict=True)
     ]
 
