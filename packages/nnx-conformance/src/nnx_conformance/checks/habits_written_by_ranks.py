@@ -100,7 +100,7 @@ class _BiasByRank(Habitual):
 
     def on_after_backward(self) -> None:
         with torch.no_grad():
-            self.up.bias.add_(0.5 * self.global_rank)
+            self.up.bias.add_(0.1 * (self.global_rank + 1) * self.trainer.world_size)
 
 
 # --- checks ---------------------------------------------------------------------------------------
