@@ -30,13 +30,13 @@ class TakesRankZerosCopies(TinyBackend):
 
 
 _CAUGHT = (
-    *("bank_written_by_ranks", "bank_written_by_ranks_while_accumulating", "mean_kept_by_ranks"),
+    *("bank_written_by_ranks", "bank_written_by_ranks_while_accumulating", "sums_kept_by_ranks"),
     *("bank_written_by_ranks_in_manual_optimization", "rows_renormalized_by_ranks"),
     "bias_written_by_ranks",
 )
 _ENGINES = {
     **dict.fromkeys(("CopiesOfDeepSpeed", "CopiesOfOSS", "CopiesOfSharded"), "rows_renormalized_by_ranks"),
-    **dict.fromkeys(("PersistentOfDeepSpeed", "PartitionsOfDeepSpeed"), "mean_kept_by_ranks"),
+    **dict.fromkeys(("PersistentOfDeepSpeed", "PartitionsOfDeepSpeed"), "sums_kept_by_ranks"),
     **dict.fromkeys(("UnitsOfFairscale", "UnitsOfFSDP"), "bank_written_by_ranks"),
 }
 """Engines in `habits_engines` that do not compare what user code writes, and a check that each fails."""
