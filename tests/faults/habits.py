@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from torch.optim import Optimizer
 
 import nnx
-from faults import EVERYTHING, fault
+from faults import EVERYTHING, fault, habits_written
 from nnx_core import Backend, ParallelContext
 from nnx_core.direct_calls import stop_warning
 from nnx_core.random_state import host_state_kept
@@ -760,7 +760,7 @@ _CAUGHT = {
     KeepsFailedGradients: ("error_in_backward",),
     ForgetsWhatAStepWrites: (
         *("weight_written_in_forward", "data_written_in_forward", "data_assigned_in_forward"),
-        "no_optimizer",
+        *("no_optimizer", "bank_of_all_ranks"),
     ),
     FirstOptimizersOnly: ("optimizer_exchanged", "optimizers_assigned"),
     AveragesForItsOptimizers: ("optimizer_made_in_a_hook", "optimizer_per_layer"),
@@ -773,3 +773,4 @@ FAULTS = [
     for strategy, checks in _CAUGHT.items()
     for check in checks
 ]
+FAULTS += habits_written.FAULTS

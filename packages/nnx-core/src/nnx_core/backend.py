@@ -353,10 +353,11 @@ class Backend(ABC, Generic[OptionsT]):
         return ""
 
     def written(self, module: nn.Module) -> Mapping[str, int]:
-        """A checksum of what user code wrote into each sharded parameter since the last call, by name.
+        """A checksum of what user code wrote into each parameter since the last call, by name.
 
-        `nnx_core.watch` compares it over the ranks, each of which keeps its own shard of what it wrote. Zero
-        where nothing was written; an engine needs to count only while it `is_watched`.
+        `nnx_core.watch` compares it over the ranks. An engine returns it where each rank keeps only its own
+        shard of what it wrote, or where a step replaces what a rank wrote by another rank's values. It
+        computes it only while it `is_watched`; `nnx_core.watch.Writes` does so.
         """
         return {}
 

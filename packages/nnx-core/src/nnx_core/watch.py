@@ -105,14 +105,55 @@ def refuse_unequal_gradient(gradient: Tensor, name: str) -> None:
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    """Odd, so that no bit is lost, and each another, so that places count."""
-    return torch.arange(1, 2 * _ROW, 2, device=device) * _ODD
+    """Odd, so that no bit is lost, and without a pattern, so that the same change in other places counts."""
+    mixed = torch.arange(1, _ROW + 1, device=device) * _ODD
+    return (mixed ^ (mixed >> 31)) * _ODD | 1
 
 
-def _digest(value: Any) -> int:
+def digest(value: Any) -> int:
     """The same for what is no tensor: options of an optimizer, counters, text."""
     text = repr(value).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+class Writes:
+    """Sums up what user code writes into parameters that the engine makes equal on all ranks again.
+
+    Nothing is computed in steps after which the ranks are not compared.
+
+    Args:
+        are_compared: Whether the ranks are compared after this step: `Backend.is_watched`.
+
+    Example:
+        >>> layer, writes = torch.nn.Linear(2, 1, bias=False), Writes(lambda: True)
+        >>> before = writes.sum_of(layer.weight)
+        >>> writes.add(layer.weight, layer.weight, before)
+        >>> writes.take(layer)
+        {'weight': 0}
+    """
+
+    def __init__(self, are_compared: Callable[[], bool]) -> None:
+        self.are_compared = are_compared
+        self._sums: dict[Tensor, Tensor] = {}
+
+    def sum_of(self, whole: Tensor) -> Tensor | None:
+        """The checksum of a whole parameter before user code gets it; None if no comparison follows."""
+        return checksum(whole) if self.are_compared() else None
+
+    def add(self, parameter: Tensor, whole: Tensor, before: Tensor | int | None = 0) -> None:
+        """Add what a whole parameter is now.
+
+        Args:
+            parameter: The parameter, as the module has it between steps.
+            whole: All of its elements, on this rank.
+            before: What `sum_of` returned; with 0 every rank has to add equally often.
+        """
+        if before is not None and self.are_compared():
+            self._sums[parameter] = self._sums.get(parameter, 0) + checksum(whole) - before
+
+    def take(self, module: nn.Module) -> dict[str, int]:
+        """The sums since the last call, by name of each parameter: what `Backend.written` returns."""
+        return {name: int(self._sums.pop(parameter, 0)) for name, parameter in module.named_parameters()}
 
 
 # --- what is compared -----------------------------------------------------------------------------
@@ -224,6 +265,7 @@ class Watch:
         """
         self._steps += 1
         if self._every == 0 or not is_distributed():
+            self._backend.is_watched = False
             return
         if self._is_due(self._steps):
             self.compare(module, optimizers())
@@ -301,7 +343,7 @@ def _checksums(values: Sequence[Any]) -> list[int]:
         for device in {each.device for each in taken}
     }
     return [
-        _digest(value) if each is None else next(found[each.device])
+        digest(value) if each is None else next(found[each.device])
         for value, each in zip(values, sums, strict=True)
     ]
 

@@ -171,6 +171,13 @@ def test_decisions_and_the_set_of_used_parameters_are_compared(pool: WorkerPool)
     assert pool.run(compare, _AsItIs, "a", world_size=2, init="gloo") == ["", ""]
 
 
+def test_a_checksum_tells_the_same_change_in_other_places() -> None:
+    first, second = torch.zeros(40, 6), torch.zeros(40, 6)
+    first[[13, 17, 18, 23, 28, 29]] = 0.5
+    second[[7, 20, 21, 24, 27, 29]] = 0.5  # the numbers of the rows have the same sum
+    assert checksum(first) != checksum(second)
+
+
 @pytest.mark.parametrize(
     "tensor",
     [

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from nnx_checkpoint._torch_compat import default_group
 from nnx_checkpoint.collective import control_group, is_distributed
 from nnx_core._torch_compat import end_of_backward, foreach_copy_, will_execute
 from nnx_core.errors import UnsupportedError
+from nnx_core.watch import Writes
 
 _LEFT_ON_MODULES = (
     *("_original_parameters", "_external_params", "all_parameters"),
@@ -328,6 +329,8 @@ _FOR_USER = -2
 
 def _free_and_show(parameter: nn.Parameter) -> None:
     touched, seen = vars(parameter).pop("_nnx_touched", False), vars(parameter).pop("_nnx_gathered", None)
+    if seen is not None and seen.writes.are_compared() and parameter.shape == parameter.ds_shape:  # type: ignore[attr-defined]
+        seen.writes.add(parameter, parameter)
     if touched or (seen is not None and _may_be_written(parameter, seen)):
         _take_whole(parameter)
     _frees[0](parameter)
@@ -335,7 +338,23 @@ def _free_and_show(parameter: nn.Parameter) -> None:
         _show(parameter)
 
 
-def _may_be_written(parameter: nn.Parameter, seen: tuple[int, int, Callable[[], int]]) -> bool:
+class _Gathered(NamedTuple):
+    """What is known of a parameter since it was gathered.
+
+    Attributes:
+        version: The parameter's version then.
+        forwards: The number of forwards of layers until then.
+        forwards_now: Counts the forwards until now.
+        writes: Sums up what user code writes.
+    """
+
+    version: int
+    forwards: int
+    forwards_now: Callable[[], int]
+    writes: Writes
+
+
+def _may_be_written(parameter: nn.Parameter, seen: _Gathered) -> bool:
     """Whether user code may have written into a gathered parameter, as in a layer's forward.
 
     Writes through ``.data`` leave no trace. So after a forward this rank's part is taken from what was
@@ -343,14 +362,13 @@ def _may_be_written(parameter: nn.Parameter, seen: tuple[int, int, Callable[[], 
 
     Args:
         parameter: The parameter, before it is cut.
-        seen: Its version when it was gathered, the number of forwards until then, and how many there are now.
+        seen: What was noted when it was gathered.
     """
-    version, forwards, count = seen
     if parameter.shape != parameter.ds_shape:  # type: ignore[attr-defined]
         return False
-    if parameter._version != version:
+    if parameter._version != seen.version:
         return True
-    return count() != forwards and parameter.device == local_partition(parameter).device
+    return seen.forwards_now() != seen.forwards and parameter.device == local_partition(parameter).device
 
 
 def _show(parameter: nn.Parameter) -> None:
@@ -369,6 +387,13 @@ def _take_whole(parameter: nn.Parameter) -> None:
     start, length = held["_nnx_range"]
     whole = parameter.detach().reshape(-1).narrow(0, start, length)
     local_partition(parameter).narrow(0, 0, length).copy_(whole)
+
+
+def is_copied(parameter: nn.Parameter) -> bool:
+    """Whether each rank has a whole of its own between steps, which the step makes equal again."""
+    if not hasattr(parameter, "ds_tensor"):
+        return True
+    return bool(getattr(parameter, "ds_persist", False)) and not is_cut(parameter)
 
 
 def show_class(parameter: nn.Parameter) -> None:
@@ -568,7 +593,10 @@ def drop_stale_gradients(zero: Any, parameters: Sequence[nn.Parameter]) -> None:
 
 
 def before_each_gather(
-    names: Mapping[nn.Parameter, str], announce: Callable[[str, bool], None], forwards: Callable[[], int]
+    names: Mapping[nn.Parameter, str],
+    announce: Callable[[str, bool], None],
+    forwards: Callable[[], int],
+    writes: Writes,
 ) -> None:
     """Stage 3: announce each gather: by the names of what it gathers, and whether it is for user code.
 
@@ -576,6 +604,7 @@ def before_each_gather(
         names: The names of all parameters.
         announce: Called before each gather.
         forwards: Counts the forwards of layers until now, by which a release knows whether there was one.
+        writes: Sums up what each release finds.
     """
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -598,7 +627,8 @@ def before_each_gather(
             result = gather(*args, **kwargs)
             for parameter in missing:
                 if not getattr(parameter, "ds_persist", False):  # those are for `take_persistent`
-                    vars(parameter)["_nnx_gathered"] = parameter._version, forwards(), forwards
+                    seen = _Gathered(parameter._version, forwards(), forwards, writes)
+                    vars(parameter)["_nnx_gathered"] = seen
             return result
 
         return announce_and_gather

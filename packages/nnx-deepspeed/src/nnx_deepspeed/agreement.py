@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from nnx_checkpoint.collective import is_distributed
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import CollectiveOrder, asked_anywhere, used_anywhere
+from nnx_core.watch import Writes
 from nnx_deepspeed._deepspeed_compat import (
     before_each_gather,
     drop_stale_gradients,
@@ -67,6 +68,7 @@ class Agreement:
         parameters: The trained ones that have elements, in an order that is the same on every rank.
         names: The names of all parameters.
         waits_to_reduce: True if nothing is reduced before a step's last backward, as in stage 1.
+        writes: Sums up what user code writes into gathered parameters.
 
     Attributes:
         used: The parameters that have a gradient on some rank.
@@ -80,6 +82,7 @@ class Agreement:
         *,
         names: Mapping[nn.Parameter, str],
         waits_to_reduce: bool,
+        writes: Writes,
     ) -> None:
         self._engine, self._zero = engine, engine.optimizer
         self._parameters = parameters
@@ -113,7 +116,7 @@ class Agreement:
             else:
                 self._order_inside = order
         if self._cuts_each_parameter:
-            before_each_gather(names, self._before_gather, lambda: self._forwards)
+            before_each_gather(names, self._before_gather, lambda: self._forwards, writes)
 
     def remove(self) -> None:
         """Take the hooks off the layers, and hold nothing of a graph."""

@@ -26,6 +26,7 @@ from nnx_core.errors import UnsupportedError
 from nnx_core.gradients import Gradient
 from nnx_core.modules import broadcast_module, forward_as, materialize, move_to
 from nnx_core.own_optimizers import no_optimizer, refuse_no_optimizer
+from nnx_core.watch import Writes
 from nnx_deepspeed._deepspeed_compat import join_world, prepare_operators, put_back_globals
 from nnx_deepspeed.config import make_config
 from nnx_deepspeed.engine import ZeroEngine
@@ -51,6 +52,7 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
     def __init__(self, options: DeepSpeedOptions) -> None:
         super().__init__(options)
         self._engine: ZeroEngine | None = None
+        self._writes = Writes(lambda: self.is_watched)
 
     # --- set up -------------------------------------------------------------------------------
 
@@ -100,6 +102,7 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
             rank=self.context.rank,
             local_rank=self.context.local_rank,
             device=self.context.device,
+            writes=self._writes,
         )
 
     def exchange_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -218,6 +221,10 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
         if parameter is not None and parameter in partitions:
             return partitions.shard_like(parameter, tensor)
         return shard_of(tensor)
+
+    def written(self, module: nn.Module) -> Mapping[str, int]:
+        """What was written into parameters, before a step made copies equal or each rank kept its part."""
+        return {} if self._engine is None else self._engine.written()
 
     def model_state(self, module: nn.Module) -> ModelState:
         """Handles on the masters, as they are with what was written into the weights meanwhile."""

@@ -22,12 +22,14 @@ from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.hidden_state import HiddenState
 from nnx_core.modules import lay_in_order, move_buffers_to, with_strides
 from nnx_core.own_optimizers import OwnOptimizers
+from nnx_core.watch import Writes
 from nnx_core.whole import local_mode
 from nnx_deepspeed._deepspeed_compat import (
     count_backwards_anew,
     counts_by_number,
     forget_gradients,
     gather_persistent,
+    is_copied,
     leave_loss_alone,
     number_alike,
     overwritten_gradients,
@@ -78,6 +80,7 @@ class ZeroEngine:
         rank: This rank.
         local_rank: This rank's number on its node.
         device: The device that the module is moved to: by stage 3 parameter by parameter, as it is cut.
+        writes: Sums up what user code writes into parameters.
 
     Raises:
         UnsupportedError: DeepSpeed cannot train this module with this optimizer.
@@ -93,11 +96,12 @@ class ZeroEngine:
         rank: int,
         local_rank: int,
         device: torch.device,
+        writes: Writes,
     ) -> None:
         refuse_unfit(optimizer, config=config, device=device)
         refuse_other_dtypes(module)
         refuse_sparse(module)
-        self.module, self.optimizer = module, optimizer
+        self.module, self.optimizer, self._writes = module, optimizer, writes
         self._groups = [g for g in optimizer.param_groups if any(p.requires_grad for p in g["params"])]
         self._number_of_groups = len(optimizer.param_groups)
         self._attributes = {parameter: set(vars(parameter)) for parameter in module.parameters()}
@@ -132,6 +136,7 @@ class ZeroEngine:
             trained,
             names=names,
             waits_to_reduce=config["zero_optimization"]["stage"] == 1,
+            writes=writes,
         )
         self.whole_gradients = WholeGradients(self.partitions, device=device)
         self._unused = UnusedParameters(self.partitions, self.shadow, names=names)
@@ -281,6 +286,7 @@ class ZeroEngine:
     def _step(self) -> dict[nn.Parameter, Tensor]:
         """Let DeepSpeed step; returns the gradients that user code sees."""
         self._refuse_after_failure()
+        self._sum_up_copies()
         if not self._has_reduced:  # every gradient is None, with which no step changes anything
             if self.whole_gradients.are_shown:
                 raise UnsupportedError(
@@ -302,6 +308,12 @@ class ZeroEngine:
         self._versions = self._see_versions()
         self._has_reduced = False
         return visible
+
+    def _sum_up_copies(self) -> None:
+        with local_mode():
+            for parameter in self._names if self._writes.are_compared() else ():
+                if is_copied(parameter):
+                    self._writes.add(parameter, parameter)
 
     def _refuse_given_gradients(self) -> None:
         for parameter in self.partitions.parameters():
@@ -338,6 +350,12 @@ class ZeroEngine:
         if looking_everywhere:
             self.partitions.frozen.follow()
         self._versions = versions
+
+    def written(self) -> dict[str, int]:
+        """What user code has written into parameters since the last call."""
+        with local_mode():
+            self._release_touched()
+            return self._writes.take(self.module)
 
     def _release_touched(self) -> None:
         if self.partitions.cuts_each_parameter:

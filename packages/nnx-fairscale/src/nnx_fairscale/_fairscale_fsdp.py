@@ -32,6 +32,7 @@ from nnx_checkpoint.box import cut_range
 from nnx_checkpoint.shard import Shard, shard_of_range
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import CollectiveOrder, used_anywhere
+from nnx_core.watch import Writes, checksum
 from nnx_core.whole import local_mode
 
 _MARK = "_is_sharded"
@@ -178,6 +179,8 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         self._views_version = 0
         self.may_be_written = self.is_shown = self.in_backward = False
         self.order: CollectiveOrder | None = None
+        self.writes: Writes | None = None
+        self._sums: list[Tensor] = []
         self.belong_to(None)
         self.label = type(module).__name__
         for flat in self.params:
@@ -274,6 +277,8 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
                 self._view(*each) for each in zip(views, self.pieces, range(len(views)), strict=True)
             ]
             self._views_version, self.may_be_written = self._version_of_views(), False
+            is_compared = self.writes is not None and self.writes.are_compared() and flat._is_sharded
+            self._sums = [checksum(view) for view in self._views] if is_compared else []
             self._follow_places()
             self._show()
 
@@ -344,6 +349,9 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
                 f"a weight of {self.label} was changed in a forward that computes in {self.compute_dtype}.",
                 remedy="Change weights between steps, as in `on_train_batch_start`.",
             )
+        if self.writes is not None:
+            for view, piece, before in zip(self._views, self.pieces, self._sums, strict=False):
+                self.writes.add(piece.parameter, view, before)
         shard = flat._fp32_shard
         shard.copy_(flat._full_param_padded[self.rank * shard.numel() :][: shard.numel()])
 

@@ -30,6 +30,7 @@ from nnx_core.gradients import Gradient
 from nnx_core.hidden_state import HiddenStates
 from nnx_core.modules import Layers, broadcast_module, lay_in_order, materialize, move_to, with_strides
 from nnx_core.used import CollectiveOrder
+from nnx_core.watch import Writes
 from nnx_core.whole import local_mode
 from nnx_fairscale._fairscale_fsdp import HostShim, NullStream, Piece, Unit, is_taken, leave_out
 from nnx_fairscale.options import FairscaleFSDPOptions
@@ -169,6 +170,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         self._order: CollectiveOrder | None = None
         self._weights: Weights | None = None
         self._states = HiddenStates()
+        self._writes = Writes(lambda: self.is_watched)
         self._in_step = 0
         self._accumulates = self._has_failed = False
 
@@ -232,10 +234,10 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         """Let user code see whole parameters between steps, and units tell of their collectives."""
         if self._order is None or self._weights is None:
             self._order = CollectiveOrder(remedy=_REMEDY)
-            self._weights = Weights(self._order)
+            self._weights = Weights(self._order, self._writes)
         names = {submodule: name for name, submodule in module.named_modules()}
         for owner, unit in layout.units.items():
-            unit.order = self._order
+            unit.order, unit.writes = self._order, self._writes
             unit.belong_to(layout.units[module])
             unit.label = names.get(owner) or f"{type(module).__name__} (what is in no other unit)"
         self._weights.show(layout.units.values(), {p: name for name, p in module.named_parameters()})
@@ -528,6 +530,12 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
             if piece is None or owner is None or (tensor is not owner and tensor.shape != owner.shape):
                 return shard_of(tensor)
             return piece.shard(tensor)
+
+    def written(self, module: nn.Module) -> Mapping[str, int]:
+        """What was written into parameters of units, of which each rank keeps its own shard."""
+        if self._weights is not None:
+            self._weights.flush()
+        return self._writes.take(module)
 
     def model_state(self, module: nn.Module) -> ModelState:
         """Handles on the shards."""

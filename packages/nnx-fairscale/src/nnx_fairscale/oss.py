@@ -28,7 +28,7 @@ from nnx_core.errors import UnsupportedError
 from nnx_core.hidden_state import HiddenState
 from nnx_core.modules import broadcast_module, lay_in_order, materialize, move_to, with_strides
 from nnx_core.own_optimizers import OwnOptimizers
-from nnx_core.watch import refuse_unequal_gradient
+from nnx_core.watch import Writes, refuse_unequal_gradient
 from nnx_fairscale.options import OSSOptions
 from nnx_fairscale.reducer import GradientReducer
 
@@ -328,6 +328,7 @@ class OwnedParameters(Backend[Any]):
         self._optimizers: dict[nn.Module, list[Optimizer]] = {}
         self._own_optimizers: dict[nn.Module, OwnOptimizers] = {}
         self._reduced: dict[Optimizer, int] = {}  # how often, when it stepped last
+        self._writes = Writes(lambda: self.is_watched)
 
     @property
     def reductions(self) -> int:
@@ -408,7 +409,18 @@ class OwnedParameters(Backend[Any]):
         owners = self._owners.get(optimizer)
         if owners is None:
             return step(*args, **kwargs)
-        return owners.step(lambda: self._refuse_unreduced(optimizer), step, *args, **kwargs)
+
+        def check() -> None:
+            self._refuse_unreduced(optimizer)
+            # The copies that this rank has of the others' parameters are about to be replaced.
+            for parameter in owners.parameters() if self.is_watched else ():
+                self._writes.add(parameter, parameter)
+
+        return owners.step(check, step, *args, **kwargs)
+
+    def written(self, module: nn.Module) -> Mapping[str, int]:
+        """What this rank's copies were before the owners' replaced them."""
+        return self._writes.take(module)
 
     def _refuse_unreduced(self, optimizer: Optimizer) -> None:
         """Refuse gradients that no reduction has made: they are of this rank's samples alone."""

@@ -23,6 +23,7 @@ from nnx_checkpoint.box import cut_range
 from nnx_core._torch_compat import storage_users
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import CollectiveOrder
+from nnx_core.watch import Writes
 from nnx_core.whole import (
     HeldByTensor,
     Part,
@@ -57,6 +58,7 @@ class _PiecePart(Part):
         self._weights = weights
         self._value: Tensor | None = None
         self._seen: Seen | None = None
+        self._sum: Tensor | None = None
         self._users = 0
 
     @property
@@ -73,6 +75,7 @@ class _PiecePart(Part):
                 self._weights.before_gather(self)
                 self._value = self._gather()
                 self._seen, self._users = Seen(self._value), storage_users(self._value)
+                self._sum = self._sum_of(self._value)
                 self._weights.keep(self)
             return self._value
 
@@ -103,8 +106,16 @@ class _PiecePart(Part):
             return
         with local_mode(), torch.no_grad():
             if self._seen.is_changed(value):
+                self._note(value, self._sum)
                 self.tensor[: self.piece.length].copy_(self.own(value))
-                self._seen = Seen(value)
+                self._seen, self._sum = Seen(value), self._sum_of(value)
+
+    def _sum_of(self, whole: Tensor) -> Tensor | None:
+        """A checksum, if the ranks are about to be compared."""
+        return None
+
+    def _note(self, whole: Tensor, before: Tensor | int | None) -> None:
+        """User code has made of `before` what the whole is now."""
 
     def forget(self) -> None:
         """Write back what was changed, and free the whole."""
@@ -131,6 +142,7 @@ class _PiecePart(Part):
             )
         with local_mode(), torch.no_grad():
             self._value = None
+            self._note(value, 0)
             self.tensor[: self.piece.length].copy_(self.own(value.detach()))
 
     def randomized(self) -> None:
@@ -184,6 +196,12 @@ class _ParameterPart(_PiecePart):
     def differentiated(self) -> list[Tensor]:
         view = self.unit.view_of(self.piece)
         return [tensor for tensor in (view, self._leaf) if tensor is not None]
+
+    def _sum_of(self, whole: Tensor) -> Tensor | None:
+        return self._weights.writes.sum_of(whole)
+
+    def _note(self, whole: Tensor, before: Tensor | int | None) -> None:
+        self._weights.writes.add(self.piece.parameter, whole, before)
 
     def drop_leaf(self) -> None:
         """No loss will come that depends on what was gathered."""
@@ -259,11 +277,13 @@ class Weights(Wholes[_PiecePart, _ParameterPart]):
 
     Args:
         order: Notices a whole that only some ranks ask for.
+        writes: Sums up what user code writes.
     """
 
-    def __init__(self, order: CollectiveOrder) -> None:
+    def __init__(self, order: CollectiveOrder, writes: Writes) -> None:
         super().__init__()
         self._order = order
+        self.writes = writes
         self._assigned: list[_ParameterPart] = []
 
     def show(self, units: Iterable[Unit], names: Mapping[nn.Parameter, str]) -> None:

@@ -351,6 +351,9 @@ class Unit:
             if self.is_gathered:
                 freeing(self)
             reshard()
+            if not self.is_gathered:
+                for held in self.parameters:
+                    held.gathered_sum = None
 
         group.unshard = watched_unshard
         group.wait_for_unshard, group.reshard = watched_wait, watched_reshard

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from nnx_checkpoint.shard import shard_of
 from nnx_core._torch_compat import storage_users
 from nnx_core.errors import UnsupportedError
-from nnx_core.watch import checksum, refuse_unequal_gradient
+from nnx_core.watch import checksum, digest, refuse_unequal_gradient
 from nnx_core.whole import (
     Guard,
     HeldByTensor,
@@ -188,7 +188,7 @@ class ShardedPart(Part):
             part.flush()
         with local_mode(), torch.no_grad():
             if self._is_compared:
-                self._keeper.note_written(self, _sum_of([*args[1:], *kwargs.values()]))
+                self._keeper.note_written(self, _sum_of([func.__name__, *args[1:], *kwargs.values()]))
             func(*own_args, **own_kwargs)
         return True
 
@@ -440,11 +440,12 @@ class ParameterPart(ShardedPart):
         gathered = self.held.gathered
         if gathered is None:
             return
-        before, self.held.gathered_sum = self.held.gathered_sum, None
         is_written = gathered._version != self.held.gathered_version
         if is_written or self.may_be_written:
-            if before is not None:
-                self._keeper.note_written(self, checksum(gathered) - before)
+            before, self.held.gathered_sum = self.held.gathered_sum, None
+            if before is not None and self._is_compared:
+                self.held.gathered_sum = checksum(gathered)  # it may stay gathered, and be written again
+                self._keeper.note_written(self, self.held.gathered_sum - before)
             self._write_changes(gathered, surely=is_written)
             self.held.gathered_version, self.may_be_written = gathered._version, False
 
@@ -488,13 +489,13 @@ def _own(argument: Any, part: ShardedPart) -> Any:
 def _sum_of(arguments: Sequence[Any]) -> Tensor | int:
     """A checksum of the arguments of a change in place, as far as this rank alone has them."""
     total: Tensor | int = 0
-    for argument in arguments:
+    for place, argument in enumerate(arguments):
         if isinstance(argument, (list, tuple)):
             total = total + _sum_of(argument)
         elif isinstance(argument, Tensor) and not isinstance(argument, DTensor):
             total = total + checksum(argument)
-        elif isinstance(argument, (int, float)):
-            total = total + hash(argument) % 2**31
+        elif isinstance(argument, (str, int, float)):
+            total = total + digest((place, argument)) // 2**16  # as a tensor, the sum has 64 bits
     return total
 
 

@@ -417,6 +417,22 @@ _REMEDY = (
 )
 
 
+@contextmanager
+def _explaining_writes() -> Iterator[None]:
+    """Around a step: say how to write into a parameter of which a rank stores some rows."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "_Rows is a view" not in str(error):
+            raise
+        raise UnsupportedError(
+            "a function changes a trained parameter in place as it computes gradients, such as "
+            "`torch.nn.functional.embedding(max_norm=)`, and each rank stores some rows of it.",
+            remedy="Change it on all ranks before the step, as in `on_train_batch_start`: "
+            "`with torch.no_grad(): weight.renorm_(2.0, 0, max_norm)`.",
+        ) from error
+
+
 class NnScalerBackend(Backend[NnScalerOptions]):
     """Splits a model over the ranks of a plan unit, and replicates units over the outer axis.
 
@@ -543,7 +559,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         if laid_out is None:
             return step(*args, **kwargs)
         laid_out.parameters.is_watched = self.is_watched
-        with self._order.reporting(), laid_out.step():
+        with self._order.reporting(), _explaining_writes(), laid_out.step():
             self._order.begin(getattr(step, "__name__", "a step"))
             result: T = laid_out.run(step, *args, **kwargs)
             if not torch.is_grad_enabled():

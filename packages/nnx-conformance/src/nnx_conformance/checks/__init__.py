@@ -18,6 +18,7 @@ MODULES = (
     "habits_parameters",
     "habits_state_dict",
     "habits_weights_by_hand",
+    "habits_written_by_ranks",
     "habits_backward",
     "habits_optimizers",
     "habits_lone_rank",

@@ -1,0 +1,63 @@
+"""Engines that do not compare over the ranks what user code writes; imported in the workers only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from nnx_core.options import option
+from nnx_deepspeed.backend import DeepSpeedBackend
+from nnx_deepspeed.options import DeepSpeedOptions
+from nnx_fairscale.fsdp import FairscaleFSDPBackend
+from nnx_fairscale.oss import OSSBackend
+from nnx_fairscale.sharded import ShardedBackend
+from nnx_fsdp.backend import FSDPBackend
+
+
+class _Forgets:
+    def written(self, module: nn.Module) -> Mapping[str, int]:
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stage3(DeepSpeedOptions):
+    stage: int = option(3, help="Parameters too.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _AllCut(_Stage3):
+    persistence_threshold: int = option(0, help="None stays whole.")
+
+
+class CopiesOfDeepSpeed(_Forgets, DeepSpeedBackend):
+    """Makes the ranks' copies equal."""
+
+
+class PersistentOfDeepSpeed(_Forgets, DeepSpeedBackend):
+    """Makes the ranks' copies of persistent parameters equal."""
+
+    Options = _Stage3
+
+
+class PartitionsOfDeepSpeed(_Forgets, DeepSpeedBackend):
+    """Each rank keeps its partition of what it wrote."""
+
+    Options = _AllCut
+
+
+class CopiesOfOSS(_Forgets, OSSBackend):
+    """Broadcasts the owners' copies."""
+
+
+class CopiesOfSharded(_Forgets, ShardedBackend):
+    """Broadcasts the owners' copies."""
+
+
+class UnitsOfFairscale(_Forgets, FairscaleFSDPBackend):
+    """Each rank keeps its piece of what it wrote."""
+
+
+class UnitsOfFSDP(_Forgets, FSDPBackend):
+    """Each rank keeps its shard of what it wrote."""
