@@ -657,7 +657,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
     def written(self, module: nn.Module) -> Mapping[str, int]:
         """What was written into parameters that the ranks store in parts."""
         laid_out = self._laid_out.get(module)
-        return {} if laid_out is None else laid_out.parameters.take_written()
+        return {} if laid_out is None else laid_out.parameters.take_written(module)
 
     def summary(self, module: nn.Module) -> str:
         """The plan of what is traced; else how states are stored."""

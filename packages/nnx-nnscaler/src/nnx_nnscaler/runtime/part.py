@@ -305,7 +305,7 @@ class Part(guards.Part):
         in_use: The list in which it puts itself while it keeps the whole.
         name: The name used in errors.
         order: Notices a whole that only some ranks ask for.
-        on_write: Called with the name and the new whole, where user code has written into it.
+        on_write: Called with the new whole, where user code has written into it.
 
     Attributes:
         gradients: The whole that a parameter's gradients are parts of; None where they are whole.
@@ -327,7 +327,7 @@ class Part(guards.Part):
         in_use: set[Part] | None = None,
         name: str = "",
         order: CollectiveOrder | None = None,
-        on_write: Callable[[str, Tensor], None] | None = None,
+        on_write: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._name, self._order, self._on_write = name, order, on_write
         self._in_use = set() if in_use is None else in_use
@@ -560,7 +560,7 @@ class Part(guards.Part):
 
     def _write(self, whole: Tensor) -> None:
         if self._on_write is not None:
-            self._on_write(self._name, whole)
+            self._on_write(whole)
         self.source.write(self.layout.unit_part(whole))
         if whole is not self._value:
             self._forget()

@@ -23,7 +23,7 @@ from nnx_core.calibration import Communicator, GroupCommunicator
 from nnx_core.errors import UnsupportedError
 from nnx_core.modules import materialize, refuse_without_reset
 from nnx_core.used import CollectiveOrder
-from nnx_core.watch import checksum
+from nnx_core.watch import Writes
 from nnx_core.whole import can_be_guarded, guard, guarded_mode, local_mode, show_plain, show_whole, unguard
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.plan.program_plan import Placement, R
@@ -302,7 +302,7 @@ class Parameters:
         self.is_watched = False
         self._homes = None if homes is None else _by_parameter(module, homes)
         self._order = order
-        self._written: dict[str, int] = {}
+        self._writes = Writes(lambda: self.is_watched)
         self.named: dict[str, nn.Parameter] = {}
         self._unit = Conversions(unit or GroupCommunicator(axes.unit))
         self._layouts: dict[nn.Parameter, ParameterLayout] = {}
@@ -411,23 +411,15 @@ class Parameters:
             in_use=self._in_use,
             name=name,
             order=self._order,
-            on_write=self._note_written,
+            on_write=partial(self._writes.add, parameter),
         )
         guard(parameter, part)
 
-    def _note_written(self, name: str, whole: Tensor) -> None:
-        if self.is_watched:
-            self._written[name] = self._written.get(name, 0) + int(checksum(whole))
-
-    def take_written(self) -> dict[str, int]:
-        """By name of each parameter in parts here, the sum of the checksums that were noted meanwhile."""
+    def take_written(self, module: nn.Module) -> dict[str, int]:
+        """What `Backend.written` returns, of parameters in parts that this rank has a part of."""
         self.flush()
-        written, self._written = self._written, {}
-        return {
-            name: written.get(name, 0)
-            for name, parameter in self.named.items()
-            if parameter in self._parts and self._layouts[parameter].is_here
-        }
+        here = {name for name, p in self.named.items() if p in self._parts and self._layouts[p].is_here}
+        return {name: written for name, written in self._writes.take(module).items() if name in here}
 
     def _from_its_stage(self, parameter: nn.Parameter, source: UnitPart) -> UnitPart:
         """The source of a part, which with a pipeline only one stage has."""
