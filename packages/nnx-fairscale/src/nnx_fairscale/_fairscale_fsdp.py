@@ -450,14 +450,14 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
             self.has_full_params = False
 
     def _refuse_inner_backward(self) -> None:
-        """A unit is reduced and freed after one backward; one inside has the gradients of some layers only."""
+        """A unit is reduced and freed once; a backward inside has the gradients of some layers only."""
         roots = () if self.root is None else (self.root._comes_from,)
         if current_backward() in {self._comes_from, *roots}:
             return
         owner, name = self.pieces[self._last_used].places[0]
         raise UnsupportedError(
-            f"the gradient of '{name}' of a {type(owner).__name__} comes from a backward inside the backward, "
-            f"and fairscale reduces that of all of {self.label} at once.",
+            f"the gradient of '{name}' of a {type(owner).__name__} comes from a backward inside the "
+            f"backward, and fairscale reduces all gradients of {self.label} at once.",
             remedy="Recompute activations with `use_reentrant=False`; make the layer that is recomputed a "
             "unit, by `wrap()` or auto_wrap_policy; or use strategy 'fairscale_sharded' or 'fsdp_auto'.",
         )

@@ -45,6 +45,12 @@ class _SamplesBeforeTraining(_SamplesBetweenBatches):
         pass
 
 
+class _CallsALayerBetweenBatches(_SamplesBetweenBatches):
+    def sample(self) -> None:
+        with torch.no_grad():
+            self.embed(torch.ones(2, FEATURES))
+
+
 class _Stream(IterableDataset[tuple[Tensor, ...]]):
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -127,6 +133,12 @@ def sample_drawn_on_rank_zero(bench: Bench) -> None:
 def sample_drawn_before_training(bench: Bench) -> None:
     """A forward on rank 0 alone, before the first batch, works or is refused on every rank."""
     _expect_one_answer(_endings(bench, train_with, _SamplesBeforeTraining, {}))
+
+
+@check(kinds=("backend",))
+def layer_called_on_rank_zero(bench: Bench) -> None:
+    """A layer that rank 0 calls alone, between two batches, works or is refused on every rank."""
+    _expect_one_answer(_endings(bench, train_with, _CallsALayerBetweenBatches, {}))
 
 
 @check(kinds=("backend",))
