@@ -84,6 +84,13 @@ class _LossOfNothing(Plain):
         return mse_loss(self(batch[0]), batch[1])
 
 
+class _LossDropped(Plain):
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        loss = super().training_step(batch, index)
+        is_dropped = index and self.trainer.local_rank == _LAST
+        return torch.zeros((), requires_grad=True) * 1.0 if is_dropped else loss
+
+
 # --- jobs -----------------------------------------------------------------------------------------
 
 
@@ -152,6 +159,12 @@ def uneven_validation(bench: Bench) -> None:
 def loss_of_nothing_on_one_rank(bench: Bench) -> None:
     """A loss of one rank that depends on no parameter works, or is refused on every rank."""
     _expect_one_answer(_endings(bench, train_with, _LossOfNothing, {}))
+
+
+@check(kinds=("backend",))
+def loss_dropped_on_one_rank(bench: Bench) -> None:
+    """A loss that one rank replaces by a zero after its forward works, or is refused on every rank."""
+    _expect_one_answer(_endings(bench, train_with, _LossDropped, {}))
 
 
 @check(kinds=("backend",), of_adapter=True)
