@@ -690,9 +690,11 @@ class GathersAndComparesNothing(ComparesNothing, GathersForEachForward):
 
 
 _CAUGHT = {
-    GathersForEachForward: ("sample_drawn_on_rank_zero", "sample_drawn_before_training"),
+    GathersForEachForward: (
+        *("sample_drawn_on_rank_zero", "sample_drawn_before_training", "layer_called_on_rank_zero"),
+    ),
     GathersAndComparesNothing: ("uneven_validation",),
-    AveragesWithoutZeros: ("loss_of_nothing_on_one_rank",),
+    AveragesWithoutZeros: ("loss_of_nothing_on_one_rank", "loss_dropped_on_one_rank"),
     ComparesNothing: ("stop_on_one_rank", "saving_after_an_error_on_one_rank"),
     TakesNoneForALoss: ("none_on_one_rank",),
     PairsWhatItHas: (

@@ -32,6 +32,7 @@ class TestStage3(StrategyConformance):
         *("experts_in_a_list", "clipped_by_hand_while_accumulating", "sam_in_manual_optimization"),
         *("reinitialized_layers", "functional_call", "weight_as_a_number", "weights_read_between_steps"),
         *("parameters_used_now_and_then", "weights_read_on_rank_zero"),
+        *("loss_dropped_on_one_rank", "layer_called_on_rank_zero"),
     )
 
 

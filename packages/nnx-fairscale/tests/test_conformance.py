@@ -49,6 +49,16 @@ class TestFairscaleFsdpHabits(StrategyConformance):
     )
 
 
+class TestFairscaleFsdpWithoutUnits(StrategyConformance):
+    """One flat parameter holds the model, which a backward inside the backward has parts of only."""
+
+    strategy = "fairscale_fsdp"
+    only = (
+        *("inner_backward", "reentrant_checkpoints", "reentrant_checkpoints_while_accumulating"),
+        *("reentrant_checkpoints_on_rank_zero", "loss_dropped_on_one_rank", "layer_called_on_rank_zero"),
+    )
+
+
 class TestFairscaleOss(StrategyConformance):
     strategy = "fairscale_oss"
     only = OF_EVERY_ENGINE

@@ -94,6 +94,7 @@ _asking: tuple[CollectiveOrder, str] | None = None
 """The order whose question this rank waits in, and what it came to: a process may have several orders."""
 _open: weakref.WeakSet[CollectiveOrder] = weakref.WeakSet()
 _named_functions: dict[str, tuple[str, str]] = {}
+_named_waits: dict[tuple[str, str], str] = {}
 
 
 def name_function(function: str, doing: str, *, remedy: str = "") -> None:
@@ -105,6 +106,17 @@ def name_function(function: str, doing: str, *, remedy: str = "") -> None:
         remedy: Takes the place of the order's.
     """
     _named_functions[function] = doing, remedy
+
+
+def name_wait(file: str, function: str, doing: str) -> None:
+    """Describe a rank that an engine lets wait for a collective without torch's own functions.
+
+    Args:
+        file: The end of the path of the engine's file.
+        function: The name of its function.
+        doing: Follows "rank 1" in errors.
+    """
+    _named_waits[file, function] = doing
 
 
 def before_reduction(what: str) -> None:
@@ -603,6 +615,9 @@ def _collective_of(thread: int) -> tuple[str, int] | None:
     progress, name = (frame.f_lasti if frame else 0), ""
     while frame is not None:
         code = frame.f_code
+        for (file, function), doing in _named_waits.items():
+            if not name and code.co_name == function and code.co_filename.endswith(file):
+                return doing, progress
         if code.co_filename.endswith("distributed_c10d.py") or code is wait_for_collective.__code__:
             name = code.co_name
         elif name and "/torch/" not in code.co_filename:

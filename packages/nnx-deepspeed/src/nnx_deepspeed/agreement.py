@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nnx_checkpoint.collective import is_distributed
 from nnx_core.errors import UnsupportedError
-from nnx_core.used import CollectiveOrder, asked_anywhere, used_anywhere
+from nnx_core.used import CollectiveOrder, asked_anywhere, name_wait, used_anywhere
 from nnx_core.watch import Writes
 from nnx_deepspeed._deepspeed_compat import (
     before_each_gather,
@@ -49,14 +49,15 @@ from nnx_deepspeed._deepspeed_compat import (
 )
 
 _REMEDY = (
-    "Call every layer on every rank, with a masked or empty input if need be, and read and write weights on "
-    "every rank, or use a strategy that gathers no layers, such as 'nnx_deepspeed_2' or 'nnscaler_zero'; "
-    "persistence_threshold keeps small layers whole."
+    "Call every layer on every rank, with a masked or empty input if need be, return a loss that depends on "
+    "them, and read and write weights on every rank, or use a strategy that gathers no layers, such as "
+    "'nnx_deepspeed_2' or 'nnscaler_zero'; persistence_threshold keeps small layers whole."
 )
 _INSIDE = "Recompute activations with `use_reentrant=False`, or use strategy 'fsdp_auto'."
 _BITS = 32
 _CHECKED_AT_ONCE = 16
 """Backwards whose order of gradients is compared before the step, by an exchange of its own."""
+name_wait("deepspeed/runtime/zero/partition_parameters.py", "wait", "waits for the gather of a layer")
 
 
 class Agreement:
@@ -144,10 +145,9 @@ class Agreement:
 
     def _before_gather(self, name: str, is_for_user: bool) -> None:
         order = self._order
-        if order is not None and is_for_user:
-            order.arrive(f"the gather of {name}, which user code reads or writes")
-        elif order is not None and order.in_step:
-            order.arrive(f"the gather of {name}")
+        if order is not None:  # between steps too, where one rank may call a layer alone
+            reader = ", which user code reads or writes" if is_for_user else ""
+            order.arrive(f"the gather of {name}{reader}")
 
     @property
     def unused(self) -> list[nn.Parameter]:
@@ -183,19 +183,24 @@ class Agreement:
             self._arrive(f"the gradient of {self._name(number)}, from a backward inside the backward")
         self._came[number] = None
 
-    def _arrive(self, where: str) -> None:
+    def _arrive(self, where: str, *, cause: str = "") -> None:
         order = self._order or self._order_inside
         if order is not None:
-            order.arrive(where)
+            order.arrive(where, cause=cause)
 
     def _name(self, number: int) -> str:
         return self._names[self._parameters[number]]
 
     def settle(self) -> None:
-        """The graph is done: take the other ranks' answer, if no gradient has come that waited for it."""
+        """The graph is done: take the other ranks' answer, if no gradient has come that waited for it.
+
+        Under stage 3 another rank may still gather a layer that this one has not come to.
+        """
         self._settle()
-        if self._unannounced:
-            self._arrive("the end of the gradients")
+        if self._unannounced or self._order is not None:
+            has_any = self._came or any(has_gradient(parameter) for parameter in self._parameters)
+            cause = "" if has_any else ", as its loss depends on no weight"
+            self._arrive("the end of the gradients", cause=cause)
 
     def backward(
         self, loss: Tensor, run: Callable[[], None], *, is_boundary: bool, in_one_go: bool = True

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from nnx_checkpoint.box import cut_range
 from nnx_checkpoint.shard import Shard, shard_of_range
+from nnx_core._torch_compat import current_backward
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import CollectiveOrder, used_anywhere
 from nnx_core.watch import Writes, checksum
@@ -176,6 +177,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         self._stream = stream
         self._views: list[Tensor] = []
         self._used: set[int] = set()
+        self._last_used = self._comes_from = 0
         self._views_version = 0
         self.may_be_written = self.is_shown = self.in_backward = False
         self.order: CollectiveOrder | None = None
@@ -301,6 +303,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
 
     def _note_use(self, index: int, gradient: Tensor) -> None:
         self._used.add(index)
+        self._last_used = index
 
     def _follow_places(self) -> None:
         """Find parameters that user code has given other names, as pruning does."""
@@ -375,9 +378,9 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         part: Tensor = flat.grad[piece.begin : piece.begin + piece.shape.numel()]
         return part.view(piece.shape)
 
-    def _arrive(self, what: str) -> None:
+    def _arrive(self, what: str, cause: str = "") -> None:
         if self.order is not None and self.world_size > 1:
-            self.order.arrive(f"{what} of {self.label}")
+            self.order.arrive(f"{what} of {self.label}", cause=cause)
 
     # --- steps --------------------------------------------------------------------------------
 
@@ -417,6 +420,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
     def _rebuild_full_params(self, force_full_precision: bool = False) -> Any:
         self._refuse_inner_gradients()
         self._notice_what_was_freed()
+        self._comes_from = current_backward()
         if self.params and not self.has_full_params:
             self._arrive("the gather")
         gathered = super()._rebuild_full_params(force_full_precision)
@@ -427,6 +431,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
     def _use_full_params(self) -> None:
         self._refuse_inner_gradients()
         self._notice_what_was_freed()
+        self._comes_from = current_backward()
         if not self.has_full_params:
             self._rebuild_full_params()
         super()._use_full_params()
@@ -452,7 +457,21 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         if any(whole is not None and not whole.untyped_storage().nbytes() for whole in used):
             self.has_full_params = False
 
+    def _refuse_inner_backward(self) -> None:
+        """A unit is reduced and freed once; a backward inside has the gradients of some layers only."""
+        roots = () if self.root is None else (self.root._comes_from,)
+        if current_backward() in {self._comes_from, *roots}:
+            return
+        owner, name = self.pieces[self._last_used].places[0]
+        raise UnsupportedError(
+            f"the gradient of '{name}' of a {type(owner).__name__} comes from a backward inside the "
+            f"backward, and fairscale reduces all gradients of {self.label} at once.",
+            remedy="Recompute activations with `use_reentrant=False`; make the layer that is recomputed a "
+            "unit, by `wrap()` or auto_wrap_policy; or use strategy 'fairscale_sharded' or 'fsdp_auto'.",
+        )
+
     def _post_backward_hook(self, param: Tensor, *unused: Any) -> None:
+        self._refuse_inner_backward()
         if param.grad is not None and self._require_backward_grad_sync:
             self._arrive("the reduction")
         super()._post_backward_hook(param, *unused)
@@ -524,6 +543,9 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
     def _wait_for_post_backward(self) -> None:
         """When a backward ends, hand its gradients out."""
         units = [unit for unit in get_fsdp_instances(self) if unit._pre_backward_hook_has_run]
+        if self._require_backward_grad_sync:
+            has_any = any(unit.training_state == TrainingState.BACKWARD_POST for unit in units)
+            self._arrive("the end of the gradients", "" if has_any else ", as its loss depends on no weight")
         super()._wait_for_post_backward()
         with local_mode():
             for unit in units:

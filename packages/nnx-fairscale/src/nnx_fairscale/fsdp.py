@@ -121,9 +121,9 @@ def _can_be_unit(module: nn.Module, root: nn.Module) -> bool:
 T = TypeVar("T")
 
 _REMEDY = (
-    "Call every layer that is a unit on every rank in the same order, and read weights and gradients on "
-    "every rank; or make the layer that chooses between units the unit, by `wrap()` or auto_wrap_policy; or "
-    "use strategy 'fairscale_sharded'."
+    "Call every layer that is a unit on every rank in the same order, return a loss that depends on them, "
+    "and read weights and gradients on every rank; or make the layer that chooses between units the unit, "
+    "by `wrap()` or auto_wrap_policy; or use strategy 'fairscale_sharded'."
 )
 
 

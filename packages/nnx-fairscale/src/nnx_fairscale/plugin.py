@@ -43,6 +43,8 @@ _FSDP = Capabilities(
         *_OF_STATE,
         *("backward_on_the_loss", "pruned_by_lightning", "sparse_gradients", "error_in_backward"),
         *("gradients_read_on_rank_zero", "weights_read_on_rank_zero"),  # all ranks gather
+        # Units are reduced in one backward; a unit that is all of what is recomputed may have its own inside.
+        *("inner_backward", "reentrant_checkpoints", "reentrant_checkpoints_while_accumulating"),
         "reentrant_checkpoints_on_rank_zero",
     ),
 )

@@ -45,6 +45,12 @@ class _SamplesBeforeTraining(_SamplesBetweenBatches):
         pass
 
 
+class _CallsALayerBetweenBatches(_SamplesBetweenBatches):
+    def sample(self) -> None:
+        with torch.no_grad():
+            self.embed(torch.ones(2, FEATURES))
+
+
 class _Stream(IterableDataset[tuple[Tensor, ...]]):
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -76,6 +82,13 @@ class _LossOfNothing(Plain):
         if index and self.trainer.local_rank == _LAST:  # no sample of its batch is valid
             return torch.zeros((), requires_grad=True)
         return mse_loss(self(batch[0]), batch[1])
+
+
+class _LossDropped(Plain):
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        loss = super().training_step(batch, index)
+        is_dropped = index and self.trainer.local_rank == _LAST
+        return torch.zeros((), requires_grad=True) * 1.0 if is_dropped else loss
 
 
 # --- jobs -----------------------------------------------------------------------------------------
@@ -130,6 +143,12 @@ def sample_drawn_before_training(bench: Bench) -> None:
 
 
 @check(kinds=("backend",))
+def layer_called_on_rank_zero(bench: Bench) -> None:
+    """A layer that rank 0 calls alone, between two batches, works or is refused on every rank."""
+    _expect_one_answer(_endings(bench, train_with, _CallsALayerBetweenBatches, {}))
+
+
+@check(kinds=("backend",))
 def uneven_validation(bench: Bench) -> None:
     """Validation with fewer batches on one rank works, or is refused on every rank."""
     settings = {"limit_val_batches": None, "val_check_interval": 2}
@@ -140,6 +159,12 @@ def uneven_validation(bench: Bench) -> None:
 def loss_of_nothing_on_one_rank(bench: Bench) -> None:
     """A loss of one rank that depends on no parameter works, or is refused on every rank."""
     _expect_one_answer(_endings(bench, train_with, _LossOfNothing, {}))
+
+
+@check(kinds=("backend",))
+def loss_dropped_on_one_rank(bench: Bench) -> None:
+    """A loss that one rank replaces by a zero after its forward works, or is refused on every rank."""
+    _expect_one_answer(_endings(bench, train_with, _LossDropped, {}))
 
 
 @check(kinds=("backend",), of_adapter=True)
