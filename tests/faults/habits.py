@@ -695,7 +695,7 @@ _CAUGHT = {
     ),
     GathersAndComparesNothing: ("uneven_validation",),
     AveragesWithoutZeros: ("loss_of_nothing_on_one_rank", "loss_dropped_on_one_rank"),
-    ComparesNothing: ("stop_on_one_rank", "saving_after_an_error_on_one_rank"),
+    ComparesNothing: ("stop_on_one_rank", "saving_on_rank_zero", "saving_after_an_error_on_one_rank"),
     TakesNoneForALoss: ("none_on_one_rank",),
     PairsWhatItHas: (
         *("swapped_experts", "swapped_by_turns", "swapped_while_accumulating", "layer_of_one_rank"),

@@ -71,6 +71,12 @@ class _StopsOnRankZero(Plain):
             self.trainer.should_stop = True
 
 
+class _SavesOnRankZero(Plain):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero and batch_idx == 1:
+            self.trainer.save_checkpoint(tempfile.mkdtemp() + "/alone.ckpt")
+
+
 class _SkipsOnTheLastRank(Plain):
     def training_step(self, batch: list[Tensor], index: int) -> Any:
         loss = super().training_step(batch, index)
@@ -175,6 +181,12 @@ def stop_on_one_rank(bench: Bench) -> None:
     for rank, ending in enumerate(endings):
         named = "trainer.should_stop" in ending.error
         expect(named, f"rank {rank}: the error does not name it: {ending.error!r}.")
+
+
+@check(kinds=("backend",))
+def saving_on_rank_zero(bench: Bench) -> None:
+    """``trainer.save_checkpoint`` on rank 0 alone, between two batches, is refused on every rank."""
+    _expect_one_answer(_endings(bench, train_with, _SavesOnRankZero, {}), refused=True)
 
 
 @check(kinds=("backend",), of_adapter=True)
