@@ -41,7 +41,6 @@ from nnx_core.lightning.routing import (
     route_precision,
     unwrap_engine,
     unwrap_optimizer,
-    watch_zero_grad,
 )
 from nnx_core.lightning.sample import example_inputs
 from nnx_core.modules import refuse_layers
@@ -146,7 +145,6 @@ class FabricAdapter(ParallelProcesses):
             self._owners[optimizer] = module
         self.backend.setup_optimizers(module, optimizers)
         route_optimizer_steps(optimizers, self.backend, module)
-        watch_zero_grad(optimizers, self.backend)
         return EngineModule(module, self.backend, self._batches), optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -161,7 +159,6 @@ class FabricAdapter(ParallelProcesses):
         complete_optimizer(optimizer)
         self.backend.setup_optimizers(module, [optimizer])
         route_optimizer_steps([optimizer], self.backend, module)
-        watch_zero_grad([optimizer], self.backend)
         return optimizer
 
     def _refuse_layers(self, module: nn.Module) -> None:

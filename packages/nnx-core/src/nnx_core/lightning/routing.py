@@ -126,21 +126,21 @@ def unroute_precision(plugin: Any) -> None:
 def route_optimizer_steps(optimizers: Iterable[Any], backend: Backend[Any], module: nn.Module) -> None:
     """Make ``optimizer.step`` call the engine's `Backend.optimizer_step`, where it has its own.
 
-    What user code left in published gradients is taken over right before, after the closure.
+    What user code left in published gradients is taken over right before, after the closure. The engine gets
+    to know of each ``zero_grad``.
+
+    Args:
+        optimizers: The user's, and Lightning's wrappers of them; some may be routed already.
+        backend: The engine.
+        module: The module whose parameters they step.
     """
     has_own_step = type(backend).optimizer_step is not Backend.optimizer_step
-    if not has_own_step and not publishes_gradients(backend):
-        return
+    is_routed = has_own_step or publishes_gradients(backend)
     for wrapped in optimizers:
         optimizer = unwrap_optimizer(wrapped)
-        if getattr(optimizer.step, "nnx_backend", None) is not backend:  # it may have been in place before
+        backend.failed_backward.watch(optimizer, wrapped)
+        if is_routed and getattr(optimizer.step, "nnx_backend", None) is not backend:
             optimizer.step = _routed(optimizer, backend, module)
-
-
-def watch_zero_grad(optimizers: Iterable[Any], backend: Backend[Any]) -> None:
-    """Let the engine know of each `zero_grad`, of optimizers and of Lightning's wrappers of them."""
-    for optimizer in optimizers:
-        backend.failed_backward.watch(unwrap_optimizer(optimizer), optimizer)
 
 
 def _routed(optimizer: Optimizer, backend: Backend[Any], module: nn.Module) -> MethodType:

@@ -56,7 +56,6 @@ from nnx_core.lightning.routing import (
     route_precision,
     unroute_precision,
     unwrap_optimizer,
-    watch_zero_grad,
 )
 from nnx_core.lightning.sample import TrainerSample
 from nnx_core.modules import (
@@ -339,12 +338,12 @@ class TrainerAdapter(ParallelProcesses):
         if weights is not None:
             restore_model(self.backend, module, weights[0], strict=weights[1])
         self._averages.lay_out(trainer, module)
-        route_optimizer_steps(optimizers, self.backend, module)
         self._hooks = refuse_plain_backward(self.backend, module) if fitting else []
         self._optimizers_of_backend = optimizers
         self._names = parameter_names(module)
         self.setup_precision_plugin()  # it makes Lightning's wrappers of the optimizers once more
-        watch_zero_grad([*optimizers, *self._lightning_optimizers], self.backend)
+        if fitting:
+            route_optimizer_steps([*optimizers, *self._lightning_optimizers], self.backend, module)
         self._loops = CollectiveOrder(remedy=_ALIKE, wait=float("inf"), is_of_engine=False)
         self._loops.open()
 
@@ -558,13 +557,11 @@ class TrainerAdapter(ParallelProcesses):
     def _follow_optimizers(self) -> None:
         """Hand optimizers to the backend that user code has put in the place of others while training."""
         optimizers = [unwrap_optimizer(optimizer) for optimizer in self.optimizers]
-        before = self._optimizers_of_backend
-        if optimizers == before:
+        if optimizers == self._optimizers_of_backend:
             return
         self.backend.exchange_optimizers(self.lightning_module, optimizers)
-        new = [optimizer for optimizer in optimizers if optimizer not in before]
-        route_optimizer_steps(new, self.backend, self.lightning_module)
-        watch_zero_grad([*optimizers, *self._lightning_optimizers], self.backend)
+        wrapped = self._lightning_optimizers
+        route_optimizer_steps([*optimizers, *wrapped], self.backend, self.lightning_module)
         self._optimizers_of_backend = optimizers
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
