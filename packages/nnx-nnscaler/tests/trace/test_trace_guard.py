@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_module
 
 from jobs.nnscaler_interpreter import check_graph
 from nnx_nnscaler.trace import TraceError, trace_forward
-from nnx_nnscaler.trace.guard import CommunicationError, collectives_refused
+from nnx_nnscaler.trace.guard import CommunicationError, collectives_refused, running
 
 X = torch.ones(4, 8)
 
@@ -318,3 +318,11 @@ def test_running_a_layer_on_the_sample_leaves_its_weights_and_their_versions(wri
         content, version, place = before[name]
         assert torch.equal(parameter, content), name
         assert (parameter._version, parameter.data_ptr()) == (version, place), name
+
+
+def test_a_sparse_parameter_has_no_storage_to_restore():
+    module = nn.Sequential(nn.Linear(8, 8), Writing(clip), nn.Linear(8, 8))
+    module[1].lookup = nn.Parameter(torch.eye(8).to_sparse(), requires_grad=False)
+    with running(module):
+        clip(module[1])
+    assert module[1].weight.abs().max() > 0.01

@@ -95,10 +95,8 @@ def state_restored(root: nn.Module, *more: Tensor) -> Iterator[None]:
 @contextmanager
 def parameters_restored(root: nn.Module) -> Iterator[None]:
     """Put parameters back that code writes or gives other data, as a memory bank or a weight norm does."""
-    plain = (
-        p for p in root.parameters() if type(p.detach()) is Tensor and not (p.is_meta or p.is_inference())
-    )
-    held = [(parameter, parameter.detach()) for parameter in plain]
+    able = (p for p in root.parameters() if not (p.is_meta or p.is_inference()))
+    held = [(parameter, parameter.detach()) for parameter in able if _has_memory(parameter.detach())]
     writes = _Writes([data for _, data in held])
     with versions_kept([parameter for parameter, _ in held]):
         try:
@@ -136,8 +134,13 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _save(self, written: Any) -> None:
-        if type(written) in (Tensor, nn.Parameter):
+        if _has_memory(written):
             self.saved += [(each, each.clone()) for each in self._tensors.pop(_memory_of(written), ())]
+
+
+def _has_memory(value: Any) -> bool:
+    """Whether a value is a plain tensor with one storage, which a sparse one has not."""
+    return type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
 
 
 def _memory_of(tensor: Tensor) -> int:
