@@ -54,7 +54,8 @@ def begin(path: Place) -> Transaction:
     """
     if path.kind() == "file":
         raise _refusal(path, "it is a file")
-    if path.kind() is None and os.path.lexists(path.location):
+    # Asked for as a link: another run may have made the directory since.
+    if path.kind() is None and isinstance(path.location, Path) and path.location.is_symlink():
         raise _refusal(path, "it is a link that leads to nothing")
     foreign = [name for name in path.names() if not _is_ours(name)]
     if foreign and not _is_proven(path):
