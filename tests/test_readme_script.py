@@ -13,7 +13,7 @@ import pytest
 from nnx_core.registry import StrategyRegistry
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-DEFAULT = ("nnscaler_deduped", "nnscaler_pp", "nnx_deepspeed_2")
+DEFAULT = ("nnscaler_deduped",)
 """What shares a batch, cuts it, and has an engine of others; the rest is in the full run."""
 
 

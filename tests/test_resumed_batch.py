@@ -56,7 +56,7 @@ for number, (batch, accumulate) in enumerate([(8, 1), (16, 1), (8, 2)]):
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [
-        ("fsdp_auto", "nnscaler_dp", (16, 32, 32)),
+        pytest.param("fsdp_auto", "nnscaler_dp", (16, 32, 32), marks=pytest.mark.full),
         ("ddp", "nnscaler_tp", (8, 16, 16)),
         pytest.param("nnscaler_tp", "ddp", (16, 32, 32), marks=pytest.mark.full),
     ],

@@ -29,6 +29,7 @@ def run(*arguments: str, path: Path) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", [[], ["--async"]], ids=["waiting", "in the background"])
 def test_kills_at_random_moments_lose_nothing(tmp_path: Path, mode: list[str]) -> None:
     kills = int(os.environ.get("NNX_KILLS", "12"))

@@ -70,6 +70,7 @@ def test_what_is_shown_is_what_is_offered() -> None:
     assert dir(nnx_core) == sorted(nnx_core.__all__)
 
 
+@pytest.mark.full
 def test_another_package_of_the_same_name_disturbs_nothing(site, run_python) -> None:
     (site.path / "nnx").mkdir()
     (site.path / "nnx" / "__init__.py").write_text(FOREIGN)

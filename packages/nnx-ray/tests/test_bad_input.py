@@ -86,6 +86,7 @@ def test_a_wrong_option_is_refused_before_anything_starts(options: dict[str, Any
         nnx.strategy("fsdp_auto", launcher="ray", **options)
 
 
+@pytest.mark.full
 def test_a_cluster_that_is_too_small_says_what_was_asked_for_and_what_is_free(cluster: Any) -> None:
     began = time.monotonic()
     with pytest.raises(LaunchError) as caught:

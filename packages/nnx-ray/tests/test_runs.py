@@ -75,6 +75,7 @@ def losses_by_step(folder: Path) -> list[float]:
     return [found[step] for step in sorted(found)]
 
 
+@pytest.mark.full
 def test_a_killed_actor_costs_the_steps_since_the_last_checkpoint(
     cluster: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

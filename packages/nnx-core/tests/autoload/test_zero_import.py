@@ -95,6 +95,7 @@ def test_names_work_in_a_script_for_trainer_fabric_and_both_mirrors(probes, run_
     )
 
 
+@pytest.mark.full
 def test_names_are_known_in_a_spawned_child_that_never_imports_nnx(probes, run_python):
     run_python(
         """
