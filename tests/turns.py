@@ -60,7 +60,8 @@ TURNS = {
     # One strategy of each of three engines; with `TestTiny` they try every check that an engine can break,
     # but for most habits.
     "TestFsdpAuto": Turn(
-        0, 4, whole=("habits_gradients", "habits_state_dict", "habits_written_by_ranks", "nodes")
+        *(0, 4),
+        whole=("habits_gradients", "habits_state_dict", "habits_written_by_ranks", "nodes", "manners"),
     ),
     "TestNnScalerTp": Turn(1, 4),
     "TestColossalAI": Turn(2, 4),
