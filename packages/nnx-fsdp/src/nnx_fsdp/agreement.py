@@ -28,6 +28,7 @@ from nnx_checkpoint.collective import is_distributed
 from nnx_core._torch_compat import when_backward_ends
 from nnx_core.used import CollectiveOrder, asked_anywhere
 from nnx_fsdp._torch_compat import (
+    SHARDS_INTEGERS,
     HeldParameter,
     Unit,
     at_end_of_backward,
@@ -43,7 +44,8 @@ from nnx_fsdp._torch_compat import (
 def unshardable(module: nn.Module) -> set[nn.Parameter]:
     """The parameters that FSDP2 cannot shard with the others of a unit.
 
-    They have no dimension or no elements, or are trained in another dtype than most elements are.
+    They have no dimension or no elements, or are trained in another dtype than most elements are; with
+    torch 2.11 also those of integers.
 
     Example:
         >>> layers = nn.Sequential(nn.Linear(3, 3, dtype=torch.bfloat16), nn.LayerNorm(3))
@@ -56,7 +58,13 @@ def unshardable(module: nn.Module) -> set[nn.Parameter]:
         if parameter.requires_grad:
             elements[parameter.dtype] += parameter.numel()
     usual = max(elements, key=lambda dtype: elements[dtype], default=None)
-    return {p for p in plain if p.ndim == 0 or p.numel() == 0 or (p.requires_grad and p.dtype != usual)}
+    return {p for p in plain if p.ndim == 0 or p.numel() == 0 or _differs(p, usual)}
+
+
+def _differs(parameter: nn.Parameter, usual: torch.dtype | None) -> bool:
+    if parameter.requires_grad:
+        return parameter.dtype != usual
+    return not (SHARDS_INTEGERS or parameter.is_floating_point() or parameter.is_complex())
 
 
 class ReplicatedParameters:

@@ -26,7 +26,7 @@ class Adversaries(Plain):
             hidden = self.embed(batch[0])
             for block in self.blocks:
                 hidden = block(hidden)
-            loss = mse_loss(self.head(hidden), batch[1]) * scale
+            loss = mse_loss(self.head(hidden).float(), batch[1]) * scale  # torch 2.11 takes no two dtypes
             self.record(loss)
             self.manual_backward(loss)
             optimizer.step()

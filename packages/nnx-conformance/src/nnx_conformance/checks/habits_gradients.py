@@ -296,6 +296,9 @@ class SplitBackward(Manual):
             PipelineStage(part, number, len(parts), inputs.device, group=self.pipe)
             for number, part in enumerate(parts)
         ]
+        for stage in stages:
+            # Torch 2.11 first sends to the neighbours: here to the same rank, which gloo cannot.
+            stage._get_init_p2p_neighbors_ops = list
         losses: list[Tensor] = []
         schedule: Any = get_schedule_class(self.schedule)
         try:
