@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import finalize, ref
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from nnx_core.errors import UnsupportedError
 
@@ -51,7 +53,7 @@ def no_optimizer(engine: str) -> UnsupportedError:
 
 
 class OwnOptimizers:
-    """Refuses steps that would use gradients which the engine has not reduced.
+    """Refuses steps that would use gradients which the engine has not reduced, until it is freed.
 
     Args:
         module: The module whose parameters are watched.
@@ -71,7 +73,7 @@ class OwnOptimizers:
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self._known, self._engine, self._only_in_backward = known, engine, only_in_backward
         self._runs_backward = False
-        self._handle = register_optimizer_step_pre_hook(self._before_step)
+        self._handle = _watch_steps(self)
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
@@ -82,7 +84,8 @@ class OwnOptimizers:
         finally:
             self._runs_backward = False
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Refuse a step of another optimizer than the engine's over parameters that it watches."""
         known = list(self._known())
         if not self._runs_backward and (self._only_in_backward or any(optimizer is one for one in known)):
             return
@@ -105,6 +108,20 @@ class OwnOptimizers:
     def remove(self) -> None:
         """Look no more."""
         self._handle.remove()
+
+
+def _watch_steps(own: OwnOptimizers) -> RemovableHandle:
+    """Call it before the steps of all optimizers, until it is freed: Fabric ends no run."""
+    found = ref(own)
+
+    def before_step(optimizer: Optimizer, *_: Any) -> None:
+        living = found()
+        if living is not None:
+            living.before_step(optimizer)
+
+    handle = register_optimizer_step_pre_hook(before_step)
+    finalize(own, handle.remove).atexit = False
+    return handle
 
 
 def _parameters(optimizers: Iterable[Optimizer]) -> Iterator[nn.Parameter]:
