@@ -14,7 +14,7 @@ from nnx_core.registry import StrategyRegistry
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 DEFAULT = ("nnscaler_deduped",)
-"""What shares a batch, cuts it, and has an engine of others; the rest is in the full run."""
+"""Strategies that README's test command tries; `nox -s full` tries all."""
 
 
 def strategies() -> list[str]:

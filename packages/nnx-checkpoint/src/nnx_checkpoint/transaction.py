@@ -52,10 +52,11 @@ def begin(path: Place) -> Transaction:
     Raises:
         CheckpointError: Something else is there, another run is saving to it, or it cannot be written to.
     """
-    if path.kind() == "file":
+    kind = path.kind()
+    if kind == "file":
         raise _refusal(path, "it is a file")
     # Asked for as a link: another run may have made the directory since.
-    if path.kind() is None and isinstance(path.location, Path) and path.location.is_symlink():
+    if kind is None and isinstance(path.location, Path) and path.location.is_symlink():
         raise _refusal(path, "it is a link that leads to nothing")
     foreign = [name for name in path.names() if not _is_ours(name)]
     if foreign and not _is_proven(path):

@@ -60,7 +60,7 @@ PRIVATE_NAMES = {
 """The private names of torch that this module uses, and what happens where torch lacks one."""
 
 SHARDS_INTEGERS = torch.__version__ >= "2.12"  # it compares as a version
-"""Whether FSDP2 can shard parameters of integers: torch 2.11 makes those it shards trainable first."""
+"""Whether FSDP2 can shard integer parameters. Torch 2.11 sets `requires_grad`, which integers refuse."""
 
 # --- gathered units -------------------------------------------------------------------------------
 # FSDP2 puts its own parameter objects under fixed names, writes nothing back from what it has gathered, and

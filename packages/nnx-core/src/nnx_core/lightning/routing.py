@@ -126,8 +126,8 @@ def unroute_precision(plugin: Any) -> None:
 def route_optimizer_steps(optimizers: Iterable[Any], backend: Backend[Any], module: nn.Module) -> None:
     """Make ``optimizer.step`` call the engine's `Backend.optimizer_step`, where it has its own.
 
-    What user code left in published gradients is taken over right before, after the closure. The engine gets
-    to know of each ``zero_grad``.
+    The engine takes over published gradients that user code has changed, after the closure and before the
+    step. It also hears of each ``zero_grad``.
 
     Args:
         optimizers: The user's, and Lightning's wrappers of them; some may be routed already.

@@ -139,7 +139,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _has_memory(value: Any) -> bool:
-    """Whether a value is a plain tensor with one storage, which a sparse one has not."""
+    """Return True for a plain strided tensor, which has one storage."""
     return type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
 
 
