@@ -41,7 +41,7 @@ class Net(LightningModule):
         return self(batch[0]).square().mean()
 
     def validation_step(self, batch, index):
-        self.log("loss", self.training_step(batch), sync_dist=True)
+        self.log("loss", self(batch[0]).square().mean(), sync_dist=True)
 
     def on_train_batch_end(self, outputs, batch, index):
         self.trainer.should_stop = index >= 1

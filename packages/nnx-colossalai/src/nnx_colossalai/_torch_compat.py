@@ -34,6 +34,7 @@ from nnx_core._torch_compat import (
     users_of_storage,
     will_execute,
 )
+from nnx_core.own_optimizers import refuse_unreduced_step
 from nnx_fsdp._torch_compat import drop_unreduced_gradient, has_unreduced_gradient
 
 __all__ = [
@@ -101,8 +102,9 @@ def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 def has_hooks_that_see_the_result(optimizer: Optimizer) -> bool:
     """Whether something runs after the step, or around every optimizer's step."""
-    after = optimizer._optimizer_step_post_hooks
-    return bool(after or base._global_optimizer_post_hooks or base._global_optimizer_pre_hooks)
+    after = optimizer._optimizer_step_post_hooks or base._global_optimizer_post_hooks
+    before_all = base._global_optimizer_pre_hooks.values()
+    return bool(after) or any(hook is not refuse_unreduced_step for hook in before_all)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from jobs.colossalai_layers import Layer, Model
 from nnx_colossalai.optimizers import FusedAdam
 from nnx_colossalai.stepper import OptimizerStepError, Stepper
 from nnx_core.errors import OptionError
+from nnx_core.own_optimizers import OwnOptimizers
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -298,6 +299,16 @@ def test_a_hook_after_the_step_sees_its_result_and_this_is_said_once(
     assert all(chunk.pending is None for chunk in training.chunks)
     said = [record.getMessage() for record in caplog.records]
     assert said == ["SGD does not step in the background: a step hook may look at the result."]
+
+
+def test_an_engine_that_watches_steps_for_its_own_module_leaves_them_in_the_background(
+    training: Training,
+) -> None:
+    theirs = nn.Linear(2, 1)
+    watching = OwnOptimizers(theirs, list, engine="another engine")
+    training.step()
+    assert all(chunk.pending is not None for chunk in training.chunks)
+    watching.remove()
 
 
 class Own(torch.optim.SGD):

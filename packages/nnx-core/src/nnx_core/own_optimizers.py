@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
-from weakref import finalize, ref
+from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nnx_core.errors import UnsupportedError
 
-__all__ = ["OwnOptimizers", "refuse_no_optimizer"]
+__all__ = ["OwnOptimizers", "refuse_no_optimizer", "refuse_unreduced_step"]
 
 _REMEDY = (
     "Return it from `configure_optimizers`, and step it after `self.manual_backward(loss)`; or use a "
@@ -52,6 +53,31 @@ def no_optimizer(engine: str) -> UnsupportedError:
     )
 
 
+_watching: WeakSet[OwnOptimizers] = WeakSet()
+"""Those that look at steps in this process; one whose engine is freed is in it no more."""
+
+
+def refuse_unreduced_step(optimizer: Optimizer, *_: Any) -> None:
+    """Refuse a step, before it, that an `OwnOptimizers` of this process refuses; it looks at no values.
+
+    It stays with torch when its engines are gone, as Fabric ends no run, and does nothing then.
+
+    Args:
+        optimizer: The optimizer that is to step.
+
+    Raises:
+        UnsupportedError: It steps parameters whose gradients no engine has reduced.
+    """
+    for own in list(_watching):
+        own.before_step(optimizer)
+
+
+@cache
+def _hook_into_torch() -> RemovableHandle:
+    """Let torch call `refuse_unreduced_step` before every step, from the first call in this process on."""
+    return register_optimizer_step_pre_hook(refuse_unreduced_step)
+
+
 class OwnOptimizers:
     """Refuses steps that would use gradients which the engine has not reduced, until it is freed.
 
@@ -73,7 +99,8 @@ class OwnOptimizers:
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self._known, self._engine, self._only_in_backward = known, engine, only_in_backward
         self._runs_backward = False
-        self._handle = _watch_steps(self)
+        _hook_into_torch()
+        _watching.add(self)
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
@@ -107,21 +134,7 @@ class OwnOptimizers:
 
     def remove(self) -> None:
         """Look no more."""
-        self._handle.remove()
-
-
-def _watch_steps(own: OwnOptimizers) -> RemovableHandle:
-    """Call it before the steps of all optimizers, until it is freed: Fabric ends no run."""
-    found = ref(own)
-
-    def before_step(optimizer: Optimizer, *_: Any) -> None:
-        living = found()
-        if living is not None:
-            living.before_step(optimizer)
-
-    handle = register_optimizer_step_pre_hook(before_step)
-    finalize(own, handle.remove).atexit = False
-    return handle
+        _watching.discard(self)
 
 
 def _parameters(optimizers: Iterable[Optimizer]) -> Iterator[nn.Parameter]:
