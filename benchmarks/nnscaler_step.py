@@ -2,6 +2,8 @@
 
     python benchmarks/nnscaler_step.py eager        one process:   nnscaler_dp         against plain PyTorch
     python benchmarks/nnscaler_step.py ddp          two processes: nnscaler_dp         against torch DDP
+    python benchmarks/nnscaler_step.py zero         two processes: nnscaler_zero       against FSDP2's
+                                                    fully_shard of each block
     python benchmarks/nnscaler_step.py tensor       two processes: tensor parallelism  against DTensor's
                                                     parallelize_module with the same shards
 
@@ -28,10 +30,16 @@ import torch
 import torch.distributed as dist
 from processes import start_again
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F  # noqa: N812 (the name everybody uses)
 
-PROCESSES = {"eager": 1, "ddp": 2, "tensor": 2}
-THEIRS = {"eager": "plain PyTorch", "ddp": "torch DDP", "tensor": "parallelize_module"}
+PROCESSES = {"eager": 1, "ddp": 2, "zero": 2, "tensor": 2}
+THEIRS = {
+    "eager": "plain PyTorch",
+    "ddp": "torch DDP",
+    "zero": "fully_shard",
+    "tensor": "parallelize_module",
+}
 
 
 class Lap(NamedTuple):
@@ -101,7 +109,7 @@ def ours(
 
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
-    options = NnScalerOptions(policy="dp")
+    options = NnScalerOptions(policy="zero" if arguments.against == "zero" else "dp")
     if arguments.against == "tensor":
         options = NnScalerOptions(policy=same_shards, gen_savedir=tempfile.gettempdir())
     backend = NnScalerBackend(options)
@@ -146,6 +154,10 @@ def theirs(
         forward: Callable[..., Any] = nn.parallel.DistributedDataParallel(model)
     elif arguments.against == "tensor":
         forward = tensor_parallel(model)
+    elif arguments.against == "zero":
+        for block in model.blocks:
+            fully_shard(block)
+        forward = fully_shard(model)
     else:
         forward = model
     # Lightning's strategies and torchtitan use the default, which on CPU is the loop over parameters.
@@ -216,7 +228,7 @@ def train(build: Callable[..., Any], arguments: argparse.Namespace) -> tuple[lis
         vocabulary=arguments.vocabulary,
         context=arguments.context,
     )
-    torch.manual_seed(dist.get_rank() if arguments.against == "ddp" else 0)
+    torch.manual_seed(dist.get_rank() if arguments.against in ("ddp", "zero") else 0)
     tokens = torch.randint(arguments.vocabulary, (arguments.batch, arguments.context + 1))
     ids, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     step, finish = build(model, (ids, labels), arguments)
