@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import all_gather
 from torch.distributed.tensor import DTensor
 
 from nnx_checkpoint._torch_compat import default_group
@@ -123,7 +124,7 @@ class SharedBatches:
         mine = torch.tensor([self._shares.rank, dist.get_rank(), _digest(batch)])
         group = control_group() if in_step else self._shares.within
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(rows, mine, group=group)
+        all_gather(rows, mine, group=group)
         first: dict[int, tuple[int, int]] = {}
         for share, rank, digest in (row.tolist() for row in rows):
             model, expected = first.setdefault(share, (rank, digest))

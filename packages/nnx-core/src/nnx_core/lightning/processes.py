@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
+from torch.distributed import all_reduce
 from torch.distributed.tensor import DTensor
 
 from nnx_core.backend import Backend, ParallelContext
@@ -250,8 +251,7 @@ class ParallelProcesses(ABC):
             self._batches = SharedBatches(self._shares, every=self.common.check_every)
             if self._shares is not None:
                 ranks = dist.get_world_size() // self._shares.size
-                engine = type(self.backend).__module__.partition(".")[0]
-                warn_of_direct_calls(self.name, engine=engine, ranks=ranks)
+                warn_of_direct_calls(self.name, ranks=ranks)
 
     def _tell(self, module: nn.Module, batch: int | None = None, *, accumulate: int = 1) -> None:
         """Begin the run with some lines on rank 0, once a module is laid out."""
@@ -289,7 +289,7 @@ class ParallelProcesses(ABC):
         """
         if self.root_device.type == "cpu" and dist.is_initialized():
             fewest = torch.tensor(torch.get_num_threads())
-            dist.all_reduce(fewest, op=dist.ReduceOp.MIN)
+            all_reduce(fewest, op=dist.ReduceOp.MIN)
             if int(fewest) != torch.get_num_threads():
                 torch.set_num_threads(int(fewest))
 
@@ -373,7 +373,7 @@ class ParallelProcesses(ABC):
         neutral = {"sum": 0, "product": 1}.get(_name_of(op)) if group is None and not is_mean else None
         if neutral is not None and self._shares is not None and not self._shares.is_first:
             result.fill_(neutral)
-        dist.all_reduce(result, op=op, group=group)
+        all_reduce(result, op=op, group=group)
         return result / dist.get_world_size(group) if is_mean else result
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
