@@ -56,7 +56,6 @@ PRIVATE_NAMES = {
     "FSDPState._register_root_post_backward_final_callback": Private(_SETUP),
     "FSDPState._state_ctx": Private(_STEP),
     "Module._parameters": Private(_SETUP),
-    "torch.distributed.pipelining.stage.stage_backward_input": Private("schedules that split backward lose"),
     "CompiledFunction._torchdynamo_orig_callable": Private("copying a compiled model is not refused"),
 }
 """The private names of torch that this module uses, and what happens where torch lacks one."""
