@@ -359,6 +359,14 @@ class CountsEveryRank(DDPStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": 1, "rank": 0}
 
+    @property
+    def data_rank(self) -> int:
+        return self.global_rank
+
+    @property
+    def data_world_size(self) -> int:
+        return self.world_size
+
 
 class LeavesDirectCallsAlone(TinyBackend):
     """All ranks compute one batch, and nobody is told what torch.distributed makes of it."""
@@ -722,7 +730,8 @@ _CAUGHT = {
     StepsBack: ("sam_in_manual_optimization", "updated_targets", "written_weights", "reinitialized_layers"),
     SharesABatch: ("iterable_split_by_rank", "shuffled_by_rank"),
     CountsEveryRank: (
-        *("contrastive_loss", "contrastive_loss_by_rank", "world_size_in_the_loss", "counted_samples"),
+        *("contrastive_loss", "contrastive_loss_by_rank", "contrastive_loss_by_data_rank"),
+        *("world_size_in_the_loss", "data_world_size_in_the_loss", "counted_samples"),
     ),
     LeavesDirectCallsAlone: ("direct_collectives",),
     NewParameters: (

@@ -15,7 +15,8 @@ class TestNnScalerTp(StrategyConformance):
     only = (
         *("numbers", "stages", "structure", "names"),
         *("iterable_split_by_rank", "shuffled_by_rank", "contrastive_loss", "contrastive_loss_by_rank"),
-        *("world_size_in_the_loss", "counted_samples", "complex_parameters", "sparse_gradients"),
+        *("contrastive_loss_by_data_rank", "world_size_in_the_loss", "data_world_size_in_the_loss"),
+        *("counted_samples", "complex_parameters", "sparse_gradients"),
         *("frozen_in_mid_run", "own_backward", "weights_read_on_rank_zero"),
     )
 

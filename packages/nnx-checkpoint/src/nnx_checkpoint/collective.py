@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import all_gather_object as _all_gather_object
+from torch.distributed import gather_object as _gather_object
 
 from nnx_checkpoint._torch_compat import default_group, default_store, timeout_of
 from nnx_checkpoint.clean_up import note
@@ -113,7 +115,7 @@ def all_gather_object(value: T, group: dist.ProcessGroup | None) -> list[T]:
     if group is None:
         return [value]
     values: list[T | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    _all_gather_object(values, value, group=group)
     return cast("list[T]", values)
 
 
@@ -123,7 +125,7 @@ def gather_object(value: T, group: dist.ProcessGroup | None) -> list[T] | None:
         return [value]
     is_target = dist.get_rank(group) == 0
     values: list[T | None] | None = [None] * dist.get_world_size(group) if is_target else None
-    dist.gather_object(value, values, group=group, group_dst=0)
+    _gather_object(value, values, group=group, group_dst=0)
     return cast("list[T] | None", values)
 
 

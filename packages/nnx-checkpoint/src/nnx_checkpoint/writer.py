@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import all_reduce
 from torch.distributed.tensor import DTensor
 
 from nnx_checkpoint import inflight
@@ -525,7 +526,7 @@ def release() -> None:
 
 def _ended_everywhere(here: bool) -> bool:
     ended = torch.tensor(int(here), device="cpu")
-    dist.all_reduce(ended, op=dist.ReduceOp.MIN, group=control_group())
+    all_reduce(ended, op=dist.ReduceOp.MIN, group=control_group())
     return bool(ended)
 
 

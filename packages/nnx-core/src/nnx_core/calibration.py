@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import all_reduce
 
 from nnx_checkpoint.collective import all_gather_object
 from nnx_core._torch_compat import all_gather_into, reduce_scatter_into
@@ -144,7 +145,7 @@ class GroupCommunicator(Communicator):
     def all_reduce(self, tensor: Tensor) -> Tensor:  # noqa: D102 # as the base class says
         result = tensor.clone(memory_format=torch.contiguous_format)
         if self.group is not None:
-            dist.all_reduce(result, group=self.group)
+            all_reduce(result, group=self.group)
         return result
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:  # noqa: D102

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import all_reduce
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
@@ -214,7 +215,7 @@ def _all_reduce(value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
     if is_distributed():
         # A rank may see float64 gradients only: agree on the wider dtype by always reducing in float64.
         wide = value.double()
-        dist.all_reduce(wide, op=op)
+        all_reduce(wide, op=op)
         return wide.to(value.dtype)
     return value
 
@@ -234,7 +235,7 @@ def unscale_gradients(gradients: Sequence[Gradient], inverse_scale: Tensor, devi
         largest = torch.stack(foreach_norm(group, math.inf)).max()
         found = torch.maximum(found, (~torch.isfinite(largest)).to(device, torch.float32))
     if is_distributed():
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        all_reduce(found, op=dist.ReduceOp.MAX)
     return found
 
 

@@ -1,8 +1,8 @@
 """Shares of the data: what it means that several ranks work on one batch together.
 
 Where an engine splits a model over ranks, these read the same share of the data. This module owns what
-follows from it outside of the engine: which ranks they are, what a rank and the number of ranks mean in
-user code, gathering what each share has once, and the comparison of the batches that must be equal.
+follows from it outside of the engine: which ranks they are, and the comparison of the batches that must be
+equal.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import all_gather
 from torch.distributed.tensor import DTensor
 
 from nnx_checkpoint._torch_compat import default_group
@@ -86,75 +87,6 @@ def _group_among(lists: list[list[int]], *, backend: str | None) -> dist.Process
     return made[key]
 
 
-# --- numbers --------------------------------------------------------------------------------------
-
-
-class SharedNumber(int):
-    """A rank, or a number of ranks, where several ranks read one share of the data.
-
-    Computed with, as for labels of gathered samples, averages and the division of data, it counts shares.
-    Compared, printed and as a key, as for what one process writes alone, it is that of the process. So
-    both give what they give where every rank has a share of its own.
-
-    Args:
-        share: The share that is computed with.
-        process: The share that is compared.
-
-    Example:
-        >>> rank = SharedNumber(0, 1)
-        >>> rank * 8, [10, 20][rank], rank == 0, f"rank {rank}"
-        (0, 10, False, 'rank 1')
-    """
-
-    process: int
-
-    def __new__(cls, share: int, process: int) -> SharedNumber:
-        """An int of the share."""
-        made = super().__new__(cls, share)
-        made.process = process
-        return made
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self.process == of_process(other))
-
-    def __ne__(self, other: object) -> bool:
-        return bool(self.process != of_process(other))
-
-    def __lt__(self, other: int) -> bool:
-        return bool(self.process < of_process(other))
-
-    def __le__(self, other: int) -> bool:
-        return bool(self.process <= of_process(other))
-
-    def __gt__(self, other: int) -> bool:
-        return bool(self.process > of_process(other))
-
-    def __ge__(self, other: int) -> bool:
-        return bool(self.process >= of_process(other))
-
-    def __bool__(self) -> bool:
-        return bool(self.process)
-
-    def __hash__(self) -> int:
-        return hash(self.process)
-
-    def __repr__(self) -> str:
-        return repr(self.process)
-
-    __str__ = __repr__
-
-    def __format__(self, spec: str) -> str:
-        return format(self.process, spec)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return int, (self.process,)
-
-
-def of_process(number: Any) -> Any:
-    """The number of the process in the place of one that counts shares where it is computed with."""
-    return number.process if isinstance(number, SharedNumber) else number
-
-
 # --- batches --------------------------------------------------------------------------------------
 
 
@@ -192,7 +124,7 @@ class SharedBatches:
         mine = torch.tensor([self._shares.rank, dist.get_rank(), _digest(batch)])
         group = control_group() if in_step else self._shares.within
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(rows, mine, group=group)
+        all_gather(rows, mine, group=group)
         first: dict[int, tuple[int, int]] = {}
         for share, rank, digest in (row.tolist() for row in rows):
             model, expected = first.setdefault(share, (rank, digest))

@@ -25,6 +25,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import all_reduce
 from torch.distributed.distributed_c10d import Store
 
 from nnx_checkpoint._torch_compat import default_store
@@ -65,7 +66,7 @@ def asked_anywhere(flags: Sequence[bool]) -> Callable[[], list[bool]]:
     if not is_distributed() or not flags:
         return lambda: list(flags)
     shared = torch.tensor(flags, dtype=torch.uint8)
-    work = dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=engine_group(), async_op=True)
+    work = all_reduce(shared, op=dist.ReduceOp.MAX, group=engine_group(), async_op=True)
 
     @cache
     def answer() -> list[bool]:

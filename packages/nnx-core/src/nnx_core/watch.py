@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import all_gather
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -312,7 +313,7 @@ class Watch:
         group = control_group()
         assert group is not None
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(rows, row, group=group)
+        all_gather(rows, row, group=group)
         table = [each.tolist() for each in rows]
         return table if all(each[0] for each in table) else None
 

@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import all_reduce
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -246,7 +247,7 @@ class OwnerRanks:
     def _have_gradients(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
         """Which parameters have a gradient on some rank."""
         flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self._device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        all_reduce(flags, dist.ReduceOp.MAX)
         return [bool(flag) for flag in flags.tolist()]
 
     def _gradient(self, parameter: nn.Parameter, weight: Shard) -> tuple[Tensor, ...]:
@@ -603,7 +604,7 @@ def _on_every_rank(doing: str, device: torch.device) -> Iterator[None]:
     except Exception as raised:
         error = raised
     failed = torch.tensor(float(error is not None), device=device)
-    dist.all_reduce(failed, dist.ReduceOp.MAX)
+    all_reduce(failed, dist.ReduceOp.MAX)
     if error is not None:
         raise error
     if failed.item():
@@ -680,7 +681,7 @@ class _Led:
             return loss
         mean = torch.as_tensor(loss).detach().to(self._owners._device, copy=True)
         mean = mean if mean.is_floating_point() else mean.float()
-        dist.all_reduce(mean)
+        all_reduce(mean)
         mean /= dist.get_world_size()
         return mean if isinstance(loss, Tensor) else mean.item()
 

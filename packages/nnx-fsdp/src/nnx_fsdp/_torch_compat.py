@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import wraps
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from nnx_checkpoint._torch_compat import IMPORT, Private
 from nnx_core._torch_compat import param_groups, state_of, tree_leaves, when_backward_ends
 from nnx_core.errors import UnsupportedError
-from nnx_core.whole import in_guarded_mode, local_mode
+from nnx_core.whole import in_guarded_mode, local_mode, part_of
 
 _SETUP = "setting a model up raises AttributeError"
 _STEP = "the first step raises AttributeError"
@@ -106,8 +107,6 @@ class GatheredWeight(nn.Parameter):
         if not _is_for_user(part):
             _GRAD.__set__(self, gradient)
             return
-        if gradient is not None and _GRAD.__get__(self) is None:
-            refuse_split_backward(part.name)
         part.gradient_given(gradient)
 
 
@@ -116,35 +115,38 @@ def _is_for_user(part: Any) -> bool:
     return part is not None and in_guarded_mode()
 
 
-def refuse_split_backward(name: str) -> None:
-    """Refuse what torch's pipelining asks of a weight to compute its gradient apart from that of inputs.
+def refuse_split_backward() -> None:
+    """Let torch's pipelining refuse to compute gradients of our weights apart from those of inputs.
 
     It looks for the weights that a module has just then in the graph of its outputs. Those of FSDP2 are
     others before and after each forward and backward, so that gradients would be lost without an error.
-
-    Args:
-        name: The weight's.
-
-    Raises:
-        UnsupportedError: The call comes from torch's pipelining.
     """
-    frame = sys._getframe(1)
-    for _ in range(_FRAMES):
-        if frame.f_globals.get("__name__") == _PIPELINING:
-            raise UnsupportedError(
-                f"a schedule of torch.distributed.pipelining computes the gradient of {name!r} apart from "
-                "those of inputs, and would lose it, because FSDP2 gathers and frees weights meanwhile.",
-                remedy="Use Schedule1F1B or ScheduleInterleaved1F1B, or strategy 'nnscaler_pp' with "
-                "pipeline_scheduler='zero_bubble'.",
-            )
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
+    stage: Any = import_module("torch.distributed.pipelining.stage")
+    if not hasattr(stage.stage_backward_input, "__wrapped__"):
+        stage.stage_backward_input = _refusing_parts(stage.stage_backward_input)
 
 
-_PIPELINING = "torch.distributed.pipelining._backward"
-_FRAMES = 8
-"""Between a function of torch's pipelining and here there are the guard's, and no more."""
+def _refusing_parts(own: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(own)
+    def stage_backward_input(
+        outputs: Any, gradients: Any, inputs: Any, weights: Iterator[nn.Parameter]
+    ) -> Any:
+        found = list(weights)
+        for weight in found:
+            part: Any = part_of(weight) or vars(weight).get("_part")
+            if part is not None:
+                raise UnsupportedError(
+                    f"a schedule of torch.distributed.pipelining computes the gradient of {part.name!r} "
+                    "apart from those of inputs, and would lose it, because FSDP2 gathers and frees weights "
+                    "meanwhile.",
+                    remedy="Use Schedule1F1B or ScheduleInterleaved1F1B, or strategy 'nnscaler_pp' with "
+                    "pipeline_scheduler='zero_bubble'.",
+                )
+        return own(outputs, gradients, inputs, iter(found))
+
+    return stage_backward_input
+
+
 _DATA, _GRAD = cast(Any, Tensor.data), cast(Any, Tensor.grad)
 
 

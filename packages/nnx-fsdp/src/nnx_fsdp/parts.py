@@ -31,7 +31,7 @@ from nnx_core.whole import (
     local_mode,
     unguard,
 )
-from nnx_fsdp._torch_compat import HeldParameter, refuse_split_backward
+from nnx_fsdp._torch_compat import HeldParameter
 
 __all__ = ["ParameterPart", "ShardedPart", "gather"]
 
@@ -330,8 +330,6 @@ class ParameterPart(ShardedPart):
 
     def whole(self) -> Tensor:  # noqa: D102
         is_recorded = torch.is_grad_enabled() and self.tensor.requires_grad
-        if is_recorded:
-            refuse_split_backward(self.name)
         value = self.value()
         if not is_recorded:
             return value

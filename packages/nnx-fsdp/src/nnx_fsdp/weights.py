@@ -31,7 +31,7 @@ from nnx_core.whole import (
     local_mode,
     unguard,
 )
-from nnx_fsdp._torch_compat import Unit, has_failed_backward, is_in_transform
+from nnx_fsdp._torch_compat import Unit, has_failed_backward, is_in_transform, refuse_split_backward
 from nnx_fsdp.parts import ParameterPart, ShardedPart, gather
 
 
@@ -61,6 +61,7 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
         is_watched: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
+        refuse_split_backward()
         self._is_watched = is_watched
         self._written: dict[str, int] = {}
         self._order = order

@@ -8,6 +8,7 @@ from nnx_core import Capabilities, CheckpointFormatSpec, StrategySpec, hookimpl
 
 _OF_PLANS = (
     *("iterable_split_by_rank", "shuffled_by_rank"),  # ranks of a unit have to read one batch
+    *("contrastive_loss_by_rank", "world_size_in_the_loss"),  # a step divides by `data_rank` there
     *("gradient_of_a_weight", "gradient_penalty"),  # programs compute the forward in parts
 )
 _OF_RANKS = ("combined_gradients", "split_backward")  # each rank would have those of its own samples

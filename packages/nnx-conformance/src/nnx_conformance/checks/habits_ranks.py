@@ -240,8 +240,21 @@ class ContrastiveLossByRank(_Contrastive):
     def loss(self, batch: list[Tensor]) -> Tensor:
         """Mine against all."""
         first, second = self.views(batch)
-        labels = torch.arange(len(first)) + self.global_rank * len(first)
+        labels = torch.arange(len(first)) + self.rank() * len(first)
         return cross_entropy(first @ self.gathered(second).T * 5, labels)
+
+    def rank(self) -> int:
+        """As Lightning has it."""
+        return self.global_rank
+
+
+@habit()
+class ContrastiveLossByDataRank(ContrastiveLossByRank):
+    """It is so where a rank finds its samples again by `strategy.data_rank`."""
+
+    def rank(self) -> int:
+        """That of Lightning on one process."""
+        return int(getattr(self.trainer.strategy, "data_rank", 0))
 
 
 @habit()
@@ -251,7 +264,20 @@ class WorldSizeInTheLoss(Habitual):
     def loss(self, batch: list[Tensor]) -> Tensor:
         """Under averaging of gradients."""
         total = mse_loss(self(batch[0]), batch[1], reduction="sum")
-        return total * self.trainer.world_size / (GLOBAL_BATCH * FEATURES)
+        return total * self.size() / (GLOBAL_BATCH * FEATURES)
+
+    def size(self) -> int:
+        """As Lightning has it."""
+        return self.trainer.world_size
+
+
+@habit()
+class DataWorldSizeInTheLoss(WorldSizeInTheLoss):
+    """It is so with `strategy.data_world_size`."""
+
+    def size(self) -> int:
+        """One on one process."""
+        return int(getattr(self.trainer.strategy, "data_world_size", 1))
 
 
 @habit()

@@ -48,7 +48,6 @@ from nnx_core.errors import CheckpointError
 from nnx_core.lightning.compat import WeightsOnDisk
 from nnx_core.lightning.routing import unwrap_optimizer
 from nnx_core.options import StateDictType, check_choice
-from nnx_core.shares import of_process
 
 # --- CheckpointIO: the shared checkpoint as a plugin of Lightning's ------------------------------
 
@@ -342,7 +341,7 @@ def save_lightning_checkpoint(
     if own is not None:
         full[RANKS] = gather_object(own, control_group())
     with together(control_group(), doing=f"saving {str(path)!r}"):
-        if strategy.global_rank == 0:
+        if strategy.is_global_zero:
             states = full.get("optimizer_states", ())
             if states:
                 named = innermost_checkpoint_io(io) is not None
@@ -411,7 +410,7 @@ def take_rank_entries(checkpoint: Mapping[str, Any], rank: int, size: int) -> No
 def _provenance(strategy: Any) -> dict[str, Any]:
     return {
         "strategy": strategy.name,
-        "world_size": of_process(strategy.world_size),
+        "world_size": strategy.backend.context.world_size,
         "torch": torch.__version__,
         "lightning": _lightning_version(strategy),
         "nnx": version("nnx-core"),

@@ -28,7 +28,6 @@ from nnx_checkpoint.naming import RANKS
 from nnx_core import random_state
 from nnx_core.errors import CheckpointError
 from nnx_core.lightning.beginning import another_batch, size_of_loader
-from nnx_core.shares import of_process
 
 # --- where the loops were -------------------------------------------------------------------------
 # Lightning 2.6 resumes some places otherwise than it left them. A run that ``max_steps`` ended inside an
@@ -639,12 +638,12 @@ class ExactResume:
             own_batch: The option that gives every rank a batch of its own.
         """
         size = size_of_loader(trainer.train_dataloader, batch)
-        shares = of_process((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
+        shares = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         self._samples = None if size is None else size * shares
         before, self._batch_before = self._batch_before, None
         if before is None or size is None or _is_scheduled(trainer):
             return
-        ranks, accumulate = of_process(trainer.world_size), int(trainer.accumulate_grad_batches)
+        ranks, accumulate = trainer.world_size, int(trainer.accumulate_grad_batches)
         said = another_batch(
             before, size, ranks=ranks, shares=shares, accumulate=accumulate, own_batch=own_batch
         )
@@ -666,7 +665,7 @@ class ExactResume:
         if trainer.state.fn != "fit":
             return
         place = interruption(checkpoint, iteration_based=trainer.max_steps != -1)
-        rank, step = of_process(trainer.global_rank), checkpoint.get("global_step", 0)
+        rank, step = trainer.global_rank, checkpoint.get("global_step", 0)
         with together(control_group(), doing="reading the random state"):
             first = self._read_first(ranks)
             own = ranks[rank] if rank < first.get("world_size", 0) else None
@@ -729,8 +728,8 @@ class ExactResume:
             said = random_state.resume(
                 None if resumed.own is None else resumed.own["rng"],
                 seed=resumed.first["rng"]["seed"],
-                rank=of_process(trainer.global_rank),
-                size=of_process(trainer.world_size),
+                rank=trainer.global_rank,
+                size=trainer.world_size,
                 saved_size=resumed.first["world_size"],
                 step=resumed.step,
                 strict=self.strict_rng,
@@ -761,7 +760,7 @@ def _put_loader_states(trainer: Any, saved: _Resumed, ranks: Any, checkpoint: di
     if not saved.first.get("data", _NO_DATA)["stateful"]:
         return []
     loops = checkpoint["loops"]["fit_loop"]["state_dict"]
-    size, saved_size = of_process(trainer.world_size), saved.first["world_size"]
+    size, saved_size = trainer.world_size, saved.first["world_size"]
     if saved.own is not None and size == saved_size:
         loops["combined_loader"] = saved.own["data"]["stateful"]
         return []

@@ -45,7 +45,6 @@ from nnx_core.lightning.routing import (
 from nnx_core.lightning.sample import example_inputs
 from nnx_core.modules import refuse_layers
 from nnx_core.random_state import RandomState
-from nnx_core.shares import of_process
 
 # --- the adapter ----------------------------------------------------------------------------------
 
@@ -401,7 +400,7 @@ class StoredContent:
         ranks: Any = self.rest.get(RANKS, ()) if self.stored is None else StoredRanks(self.stored)
         with together(control_group(), doing="restoring the random state"):
             if self._found(len(ranks) > 0, key, strict):
-                rank = of_process(self.strategy.global_rank)
+                rank = self.strategy.global_rank
                 random.load_state_dict(ranks[rank if rank < len(ranks) else 0])
 
     def has(self, key: str, strict: bool) -> bool:

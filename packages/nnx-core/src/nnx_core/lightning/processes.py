@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
+from torch.distributed import all_reduce
 from torch.distributed.tensor import DTensor
 
 from nnx_core.backend import Backend, ParallelContext
@@ -26,7 +27,7 @@ from nnx_core.lightning.beginning import batch_facts, first_lines
 from nnx_core.lightning.checkpoint import CheckpointIO
 from nnx_core.lightning.compat import make_launcher, reset_seed, seed_data_workers
 from nnx_core.options import CommonOptions
-from nnx_core.shares import SharedBatches, SharedNumber, Shares, make_shares, of_process
+from nnx_core.shares import SharedBatches, Shares, make_shares
 from nnx_core.used import before_reduction, end_run
 from nnx_core.watch import Watch
 
@@ -103,6 +104,7 @@ class ParallelProcesses(ABC):
         self._backend_is_set_up = False
         self._shares: Shares | None = None
         self._batches = SharedBatches(None, every=0)
+        self._in_step = False
         self.watch = Watch(backend, every=self.common.check_every)
         super().__init__(**lightning)  # the tree's ParallelStrategy
 
@@ -153,18 +155,57 @@ class ParallelProcesses(ABC):
         return {"num_replicas": share[1], "rank": share[0]}
 
     @property
+    def data_rank(self) -> int:
+        """The share of the data that this rank reads, from 0; several ranks may read the same one."""
+        rank: int = self.distributed_sampler_kwargs["rank"]
+        return rank
+
+    @property
+    def data_world_size(self) -> int:
+        """Number of shares of the data, at most `world_size`."""
+        size: int = self.distributed_sampler_kwargs["num_replicas"]
+        return size
+
+    @property
     def global_rank(self) -> int:
-        """The rank of this process; where ranks share data, that of its share if it is computed with."""
-        rank: int = super().global_rank  # type: ignore[misc] # of the tree's
-        shares = self._shares if self._backend_is_set_up else None
-        return rank if shares is None else SharedNumber(shares.rank, rank)
+        """The rank of this process.
+
+        Raises:
+            UnsupportedError: A step asks for it in which several ranks compute one batch together.
+        """
+        self._refuse_in_step("global_rank", "data_rank")
+        return self._rank
 
     @property
     def world_size(self) -> int:
-        """The number of processes; where ranks share data, that of shares if it is computed with."""
+        """The number of processes.
+
+        Raises:
+            UnsupportedError: A step asks for it in which several ranks compute one batch together.
+        """
+        self._refuse_in_step("world_size", "data_world_size")
         size: int = super().world_size  # type: ignore[misc] # of the tree's
-        shares = self._shares if self._backend_is_set_up else None
-        return size if shares is None else SharedNumber(shares.size, size)
+        return size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the process of rank 0."""
+        return self._rank == 0
+
+    @property
+    def _rank(self) -> int:
+        rank: int = super().global_rank  # type: ignore[misc] # of the tree's
+        return rank
+
+    def _refuse_in_step(self, asked: str, share: str) -> None:
+        """Refuse a number of processes in a step, which would count each share of the data several times."""
+        if self._in_step and self._shares is not None:
+            raise UnsupportedError(
+                f"a step asks for `{asked}`, and under {self.name!r} {dist.get_world_size()} ranks read "
+                f"{self._shares.size} {'share' if self._shares.size == 1 else 'shares'} of the data.",
+                remedy=f"To compute with samples take `self.trainer.strategy.{share}`; for what one rank "
+                "does alone ask `self.trainer.is_global_zero`.",
+            )
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Make data workers of ranks that read the same samples draw the same random numbers."""
@@ -177,7 +218,7 @@ class ParallelProcesses(ABC):
             return
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = of_process(self.global_rank)  # type: ignore[attr-defined]
+        rank_zero_only.rank = self._rank  # type: ignore[attr-defined]
 
     # --- start --------------------------------------------------------------------------------
 
@@ -210,8 +251,7 @@ class ParallelProcesses(ABC):
             self._batches = SharedBatches(self._shares, every=self.common.check_every)
             if self._shares is not None:
                 ranks = dist.get_world_size() // self._shares.size
-                engine = type(self.backend).__module__.partition(".")[0]
-                warn_of_direct_calls(self.name, engine=engine, ranks=ranks)
+                warn_of_direct_calls(self.name, ranks=ranks)
 
     def _tell(self, module: nn.Module, batch: int | None = None, *, accumulate: int = 1) -> None:
         """Begin the run with some lines on rank 0, once a module is laid out."""
@@ -249,13 +289,13 @@ class ParallelProcesses(ABC):
         """
         if self.root_device.type == "cpu" and dist.is_initialized():
             fewest = torch.tensor(torch.get_num_threads())
-            dist.all_reduce(fewest, op=dist.ReduceOp.MIN)
+            all_reduce(fewest, op=dist.ReduceOp.MIN)
             if int(fewest) != torch.get_num_threads():
                 torch.set_num_threads(int(fewest))
 
     def _fit_into_process_group(self) -> None:
         """Refuse a process group that somebody else, such as Ray Train, has made for other ranks."""
-        seen = f"rank {of_process(self.global_rank)} of {of_process(self.world_size)}"
+        seen = f"rank {self.global_rank} of {self.world_size}"
         real = f"rank {dist.get_rank()} of {dist.get_world_size()}"
         if seen != real or self.local_rank >= self.num_processes:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or dist.get_world_size()
@@ -333,7 +373,7 @@ class ParallelProcesses(ABC):
         neutral = {"sum": 0, "product": 1}.get(_name_of(op)) if group is None and not is_mean else None
         if neutral is not None and self._shares is not None and not self._shares.is_first:
             result.fill_(neutral)
-        dist.all_reduce(result, op=op, group=group)
+        all_reduce(result, op=op, group=group)
         return result / dist.get_world_size(group) if is_mean else result
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:

@@ -1,21 +1,22 @@
 """Our names in Lightning's four registries, and the strategies that they are built into.
 
-The registries are kept equal to `nnx.StrategyRegistry`. What is registered there are small factories that
-import an engine when they are called. This module imports neither torch nor Lightning by itself: it works on
+The registries have every name of `nnx.StrategyRegistry`, of the catalog and of the past. What is registered
+there are small factories: they import an engine when they are called, or raise what to do about a name that
+cannot be used. This module imports neither torch nor Lightning by itself: it works on
 those of Lightning's modules that are imported already. `_nnx_autoload` calls it when one has just been
 imported, and `StrategyRegistry`, to which it connects itself, after each change.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from nnx_core.errors import NnxError, OptionError, PluginError, StrategyNotFoundError
+from nnx_core.catalog import historical, known
+from nnx_core.errors import OptionError, PluginError, StrategyNotFoundError
 from nnx_core.lightning.namespaces import NAMESPACES, Namespace, get_namespace
 from nnx_core.options import CommonOptions, split_options
 from nnx_core.registry import StrategyRegistry
@@ -27,88 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["build", "fill"]
 
 
-# --- better errors --------------------------------------------------------------------------------
-# Lightning's Trainer and Fabric ask their registry for the list of names, and test whether the user's
-# ``strategy=`` is in it. To them, and to nobody else, the registry hands a list that explains itself when
-# something is missing; every other caller gets a plain list. None of Lightning's functions is patched.
-
-
-# The modules whose connector validates `strategy=`, as of Lightning 2.6.6. Where one is renamed,
-# Lightning's own message comes back; a test notices.
-_CONNECTORS = frozenset(
-    {
-        "lightning.pytorch.trainer.connectors.accelerator_connector",
-        "lightning.fabric.connector",
-        "pytorch_lightning.trainer.connectors.accelerator_connector",
-        "lightning_fabric.connector",
-    }
-)
-
-
-def available_strategies(registry: Any, space: Namespace) -> list[str]:
-    """What `registry.available_strategies()` returns, once nnx has filled the registry."""
-    asker = sys._getframe(1).f_globals.get("__name__")
-    return ExplainingList(registry, space.name) if asker in _CONNECTORS else list(registry)
-
-
-class ExplainingList(list[str]):
-    """The names of a registry; testing for one that it lacks raises an error that says what to do.
-
-    Lightning's own text begins the message, and it stays a ValueError, except that a missing package
-    is an ImportError.
-    """
-
-    def __init__(self, names: Any = (), namespace: str = "lightning.pytorch") -> None:
-        super().__init__(names)
-        self.namespace = namespace
-
-    def __contains__(self, value: object) -> bool:
-        if super().__contains__(value):
-            return True
-        error = self._explain(value)
-        if error is not None:
-            prefix = f"You selected an invalid strategy name: `strategy={value!r}`."
-            message = f"{error.message[0].upper()}{error.message[1:]}"
-            raise type(error)(f"{prefix} {message}", remedy=error.remedy)
-        return False
-
-    def _explain(self, value: object) -> NnxError | None:
-        space = NAMESPACES[self.namespace]
-        if not isinstance(value, str):
-            return _explain_foreign(value, space)
-        if value in StrategyRegistry:
-            mine, other = ("Fabric", "Trainer") if space.is_fabric else ("Trainer", "Fabric")
-            return StrategyNotFoundError(
-                f"the strategy {value!r} does not support {mine}.", remedy=f"Use it with {other}."
-            )
-        # Lightning has lower-cased the user's string, so it cannot find such a name.
-        for name in self:
-            if name.lower() == value:
-                return StrategyNotFoundError(
-                    f"it is registered as {name!r}, but Lightning looks names up in lower case.",
-                    remedy=f"Register it as {value!r}.",
-                )
-        return StrategyRegistry.explain(value, also_known=tuple(self))
-
-
-def _explain_foreign(value: object, space: Namespace) -> NnxError | None:
-    """A strategy object of another of Lightning's trees than the one that asks."""
-    bases = {name: _base_class(name) for name in NAMESPACES}
-    if isinstance(value, bases[space.name] or ()):
-        return None
-    for name, base in bases.items():
-        if base is not None and isinstance(value, base):
-            return StrategyNotFoundError(
-                f"it is a strategy of {name}, and this is {space.name}: each has its own classes.",
-                remedy=f"Import it from {space.name}, or call nnx.strategy(..., namespace={space.name!r}).",
-            )
-    return None
-
-
-def _base_class(namespace: str) -> Any:
-    return getattr(sys.modules.get(f"{namespace}.strategies"), "Strategy", None)
-
-
 # --- the registries -------------------------------------------------------------------------------
 
 
@@ -118,7 +37,7 @@ _displaced: dict[tuple[str, str], dict[str, Any]] = {}
 
 @dataclass(frozen=True, slots=True)
 class StrategyFactory:
-    """What Lightning calls when the user has chosen one of our names.
+    """What Lightning calls when the user has chosen a name that we know.
 
     Attributes:
         name: The strategy.
@@ -129,8 +48,19 @@ class StrategyFactory:
     namespace: str
 
     def __call__(self, **overrides: Any) -> Any:
-        """Build the strategy."""
-        return build(StrategyRegistry.get(self.name), namespace=self.namespace, overrides=overrides)
+        """Build the strategy.
+
+        Raises:
+            StrategyNotInstalledError: The catalog knows the name, but its distribution is missing.
+            StrategyNotFoundError: It is of the past, its plugin is broken, or it is for the other front end.
+        """
+        spec, space = StrategyRegistry.get(self.name), NAMESPACES[self.namespace]
+        if not _is_offered(spec, space):
+            mine, other = ("Fabric", "Trainer") if space.is_fabric else ("Trainer", "Fabric")
+            raise StrategyNotFoundError(
+                f"the strategy {self.name!r} does not support {mine}.", remedy=f"Use it with {other}."
+            )
+        return build(spec, namespace=self.namespace, overrides=overrides)
 
 
 def fill(module_name: str) -> None:
@@ -160,27 +90,31 @@ def foreign_owner(name: str) -> str:
 
 
 def _update(space: Namespace, registry: Any) -> None:
-    wanted = {name: StrategyRegistry.get(name) for name in StrategyRegistry.names()}
-    for name in [name for name, data in registry.items() if _is_ours(data) and name not in wanted]:
-        registry.remove(name)
-        if (space.name, name) in _displaced:
+    wanted = {*StrategyRegistry.names(), *known(), *historical()}
+    for name in [name for name, data in registry.items() if _is_ours(data)]:
+        displaced = (space.name, name) in _displaced and not StrategyRegistry.overrides(name)
+        if displaced:
             registry[name] = _displaced.pop((space.name, name))
-    for spec in wanted.values():
-        if _is_offered(spec, space):
-            _put(space, registry, spec)
-    registry.available_strategies = functools.partial(available_strategies, registry, space)
+        elif name not in wanted:
+            registry.remove(name)
+    for name in sorted(wanted):
+        _put(space, registry, name)
 
 
-def _put(space: Namespace, registry: Any, spec: StrategySpec) -> None:
+def _put(space: Namespace, registry: Any, name: str) -> None:
     # `registry.get` would build the strategy.
-    present = dict.get(registry, spec.name)
+    present = dict.get(registry, name)
     if present is not None and not _is_ours(present):
-        if not StrategyRegistry.overrides(spec.name):
+        if not StrategyRegistry.overrides(name):
             return
-        _displaced[(space.name, spec.name)] = present
-    registry.register(
-        spec.name, StrategyFactory(spec.name, space.name), description=spec.description, override=True
-    )
+        _displaced[(space.name, name)] = present
+    registry.register(name, StrategyFactory(name, space.name), description=_description(name), override=True)
+
+
+def _description(name: str) -> str:
+    if name in StrategyRegistry:
+        return StrategyRegistry.get(name).description
+    return "no longer exists" if name in historical() else "not installed"
 
 
 def _is_offered(spec: StrategySpec, space: Namespace) -> bool:

@@ -67,7 +67,6 @@ from nnx_core.modules import (
     refuse_exchanged,
     refuse_layers,
 )
-from nnx_core.shares import of_process
 from nnx_core.used import LAST_BATCH, CollectiveOrder, end_run, report_failure
 from nnx_core.whole import as_stored
 
@@ -350,7 +349,7 @@ class TrainerAdapter(ParallelProcesses):
     def _refuse_lost_weights(self, what: str) -> None:
         """Refuse what needs the weights that the last run has left on no rank that counts. Collective."""
         with together(control_group(), doing="looking for the weights"):
-            if of_process(self.global_rank) == 0 and is_left(self.lightning_module):
+            if self.is_global_zero and is_left(self.lightning_module):
                 raise UnsupportedError(
                     f"{what}, and when the last run of this model ended its weights were not gathered here "
                     "(gather_at_end).",
@@ -450,7 +449,7 @@ class TrainerAdapter(ParallelProcesses):
             log.error(
                 "Rank %d lost another rank in a collective: that rank's process has ended or hangs, or its "
                 "machine cannot be reached. Its own output has the cause. Start from the last checkpoint.",
-                of_process(self.global_rank),
+                self._rank,
             )
 
     def _is_between_setup_and_first_step(self) -> bool:
@@ -468,7 +467,7 @@ class TrainerAdapter(ParallelProcesses):
         log.warning(
             "The ranks did not fail together, so the model of rank %d stays sharded. The error that "
             "follows, or another rank's, is the cause.",
-            of_process(self.global_rank),
+            self._rank,
         )
         return False
 
@@ -581,7 +580,11 @@ class TrainerAdapter(ParallelProcesses):
         self._batches.compare(first, where=where, begins=index == 0, in_step=training)
         if not training and self._ends_evaluation(name):
             step = _renamed(step, f"{name}{LAST_BATCH}")
-        return self.backend.run_step(self.lightning_module, step, *args, **kwargs)
+        self._in_step = True
+        try:
+            return self.backend.run_step(self.lightning_module, step, *args, **kwargs)
+        finally:
+            self._in_step = False
 
     def _publish_gradients(self) -> None:
         """After a backward: show its gradients to user code where it may look at them."""
@@ -674,7 +677,7 @@ class TrainerAdapter(ParallelProcesses):
         if self._is_alone:
             log.error(
                 "Nothing is saved after the error: the other ranks did not come to save with rank %d.",
-                of_process(self.global_rank),
+                self._rank,
             )
         return self._is_alone
 
@@ -727,7 +730,7 @@ class TrainerAdapter(ParallelProcesses):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a checkpoint; its tensors are read when the module is laid out."""
         checkpoint = load_lightning_checkpoint(self, self.broadcast(checkpoint_path), weights_only)
-        take_rank_entries(checkpoint, of_process(self.global_rank), of_process(self.world_size))
+        take_rank_entries(checkpoint, self.global_rank, self.world_size)
         trainer = attached_trainer(self.lightning_module)
         if trainer is not None:
             self._exact_resume.load(trainer, checkpoint)
@@ -754,5 +757,5 @@ class TrainerAdapter(ParallelProcesses):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a checkpoint, from rank 0."""
-        if self.global_rank == 0:
+        if self.is_global_zero:
             self.checkpoint_io.remove_checkpoint(filepath)

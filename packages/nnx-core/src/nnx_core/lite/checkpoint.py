@@ -32,7 +32,6 @@ from nnx_core.lightning.checkpoint import (
 from nnx_core.lightning.fabric import FabricAdapter, StoredContent, objects_to_save, rename_parameters
 from nnx_core.lightning.namespaces import FABRIC_ROOT, fabric_module
 from nnx_core.lightning.routing import unwrap_engine, unwrap_optimizer
-from nnx_core.shares import of_process
 
 # --- snapshots ------------------------------------------------------------------------------------
 # State dicts that know where their tensors lie, so that a rank's part is never taken for the whole.
@@ -219,8 +218,8 @@ class WholeState:
         self.backend.context = ParallelContext(device=strategy.root_device)
         self.checkpoint_io = innermost_checkpoint_io(strategy.checkpoint_io) or CheckpointIO()
         self.name = type(strategy).__name__
-        self.global_rank = of_process(strategy.global_rank)
-        self.world_size = of_process(strategy.world_size)
+        self.global_rank = strategy.global_rank
+        self.world_size = strategy.world_size
         self._modules = modules
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import all_reduce
 
 from nnx_checkpoint.clean_up import clean_up_after_error
 from nnx_checkpoint.collective import wait_for_collective
@@ -252,7 +253,7 @@ class GradientBucket(Bucket):
         return used.intersection(unused)
 
     def launch(self) -> None:
-        self._work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
+        self._work = all_reduce(self._buffer, group=self._group, async_op=True)
 
     def wait(self) -> None:
         if self._work is not None:

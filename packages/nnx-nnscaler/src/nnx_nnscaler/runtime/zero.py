@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import all_reduce
 
 from nnx_checkpoint.collective import wait_for_collective
 from nnx_core._torch_compat import all_gather_into, reduce_scatter_into
@@ -276,9 +277,9 @@ class RowBucket(Bucket):
             return
         wait_for_collective(self._work)
         if self._synchronized and self.axes.unit is not None:
-            dist.all_reduce(self._received, group=self.axes.unit)
+            all_reduce(self._received, group=self.axes.unit)
         if self.axes.copies is not None:
-            dist.all_reduce(self._received, group=self.axes.copies)
+            all_reduce(self._received, group=self.axes.copies)
 
     def hand_out(self, index: int, kind: int) -> None:  # noqa: D102
         part = self._by_index[index]
