@@ -7,60 +7,9 @@ Lightning, as ``import torch`` does by itself where nnx-core is installed; see `
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import _nnx_autoload
-
-if TYPE_CHECKING:
-    from nnx_core.backend import Backend, ParallelContext
-    from nnx_core.errors import (
-        CheckpointError,
-        NnxError,
-        OptionError,
-        PlanError,
-        PluginError,
-        StrategyNotFoundError,
-        StrategyNotInstalledError,
-        UnsupportedError,
-    )
-    from nnx_core.lightning.callbacks import compare_ranks
-    from nnx_core.lightning.checkpoint import CheckpointIO
-    from nnx_core.lightning.factory import strategy
-    from nnx_core.lightning.loading import load_from_checkpoint
-    from nnx_core.lite import LightningLite, Lite
-    from nnx_core.plugins import hookimpl
-    from nnx_core.random_state import RandomState
-    from nnx_core.registry import StrategyRegistry
-    from nnx_core.spec import Capabilities, CheckpointFormatSpec, LauncherSpec, StrategySpec
-
-    __version__: str
-
-__all__ = [
-    "Capabilities",
-    "CheckpointFormatSpec",
-    "LauncherSpec",
-    "StrategySpec",
-    "hookimpl",
-    "StrategyRegistry",
-    "strategy",
-    "Backend",
-    "ParallelContext",
-    "CheckpointIO",
-    "RandomState",
-    "load_from_checkpoint",
-    "compare_ranks",
-    "Lite",
-    "LightningLite",
-    "NnxError",
-    "CheckpointError",
-    "OptionError",
-    "PlanError",
-    "PluginError",
-    "StrategyNotFoundError",
-    "StrategyNotInstalledError",
-    "UnsupportedError",
-    "__version__",
-]
 
 _HOME = {
     "Capabilities": "nnx_core.spec",
@@ -87,6 +36,9 @@ _HOME = {
     "StrategyNotInstalledError": "nnx_core.errors",
     "UnsupportedError": "nnx_core.errors",
 }
+"""The module of each public name; `__init__.pyi` has the same for type checkers."""
+
+__all__ = [*_HOME, "__version__"]  # noqa: PLE0604 # ruff takes the dict for its values
 
 
 def __getattr__(name: str) -> Any:
