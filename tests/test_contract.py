@@ -99,7 +99,7 @@ def test_a_sum_counts_each_share_of_the_data_once_however_many_ranks_read_it(poo
             "any": True,
             "gathered": [[3.0]],
             "compared": (2, True),
-            "computed": (1, 0),
+            "of the data": (1, 0),
             "logged sum": 3.0,
             "logged mean": 0.5,
         }

@@ -123,7 +123,7 @@ class _Reduces(Callback):
             "any": trainer.strategy.reduce_boolean_decision(me == 0, all=False),
             "gathered": module.all_gather(torch.tensor([3.0])).tolist(),
             "compared": (trainer.world_size, module.global_rank == me),
-            "computed": (trainer.world_size * 1, module.global_rank * 1),
+            "of the data": (trainer.strategy.data_world_size, trainer.strategy.data_rank),
         }
 
     def on_train_end(self, trainer: Any, module: Any) -> None:

@@ -14,7 +14,6 @@ import torch
 from lightning.fabric.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch import plugins as trainer_plugins
 
 import nnx
@@ -170,7 +169,8 @@ def test_accelerator_objects_of_trainer_and_fabric_count_as_their_names() -> Non
 def test_every_strategy_that_nnx_registers_can_be_built_by_lite_and_by_fabric() -> None:
     from lightning.fabric import Fabric
 
-    names = [name for name in nnx.StrategyRegistry.names() if name in STRATEGY_REGISTRY]
+    specs = [nnx.StrategyRegistry.get(name) for name in nnx.StrategyRegistry.names()]
+    names = [spec.name for spec in specs if spec.capabilities.fabric]
     assert {"fsdp_auto", "nnscaler", "colossalai"} <= {*names} or not names
     for name in names:
         for made in (Lite(strategy=name, devices=2), Fabric(strategy=name, devices=2, accelerator="cpu")):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nnx_conformance.subject import Subject
@@ -42,6 +43,10 @@ class Seen:
     error: str = ""
 
 
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 class Reader(Plain):
     """Reads a norm of the head on some ranks."""
 
@@ -53,7 +58,7 @@ class Reader(Plain):
 
     def read(self, when: str, index: int) -> None:
         """If this is when, and this rank is one that reads."""
-        if when == self.reading.when and index >= FROM and self.global_rank in self.reading.readers:
+        if when == self.reading.when and index >= FROM and _rank() in self.reading.readers:
             weight: Any = self.head.weight
             self.norms.append(float((weight if self.reading.what == "weight" else weight.grad).norm()))
 

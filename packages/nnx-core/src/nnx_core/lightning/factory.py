@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from nnx_core.errors import OptionError
 from nnx_core.launcher import Launcher, make_launcher
 from nnx_core.lightning.namespaces import NAMESPACES, Namespace, get_namespace
-from nnx_core.lightning.registration import StrategyFactory, build
+from nnx_core.lightning.registration import build, explain_missing
 from nnx_core.plugins import inventory
 from nnx_core.registry import StrategyRegistry
 
@@ -86,8 +86,7 @@ def _build(name: str, space: Namespace, overrides: dict[str, Any]) -> Strategy:
         data = registry[name]
         return data["strategy"](**{**data["init_params"], **overrides})  # type: ignore[no-any-return]
     if name not in StrategyRegistry:
-        theirs = (n for n, data in registry.items() if not isinstance(data["strategy"], StrategyFactory))
-        raise StrategyRegistry.explain(name, also_known=tuple(theirs))
+        raise explain_missing(name, registry)
     return build(StrategyRegistry.get(name), namespace=space.name, overrides=overrides)  # type: ignore[no-any-return]
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from nnx_core.catalog import historical, known
-from nnx_core.errors import OptionError, PluginError, StrategyNotFoundError
+from nnx_core.errors import NnxError, OptionError, PluginError, StrategyNotFoundError
 from nnx_core.lightning.namespaces import NAMESPACES, Namespace, get_namespace
 from nnx_core.options import CommonOptions, split_options
 from nnx_core.registry import StrategyRegistry
@@ -25,7 +25,7 @@ from nnx_core.spec import StrategySpec, import_reference
 if TYPE_CHECKING:
     from nnx_core.backend import Backend
 
-__all__ = ["build", "fill"]
+__all__ = ["build", "explain_missing", "fill"]
 
 
 # --- the registries -------------------------------------------------------------------------------
@@ -73,6 +73,18 @@ def fill(module_name: str) -> None:
         from nnx_core.lightning.compat import explain_directories  # torch is there already
 
         explain_directories(space.name)
+
+
+def explain_missing(name: str, registry: Mapping[str, Any]) -> NnxError:
+    """The error for a name that is neither ours nor in a registry of Lightning's.
+
+    Args:
+        name: The name that was asked for.
+        registry: The registry, whose own names are suggested too.
+    """
+    return StrategyRegistry.explain(
+        name, also_known=tuple(key for key, data in registry.items() if not _is_ours(data))
+    )
 
 
 def synchronize() -> None:

@@ -22,7 +22,7 @@ from nnx_core.lightning.namespaces import (
     root_of,
 )
 from nnx_core.lightning.processes import ParallelProcesses
-from nnx_core.lightning.registration import build
+from nnx_core.lightning.registration import build, explain_missing
 from nnx_core.registry import StrategyRegistry
 
 __all__ = ["fabric_arguments"]
@@ -95,8 +95,10 @@ def _choose_strategy(strategy: Any) -> Any:
 
 
 def _by_name(name: str) -> Any:
-    """Fabric refuses unknown names itself, with what nnx's registry says about them."""
+    registry = fabric_module("strategies").STRATEGY_REGISTRY
     if name not in TRANSLATED:
+        if name != "auto" and name not in registry:
+            raise explain_missing(name, registry)
         return name
     successor = historical()[name].successor
     if name in _SPAWNING:
