@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn, optim
 from torch.nn.functional import gelu, mse_loss
@@ -115,6 +116,11 @@ class ConsecutiveSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return math.ceil(self.samples / GLOBAL_BATCH)
+
+
+def process_rank_and_size() -> tuple[int, int]:
+    """The rank of this process and the number of processes, as torch.distributed has them."""
+    return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
 
 
 def dataset(task: Task) -> TensorDataset:

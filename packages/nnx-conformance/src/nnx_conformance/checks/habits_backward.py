@@ -79,7 +79,7 @@ class ReentrantCheckpointsOnRankZero(_Through):
 
     def through(self, block: nn.Module, hidden: Tensor) -> Tensor:
         """The numbers are the same on both ways."""
-        if self.global_rank == 0:
+        if self.trainer.is_global_zero:
             return checkpoint(block, hidden, use_reentrant=True)  # type: ignore[no-any-return]
         return block(hidden)  # type: ignore[no-any-return]
 

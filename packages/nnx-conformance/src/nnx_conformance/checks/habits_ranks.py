@@ -6,14 +6,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, normalize
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from nnx_checkpoint.collective import is_distributed
 from nnx_conformance.habits import Habitual, chapter
-from nnx_conformance.task import FEATURES, GLOBAL_BATCH, WIDTH, Block, dataset, loader, share_of
+from nnx_conformance.task import (
+    FEATURES,
+    GLOBAL_BATCH,
+    WIDTH,
+    Block,
+    dataset,
+    loader,
+    process_rank_and_size,
+    share_of,
+)
 
 habit = chapter()
 
@@ -174,10 +181,6 @@ class SkippedBlocks(Routed):
 # What ranks share: a batch that several of them compute together, and what collectives mean then.
 
 
-def _rank_and_size() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
-
-
 class _Split(IterableDataset[tuple[Tensor, ...]]):
     """Gives each process every n-th sample, as readers of shards do that know nothing of strategies."""
 
@@ -185,7 +188,7 @@ class _Split(IterableDataset[tuple[Tensor, ...]]):
         self.data = data
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        rank, size = _rank_and_size()
+        rank, size = process_rank_and_size()
         return (self.data[number] for number in range(rank, len(self.data), size))
 
 
@@ -195,7 +198,7 @@ class IterableSplitByRank(Habitual):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Every process its own share."""
-        return DataLoader(_Split(dataset(self.task)), batch_size=GLOBAL_BATCH // _rank_and_size()[1])
+        return DataLoader(_Split(dataset(self.task)), batch_size=GLOBAL_BATCH // process_rank_and_size()[1])
 
 
 @habit(batches=1)
@@ -206,7 +209,7 @@ class ShuffledByRank(Habitual):
         """The share of this rank as one batch, whose order means nothing."""
         share = share_of(self.trainer)
         mine = range(share["rank"], GLOBAL_BATCH, share["num_replicas"])
-        generator = torch.Generator().manual_seed(_rank_and_size()[0])
+        generator = torch.Generator().manual_seed(process_rank_and_size()[0])
         data = Subset(dataset(self.task), list(mine))
         return DataLoader(data, batch_size=len(mine), shuffle=True, generator=generator)
 

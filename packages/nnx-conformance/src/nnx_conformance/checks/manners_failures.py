@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader
 import nnx_core
 from nnx_conformance.check import TOLERANCE, Bench, CheckFailed, check, expect, expect_equal_weights
 from nnx_conformance.subject import Subject
-from nnx_conformance.task import Outcome, Plain, Task
+from nnx_conformance.task import Outcome, Plain, Task, process_rank_and_size
 from nnx_conformance.training import make_trainer, outcome_of, world_size
 from nnx_core.registry import StrategyRegistry
 from nnx_core.spec import import_reference
@@ -69,7 +69,7 @@ class FailsInStep(Plain):
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         """Fail, or do as usual."""
-        if index == 1 and self.only_on in (None, self.trainer.global_rank):
+        if index == 1 and self.only_on in (None, process_rank_and_size()[0]):
             self.failures.append(time.monotonic())
             raise self.error(MESSAGE)
         return super().training_step(batch, index)

@@ -34,7 +34,7 @@ from nnx_conformance.check import (
     expect_same_run,
 )
 from nnx_conformance.subject import Kind, Subject
-from nnx_conformance.task import GLOBAL_BATCH, Plain, Task
+from nnx_conformance.task import GLOBAL_BATCH, Plain, Task, process_rank_and_size
 from nnx_conformance.training import OF_LAUNCHERS, Loop, Seen, fit, interrupted, train
 from nnx_core.registry import StrategyRegistry
 from nnx_core.spec import StrategySpec, import_reference
@@ -459,7 +459,8 @@ class FailsOnLastRank(Plain):
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         """Fail, or do as usual."""
-        if index == 1 and self.trainer.global_rank == self.trainer.world_size - 1:
+        rank, size = process_rank_and_size()
+        if index == 1 and rank == size - 1:
             raise RuntimeError(self.MESSAGE)
         return super().training_step(batch, index)
 

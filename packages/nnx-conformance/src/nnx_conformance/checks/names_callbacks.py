@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_same_run
 from nnx_conformance.subject import Subject
-from nnx_conformance.task import FEATURES, WIDTH, Block, Outcome, Plain, Task
+from nnx_conformance.task import FEATURES, WIDTH, Block, Outcome, Plain, Task, process_rank_and_size
 from nnx_conformance.training import complete, fit, make_trainer
 
 # --- callbacks ------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class _Worsening(Plain):
     """Its metric gets worse on rank 1 only."""
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        direction = 1.0 if self.global_rank == 1 else -1.0
+        direction = 1.0 if process_rank_and_size()[0] == 1 else -1.0
         self.log("own", direction * self.current_epoch, sync_dist=False, on_step=False, on_epoch=True)
         return super().training_step(batch, index)
 
