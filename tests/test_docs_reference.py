@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,13 +31,7 @@ MODULES = {
 
 def public(module: Path) -> set[str]:
     """The names in a package's `__all__`."""
-    tree = ast.parse((module / "__init__.py").read_text(encoding="utf-8"))
-    assigned = [
-        (ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target), node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign | ast.AnnAssign)
-    ]
-    return set(ast.literal_eval(dict(assigned)["__all__"]))
+    return set(importlib.import_module(module.name).__all__)
 
 
 def described() -> set[str]:

@@ -10,7 +10,6 @@ guard.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -36,9 +35,6 @@ from nnx_core.whole import (
     unguard,
 )
 from nnx_fairscale._fairscale_fsdp import Piece, Unit
-
-_OWN_REFERENCES = 3
-"""What `sys.getrefcount` says of a whole that only its part holds: the part, a local name, the argument."""
 
 
 class _PiecePart(Part):
@@ -77,7 +73,7 @@ class _PiecePart(Part):
                 self._seen, self._users = Seen(self._value), storage_users(self._value)
                 self._sum = self._sum_of(self._value)
                 self._weights.keep(self)
-            return self._value
+            return self._value.detach()  # who holds it is seen in the storage
 
     def _gather(self) -> Tensor:
         own, unit, piece = self.tensor.detach()[: self.piece.length], self.unit, self.piece
@@ -125,11 +121,7 @@ class _PiecePart(Part):
     @property
     def is_viewed(self) -> bool:
         """Whether somebody else holds the memory of the whole, and may write into it."""
-        value = self._value
-        return value is not None and (sys.getrefcount(value) > _OWN_REFERENCES or self._has_views(value))
-
-    def _has_views(self, value: Tensor) -> bool:
-        return storage_users(value) > self._users
+        return self._value is not None and storage_users(self._value) > self._users
 
     def assign(self, whole: Tensor) -> None:
         held = part_of(whole)

@@ -6,7 +6,6 @@ what was changed. `weights` has all parts of a module and decides how long whole
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
@@ -113,7 +112,7 @@ class ShardedPart(Part):
             self.flush()
             if self._value is None or not self._keeper.is_last(self) or self._made_of != self._local_state():
                 self._gather()
-            return cast(Tensor, self._value)
+            return cast(Tensor, self._value).detach()  # who holds it is seen in the storage
 
     def _gather(self) -> None:
         """Gather the whole; into the memory that others have views of, if there is such."""
@@ -242,10 +241,7 @@ class ShardedPart(Part):
     @property
     def is_viewed(self) -> bool:
         """Whether somebody else than this part holds the memory of the whole, and may write into it."""
-        if self._value is None:
-            return False
-        has_other_holder = sys.getrefcount(self._value) > 2  # than this part, and the call
-        return has_other_holder or storage_users(self._value) > self._users
+        return self._value is not None and storage_users(self._value) > self._users
 
     def _forget(self) -> None:
         self._value = self._seen = None
