@@ -241,6 +241,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
             unit.belong_to(layout.units[module])
             unit.label = names.get(owner) or f"{type(module).__name__} (what is in no other unit)"
         self._weights.show(layout.units.values(), {p: name for name, p in module.named_parameters()})
+        self._order.open()
 
     def _make_unit(self, module: nn.Module, *, name: str) -> None:
         self._prepare(module, name=name)

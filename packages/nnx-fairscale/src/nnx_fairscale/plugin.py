@@ -42,6 +42,7 @@ _FSDP = Capabilities(
         *_OF_THE_MODEL,
         *_OF_STATE,
         *("backward_on_the_loss", "pruned_by_lightning", "sparse_gradients", "error_in_backward"),
+        "closure_by_keyword",  # its optimizer needs whole parameters
         *("gradients_read_on_rank_zero", "weights_read_on_rank_zero"),  # all ranks gather
         # Units are reduced in one backward; a unit that is all of what is recomputed may have its own inside.
         *("inner_backward", "reentrant_checkpoints", "reentrant_checkpoints_while_accumulating"),
