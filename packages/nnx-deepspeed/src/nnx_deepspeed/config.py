@@ -45,6 +45,13 @@ def refuse_unfit(optimizer: Optimizer, *, config: Mapping[str, Any], device: tor
             f"{name} cannot work on DeepSpeed's flat partitions: it takes sparse gradients alone.",
             remedy="Use Adam or AdamW and layers with sparse=False, or strategy 'nnscaler_zero'.",
         )
+    wrapped = next((value for value in vars(optimizer).values() if isinstance(value, Optimizer)), None)
+    if wrapped is not None:
+        raise UnsupportedError(
+            f"{name} wraps {type(wrapped).__name__}, which would step the module's parameters in place of "
+            "DeepSpeed's partitions.",
+            remedy="Return what is wrapped, and do the rest in a callback, or use strategy 'fsdp_auto'.",
+        )
     if not name.startswith(_ON_THE_HOST):  # DeepSpeed's own, whose operators take no tensors of a trial
         _refuse_dependence(name, try_optimizer(optimizer))
     if isinstance(optimizer, Adagrad) and len(optimizer.param_groups) > 1:

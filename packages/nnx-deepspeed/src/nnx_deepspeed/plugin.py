@@ -22,7 +22,7 @@ _STAGE_1 = Capabilities(
         *("backward_on_the_loss", "split_backward", "combined_gradients", "gradients_by_hand"),
         *("optimizer_state_read", "optimizer_state_changed", "error_in_backward"),
         *("optimizer_made_in_a_hook", "optimizer_per_layer", "no_optimizer"),
-        *("optimizer_exchanged", "optimizers_assigned"),
+        *("optimizer_exchanged", "optimizers_assigned", "optimizer_that_wraps", "closure_by_keyword"),
     ),
 )
 _STAGE_2 = replace(_STAGE_1, shards_gradients=True)

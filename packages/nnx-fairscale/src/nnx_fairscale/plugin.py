@@ -17,13 +17,13 @@ _OSS = Capabilities(
     shards_optimizer=True,
     meta_initialization=True,
     repeated_closures=False,
-    refuses=(*_OF_THE_MODEL, *_OF_STATE),
+    refuses=(*_OF_THE_MODEL, *_OF_STATE, "gradients_by_hand"),
 )
 _SHARDED = replace(
     _OSS,
     shards_gradients=True,
     refuses=(
-        *(*_OSS.refuses, "backward_on_the_loss", "gradients_by_hand"),
+        *(*_OSS.refuses, "backward_on_the_loss"),
         *("optimizer_made_in_a_hook", "optimizer_per_layer", "no_optimizer"),
     ),
 )

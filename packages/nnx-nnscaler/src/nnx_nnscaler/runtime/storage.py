@@ -416,10 +416,10 @@ class Parameters:
         guard(parameter, part)
 
     def take_written(self, module: nn.Module) -> dict[str, int]:
-        """What `Backend.written` returns, of parameters in parts that this rank has a part of."""
+        """What `Backend.written` returns: of parameters of this rank's stage, and of others it wrote into."""
         self.flush()
         here = {name for name, p in self.named.items() if p in self._parts and self._layouts[p].is_here}
-        return {name: written for name, written in self._writes.take(module).items() if name in here}
+        return {name: sum_ for name, sum_ in self._writes.take(module).items() if sum_ or name in here}
 
     def _from_its_stage(self, parameter: nn.Parameter, source: UnitPart) -> UnitPart:
         """The source of a part, which with a pipeline only one stage has."""
