@@ -70,7 +70,7 @@ def asked_anywhere(flags: Sequence[bool]) -> Callable[[], list[bool]]:
 
     @cache
     def answer() -> list[bool]:
-        work.wait()
+        wait_for_collective(work)
         return [bool(flag) for flag in shared.tolist()]
 
     return answer
