@@ -53,6 +53,7 @@ class TestStage2(StrategyConformance):
         *("precision_16_mixed", "precision_bf16_mixed", "uneven_dimensions", "empty_parameters"),
         *("frozen_parameters", "average_by_name", "fit_again", "fabric_loop"),
         *("swapped_experts", "experts_in_a_list", "clipped_by_hand", "assigned_weights", "lamb"),
+        "optimizer_that_wraps",
     )
 
 
