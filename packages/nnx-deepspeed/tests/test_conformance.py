@@ -53,8 +53,14 @@ class TestStage2(StrategyConformance):
         *("precision_16_mixed", "precision_bf16_mixed", "uneven_dimensions", "empty_parameters"),
         *("frozen_parameters", "average_by_name", "fit_again", "fabric_loop"),
         *("swapped_experts", "experts_in_a_list", "clipped_by_hand", "assigned_weights", "lamb"),
-        "optimizer_that_wraps",
     )
+
+
+class TestStage2WithWrappedOptimizers(StrategyConformance):
+    """DeepSpeed steps a copy of the optimizer, and what is wrapped kept the module's parameters."""
+
+    strategy = "nnx_deepspeed_2"
+    only = ("optimizer_that_wraps",)
 
 
 class TestStage3OnTheHost(StrategyConformance):

@@ -26,8 +26,14 @@ class TestNnScalerPp(StrategyConformance):
     only = (
         *("numbers", "stages", "structure", "weights_read_between_steps", "logged_weights"),
         *("no_survivors", "no_tensors", "no_tensors_of_steps"),
-        *("bias_written_by_ranks", "loss_dropped_on_one_rank"),
     )
+
+
+class TestNnScalerPpBetweenStages(StrategyConformance):
+    """What a rank does alone reaches parameters that only another stage has."""
+
+    strategy = "nnscaler_pp"
+    only = ("bias_written_by_ranks", "loss_dropped_on_one_rank")
 
 
 class TestNnScalerDeduped(StrategyConformance):
