@@ -30,7 +30,7 @@ class TestNnScalerPp(StrategyConformance):
 
 
 class TestNnScalerPpBetweenStages(StrategyConformance):
-    """What a rank does alone reaches parameters that only another stage has."""
+    """One rank writes into a parameter of another stage, or drops its loss."""
 
     strategy = "nnscaler_pp"
     only = ("bias_written_by_ranks", "loss_dropped_on_one_rank")

@@ -189,7 +189,7 @@ class ParallelProcesses(ABC):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is the process of rank 0."""
+        """True on rank 0."""
         return self._rank == 0
 
     @property

@@ -37,7 +37,7 @@ _displaced: dict[tuple[str, str], dict[str, Any]] = {}
 
 @dataclass(frozen=True, slots=True)
 class StrategyFactory:
-    """What Lightning calls when the user has chosen a name that we know.
+    """Builds the strategy of a known name, or raises what to do about it; Lightning calls it.
 
     Attributes:
         name: The strategy.
@@ -76,7 +76,7 @@ def fill(module_name: str) -> None:
 
 
 def explain_missing(name: str, registry: Mapping[str, Any]) -> NnxError:
-    """The error for a name that is neither ours nor in a registry of Lightning's.
+    """Make the error for a name that no registry has.
 
     Args:
         name: The name that was asked for.

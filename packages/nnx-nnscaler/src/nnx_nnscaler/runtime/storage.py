@@ -416,7 +416,7 @@ class Parameters:
         guard(parameter, part)
 
     def take_written(self, module: nn.Module) -> dict[str, int]:
-        """What `Backend.written` returns: of parameters of this rank's stage, and of others it wrote into."""
+        """Return the sums for `Backend.written`: of this rank's stage, and of others that it wrote into."""
         self.flush()
         here = {name for name, p in self.named.items() if p in self._parts and self._layouts[p].is_here}
         return {name: sum_ for name, sum_ in self._writes.take(module).items() if sum_ or name in here}
