@@ -91,8 +91,8 @@ TOOLS_FOR_WHEELS = ("twine==7.0.0", "check-wheel-contents==0.6.3", "validate-pyp
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style, formatting and which package may import which."""
-    run(session, "-m", "ruff", "check", ".")
-    run(session, "-m", "ruff", "format", "--check", ".")
+    run(session, "-m", "ruff", "check", "--no-cache", ".")
+    run(session, "-m", "ruff", "format", "--check", "--no-cache", ".")
     run(session, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()")
 
 

@@ -8,9 +8,10 @@ Against stage 1: the class, `setup`, `setup_dataloaders` and `self.backward`.
 from __future__ import annotations
 
 import torch
-from nnx.lite import LightningLite
 from task import GLOBAL_BATCH, LEARNING_RATE, SEED, MyDataset, MyModel, arguments, show
 from torch.utils.data import DataLoader
+
+from nnx.lite import LightningLite
 
 
 class Lite(LightningLite):
