@@ -74,7 +74,7 @@ def llama(arguments: argparse.Namespace) -> int:
 def mesh(arguments: argparse.Namespace) -> int:
     """Llama-3-8B for a world that is not here."""
     from nnx_core.hardware import profile
-    from nnx_nnscaler.cost import CostModel
+    from nnx_nnscaler.plan.cost import CostModel
     from nnx_nnscaler.plan.planning import plan_mesh
     from nnx_nnscaler.trace.forward import trace_forward
 
@@ -104,7 +104,7 @@ def compile_module(module: nn.Module, args: Any, kwargs: Any, *, size: int, poli
     """Trace, plan and emit, timed."""
     from nnx_core.hardware import profile
     from nnx_nnscaler.codegen.emit import emit
-    from nnx_nnscaler.cost import CostModel
+    from nnx_nnscaler.plan.cost import CostModel
     from nnx_nnscaler.plan.planning import plan_program
     from nnx_nnscaler.trace.forward import trace_forward
 

@@ -225,7 +225,7 @@ def side(model: Model, written: Written) -> Side:
 
 def predicted_alone(module: nn.Module, batch: Any, written: Written) -> Any:
     """What is predicted for units of one rank, which the backend does not plan."""
-    from nnx_nnscaler.cost import CostModel
+    from nnx_nnscaler.plan.cost import CostModel
     from nnx_nnscaler.plan.planning import plan_program
     from nnx_nnscaler.trace.forward import trace_forward
 

@@ -144,7 +144,7 @@ def theirs(model: GPT, batch: tuple[Tensor, Tensor], arguments: argparse.Namespa
 def arrangement_of(arguments: argparse.Namespace) -> Any:
     """Which rank has which stage: as many as the schedule takes at least."""
     from nnx_nnscaler.options import V_SHAPED
-    from nnx_nnscaler.pipeline.schedules import Arrangement
+    from nnx_nnscaler.plan.schedules import Arrangement
 
     each = 1 if arguments.schedule in ("gpipe", "1f1b", "zero_bubble") else 2
     return Arrangement(RANKS, each * RANKS, arguments.schedule in V_SHAPED)
@@ -284,8 +284,8 @@ class Planned:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         from nnx_core.calibration import GroupCommunicator, calibrated
-        from nnx_nnscaler.cost import CostModel
         from nnx_nnscaler.pipeline.stages import prepare
+        from nnx_nnscaler.plan.cost import CostModel
         from nnx_nnscaler.trace import trace_forward
 
         self.arguments = arguments
@@ -313,8 +313,8 @@ class Planned:
 
 def measure_bubble(arguments: argparse.Namespace) -> int:
     """The bubble that the plan predicts, and that of a replay."""
-    from nnx_nnscaler.pipeline.schedules import Arrangement, order, simulate, waiting_share
     from nnx_nnscaler.pipeline.search import PipelineOptions, plan_pipeline
+    from nnx_nnscaler.plan.schedules import Arrangement, order, simulate, waiting_share
 
     planned = Planned(arguments)
     worst = 0.0
@@ -380,10 +380,10 @@ def best_cut(pieces: Sequence[float], stages: int) -> tuple[float, tuple[int, ..
 
 def draw_pictures(arguments: argparse.Namespace) -> int:
     """Four ranks under three schedules, as the published figures of a plain CPU have it."""
-    from nnx_nnscaler.cost import CostModel
     from nnx_nnscaler.pipeline.picture import draw
-    from nnx_nnscaler.pipeline.schedules import Arrangement
     from nnx_nnscaler.pipeline.search import PipelineOptions, plan_pipeline
+    from nnx_nnscaler.plan.cost import CostModel
+    from nnx_nnscaler.plan.schedules import Arrangement
     from nnx_nnscaler.trace import trace_forward
 
     graph = trace_forward(model_of(arguments), batch_of(arguments), {})
@@ -400,7 +400,7 @@ def draw_pictures(arguments: argparse.Namespace) -> int:
 def draw_timeline(arguments: argparse.Namespace) -> int:
     """Two ranks under one schedule: what was predicted for them, and below it what they did."""
     from nnx_nnscaler.pipeline.picture import MEASURED, WARMUP, draw
-    from nnx_nnscaler.pipeline.plan import pipeline_plan_from_text
+    from nnx_nnscaler.plan.pipeline_plan import pipeline_plan_from_text
 
     dist.init_process_group("gloo")
     with tempfile.TemporaryDirectory() as folder:

@@ -31,16 +31,16 @@ from nnx_core.used import CollectiveOrder
 from nnx_core.whole import local_mode
 from nnx_core.whole_matrix import OwnerRanks
 from nnx_nnscaler.axes import Axes, make_axes
+from nnx_nnscaler.ir.placement import Placement
 from nnx_nnscaler.options import NnScalerOptions
-from nnx_nnscaler.plan.program_plan import Placement
 from nnx_nnscaler.runtime.part import Part
 from nnx_nnscaler.runtime.reducer import BUCKET_BYTES, assign_buckets, views_like
 from nnx_nnscaler.runtime.storage import Arrival, Parameters
 
 if TYPE_CHECKING:
+    from nnx_nnscaler.compile.programs import Programs
     from nnx_nnscaler.pipeline.picture import Timeline
     from nnx_nnscaler.pipeline.program import Steps
-    from nnx_nnscaler.programs import Programs
 
 
 # --- statistics that modules share over ranks -----------------------------------------------------

@@ -23,8 +23,7 @@ from nnx_core.backend import ParallelContext, Sample, first_call
 from nnx_core.calibration import GroupCommunicator, calibrated
 from nnx_core.errors import PlanError
 from nnx_nnscaler.axes import Axes, with_pipe
-from nnx_nnscaler.codegen.self_check import checked_if_small, checked_up_to
-from nnx_nnscaler.compiler import (
+from nnx_nnscaler.compile.compiler import (
     Compiled,
     Compiler,
     FixedLayout,
@@ -33,11 +32,10 @@ from nnx_nnscaler.compiler import (
     Store,
     code_digest,
 )
-from nnx_nnscaler.cost import CostModel
-from nnx_nnscaler.ir import Graph
+from nnx_nnscaler.compile.programs import Programs
+from nnx_nnscaler.ir.graph import Graph
 from nnx_nnscaler.options import PIPELINES, V_SHAPED, NnScalerOptions
 from nnx_nnscaler.pipeline.picture import Timeline
-from nnx_nnscaler.pipeline.plan import AnyPlan, PipelinePlan
 from nnx_nnscaler.pipeline.program import (
     PipelineForm,
     StepForm,
@@ -48,13 +46,15 @@ from nnx_nnscaler.pipeline.program import (
     layout_for,
     source_of,
 )
-from nnx_nnscaler.pipeline.schedules import Arrangement
 from nnx_nnscaler.pipeline.search import PipelineOptions, plan_pipeline, with_stages
-from nnx_nnscaler.plan.document import Plan
+from nnx_nnscaler.plan.cost import CostModel
+from nnx_nnscaler.plan.pipeline_plan import AnyPlan, PipelinePlan
 from nnx_nnscaler.plan.planning import plan_program
-from nnx_nnscaler.programs import Programs
+from nnx_nnscaler.plan.schedules import Arrangement
+from nnx_nnscaler.plan_file import Plan
 from nnx_nnscaler.runtime.functions import Runtime
 from nnx_nnscaler.runtime.storage import Arrival
+from nnx_nnscaler.self_check import checked_if_small, checked_up_to
 from nnx_nnscaler.trace.forward import plain_parameters
 
 _MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}

@@ -38,7 +38,7 @@ from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import NnxError, UnsupportedError
 from nnx_nnscaler.options import SCHEDULES, V_SHAPED
 from nnx_nnscaler.pipeline.picture import read_timeline
-from nnx_nnscaler.pipeline.schedules import Action, Arrangement, order
+from nnx_nnscaler.plan.schedules import Action, Arrangement, order
 
 SHAPES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "pp2": ("nnscaler_pp", 2, {}),

@@ -12,11 +12,11 @@ from nnx_core.backend import ParallelContext
 from nnx_core.calibration import GroupCommunicator
 from nnx_core.errors import NnxError, PlanError
 from nnx_nnscaler.backend import NnScalerBackend
-from nnx_nnscaler.compiler import Compiler, ModelCall, ProgramForm, compile_together
+from nnx_nnscaler.compile.compiler import Compiler, ModelCall, ProgramForm, compile_together
+from nnx_nnscaler.compile.programs import Programs
+from nnx_nnscaler.ir.placement import R
 from nnx_nnscaler.options import NnScalerOptions
 from nnx_nnscaler.plan.planning import plan_program
-from nnx_nnscaler.plan.program_plan import R
-from nnx_nnscaler.programs import Programs
 from nnx_nnscaler.runtime.functions import Runtime
 from nnx_nnscaler.trace import forward
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from nnx_nnscaler.codegen.writer import CUSTOM, FUNCTIONS, INFIX, METHODS, PREFIX, OpWriter, spell
-from nnx_nnscaler.ir import Code, Ref
+from nnx_nnscaler.ir.graph import Code, Ref
 
 DRAWN = torch.Generator().manual_seed(3)
 

@@ -9,8 +9,8 @@ from torch import nn
 from nnx_core.hardware import Hardware, profile
 from nnx_nnscaler import compilation
 from nnx_nnscaler.axes import Axes
-from nnx_nnscaler.cost import CostModel
 from nnx_nnscaler.options import NnScalerOptions
+from nnx_nnscaler.plan.cost import CostModel
 
 UNIT_OF_TWO = Axes(None, None, None, None, None, 0, 2, 0, 1, 0, 1)
 MEASURED = dataclasses.replace(profile("cpu"), origin="measured", bandwidth=1.23456789e9)

@@ -15,11 +15,11 @@ from torch import nn
 from jobs.nnscaler_codegen_models import ConvNet, images
 from nnx_core.calibration import GroupCommunicator
 from nnx_core.errors import PlanError, UnsupportedError
-from nnx_nnscaler import programs as programs_module
-from nnx_nnscaler.compiler import Compiler, ModelCall, ProgramForm, Store, code_digest
+from nnx_nnscaler.compile import programs as programs_module
+from nnx_nnscaler.compile.compiler import Compiler, ModelCall, ProgramForm, Store, code_digest
+from nnx_nnscaler.compile.programs import Programs
+from nnx_nnscaler.ir.placement import R
 from nnx_nnscaler.plan.planning import replicated_plan
-from nnx_nnscaler.plan.program_plan import R
-from nnx_nnscaler.programs import Programs
 from nnx_nnscaler.runtime.functions import Runtime
 
 
@@ -361,7 +361,7 @@ class Traces:
     """Counts how often something is traced and planned."""
 
     def __init__(self, monkeypatch):
-        import nnx_nnscaler.compiler as compiling
+        import nnx_nnscaler.compile.compiler as compiling
 
         self.traced = self.planned = 0
         original = compiling.trace_forward

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from nnx_core.calibration import GroupCommunicator
-from nnx_nnscaler.compiler import Compiler, ModelCall, ProgramForm
+from nnx_nnscaler.compile.compiler import Compiler, ModelCall, ProgramForm
+from nnx_nnscaler.compile.programs import Programs
+from nnx_nnscaler.ir.placement import R
 from nnx_nnscaler.plan.planning import plan_program, replicated_plan
-from nnx_nnscaler.plan.program_plan import R
-from nnx_nnscaler.programs import Programs
 from nnx_nnscaler.runtime.functions import Runtime
 
 RUNS = []

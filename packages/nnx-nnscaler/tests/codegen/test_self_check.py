@@ -7,11 +7,11 @@ import torch
 
 from jobs.nnscaler_codegen_models import GPT, ConvNet, Mixture, images, tokens
 from nnx_core.errors import PlanError, UnsupportedError
-from nnx_nnscaler.codegen import self_check as checks
-from nnx_nnscaler.codegen.self_check import checked_if_small, checked_up_to, self_check
+from nnx_nnscaler import self_check as checks
+from nnx_nnscaler.ir.placement import P, Strategy
 from nnx_nnscaler.plan.planning import plan_program, replicated_plan
-from nnx_nnscaler.plan.program_plan import P, Strategy
 from nnx_nnscaler.runtime.functions import Conversions
+from nnx_nnscaler.self_check import checked_if_small, checked_up_to, self_check
 from nnx_nnscaler.trace import trace_forward
 
 CALL = ((tokens(), tokens(seed=1)), {})

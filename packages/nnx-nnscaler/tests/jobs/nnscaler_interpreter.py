@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch.utils import _pytree as pytree
 
-from nnx_nnscaler.ir import Code, Make, Ref, Size
+from nnx_nnscaler.ir.graph import Code, Make, Ref, Size
 
 
 def run_graph(graph, module, args=(), kwargs=None):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nnx_nnscaler.ir import Code, Graph, Op, Ref, Size, TensorMeta, hint_of
+from nnx_nnscaler.ir.graph import Code, Graph, Op, Ref, Size, TensorMeta, hint_of
 from nnx_nnscaler.rules.rule import operator_of
 
 

@@ -23,7 +23,7 @@ from jobs.nnscaler_models import Case, losses_of
 from nnx_core.errors import PlanError
 from nnx_core.whole import local_mode
 from nnx_nnscaler.pipeline.call import Turns
-from nnx_nnscaler.pipeline.plan import pipeline_plan_from_text
+from nnx_nnscaler.plan.pipeline_plan import pipeline_plan_from_text
 
 _QUIET: dict[str, Any] = {
     "accelerator": "cpu",

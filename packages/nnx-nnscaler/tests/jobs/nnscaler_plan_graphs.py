@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nnx_nnscaler.ir import Graph, Input, Op, Ref, Size, TensorMeta
-from nnx_nnscaler.plan.program_plan import P, R, S, Strategy
+from nnx_nnscaler.ir.graph import Graph, Input, Op, Ref, Size, TensorMeta
+from nnx_nnscaler.ir.placement import P, R, S, Strategy
 from nnx_nnscaler.rules.rule import outputs_of, replicate
 
 
@@ -108,7 +108,7 @@ def stack(layers: int, batch: int = 8, width: int = 64) -> Graph:
 
 def stack_plan_text() -> str:
     """A plan as it is written."""
+    from nnx_nnscaler.ir.program_plan import plan_to_text
     from nnx_nnscaler.plan.planning import plan_program
-    from nnx_nnscaler.plan.program_plan import plan_to_text
 
     return plan_to_text(plan_program(stack(3), size=2, policy="autodist", strategies_of=strategies_of))

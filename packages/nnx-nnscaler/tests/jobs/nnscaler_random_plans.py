@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
-from nnx_nnscaler.ir import Graph, Op
-from nnx_nnscaler.plan.program_plan import P, Placement, ProgramPlan, R, S, Strategy, Use, uses_of
+from nnx_nnscaler.ir.graph import Graph, Op
+from nnx_nnscaler.ir.placement import P, Placement, R, S, Strategy, Use, uses_of
+from nnx_nnscaler.ir.program_plan import ProgramPlan
 from nnx_nnscaler.rules.registry import strategies_of
 from nnx_nnscaler.rules.rule import input_values, output_values
 

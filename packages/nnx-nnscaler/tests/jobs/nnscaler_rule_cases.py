@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jobs.nnscaler_one_op import B, T, bools, f, ints
-from nnx_nnscaler.ir import Code
+from nnx_nnscaler.ir.graph import Code
 
 _FIXED = T((16,), "float32", differentiable=False)
 _FOUR = T((4,), "float32", differentiable=False)

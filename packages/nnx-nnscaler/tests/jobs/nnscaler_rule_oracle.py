@@ -15,12 +15,12 @@ import torch.nn.functional as F  # the field writes it so
 from torch import Tensor
 
 from nnx_core.calibration import Communicator, GroupCommunicator
-from nnx_nnscaler.codegen.self_check import run_as_ranks
-from nnx_nnscaler.ir import Argument, Code, Dim, Graph, Op, Ref, Size, TensorMeta, hint_of
-from nnx_nnscaler.plan.program_plan import P, Placement, Strategy
+from nnx_nnscaler.ir.graph import Argument, Code, Dim, Graph, Op, Ref, Size, TensorMeta, hint_of
+from nnx_nnscaler.ir.placement import P, Placement, Strategy
 from nnx_nnscaler.rules.registry import rule_for
 from nnx_nnscaler.rules.rule import Rule
 from nnx_nnscaler.runtime.functions import Runtime
+from nnx_nnscaler.self_check import run_as_ranks
 
 DRAWS = ("normal", "unit")
 """The kinds of made-up values: standard normal, and between 0 and 1 for what is only defined there."""

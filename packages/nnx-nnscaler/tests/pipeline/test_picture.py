@@ -11,10 +11,11 @@ import pytest
 from torch import nn, ones
 
 from nnx_core.errors import NnxError, OptionError, PlanError
-from nnx_nnscaler.cost import CostModel
 from nnx_nnscaler.pipeline.picture import draw
-from nnx_nnscaler.pipeline.plan import PipelinePlan
-from nnx_nnscaler.pipeline.schedules import (
+from nnx_nnscaler.pipeline.search import PipelineOptions, plan_pipeline
+from nnx_nnscaler.plan.cost import CostModel
+from nnx_nnscaler.plan.pipeline_plan import PipelinePlan
+from nnx_nnscaler.plan.schedules import (
     BACKWARD,
     FORWARD,
     INPUTS,
@@ -26,7 +27,6 @@ from nnx_nnscaler.pipeline.schedules import (
     simulate,
     waiting_share,
 )
-from nnx_nnscaler.pipeline.search import PipelineOptions, plan_pipeline
 from nnx_nnscaler.trace import trace_forward
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -18,16 +18,16 @@ from jobs.nnscaler_pipeline_jobs import Deep, logged, planned_losses_with, rows
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import PlanError
 from nnx_core.hardware import Link, profile
-from nnx_nnscaler.codegen.self_check import self_check
-from nnx_nnscaler.cost import CostModel
-from nnx_nnscaler.ir import Graph
-from nnx_nnscaler.pipeline.plan import PipelinePlan
+from nnx_nnscaler.ir.graph import Graph
+from nnx_nnscaler.ir.program_plan import ProgramPlan
 from nnx_nnscaler.pipeline.program import in_a_row, source_of
-from nnx_nnscaler.pipeline.schedules import Arrangement, held
 from nnx_nnscaler.pipeline.search import PipelineOptions, plan_pipeline, with_stages
-from nnx_nnscaler.plan.document import Plan, diff
+from nnx_nnscaler.plan.cost import CostModel
+from nnx_nnscaler.plan.pipeline_plan import PipelinePlan
 from nnx_nnscaler.plan.planning import plan_program
-from nnx_nnscaler.plan.program_plan import ProgramPlan
+from nnx_nnscaler.plan.schedules import Arrangement, held
+from nnx_nnscaler.plan_file import Plan, diff
+from nnx_nnscaler.self_check import self_check
 from nnx_nnscaler.trace import trace_forward
 
 CPU = profile("cpu")

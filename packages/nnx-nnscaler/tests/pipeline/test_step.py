@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from nnx_nnscaler.ir import Graph
+from nnx_nnscaler.ir.graph import Graph
+from nnx_nnscaler.ir.placement import P
 from nnx_nnscaler.pipeline.microbatches import cut_batch
 from nnx_nnscaler.pipeline.program import TrainingStep
 from nnx_nnscaler.pipeline.search import loss_of
-from nnx_nnscaler.plan.program_plan import P
 from nnx_nnscaler.trace import TraceError, trace_forward
 
 SEEN: list[Tensor] = []

@@ -6,11 +6,11 @@ import pytest
 
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, strategies_of
 from nnx_core.hardware import profile
-from nnx_nnscaler.cost import NOTHING, CostModel, Local, Prices, Stored, extra_work, saved_by, work_of
-from nnx_nnscaler.ir import Graph, Op, Ref, TensorMeta
+from nnx_nnscaler.ir.graph import Graph, Op, Ref, TensorMeta
+from nnx_nnscaler.ir.placement import P, R, S, Strategy, Use
+from nnx_nnscaler.plan.cost import NOTHING, CostModel, Local, Prices, Stored, extra_work, saved_by, work_of
 from nnx_nnscaler.plan.evaluation import peak_memory
 from nnx_nnscaler.plan.planning import PolicyContext, assignment_of, plan_program
-from nnx_nnscaler.plan.program_plan import P, R, S, Strategy, Use
 
 
 def prices(graph: Graph, *, size: int = 2, units: int = 1, zero: bool = False) -> Prices:

@@ -11,11 +11,11 @@ import pytest
 from jobs.nnscaler_plan_graphs import mlp, stack, strategies_of
 from nnx_core.errors import PlanError
 from nnx_core.hardware import profile
-from nnx_nnscaler.cost import CostModel
-from nnx_nnscaler.ir import Graph
-from nnx_nnscaler.plan.document import Plan, diff, explain, fingerprint
+from nnx_nnscaler.ir.graph import Graph
+from nnx_nnscaler.plan.cost import CostModel
 from nnx_nnscaler.plan.evaluation import Flow, evaluate
 from nnx_nnscaler.plan.planning import assignment_of, plan_program
+from nnx_nnscaler.plan_file import Plan, diff, explain, fingerprint
 
 COSTS = CostModel(hardware=profile("h100-nvlink"))
 

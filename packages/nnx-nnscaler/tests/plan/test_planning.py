@@ -17,12 +17,13 @@ from torch import nn
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, stack_plan_text, strategies_of
 from nnx_core.errors import PlanError
 from nnx_core.hardware import profile
-from nnx_nnscaler.codegen.self_check import check_parity
-from nnx_nnscaler.cost import CostModel
-from nnx_nnscaler.ir import Graph, Op, Ref, Size, TensorMeta
+from nnx_nnscaler.ir.graph import Graph, Op, Ref, Size, TensorMeta
+from nnx_nnscaler.ir.placement import R, S, Strategy, Use, conversion, uses_of
+from nnx_nnscaler.ir.program_plan import ProgramPlan
+from nnx_nnscaler.plan.cost import CostModel
 from nnx_nnscaler.plan.planning import plan_mesh, plan_program
-from nnx_nnscaler.plan.program_plan import ProgramPlan, R, S, Strategy, Use, conversion, uses_of
 from nnx_nnscaler.rules.rule import replicate
+from nnx_nnscaler.self_check import check_parity
 
 BIG = mlp(4096, 64, 256)
 """Its fastest plan splits the batch and keeps the parameters whole."""

@@ -8,9 +8,10 @@ import pytest
 
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, strategies_of
 from nnx_core.errors import OptionError, PlanError, UnsupportedError
-from nnx_nnscaler.ir import Graph, Size, TensorMeta
+from nnx_nnscaler.ir.graph import Graph, Size, TensorMeta
+from nnx_nnscaler.ir.placement import P, R, S
+from nnx_nnscaler.ir.program_plan import ProgramPlan
 from nnx_nnscaler.plan.planning import PolicyContext, plan_program
-from nnx_nnscaler.plan.program_plan import P, ProgramPlan, R, S
 
 
 def planned(graph: Graph, policy: Any, **more: Any) -> ProgramPlan:

@@ -8,8 +8,8 @@ import pytest
 
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, strategies_of
 from nnx_core.hardware import Hardware, Link, profile
-from nnx_nnscaler.cost import CostModel, Prices
-from nnx_nnscaler.ir import Graph
+from nnx_nnscaler.ir.graph import Graph
+from nnx_nnscaler.plan.cost import CostModel, Prices
 from nnx_nnscaler.plan.evaluation import Assignment, evaluate, peak_memory
 from nnx_nnscaler.plan.planning import PolicyContext
 from nnx_nnscaler.plan.solver import Program, fold

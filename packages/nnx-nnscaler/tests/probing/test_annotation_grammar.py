@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nnx_nnscaler.plan.program_plan import P, R, S
+from nnx_nnscaler.ir.placement import P, R, S
 from nnx_nnscaler.rules.annotation_grammar import Annotation, AnnotationError
 
 

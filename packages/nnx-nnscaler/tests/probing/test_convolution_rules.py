@@ -6,7 +6,7 @@ import pytest
 
 from jobs.nnscaler_one_op import f, one_op
 from jobs.nnscaler_rule_oracle import check_strategy
-from nnx_nnscaler.plan.program_plan import P, R, S, Strategy
+from nnx_nnscaler.ir.placement import P, R, S, Strategy
 from nnx_nnscaler.rules.registry import strategies_of
 
 CONVOLUTION = {"batch", "output channels", "input channels"}

@@ -12,8 +12,8 @@ from torch import Tensor
 from jobs.nnscaler_one_op import bools, f, ints, one_op
 from jobs.nnscaler_rule_cases import CASES
 from jobs.nnscaler_rule_oracle import _NumberWriter, check_strategy
-from nnx_nnscaler.ir import Ref, Size, TensorMeta
-from nnx_nnscaler.plan.program_plan import P, R, S, Strategy
+from nnx_nnscaler.ir.graph import Ref, Size, TensorMeta
+from nnx_nnscaler.ir.placement import P, R, S, Strategy
 from nnx_nnscaler.rules import probe
 from nnx_nnscaler.rules.probe import Trial, runner
 from nnx_nnscaler.rules.registry import rule_for, strategies_of

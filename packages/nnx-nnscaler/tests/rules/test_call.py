@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jobs.nnscaler_one_op import T, f, one_op
-from nnx_nnscaler.ir import Code, Op, Ref
-from nnx_nnscaler.plan.program_plan import P, R, S, Strategy
+from nnx_nnscaler.ir.graph import Code, Op, Ref
+from nnx_nnscaler.ir.placement import P, R, S, Strategy
 from nnx_nnscaler.rules.rule import Call, argument_of, bound, operator_of, placement_of, with_code
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jobs.nnscaler_one_op import B, T, one_op
-from nnx_nnscaler.ir import Graph, Op, Ref, Size, TensorMeta
-from nnx_nnscaler.plan.program_plan import R, S
+from nnx_nnscaler.ir.graph import Graph, Op, Ref, Size, TensorMeta
+from nnx_nnscaler.ir.placement import R, S
 from nnx_nnscaler.rules.registry import strategies_of
 from nnx_nnscaler.rules.rule import groups_at
 from nnx_nnscaler.rules.shapes import size_at

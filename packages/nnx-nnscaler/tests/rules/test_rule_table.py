@@ -7,7 +7,7 @@ import pytest
 from jobs.nnscaler_one_op import T, f, ints, one_op
 from jobs.nnscaler_rule_cases import CASES
 from jobs.nnscaler_rule_oracle import check_strategy
-from nnx_nnscaler.plan.program_plan import P, R, S
+from nnx_nnscaler.ir.placement import P, R, S
 from nnx_nnscaler.rules.registry import has_rule, rule_for, strategies_of
 from nnx_nnscaler.rules.rule import replicate
 
@@ -96,7 +96,7 @@ def test_causal_attention_is_not_cut_by_queries_which_have_to_know_their_place()
     ],
 )
 def test_what_is_not_linear_or_not_floating_point_takes_and_makes_no_partial_sums(target, args):
-    from nnx_nnscaler.ir import Code
+    from nnx_nnscaler.ir.graph import Code
 
     args = [Code("torch.float32") if arg == "float32" else arg for arg in args]
     for strategy in strategies_of(*reversed(one_op(target, *args)), 2):

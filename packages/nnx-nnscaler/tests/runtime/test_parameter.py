@@ -16,10 +16,10 @@ from nnx_checkpoint.box import find_fault
 from nnx_core.errors import UnsupportedError
 from nnx_core.whole import can_be_guarded, guarded_mode, local_mode, part_of
 from nnx_nnscaler.axes import Axes
-from nnx_nnscaler.codegen.self_check import run_as_ranks
-from nnx_nnscaler.plan.program_plan import R, S
+from nnx_nnscaler.ir.placement import R, S
 from nnx_nnscaler.runtime.part import ParameterLayout, rows_of
 from nnx_nnscaler.runtime.storage import Parameters
+from nnx_nnscaler.self_check import run_as_ranks
 
 
 def axes_of(unit):

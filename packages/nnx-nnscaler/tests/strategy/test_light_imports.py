@@ -10,7 +10,7 @@ import sys
 import nnx_nnscaler.backend
 heavy = ("trace", "rules", "cost", "plan.", "codegen", "programs", "compilation", "compiler")
 found = {name for name in sys.modules if name.startswith(tuple(f"nnx_nnscaler.{part}" for part in heavy))}
-print(*found - {"nnx_nnscaler.plan.program_plan"})  # which is data, and holds placements
+print(*found - {"nnx_nnscaler.ir.program_plan"})  # which is data, and holds placements
 """
 
 

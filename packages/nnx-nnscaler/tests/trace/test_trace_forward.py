@@ -8,7 +8,7 @@ from torch import nn
 
 from jobs.nnscaler_interpreter import check_graph, run_graph
 from jobs.nnscaler_trace_models import Answer, Cnn, Frozen, Gpt, Mlp, Nested, Recurrent, Writes
-from nnx_nnscaler.ir import Code, Make, Ref, Size
+from nnx_nnscaler.ir.graph import Code, Make, Ref, Size
 from nnx_nnscaler.trace import TraceError, trace_forward
 
 

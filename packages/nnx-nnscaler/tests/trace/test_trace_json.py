@@ -7,19 +7,8 @@ import torch
 
 from jobs.nnscaler_interpreter import check_graph
 from jobs.nnscaler_trace_models import Branching, Frozen, Gpt, Nested, Writes
-from nnx_nnscaler.ir import (
-    Code,
-    Graph,
-    GraphFormatError,
-    Input,
-    Make,
-    Op,
-    Ref,
-    Size,
-    TensorMeta,
-    graph_from_json,
-    graph_to_json,
-)
+from nnx_nnscaler.ir.graph import Code, Graph, Input, Make, Op, Ref, Size, TensorMeta
+from nnx_nnscaler.ir.graph_json import GraphFormatError, graph_from_json, graph_to_json
 from nnx_nnscaler.trace import trace_forward
 
 

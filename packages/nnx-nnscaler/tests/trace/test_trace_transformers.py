@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from jobs.nnscaler_interpreter import check_graph, run_graph
-from nnx_nnscaler.ir import Make
+from nnx_nnscaler.ir.graph import Make
 from nnx_nnscaler.trace import trace_forward
 
 transformers = pytest.importorskip("transformers")

@@ -19,17 +19,9 @@ from torch import Tensor
 
 from nnx_nnscaler.codegen.layout import Function, Line, fold, fold_recomputed, header, lay_out, layer_of
 from nnx_nnscaler.codegen.writer import Names, OpWriter, bound
-from nnx_nnscaler.ir import Argument, Graph, Make, Op, TensorMeta, refs_in, text_of
-from nnx_nnscaler.plan.program_plan import (
-    Conversion,
-    Placement,
-    ProgramPlan,
-    R,
-    Strategy,
-    Use,
-    conversion,
-    uses_of,
-)
+from nnx_nnscaler.ir.graph import Argument, Graph, Make, Op, TensorMeta, refs_in, text_of
+from nnx_nnscaler.ir.placement import Conversion, Placement, R, Strategy, Use, conversion, uses_of
+from nnx_nnscaler.ir.program_plan import ProgramPlan
 
 _LARGE = 1024
 """Elements of a constant that is not compared with others."""

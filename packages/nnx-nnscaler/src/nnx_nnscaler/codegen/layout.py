@@ -11,13 +11,13 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from nnx_nnscaler.ir import Graph, Op
-from nnx_nnscaler.plan.program_plan import ProgramPlan
+from nnx_nnscaler.ir.graph import Graph, Op
+from nnx_nnscaler.ir.program_plan import ProgramPlan
+from nnx_nnscaler.plan.recompute import recomputed_owner
 
 __all__ = [
     "Function",
@@ -236,27 +236,6 @@ def _generic(code: str, owner: str) -> str:
 
 
 log = logging.getLogger("nnx.nnscaler")
-
-
-def recomputed_owner(module: str, patterns: Sequence[str]) -> str | None:
-    """The outermost submodule around this one that is to be recomputed.
-
-    Example:
-        >>> recomputed_owner("blocks.3.mlp.0", ["blocks.*.mlp"])
-        'blocks.3.mlp'
-    """
-    parts = module.split(".") if module else []
-    for count in range(1, len(parts) + 1):
-        owner = ".".join(parts[:count])
-        if any(_matches(owner, pattern) for pattern in patterns):
-            return owner
-    return None
-
-
-def _matches(owner: str, pattern: str) -> bool:
-    """Whether a name fits a pattern, in which a star stands for one part of a name."""
-    names, wanted = owner.split("."), pattern.split(".")
-    return len(names) == len(wanted) and all(map(fnmatchcase, names, wanted))
 
 
 def fold_recomputed(

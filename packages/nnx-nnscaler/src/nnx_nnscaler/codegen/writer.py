@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nnx_nnscaler.ir import Argument, Code, Dim, Make, Op, Ref, Size, TensorMeta, text_of
-from nnx_nnscaler.plan.program_plan import Placement, R
+from nnx_nnscaler.ir.graph import Argument, Code, Dim, Make, Op, Ref, Size, TensorMeta, text_of
+from nnx_nnscaler.ir.placement import Placement, R
 
 _TAKEN = frozenset(
     {"rt", "m", "w", "c", "torch", "F", "checkpoint", "math", "inf", "nan", "forward", "layer", "i", "_"}

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler._torch_compat import stage_backward_input, stage_backward_weight
 from nnx_nnscaler.codegen.emit import Program
-from nnx_nnscaler.ir import Graph, TensorMeta
+from nnx_nnscaler.ir.graph import Graph, TensorMeta
+from nnx_nnscaler.ir.placement import R
 from nnx_nnscaler.pipeline.messages import RETURNING, Line, Look, Passage, refuse_second_derivative
 from nnx_nnscaler.pipeline.picture import Timeline
-from nnx_nnscaler.pipeline.plan import PipelinePlan
-from nnx_nnscaler.pipeline.schedules import BACKWARD, FORWARD, WEIGHTS, Action
 from nnx_nnscaler.pipeline.stages import Stage
-from nnx_nnscaler.plan.program_plan import R
+from nnx_nnscaler.plan.pipeline_plan import PipelinePlan
+from nnx_nnscaler.plan.schedules import BACKWARD, FORWARD, WEIGHTS, Action
 from nnx_nnscaler.rules.rule import outputs_of
 from nnx_nnscaler.runtime.functions import Runtime
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.codegen.writer import OpWriter, bound
-from nnx_nnscaler.cost import base_name
-from nnx_nnscaler.ir import Argument, Code, Dim, Graph, Input, Op, Ref, Size, TensorMeta, refs_in
-from nnx_nnscaler.plan.program_plan import P, Placement, R, S, Strategy
+from nnx_nnscaler.ir.graph import Argument, Code, Dim, Graph, Input, Op, Ref, Size, TensorMeta, refs_in
+from nnx_nnscaler.ir.placement import P, Placement, R, S, Strategy
+from nnx_nnscaler.plan.cost import base_name
 from nnx_nnscaler.rules.registry import is_in_place, rule_for, strategies_of
 from nnx_nnscaler.rules.rule import (
     Rule,

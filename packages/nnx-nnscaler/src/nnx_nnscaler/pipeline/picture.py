@@ -27,8 +27,8 @@ from torch.autograd.graph import register_multi_grad_hook
 from nnx_checkpoint.collective import control_group, gather_object, together
 from nnx_core._torch_compat import when_backward_ends
 from nnx_core.errors import NnxError
-from nnx_nnscaler.pipeline.plan import PipelinePlan, predicted
-from nnx_nnscaler.pipeline.schedules import (
+from nnx_nnscaler.plan.pipeline_plan import PipelinePlan, predicted
+from nnx_nnscaler.plan.schedules import (
     BACKWARD,
     FORWARD,
     INPUTS,

@@ -30,17 +30,17 @@ from nnx_core.calibration import Communicator, GroupCommunicator
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.codegen.emit import Program, emit, inputs_of, load_program
-from nnx_nnscaler.compiler import Entry, FixedLayout, ModelCall, ProgramForm
-from nnx_nnscaler.ir import Graph, Input, Ref
+from nnx_nnscaler.compile.compiler import Entry, FixedLayout, ModelCall, ProgramForm
+from nnx_nnscaler.compile.programs import Programs
+from nnx_nnscaler.ir.graph import Graph, Input, Ref
+from nnx_nnscaler.ir.placement import P, R
 from nnx_nnscaler.pipeline.call import Call, Lineup, StageRuntime, Turns, look_of
 from nnx_nnscaler.pipeline.microbatches import Microbatches, output_refs, possible_counts
 from nnx_nnscaler.pipeline.picture import Timeline
-from nnx_nnscaler.pipeline.plan import PipelinePlan, any_plan_from_text
-from nnx_nnscaler.pipeline.schedules import Action, Arrangement, actions
 from nnx_nnscaler.pipeline.stages import make_stages, prepare
+from nnx_nnscaler.plan.pipeline_plan import PipelinePlan, any_plan_from_text
 from nnx_nnscaler.plan.planning import replicated_plan
-from nnx_nnscaler.plan.program_plan import P, R
-from nnx_nnscaler.programs import Programs
+from nnx_nnscaler.plan.schedules import Action, Arrangement, actions
 from nnx_nnscaler.runtime.functions import Runtime, join_parts, sample_weights
 from nnx_nnscaler.trace.guard import refuse_effects, replaced
 from nnx_nnscaler.trace.structure import Refusal, is_constant

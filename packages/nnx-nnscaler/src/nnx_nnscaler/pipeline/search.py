@@ -16,20 +16,11 @@ from math import inf
 from typing import Any, NamedTuple
 
 from nnx_core.errors import OptionError, PlanError, UnsupportedError
-from nnx_nnscaler.compiler import FixedLayout
-from nnx_nnscaler.cost import CostModel, Prices, Stored
-from nnx_nnscaler.ir import Graph, Make, Ref
+from nnx_nnscaler.compile.compiler import FixedLayout
+from nnx_nnscaler.ir.graph import Graph, Make, Ref
+from nnx_nnscaler.ir.placement import P, R
+from nnx_nnscaler.ir.program_plan import ProgramPlan
 from nnx_nnscaler.pipeline.microbatches import Microbatches, output_refs, possible_counts
-from nnx_nnscaler.pipeline.plan import PipelinePlan, Usage, predicted
-from nnx_nnscaler.pipeline.schedules import (
-    FORWARD_SHARE,
-    Arrangement,
-    actions,
-    held,
-    order,
-    simulate,
-    waiting_share,
-)
 from nnx_nnscaler.pipeline.stages import (
     Outline,
     Prepared,
@@ -45,7 +36,9 @@ from nnx_nnscaler.pipeline.stages import (
     traced_sizes,
     without_calls,
 )
+from nnx_nnscaler.plan.cost import CostModel, Prices, Stored
 from nnx_nnscaler.plan.evaluation import Flow, activations
+from nnx_nnscaler.plan.pipeline_plan import PipelinePlan, Usage, predicted
 from nnx_nnscaler.plan.planning import (
     Policy,
     PolicyContext,
@@ -54,7 +47,15 @@ from nnx_nnscaler.plan.planning import (
     plan_program,
     policy_of,
 )
-from nnx_nnscaler.plan.program_plan import P, ProgramPlan, R
+from nnx_nnscaler.plan.schedules import (
+    FORWARD_SHARE,
+    Arrangement,
+    actions,
+    held,
+    order,
+    simulate,
+    waiting_share,
+)
 from nnx_nnscaler.rules.rule import replicate
 
 PER_RANK = 4

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
 
 from nnx_core.errors import PlanError, UnsupportedError
-from nnx_nnscaler.cost import CostModel, Stored, base_name, bytes_of
-from nnx_nnscaler.ir import Graph, Input, Op, Ref, TensorMeta, hint_of
+from nnx_nnscaler.ir.graph import Graph, Input, Op, Ref, TensorMeta, hint_of
+from nnx_nnscaler.ir.placement import R
 from nnx_nnscaler.pipeline.microbatches import (
     Draw,
     Microbatches,
@@ -32,9 +32,9 @@ from nnx_nnscaler.pipeline.microbatches import (
     values_of_inputs,
     writes_in_place,
 )
-from nnx_nnscaler.pipeline.schedules import Arrangement
+from nnx_nnscaler.plan.cost import CostModel, Stored, base_name, bytes_of
 from nnx_nnscaler.plan.evaluation import Assignment, Flow, kept_by_operator
-from nnx_nnscaler.plan.program_plan import R
+from nnx_nnscaler.plan.schedules import Arrangement
 from nnx_nnscaler.rules.rule import argument_of, replicate
 
 _HEAVY = frozenset(

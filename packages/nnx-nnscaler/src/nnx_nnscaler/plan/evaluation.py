@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
-from nnx_nnscaler.cost import ALIASES, Price, Prices, Saved, Stored, base_name
-from nnx_nnscaler.ir import Code, Graph, Op, Ref, Size, TensorMeta, refs_in
-from nnx_nnscaler.plan.program_plan import Conversion, P, Placement, R, Strategy, Use, conversion, uses_of
+from nnx_nnscaler.ir.graph import Code, Graph, Op, Ref, Size, TensorMeta, refs_in
+from nnx_nnscaler.ir.placement import Conversion, P, Placement, R, Strategy, Use, conversion, uses_of
+from nnx_nnscaler.plan.cost import ALIASES, Price, Prices, Saved, Stored, base_name
 from nnx_nnscaler.rules.rule import outputs_of
 
 __all__ = [

@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any
 
 from nnx_core.errors import OptionError, PlanError, UnsupportedError
-from nnx_nnscaler.cost import CostModel, Prices, Stored
-from nnx_nnscaler.ir import Graph, Op, Size, TensorMeta
+from nnx_nnscaler.ir.graph import Graph, Op, Size, TensorMeta
+from nnx_nnscaler.ir.placement import P, Placement, R, S, Strategy
+from nnx_nnscaler.ir.program_plan import Prediction, ProgramPlan
 from nnx_nnscaler.options import PIPELINES
+from nnx_nnscaler.plan.cost import CostModel, Prices, Stored
 from nnx_nnscaler.plan.evaluation import Assignment, Flow, evaluate, peak_memory, synchronize_what_passes_on
-from nnx_nnscaler.plan.program_plan import P, Placement, Prediction, ProgramPlan, R, S, Strategy
 from nnx_nnscaler.plan.solver import Choices, Problem, Program, fold
 from nnx_nnscaler.rules.rule import outputs_of, replicate
 

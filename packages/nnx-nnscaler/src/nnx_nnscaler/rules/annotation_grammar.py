@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from nnx_core.errors import NnxError
-from nnx_nnscaler.plan.program_plan import P, Placement, R, S
+from nnx_nnscaler.ir.placement import P, Placement, R, S
 
 _TOKEN = re.compile(r"\s*(?:(->)|(\.\.\.|\*)|([A-Za-z_]\w*|\d+)|([(),?^+])|(\S))")
 _ANY = "*"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from nnx_nnscaler.ir import Argument, Graph, Op, Ref, TensorMeta
-from nnx_nnscaler.plan.program_plan import P, R, S, Strategy
+from nnx_nnscaler.ir.graph import Argument, Graph, Op, Ref, TensorMeta
+from nnx_nnscaler.ir.placement import P, R, S, Strategy
 from nnx_nnscaler.rules.rule import (
     Call,
     Labels,

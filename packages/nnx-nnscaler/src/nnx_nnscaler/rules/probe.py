@@ -22,8 +22,8 @@ import xxhash
 from torch import Tensor
 
 from nnx_core.json_files import cache_directory, read_json, write_json
-from nnx_nnscaler.ir import Argument, Code, Graph, Op, Ref, Size, TensorMeta
-from nnx_nnscaler.plan.program_plan import P, Placement, R, S, Strategy
+from nnx_nnscaler.ir.graph import Argument, Code, Graph, Op, Ref, Size, TensorMeta
+from nnx_nnscaler.ir.placement import P, Placement, R, S, Strategy
 from nnx_nnscaler.rules.rule import bound, operator_of, outputs_of
 
 __all__ = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from nnx_nnscaler.ir import Argument, Graph, Op, Ref, TensorMeta
-from nnx_nnscaler.plan.program_plan import P, Placement, Strategy
+from nnx_nnscaler.ir.graph import Argument, Graph, Op, Ref, TensorMeta
+from nnx_nnscaler.ir.placement import P, Placement, Strategy
 from nnx_nnscaler.rules import arithmetic, layers, shapes
 from nnx_nnscaler.rules.probe import discover
 from nnx_nnscaler.rules.rule import (

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from nnx_nnscaler._torch_compat import OpOverload
-from nnx_nnscaler.ir import Argument, Code, Dim, Graph, Op, Ref, Size, TensorMeta, refs_in
-from nnx_nnscaler.plan.program_plan import P, Placement, R, S, Strategy
+from nnx_nnscaler.ir.graph import Argument, Code, Dim, Graph, Op, Ref, Size, TensorMeta, refs_in
+from nnx_nnscaler.ir.placement import P, Placement, R, S, Strategy
 
 # --- the form of a rule ---------------------------------------------------------------------------
 # The form of a rule: how one kind of operator can run on the ranks of a unit.

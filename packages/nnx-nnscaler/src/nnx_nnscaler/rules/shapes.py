@@ -7,8 +7,8 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from nnx_nnscaler.ir import Argument, Dim, Graph, Op, Size, TensorMeta, hint_of
-from nnx_nnscaler.plan.program_plan import Placement, S, Strategy
+from nnx_nnscaler.ir.graph import Argument, Dim, Graph, Op, Size, TensorMeta, hint_of
+from nnx_nnscaler.ir.placement import Placement, S, Strategy
 from nnx_nnscaler.rules.rule import (
     MOST_GROUPS,
     Call,
@@ -184,7 +184,7 @@ def size_at(dim: Dim, symbols: Mapping[str, int]) -> int | None:
     """The value of a size for given symbols; None where its expression has other forms than arithmetic.
 
     Example:
-        >>> from nnx_nnscaler.ir import Size
+        >>> from nnx_nnscaler.ir.graph import Size
         >>> size_at(Size("16*B + 1", 33), {"B": 3})
         49
     """

@@ -13,13 +13,13 @@ from torch.autograd.function import once_differentiable
 from nnx_core.calibration import Communicator
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler._torch_compat import safe_softmax
-from nnx_nnscaler.plan.program_plan import Placement
+from nnx_nnscaler.ir.placement import Placement
 
 # --- conversions of placements --------------------------------------------------------------------
 # Changing a tensor's placement inside an emitted program, with the matching collective for its gradient.
 #
 # Methods are named ``forward__backward``. ``dim`` and ``groups`` are those of the shard that is made or
-# taken apart, as in `nnx_nnscaler.plan.program_plan.S`.
+# taken apart, as in `nnx_nnscaler.ir.placement.S`.
 
 
 _Change = Callable[[Tensor], Tensor]

@@ -27,7 +27,7 @@ from nnx_core.errors import UnsupportedError
 from nnx_core.used import CollectiveOrder
 from nnx_core.watch import refuse_unequal_gradient
 from nnx_core.whole import Guard, Seen, Source, guarded_mode, local_mode
-from nnx_nnscaler.plan.program_plan import Placement, R
+from nnx_nnscaler.ir.placement import Placement, R
 from nnx_nnscaler.runtime.functions import Conversions
 
 # --- where a part lies in the whole ---------------------------------------------------------------

@@ -26,7 +26,7 @@ from nnx_core.used import CollectiveOrder
 from nnx_core.watch import Writes
 from nnx_core.whole import can_be_guarded, guard, guarded_mode, local_mode, show_plain, show_whole, unguard
 from nnx_nnscaler.axes import Axes
-from nnx_nnscaler.plan.program_plan import Placement, R
+from nnx_nnscaler.ir.placement import Placement, R
 from nnx_nnscaler.runtime.functions import Conversions
 from nnx_nnscaler.runtime.part import (
     GradientParts,

@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind
 
 from nnx_core._torch_compat import pytree
 from nnx_nnscaler._torch_compat import OpOverload, PythonPrinter
-from nnx_nnscaler.ir import Argument, Code, Dim, Graph, Input, Make, Op, Ref, Size, TensorMeta, refs_in
+from nnx_nnscaler.ir.graph import Argument, Code, Dim, Graph, Input, Make, Op, Ref, Size, TensorMeta, refs_in
 from nnx_nnscaler.trace.export import PREFIX, Exported
 from nnx_nnscaler.trace.guard import is_collective
 from nnx_nnscaler.trace.steps import (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nnx_core._torch_compat import FakeTensor, FakeTensorMode, pytree
-from nnx_nnscaler.ir import Graph
+from nnx_nnscaler.ir.graph import Graph
 from nnx_nnscaler.trace.build import UntraceableError, build_graph
 from nnx_nnscaler.trace.export import (
     Recorded,

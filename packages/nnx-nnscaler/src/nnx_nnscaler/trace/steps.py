@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from nnx_core._torch_compat import pytree
 from nnx_nnscaler._torch_compat import HigherOrderOperator
-from nnx_nnscaler.ir import Argument, Graph, Op, refs_in
+from nnx_nnscaler.ir.graph import Argument, Graph, Op, refs_in
 from nnx_nnscaler.trace.export import PREFIX
 
 __all__ = [

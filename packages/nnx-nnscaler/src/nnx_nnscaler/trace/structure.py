@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from nnx_core._torch_compat import pytree
 from nnx_core.errors import UnsupportedError
-from nnx_nnscaler.ir import Make
+from nnx_nnscaler.ir.graph import Make
 
 # --- inputs ---------------------------------------------------------------------------------------
 # The forward's inputs as leaves: their names, which dims are the batch, and samples of other batch sizes.

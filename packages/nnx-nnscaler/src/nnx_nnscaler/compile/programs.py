@@ -26,8 +26,8 @@ from nnx_core._torch_compat import tree_flatten
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler._torch_compat import has_any_global_hook
 from nnx_nnscaler.codegen.emit import inputs_of
-from nnx_nnscaler.compiler import Compiled, Compiler, FixedLayout, ModelCall, compile_together
-from nnx_nnscaler.ir import Graph, text_of
+from nnx_nnscaler.compile.compiler import Compiled, Compiler, FixedLayout, ModelCall, compile_together
+from nnx_nnscaler.ir.graph import Graph, text_of
 from nnx_nnscaler.runtime.functions import Runtime
 from nnx_nnscaler.trace.fingerprint import current, read_by_forward
 from nnx_nnscaler.trace.guard import caller_modes

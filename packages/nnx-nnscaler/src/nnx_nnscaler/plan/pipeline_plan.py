@@ -7,15 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nnx_nnscaler.pipeline.schedules import FORWARD_SHARE, Arrangement, Span, order, simulate
-from nnx_nnscaler.plan.program_plan import (
-    Placement,
-    Prediction,
-    ProgramPlan,
-    Strategy,
-    plan_from_text,
-    plan_to_text,
-)
+from nnx_nnscaler.ir.placement import Placement, Strategy
+from nnx_nnscaler.ir.program_plan import Prediction, ProgramPlan, plan_from_text, plan_to_text
+from nnx_nnscaler.plan.schedules import FORWARD_SHARE, Arrangement, Span, order, simulate
 
 
 class Usage(NamedTuple):

@@ -25,10 +25,11 @@ from nnx_core._torch_compat import TorchDispatchMode, tree_leaves, tree_map
 from nnx_core.calibration import Communicator
 from nnx_core.errors import PlanError, UnsupportedError
 from nnx_nnscaler.codegen.emit import Program, emit, load_program
-from nnx_nnscaler.ir import Graph, Op, Ref, TensorMeta
-from nnx_nnscaler.pipeline.plan import AnyPlan, PipelinePlan
+from nnx_nnscaler.ir.graph import Graph, Op, Ref, TensorMeta
+from nnx_nnscaler.ir.placement import Placement, R
+from nnx_nnscaler.ir.program_plan import ProgramPlan
+from nnx_nnscaler.plan.pipeline_plan import AnyPlan, PipelinePlan
 from nnx_nnscaler.plan.planning import plan_program, replicated_plan
-from nnx_nnscaler.plan.program_plan import Placement, ProgramPlan, R
 from nnx_nnscaler.runtime.functions import Conversions, Runtime, join_parts
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 `Store` keeps programs between runs. `Compiler` works in one process, `compile_together` lets one rank compile
 for all ranks of a group and brings its error to every one of them. Which plan is made, and what a program
-looks like, is the business of a `ProgramForm`, when to compile that of `nnx_nnscaler.programs`.
+looks like, is the business of a `ProgramForm`, when to compile that of `nnx_nnscaler.compile.programs`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from nnx_checkpoint.collective import all_gather_object, together
 from nnx_core.errors import NnxError, PlanError, UnsupportedError
 from nnx_nnscaler.codegen.emit import Program, emit, load_program
-from nnx_nnscaler.ir import Graph, graph_from_json, graph_to_json
-from nnx_nnscaler.pipeline.plan import AnyPlan, any_plan_from_text, any_plan_to_text
-from nnx_nnscaler.plan.program_plan import Placement
+from nnx_nnscaler.ir.graph import Graph
+from nnx_nnscaler.ir.graph_json import graph_from_json, graph_to_json
+from nnx_nnscaler.ir.placement import Placement
+from nnx_nnscaler.plan.pipeline_plan import AnyPlan, any_plan_from_text, any_plan_to_text
 from nnx_nnscaler.rules.registry import unsupported_message
 from nnx_nnscaler.trace import trace_forward
 from nnx_nnscaler.trace.fingerprint import fingerprint

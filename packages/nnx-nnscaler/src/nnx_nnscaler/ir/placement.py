@@ -1,26 +1,18 @@
-"""What planning decides about one program; readable, comparable, and all that `codegen` needs.
+"""Placements of a tensor over the ranks of a unit, and the collectives that turn one into another.
 
-Owns the placements of tensors over the ranks of a unit, strategies of operators in terms of them, the plan of
-a graph, also as text, and which collectives turn one placement into another.
+``R``: every rank holds the tensor. ``P``: every rank holds a summand of it. ``S(dim, groups)``: the dim is viewed
+as ``(groups, size / groups)`` and split evenly along the second factor, so that ``groups=3`` splits a fused
+query-key-value projection by heads. A negative dim is not allowed.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from nnx_checkpoint.box import Box
-
-# --- placements ------------------------------------------------------------------------------------------
-#
-# How the ranks of one plan unit hold one tensor. There are three ways. ``R``: every rank holds the whole
-# tensor. ``P``: every rank holds a summand, the tensor is their sum. ``S(dim, groups)``: the tensor dim is
-# viewed as ``(groups, size / groups)`` and cut evenly along the second factor, so that ``groups=3`` splits a
-# fused query-key-value projection by heads. A negative dim is not allowed.
-
 
 _SHARD = re.compile(r"S\((\d+)(?:, ?(\d+))?\)")
 
@@ -101,15 +93,14 @@ class Placement:
 
 
 R = Placement("R")
+
+
 P = Placement("P")
 
 
 def S(dim: int, *, groups: int = 1) -> Placement:  # noqa: N802 # the field writes it so
     """Sharded along a tensor dim."""
     return Placement("S", dim, groups)
-
-
-# --- plans -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,123 +127,6 @@ class Strategy:
     def is_replicated(self) -> bool:
         """Whether every rank does all of it."""
         return all(placement == R for placement in (*self.inputs, *self.outputs))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """What the cost model says of one program on each rank.
-
-    Attributes:
-        compute: Seconds of computation in forward and backward.
-        communication: Seconds of collectives in forward and backward, gradient reduction included.
-        memory: Peak bytes: parameters, gradients, optimizer state and activations.
-    """
-
-    compute: float = 0.0
-    communication: float = 0.0
-    memory: int = 0
-
-    @property
-    def time(self) -> float:
-        """Seconds of one step."""
-        return self.compute + self.communication
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramPlan:
-    """The plan of one graph inside a unit.
-
-    Attributes:
-        size: Ranks of the unit.
-        policy: Name of the policy that made it.
-        choices: Strategy of every operator, by its name; a getitem's is a strategy of one input.
-        stored: Says how every parameter is stored, by fully qualified name: ``R`` or ``S``.
-        synchronized: Parameters whose gradients are partial on every rank, so that the reducer has to sum
-            them over the unit.
-        divisible: Sizes that must be multiples of a number at run time, as ``(expression, number)``; another
-            batch is run whole by every rank.
-        prediction: The cost model's prediction.
-        reason: Why it and no other, where the planner had to choose.
-    """
-
-    size: int
-    policy: str
-    choices: Mapping[str, Strategy]
-    stored: Mapping[str, Placement]
-    synchronized: frozenset[str] = frozenset()
-    divisible: tuple[tuple[str, int], ...] = ()
-    prediction: Prediction = Prediction()
-    reason: str = ""
-
-    @property
-    def homes(self) -> None:
-        """Which stage stores a parameter: there are none."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What the user should hear once: nothing."""
-        return ()
-
-
-# --- plan text -------------------------------------------------------------------------------------------
-#
-# A program's plan as JSON text and back.
-
-
-def plan_to_text(plan: ProgramPlan) -> str:
-    """The plan as JSON, one operator a line."""
-    choices = {name: _strategy(strategy) for name, strategy in plan.choices.items()}
-    head = {
-        "size": plan.size,
-        "policy": plan.policy,
-        "prediction": asdict(plan.prediction),
-        "reason": plan.reason,
-        "divisible": [list(item) for item in plan.divisible],
-        "synchronized": sorted(plan.synchronized),
-    }
-    lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-    for name, items in (("stored", {k: str(v) for k, v in plan.stored.items()}), ("choices", choices)):
-        body = ",\n".join(f"    {json.dumps(key)}: {json.dumps(item)}" for key, item in items.items())
-        lines.append(f'  "{name}": {{\n{body}\n  }}')
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def plan_from_text(text: str) -> ProgramPlan:
-    """The plan that `plan_to_text` wrote.
-
-    Example:
-        >>> plan = ProgramPlan(size=2, policy="tp", choices={}, stored={"w": Placement.parse("S(0)")})
-        >>> plan_from_text(plan_to_text(plan)) == plan
-        True
-    """
-    read: dict[str, Any] = json.loads(text)
-    return ProgramPlan(
-        size=read["size"],
-        policy=read["policy"],
-        choices={name: _read_strategy(item) for name, item in read["choices"].items()},
-        stored={name: Placement.parse(item) for name, item in read["stored"].items()},
-        synchronized=frozenset(read["synchronized"]),
-        divisible=tuple((expression, number) for expression, number in read["divisible"]),
-        prediction=Prediction(**read["prediction"]),
-        reason=read.get("reason", ""),
-    )
-
-
-def _strategy(strategy: Strategy) -> list[Any]:
-    return [strategy.name, list(map(str, strategy.inputs)), list(map(str, strategy.outputs)), strategy.call]
-
-
-def _read_strategy(item: list[Any]) -> Strategy:
-    name, inputs, outputs, call = item
-    return Strategy(name, tuple(map(Placement.parse, inputs)), tuple(map(Placement.parse, outputs)), call)
-
-
-# --- conversion ------------------------------------------------------------------------------------------
-#
-# From one placement to another: which collective it takes in the forward pass and which in the backward.
-#
-# The gradient of a value has the dual placement: ``S`` of ``S``, complete of ``P`` and ``R``. A consumer
-# that uses a replicated value for its own part of the work only hands back a partial gradient.
 
 
 class Use(NamedTuple):

@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from nnx_core.hardware import Collective, Hardware, profile
-from nnx_nnscaler.codegen.layout import recomputed_owner
-from nnx_nnscaler.ir import Graph, Op, TensorMeta
-from nnx_nnscaler.plan.program_plan import P, Placement, R, Strategy, Use, conversion
+from nnx_nnscaler.ir.graph import Graph, Op, TensorMeta
+from nnx_nnscaler.ir.placement import P, Placement, R, Strategy, Use, conversion
+from nnx_nnscaler.plan.recompute import recomputed_owner
 from nnx_nnscaler.rules.rule import outputs_of
 
 # --- what operators do ----------------------------------------------------------------------------

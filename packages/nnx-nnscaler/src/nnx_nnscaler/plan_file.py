@@ -16,13 +16,13 @@ from typing import Any
 
 from nnx_core.errors import PlanError
 from nnx_core.json_files import PlanFormat, save_plan
-from nnx_nnscaler.cost import ALIASES, CostModel, Price, Prices, base_name
-from nnx_nnscaler.ir import Code, Graph, Make, Op, Ref, Size, TensorMeta, text_of
-from nnx_nnscaler.pipeline.plan import AnyPlan, PipelinePlan, any_plan_from_text, any_plan_to_text
+from nnx_nnscaler.ir.graph import Code, Graph, Make, Op, Ref, Size, TensorMeta, text_of
+from nnx_nnscaler.ir.program_plan import ProgramPlan
 from nnx_nnscaler.pipeline.stages import make_stages, prepare
+from nnx_nnscaler.plan.cost import ALIASES, CostModel, Price, Prices, base_name
 from nnx_nnscaler.plan.evaluation import Assignment, Evaluation, evaluate, price_of_value
+from nnx_nnscaler.plan.pipeline_plan import AnyPlan, PipelinePlan, any_plan_from_text, any_plan_to_text
 from nnx_nnscaler.plan.planning import PolicyContext, StrategiesOf, assignment_of, rules_for
-from nnx_nnscaler.plan.program_plan import ProgramPlan
 
 _FORMAT = PlanFormat("nnx-nnscaler", 1, "`Plan.save`")
 
